@@ -12,8 +12,8 @@ may be taken in either order. *Eagerly*, over ranks first, at every statistics s
     R <- ((m - p) R + sum_r L_r) / m,      L_r <- 0,  p <- 0             at a solve
 
 ``m`` and ``p`` are `Record.masses` and `Record.pending`, the same on every rank. Eager sums are
-needed by the next solve at the earliest: they travel while the model goes on, and enter at the next
-look at the factor (`Stack.arrive`).
+needed by the next solve at the earliest: their collectives overlap with training, and
+`Stack.arrive` averages them in before the next access to the factor.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ from soframe.step.gradients import Gradients
 
 @dataclass
 class Contribution:
-    """What this rank adds to a running factor of some blocks of a stack.
+    """This rank's term of a running factor, for some blocks of a stack.
 
     Attributes:
         stack: The stack.
         members: The blocks.
         index: The index of the factor.
-        tensor: The statistics, divided by the weights of all ranks: ``[groups, n, n]``, of which
-            the lower triangle is valid. None where this rank has none.
-        reached: For each block how many rows reached each group, where groups have averages of
-            their own.
-        scale: What is left to multiply ``tensor`` by, so that those of all ranks add up.
+        tensor: The statistics, divided by the weights of all ranks: ``[groups, n, n]``, with a
+            valid lower triangle. None if this rank has none.
+        reached: By block the number of rows that reached each group, for averages by group.
+        scale: A multiplier that ``tensor`` still lacks for the sum over ranks to be the average.
     """
 
     stack: Stack
@@ -73,17 +72,11 @@ class Contribution:
 def enter(
     backend: Backend, contributions: Sequence[Contribution], decay: float, *, identity: bool
 ) -> None:
-    """Sum the contributions of all ranks and average them into the running factors.
-
-    Args:
-        backend: The backend.
-        contributions: The contributions, of the same factors in the same order on every rank.
-        decay: What running averages keep of their past.
-        identity: Whether averages start from the identity, as kfac-pytorch's do.
-    """
+    """Sum the contributions of all ranks and average them into the running factors."""
     eager: list[tuple[Contribution, list[float]]] = []
     deferred: dict[Block, None] = {}
     for one in contributions:
+        # As kfac-pytorch's averages, which start from the identity.
         if identity:
             _start(one.stack, one.members, one.index, one.factor.start or 1.0, backend.rank)
         keep = decay if one.factor.decay is None else one.factor.decay
@@ -93,9 +86,11 @@ def enter(
             deferred.update(dict.fromkeys(one.blocks))
         else:
             eager.append((one, rates))
+    # All deferred factors of a block share this number: once per block.
     for block in deferred:
         block.record.pending = decay * block.record.pending + (1 - decay)
     sums = [_sum(one) for one, _ in eager]
+    # By identity: `add_up` returns the sums by buffer, in another order.
     entries = {id(total): (one, rates) for (one, rates), total in zip(eager, sums, strict=True)}
     for pending in add_up(backend, sums, "reduce"):
         arriving = [
@@ -116,7 +111,7 @@ def enter(
 def _entry(
     pending: Pending, arriving: Sequence[tuple[Sum, Contribution, Sequence[float]]]
 ) -> Pending:
-    """Return the wait for some sums, and their entry into the averages."""
+    """Return the wait for some sums, which then averages them into the factors."""
 
     def end() -> None:
         pending.wait()
@@ -126,13 +121,10 @@ def _entry(
 
 
 def _gain(one: Contribution, block: Block, number: int, keep: float) -> list[float]:
-    """Grow the EMA weight of a factor by one statistic, and return the rate at which that enters.
+    """Increase the EMA weight of a factor; return the rate of the new statistic, one or by group.
 
-    Dividing by the weight frees the average of its start, as Adam's bias correction does. Groups
-    that no row reached keep their average.
-
-    Returns:
-        One number for each group of the block, or one for all.
+    Dividing by the weight removes the start-up bias, as in Adam. Groups that no row reached keep
+    their average.
     """
     masses, name = block.record.masses, one.factor.name
     if one.factor.mean_over != "group rows":
@@ -153,10 +145,7 @@ def _gain(one: Contribution, block: Block, number: int, keep: float) -> list[flo
 def average(each: Iterable[tuple[Contribution, Tensor | None, Sequence[float]]]) -> None:
     """Average new statistics into running factors: ``R <- R + rate (new - R)``.
 
-    Args:
-        each: For each factor what it is of; its statistics, ``[groups, n, n]`` (of which the lower
-            triangle is valid where they are of calls) or packed, None for zeros; and one rate for
-            each block, or for each of their groups.
+    Statistics are ``[groups, n, n]``, packed, or None for zeros; rates are by block or by group.
     """
     whole = [entry for one, new, rates in each for entry in _averaged(one, new, rates)]
     if whole:
@@ -166,7 +155,7 @@ def average(each: Iterable[tuple[Contribution, Tensor | None, Sequence[float]]])
 def _averaged(
     one: Contribution, new: Tensor | None, rates: Sequence[float]
 ) -> list[tuple[Tensor, Tensor, float]]:
-    """Average into parts of a running factor; return what is left: all of it, at one rate."""
+    """Average into parts of a factor here; return the whole factor, if it has one rate."""
     stack, members, factor = one.stack, one.members, one.factor
     name, packed = factor.name, stack.place.packed and factor.kind == "psd"
     if new is None:
@@ -175,8 +164,10 @@ def _averaged(
             dtype=stack.like.dtype,
             device=stack.like.device,
         )
+    # Statistics of calls have a valid lower triangle only; averaged gradients have both.
     lower = factor.captured and factor.kind == "psd" and new.dim() == 3 and not packed
     new = pack(new, factor) if packed else unpack(new, factor)
+    # The first statistics have rate 1 (groups without rows are zero): they become the factor.
     if name not in stack.factors and len(members) == len(stack.blocks):
         stack.factors[name] = own_memory(new)
         (stack.lower.add if lower else stack.lower.discard)(name)
@@ -187,6 +178,7 @@ def _averaged(
         stack.lower.add(name)
     if len(set(rates)) == 1 and len(members) == len(stack.blocks):
         return [(stack.factors[name], new, rates[0])]
+    # One rate per block becomes one for each of its groups.
     each = list(rates)
     if len(each) < len(new):
         each = [rate for rate in each for _ in range(len(new) // len(each))]
@@ -203,12 +195,13 @@ def _averaged(
 
 
 def _accumulate(one: Contribution, decay: float, rank: int) -> None:
-    """Add this rank's contribution to its accumulator."""
+    """Add this rank's contribution to its accumulator: ``L <- decay L + (1 - decay) c``."""
     stack, factor = one.stack, one.factor
     if not stack.place.contributes(rank, one.index):
         return
     if factor.name not in stack.accumulators:
         stack.accumulators[factor.name] = stack.empty(factor.packed_shape)
+    # Without data the accumulator only decays.
     packed = None if one.tensor is None else pack(one.tensor, factor)
     start = 0
     for view in stack.views(stack.accumulators[factor.name], one.members):
@@ -223,20 +216,14 @@ def observe(
 ) -> None:
     """Average statistics of the averaged gradients into running factors; every rank must call.
 
-    They are the same on every gradient worker, so nothing travels.
-
-    Args:
-        placed: All blocks, with their places.
-        gradients: The averaged gradients.
-        decay: What running averages keep of their past.
-        step: Completed steps.
-        after: Whether updates are made already, which some methods wait for.
+    All gradient workers compute the same statistics, so nothing is sent. Methods that wait for the
+    updates (`refreshes_after`) are called with ``after``.
     """
     for stack, gradient in gradients.items():
         like = stack.like
         if len(like.captured) == len(like.factors) or like.method.refreshes_after != after:
             continue
-        # Where data are lost, nothing stands in for them: the block is solved first.
+        # These statistics need second-order data: a block that lost its own is solved first.
         members = [member for member in gradient.members if not stack.blocks[member].lost]
         for chosen in stack.alike(members):
             matrix = gradient.of(chosen)
@@ -244,6 +231,7 @@ def observe(
             with placed.backend.phases("observe"):
                 if matrix is not None and placed.rank in stack.place.gradient_workers:
                     specs = like.method.factors(BlockShape(*matrix.shape))
+                    # The tensors of a method are checked at its first call only.
                     first = stack.blocks[chosen[0]].mass == 0
                     data = stack.data_of(chosen)
                     factors = observed_by(like.method, specs, matrix, data, check=first)
@@ -270,12 +258,13 @@ def _observe(
         rates = [r for n, block in enumerate(one.blocks) for r in _gain(one, block, n, keep)]
         for block in one.blocks:
             block.record.statistics_at[factor.name] = step
+        # EMA weights grow on all ranks; only holders have the factor.
         if stack.place.holds(rank, index):
             average([(one, factors[factor.name].to(stack.like.dtype), rates)])
 
 
 def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> None:
-    """Bring deferred statistics of some blocks into their running factors; every rank must call."""
+    """Reduce deferred statistics of some blocks into running factors; every rank must call."""
     for stack in members:
         stack.arrive()
     due = _deferred(members)
@@ -293,12 +282,9 @@ def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> No
 def settled(
     placed: PlacedBlocks, stack: Stack, members: tuple[int, ...], phase: str
 ) -> dict[str, Tensor]:
-    """Return running factors of some blocks as if they were settled, and change nothing.
+    """Return settled running factors of some blocks, packed, and change nothing.
 
-    Every rank must call where something is pending.
-
-    Returns:
-        The factors that this rank holds, packed: ``[groups, n (n + 1) / 2]``.
+    If statistics are pending, every rank must call.
     """
     if not _deferred({stack: members}):
         return {
@@ -311,7 +297,7 @@ def settled(
 
 
 def _deferred(members: Mapping[Stack, tuple[int, ...]]) -> dict[Stack, tuple[int, ...]]:
-    """Return those of some blocks that have deferred statistics."""
+    """Return the given blocks that have deferred statistics."""
     due = {
         stack: tuple(m for m in chosen if stack.blocks[m].record.pending > 0)
         for stack, chosen in members.items()
@@ -335,6 +321,7 @@ def _settled(
     for one, summed in zip(ones, sums, strict=True):
         new, stack, factor = None, one.stack, one.factor
         if stack.place.holds(backend.rank, one.index):
+            # R <- ((m - p) R + sum_r L_r) / m, as in the module's docstring.
             masses = _each(one, [block.mass for block in one.blocks])
             new = summed.packed() / masses
             if factor.name in stack.factors:
@@ -346,14 +333,14 @@ def _settled(
 
 
 def _each(one: Contribution, numbers: Sequence[float]) -> Tensor:
-    """Return a number of each block for each of its groups, ``[groups, 1]``."""
+    """Return one number per block for each of its groups, ``[groups, 1]``."""
     groups = one.factor.groups
     each = torch.tensor(numbers, dtype=torch.float64, device="cpu").repeat_interleave(groups)
     return each.to(one.stack.like.device, one.stack.like.dtype).unsqueeze(1)
 
 
 def _sum(one: Contribution) -> Sum:
-    """Return the sum of a contribution, whose tensor it takes."""
+    """Return the sum of a contribution, and move the tensor into it."""
     like, place, factor = one.stack.like, one.stack.places[one.members[0]], one.factor
     tensor, one.tensor = one.tensor, None
     return Sum(
@@ -368,17 +355,17 @@ def _sum(one: Contribution) -> Sum:
 
 
 def pack(stored: Tensor, spec: FactorSpec) -> Tensor:
-    """Return a factor as it travels, matrices as triangles, whichever way it is stored."""
+    """Return a factor as it is sent: symmetric matrices as triangles."""
     return pack_triangle(stored) if spec.kind == "psd" and stored.dim() == 3 else stored
 
 
 def store(stored: Tensor, spec: FactorSpec, *, packed: bool) -> Tensor:
-    """Return a running factor as a placement stores it, in memory of its own."""
+    """Return a running factor in the format of a placement, in memory of its own."""
     return own_memory(pack(stored, spec) if packed else unpack(stored, spec))
 
 
 def _start(stack: Stack, members: Iterable[int], index: int, scale: float, rank: int) -> None:
-    """Start averages without statistics from a multiple of the identity, of ones for no matrix."""
+    """Start averages without statistics from a multiple of the identity, or else of ones."""
     factor = stack.like.factors[index]
     new = tuple(m for m in members if factor.name not in stack.blocks[m].record.masses)
     for member in new:

@@ -1,4 +1,4 @@
-"""The clips of the step: which are on, with which learning rates, and what they do together."""
+"""The clips of a step: their bounds, their learning rates, and their joint factor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from soframe.step.updates import Update
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of the clips.
+    """The schedules of the clips' bounds.
 
     Attributes:
         kl: The KL clip's, or None.
@@ -31,32 +31,23 @@ class Bounds:
 
     @classmethod
     def of(cls, kl: Schedule | None, norm: Schedule | None) -> Bounds:
-        """Return bounds that are checked.
-
-        Args:
-            kl: What the user passed as ``kl_clip``.
-            norm: What the user passed as ``norm_clip``.
-        """
+        """Check the settings ``kl_clip`` and ``norm_clip``."""
         given = {"kl_clip": kl, "norm_clip": norm}
         return cls(*(v if v is None else Scheduled(n, v, open_low=True) for n, v in given.items()))
 
     @property
     def any(self) -> bool:
-        """Whether there is any."""
+        """Whether any clip is on."""
         return self.kl is not None or self.norm is not None
 
     def at(self, step: int) -> Limits:
-        """Return the bounds of a step.
-
-        Args:
-            step: Completed steps.
-        """
+        """Return the bounds after ``step`` completed steps."""
         kl, norm = (b if b is None else b.at(step) for b in (self.kl, self.norm))
         return Limits(kl, norm)
 
 
 UNDAMPED = 1e-12
-"""Below this damping, what float32 holds may not be finite over what the curvature leaves."""
+"""Below this damping, a float32 gradient over the least damped eigenvalue may not be finite."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +58,8 @@ class Limits:
         kl: The KL clip's, or None.
         norm: The norm clip's, or None.
         careful: Whether gradients are so large, or the damping so small, that inner products, or
-            even the results, may be out of range: the first are then taken in float64, the others
-            looked at.
+            even updates, may overflow: inner products are then computed in float64, and updates are
+            checked.
     """
 
     kl: float | None
@@ -78,12 +69,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Clipped:
-    """What the clips have done to the directions of a step.
+    """The outcome of the clips for the updates of a step.
 
     Attributes:
-        finite: Whether all directions are, on every rank alike: all of them have the same.
-        kl: The factor that the KL clip asks for, a scalar in (0, 1]; None where it is off.
-        norm: That of the norm clip, likewise. Directions are scaled by the lesser of the two.
+        finite: Whether all updates are finite, on all ranks; the same on every rank.
+        kl: The factor of the KL clip, a scalar in (0, 1]; None if it is off.
+        norm: The factor of the norm clip, a scalar in (0, 1]; None if it is off. Updates are scaled
+            by the smaller of the two.
     """
 
     finite: bool
@@ -100,39 +92,30 @@ def clip(
     step: int,
     stages: Stages = ALONE,
 ) -> Clipped:
-    """Scale all updates by one factor, in place: the least that any clip asks for.
-
-    Args:
-        updates: The updates.
-        gradients: Which rank adds which stack's share.
-        limits: The bounds.
-        rates: The learning rates.
-        step: Completed steps.
-        stages: The other stages of a pipeline, which are clipped by the same factor.
-
-    Returns:
-        Whether the updates are finite, and the factors.
-    """
+    """Scale all updates by the smallest factor of any clip, in place; every rank must call."""
     clipped = [update for update in updates if update.stack.like.method.clipped]
     if limits.careful:
-        # Those that this rank knows; together all ranks know all.
+        # Every rank checks the updates that it has; together the ranks have all.
         known = [update.matrix for update in updates if update.matrix is not None]
         bad = bool(updates) and not _finite(known, gradients)
         if stages.any(bad):
             return Clipped(finite=False)
     if limits.kl is None and limits.norm is None:
         return Clipped(finite=True)
+    # On a pipeline other stages may have updates, and wait for this one's sums.
     if not clipped and stages.backend is None:
         return Clipped(finite=True)
     every = [tensor for update in clipped for tensor in update.tensors()]
+    # A stage without clipped updates takes part in the sums with zeros.
     first = every[0] if every else torch.zeros((), dtype=torch.float64, device="cpu")
-    like = first.double() if limits.careful else first  # of the same dtype on every rank
+    like = first.double() if limits.careful else first  # the same dtype on every rank
     kl_factor = norm_factor = None
     terms = [
         (update, *term)
         for update in clipped
         for term in _terms(update, rates, step, careful=limits.careful)
     ]
+    # Each block's term is added by one rank: the clip sums over ranks.
     if limits.kl is not None:
         led = [term for term in terms if gradients.leads(term[0].stack)]
         kl_factor = kl_clip_factor(
@@ -153,6 +136,7 @@ def clip(
             over_stages=None if stages.backend is None else stages.total,
         )
     factors = [factor for factor in (kl_factor, norm_factor) if factor is not None]
+    # The factors stay on the device: comparing them here would make the host wait.
     factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
     _scale(every, factor.to(first.dtype))
     return Clipped(finite=True, kl=kl_factor, norm=norm_factor)
@@ -161,10 +145,10 @@ def clip(
 def _terms(
     update: Update, rates: LearningRates, step: int, *, careful: bool
 ) -> Iterator[tuple[Tensor | None, Tensor | None, float | Tensor]]:
-    """Yield updates, gradients and learning rates: of all blocks together if these are equal."""
+    """Yield updates, gradients and learning rates: of all blocks at once if rates are equal."""
     lrs = rates.of(update.blocks, step)
     matrix, gradient = update.matrix, update.gradient
-    if careful:  # inner products in float64
+    if careful:  # products of float32 numbers may overflow in float32
         matrix = None if matrix is None else matrix.double()
         gradient = None if gradient is None else gradient.double()
     first = lrs[0]
@@ -180,7 +164,7 @@ def _chunk(tensor: Tensor | None, number: int, chunks: int) -> Tensor | None:
 
 
 def _scale(every: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors by one factor, in place; by one call where that can be."""
+    """Multiply tensors by one factor, in place; in one call if all are on its device."""
     if every and all(tensor.device == factor.device for tensor in every):
         torch._foreach_mul_(every, factor)
     else:
@@ -189,9 +173,10 @@ def _scale(every: list[Tensor], factor: Tensor) -> None:
 
 
 def _finite(matrices: Sequence[Tensor], gradients: AveragedGradients) -> bool:
-    """Return whether all directions are finite, of all ranks where each knows some."""
+    """Return whether the updates of all ranks are finite."""
     bad = [matrix.isfinite().all().logical_not() for matrix in matrices]
     device = bad[0].device if bad else torch.device("cpu")
+    # One number per rank, so that one wait for the device is enough.
     count = torch.tensor(0.0, device=device)
     for one in bad:
         count += one.to(device)

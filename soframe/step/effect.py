@@ -33,15 +33,15 @@ _SHOWN = 8
 
 
 class Effect:
-    """What this rank has of its blocks in their first windows with statistics.
+    """The gradients and statistics of this rank's blocks in their first windows with statistics.
 
     Args:
         model: The model.
         blocks: Its blocks, in the placement's order.
         capture: Its hooks.
         home: Where gradients live.
-        rebuilt: Whether the model changed in the window under way, of which the hooks then may not
-            have seen everything.
+        rebuilt: Whether the model changed in the window under way, so that the hooks may have
+            missed calls.
     """
 
     def __init__(
@@ -66,26 +66,28 @@ class Effect:
         self._windows.update(due)
 
     def check(self, due: Collection[Block]) -> None:
-        """Check that no framework has come to shard the parameters."""
+        """Raise if a framework has sharded the parameters since they were registered."""
         for block in self._judged(due):
             parameters = block.parameters.items()
             self._home.check((f"{block.name}.{name}", p) for name, p in parameters)
 
     def said(self, due: Collection[Block]) -> list[float]:
-        """Return what this rank has, equally many numbers on every rank.
+        """Return this rank's flags, equally many on every rank.
 
-        Returns:
-            Whether any block has a gradient; whether only other parameters have; and, for every
-            block that is due, whether it has statistics, and whether it has a gradient.
+        The first two are whether any block has a gradient, and whether only other parameters have.
+        Two follow for every block that is due: whether it has statistics, and whether it has a
+        gradient.
         """
         judged = self._judged(due)
         if not judged:
             return self.nothing_said(due)
         seen = {block for block in judged if block.record.counts.calls}
         reached = {b for b in seen if any(map(self._home.has, self._parameters[b]))}
+        # Without statistics a gradient of zeros counts as none; testing for it makes the host wait.
         unseen = [block for block in judged if block not in seen and not self._derived(block)]
         reached |= self._with_gradient(unseen)
         given = any(self._home.has(p) for each in self._parameters.values() for p in each)
+        # Evidence that the backward pass ran, but reached no block.
         others = not given and any(map(self._home.has, self._others))
         numbers = [float(given), float(others)]
         for block in self._of(due):
@@ -93,7 +95,7 @@ class Effect:
         return numbers
 
     def nothing_said(self, due: Collection[Block]) -> list[float]:
-        """Return as many zeros as `said` returns numbers."""
+        """Return zeros in place of the numbers of `said`."""
         return [] if not due or self._partial else [0.0] * (2 + 2 * len(self._of(due)))
 
     def require(self, due: Collection[Block], sums: Sequence[float]) -> None:
@@ -109,6 +111,7 @@ class Effect:
         rows = list(zip(self._of(due), each[::2], each[1::2], strict=True))
         missed = [block for block, seen, reached in rows if reached > 0 and seen == 0]
         taken = [block for block, seen, reached in rows if seen > 0 and reached == 0]
+        # Whether no block has ever had statistics: then the step would do nothing.
         never = not any(seen for _, seen, _ in rows) and all(b.mass == 0 for b in self._blocks)
         if missed and never:
             raise RuntimeError(f"{self._without_statistics(missed)} No gradient was changed.")
@@ -122,6 +125,7 @@ class Effect:
             )
         if missed:
             warnings.warn(f"soframe: {self._without_statistics(missed)}", stacklevel=8)
+        # With a probe, statistics do not imply that the loss depends on a block.
         if taken and not self._capture.probing:
             warnings.warn(f"soframe: {self._without_gradients(taken)}", stacklevel=8)
 
@@ -134,12 +138,13 @@ class Effect:
         return [block for block in self._of(due) if self._windows[block] <= WINDOWS]
 
     def _derived(self, block: Block) -> bool:
-        """Return whether the loss may be of a block's derivatives alone: no gradient at outputs."""
+        """Return whether the loss may depend on a block's derivatives alone."""
+        # The layer was called, and no gradient came to its output.
         called = any(helper in self._capture.called for helper in block.helpers)
         return called and not self._capture.probing and block.mass > 0
 
     def _with_gradient(self, blocks: Sequence[Block]) -> set[Block]:
-        """Return the blocks with a gradient that is not zero; the host waits once, if for any."""
+        """Return the blocks with a nonzero gradient; the host waits at most once."""
         gradients = [(b, g) for b in blocks for g in self._home.of(self._parameters[b])]
         flags = [(b, (g.to_dense() if g.is_sparse else g).any()) for b, g in gradients]
         if not flags:
@@ -221,5 +226,6 @@ def _compiled(modules: Iterable[nn.Module]) -> bool:
     """Return whether torch.compile may have compiled some of these modules."""
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         return True
+    # Not imported here: if the module is not loaded, torch.compile has not run.
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"]["total"])

@@ -1,8 +1,8 @@
 """The step, from top to bottom: `Engine._take_step`.
 
-Ranks agree first (`Engine._agree`): one all-reduce tells all of them which gradients and statistics
-are finite, what the statistics weigh, whether the model has changed and whether a rank is about to
-raise. From there on they enter the same collectives, whatever they find.
+Ranks agree first (`Engine._agree`): one all-reduce sums flags for gradients and statistics that are
+not finite, the weights of the statistics, and flags for a changed model and for an error on a rank.
+From there on all ranks enter the same collectives.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
 """The common settings of the copies of a stage that all stages of a pipeline share."""
 
 MANY = 10
-"""After so many skipped updates in a row a rank warns."""
+"""Number of skipped updates in a row after which a rank warns."""
 
 
 class Engine:
@@ -60,8 +60,9 @@ class Engine:
     Attributes:
         backend: The backend.
         home: Where gradients live.
-        counters: Updates and statistics that were skipped, solves that were retried or failed.
-        updated: Whether the last step rewrote gradients; False where it zeroed them.
+        counters: The numbers of updates and statistics that were skipped, and of solves that were
+            retried or failed.
+        updated: Whether the last step rewrote gradients; False if it zeroed them.
     """
 
     backend: Backend
@@ -93,9 +94,10 @@ class Engine:
     def _take_step(self) -> None:
         placed, phase, step = self._placed, self.backend.phases, self._steps
         for stack in placed.stacks:
-            stack.arrive()  # statistics of earlier steps that travel still
+            stack.arrive()  # sums of earlier steps that are still under way
         with phase("agree"):
             status = self._agree()
+        # The model may have been rebuilt by `_agree`.
         placed, settings = self._placed, status.settings
         try:
             if status.weights is not None:
@@ -103,8 +105,10 @@ class Engine:
                     self._statistics.fold(status.weights, settings.decay, step)
             with phase("average"):
                 gradients = self._raw.raw()
+            # A gradient that is not finite would stay in the averages for ever.
             if status.finite:
                 observe(placed, gradients, decay=settings.decay, step=step, after=False)
+            # Blocks whose factors have changed: second-order data may be refreshed without a solve.
             changed = frozenset() if status.weights is None else self._statistics.due
             self._solve(settings, after=False, changed=changed)
             updates = precondition(placed, gradients, settings.damping)
@@ -113,17 +117,18 @@ class Engine:
             self.updated = clipped.finite
             self._note(gradients, updates, settings, clipped)
             if self.updated:
-                # Before anything is written: gradients may be views of what is overwritten.
+                # Before `write`: gradient matrices may be views of the memory that it overwrites.
                 observe(placed, gradients, decay=settings.decay, step=step, after=True)
                 with phase("write"):
                     write(updates, self.home)
                 commit(updates)
                 self._solve(settings, after=True)
             else:
+                # Bad gradients were counted by `_agree`; these are updates that are not finite.
                 self.counters["skipped_updates"] += status.finite
                 magnitude.discard(self._model, self.home)
         except BaseException:
-            self.reset_batch()  # the sums of this window are gone
+            self.reset_batch()  # the sums of this window may be used up already
             raise
         self._steps += 1
         self._refresh.end_step()
@@ -159,16 +164,17 @@ class Engine:
         settings: Settings,
         clipped: Clipped,
     ) -> None:
-        """Keep the numbers of this step for `metrics`, before gradients are overwritten."""
+        """Store the numbers of this step for `metrics`, before gradients are overwritten."""
 
     # -- agreement ----------------------------------------------------------------------------
 
     def _agree(self) -> Status:
-        """Agree with all ranks on the status of the step, and build anew if the model changed."""
+        """Agree with all ranks on the status of the step; rebuild if the model has changed."""
         settings, common, error = self._evaluate()
         seen, present, reached, error = self._see(error)
         changed = seen.changed
         of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
+        # Over the stages of a model first, then over the copies of each stage.
         seen, error = self._stages.put_together(seen, of_stages, error)
         error = error or self._stages.miscounted(seen.passes)
         self._statistics.complete(int(seen.passes), int(seen.samples))
@@ -193,9 +199,11 @@ class Engine:
         self._solves.agree(status.waits)
         if status.changed or any(status.rebuilt):
             self._rebuild(changed=status.changed > 0)
+            # The new blocks have other weights and flags.
             return self._agree()
         self.counters["skipped_updates"] += status.bad_gradient > 0
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if status.bad_gradient > 0 else 0
+        # Only the ranks with such gradients warn: the cause is in their own data.
         if self._skipped_in_a_row == MANY and seen.bad_gradient:
             warnings.warn(
                 f"soframe: rank {self.backend.rank} had gradients that are not finite in {MANY} "
@@ -208,6 +216,7 @@ class Engine:
             self._refresh.owe(2)  # without the statistics of this step no block has curvature
         used = bool(self._statistics.due) and not status.bad_statistics
         careful = status.large > 0 or settings.damping < UNDAMPED
+        # From reduced flags, so that all ranks compute in the same dtype.
         limits = replace(settings.limits, careful=careful)
         return Status(
             finite=not status.bad_gradient,
@@ -216,7 +225,7 @@ class Engine:
         )
 
     def _evaluate(self) -> tuple[Settings, dict[str, object], Exception | None]:
-        """Return the settings of this step, those that ranks must share, and the error of one."""
+        """Return the step's settings, the values that ranks must share, and an error or None."""
         step = self._steps
         try:
             self._loss_scale.check(self._optimizer, half=self._capture.half)
@@ -227,8 +236,8 @@ class Engine:
             settings = Settings(damping, self._decay.at(step), self._bounds.at(step))
             self._lrs.begin(step)
             check_settings(self._optimizer)
-            # Those that decide which collectives are entered. Which blocks take statistics next is
-            # part of the status of the next step.
+            # The values that decide which collectives are entered. The interval is the next step's:
+            # it decides which blocks have weights in the next status.
             refresh = self._refresh
             common: dict[str, object] = {
                 "step": step,
@@ -236,22 +245,23 @@ class Engine:
                 "solve_every": refresh.solve_every.at(step),
                 "blocks with gradients": self._raw.alike(),
             }
-        except Exception as error:  # whatever it is: all ranks raise together
+        except Exception as error:  # of any kind: all ranks raise together
             return Settings(math.nan, math.nan, Limits(None, None)), {}, error
         return settings, common, None
 
     def _see(
         self, error: Exception | None
     ) -> tuple[Seen, list[float], list[float], Exception | None]:
-        """Return the status of this rank, which gradients and blocks it has, and its error."""
+        """Return this rank's status, its flags of gradients and of blocks, and its error."""
         due = self._statistics.due
+        # The defaults of a rank that fails: all ranks must reduce equally many numbers.
         size, bad_statistics = math.nan, False
         present, reached = self._raw.none_present(), self._effect.nothing_said(due)
         try:
             size = magnitude.magnitude(self._watch.parameters(), self.home)
             bad_statistics = bool(due) and not self._statistics.finite()
             present, reached = self._raw.present(), self._effect.said(due)
-        except Exception as raised:  # whatever it is: all ranks raise together
+        except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
         bad_gradient = not math.isfinite(size)
         passes, samples = self._statistics.seen()
@@ -259,7 +269,7 @@ class Engine:
             failed=float(error is not None),
             changed=float(self._watch.changed()),
             bad_gradient=float(bad_gradient),
-            # With little curvature left of earlier batches, updates may be large for any gradient.
+            # Damping relative to a small curvature is small: updates may be large for any gradient.
             large=float(size > 0 or self._relatively_damped),
             bad_statistics=float(bad_statistics or (bool(due) and bad_gradient)),
             due=float(bool(due)),
@@ -270,20 +280,20 @@ class Engine:
         return seen, present, reached, error
 
     def _problem(self, status: Poll, common: Mapping[str, object]) -> Exception | None:
-        """Return the error for which the copies of this stage cannot continue, alike on all."""
+        """Return the error that stops the copies of this stage, the same on all, or None."""
         try:
             require_common(self.backend, common, status.common)
             if status.changed:
                 require_all_ranks(self.backend, status.changed)
             elif not (any(status.rebuilt) or status.bad_gradient or status.bad_statistics):
                 self._effect.require(self._statistics.due, status.reached)
-        except Exception as error:  # whatever it is: all stages raise together
+        except Exception as error:  # of any kind: all stages raise together
             return error
         return None
 
     @abstractmethod
     def _rebuild(self, *, changed: bool) -> None:
-        """Register the model anew if it has changed, before any stage goes on."""
+        """Register the model anew if it has changed, before any stage continues."""
 
     # -- the coming step ----------------------------------------------------------------------
 
@@ -297,32 +307,32 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """How many steps were taken."""
+        """The number of completed steps."""
         return self._steps
 
     @property
     def damping(self) -> float:
-        """The damping of the coming step, of blocks without one of their own."""
+        """The damping of the coming step, for blocks without one of their own."""
         return self._damping.at(self._steps)
 
     @property
     def decay(self) -> float:
-        """What running factors keep of their past at the coming step."""
+        """The EMA decay of running factors at the coming step."""
         return self._decay.at(self._steps)
 
     @property
     def kl_clip(self) -> float | None:
-        """The bound of the KL clip at the coming step; None where it is off."""
+        """The bound of the KL clip at the coming step; None if it is off."""
         return self._bounds.at(self._steps).kl
 
     @property
     def norm_clip(self) -> float | None:
-        """The bound of the norm clip at the coming step; None where it is off."""
+        """The bound of the norm clip at the coming step; None if it is off."""
         return self._bounds.at(self._steps).norm
 
     @property
     def lr(self) -> list[float]:
-        """The learning rates that clips read, of each param group or of ``lr=`` alone."""
+        """The learning rates of the clips: one per param group, or ``lr=`` alone."""
         return self._lrs.live(self._steps)
 
     @property
@@ -338,12 +348,12 @@ class Engine:
     # -- windows ------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin a window, in which nothing has happened."""
+        """Begin an empty window."""
         self.reset_batch()
         self._effect.begin(self._statistics.due)
 
     def reset_batch(self) -> None:
-        """Forget what the backward passes since the last step have gathered.
+        """Discard the statistics of the backward passes since the last step.
 
         Call it, on every rank, where gradients are zeroed without a ``step``.
         """

@@ -1,14 +1,14 @@
 """The gradients of a step, averaged over ranks and gathered into the stacks' matrices.
 
-Where DistributedDataParallel averages gradients on every rank and one rank then preconditions and
-sends its result, the average has travelled for nothing. With *local* gradients each rank comes with
-those of its own samples. Those of a stack with one gradient worker are reduced to that rank alone
-(together a reduce-scatter by ownership); the updates that it sends back (together an all-gather)
-are all that the others get. The two carry what DDP's all-reduce carries. All other gradients, of
-parameters without a block, of blocks with several gradient workers and of blocks that are not
-solved yet, are averaged on all ranks, in fused buffers.
+If DistributedDataParallel averages gradients on every rank, and one rank then preconditions and
+sends its result, the other ranks receive the average in vain. With *local* gradients each rank
+starts from the gradients of its own samples. The gradients of a stack with one gradient worker are
+reduced to that rank alone (together a reduce-scatter by ownership); the other ranks receive only
+its updates (together an all-gather). The two send as many bytes as DDP's all-reduce. All other
+gradients, of parameters without a block, of blocks with several gradient workers and of blocks that
+are not solved yet, are averaged on all ranks, in fused buffers.
 
-Where parameters are sharded (`soframe.GradientHome.shards`), every rank has a part of each averaged
+If parameters are sharded (`soframe.GradientHome.shards`), every rank has a part of each averaged
 gradient, and the parts are sent to the gradient workers alone.
 """
 
@@ -36,7 +36,7 @@ class Gradient:
 
     Attributes:
         members: The blocks, the same on every rank.
-        matrix: ``[groups, out, in]`` in the factors' dtype; None where this rank does not know it.
+        matrix: ``[groups, out, in]`` in the factors' dtype; None if this rank does not have it.
     """
 
     members: tuple[int, ...]
@@ -86,30 +86,30 @@ class AveragedGradients:
             raise RuntimeError(why)
 
     def alike(self) -> tuple[str, ...]:
-        """Return the blocks with a memory that have gradients: they must be the same on all ranks.
+        """Return the blocks with a state that have gradients: they must be the same on all ranks.
 
-        States, and averages of averaged gradients, would differ if some ranks updated them alone.
+        States, and averages of averaged gradients, would differ if only some ranks updated them.
         """
         return tuple(block.name for block in self._remembering if block.has_gradient)
 
     def present(self) -> list[float]:
-        """Return flags that ranks sum, and pass to `agree`, before they call `raw`."""
+        """Return the flags that `agree` takes as sums over ranks, before `raw`."""
         return []
 
     def none_present(self) -> list[float]:
-        """Return the `present` of a rank without gradients."""
+        """Return zeros in place of the flags of `present`."""
         return []
 
     def agree(self, present: Sequence[float]) -> None:
-        """Keep the `present` of all ranks, summed."""
+        """Store the flags of `present`, summed over ranks."""
         self._present = present
 
     def raw(self) -> dict[Stack, Gradient]:
-        """Average the gradients and return those of all blocks that have any."""
+        """Average the gradients; return the ones of all blocks that have any."""
         return self.now()
 
     def now(self) -> dict[Stack, Gradient]:
-        """Return the gradients that their home holds now."""
+        """Return the gradients that are in their home now."""
         found = {}
         for stack in self._stacks:
             members = tuple(i for i, b in enumerate(stack.blocks) if b.has_gradient)
@@ -118,21 +118,21 @@ class AveragedGradients:
         return found
 
     def leads(self, stack: Stack) -> bool:
-        """Return whether this rank adds a stack's share to `total`."""
+        """Return whether this rank adds the term of a stack in `total`."""
         del stack
         return True
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks of a scalar of gradients, where ranks know different ones."""
+        """Return a scalar of gradients, summed over ranks if each rank has some terms."""
         return tensor
 
     def counts(self, stack: Stack) -> bool:
-        """Return whether this rank adds a stack's share to `total_of_updates`."""
+        """Return whether this rank adds the term of a stack in `total_of_updates`."""
         del stack
         return True
 
     def total_of_updates(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks of a scalar of updates, where ranks know different ones."""
+        """Return a scalar of updates, summed over ranks if each rank has some terms."""
         return tensor
 
     def _leads(self, stack: Stack) -> bool:
@@ -142,6 +142,7 @@ class AveragedGradients:
 def _gathered(stack: Stack, members: Sequence[int]) -> Tensor:
     """Return gradients of some blocks as one matrix, ``[groups, out, in]``."""
     blocks, like = [stack.blocks[member] for member in members], stack.like
+    # One block: its own matrix, without a copy.
     if len(blocks) == 1:
         (matrix,) = (block.gradient() for block in blocks)
         assert matrix is not None
@@ -153,8 +154,9 @@ def _gathered(stack: Stack, members: Sequence[int]) -> Tensor:
     values: list[Tensor] = []
     for block, part in zip(blocks, whole.split(groups), strict=True):
         gradients, named = block.gradients(), block.layout.unpack(part)
+        # Copy straight into the stack's matrix where `unpack` gives views of it.
         views = [named[name] for name in gradients]
-        # Helpers may unpack copies, or pad matrices.
+        # Helpers may unpack copies, or pad matrices with elements of no parameter.
         plain = sum(view.numel() for view in views) == part.numel()
         if plain and all(view.untyped_storage().data_ptr() == memory for view in views):
             targets += views
@@ -167,7 +169,7 @@ def _gathered(stack: Stack, members: Sequence[int]) -> Tensor:
 
 
 class LocalGradients(AveragedGradients):
-    """Gradients that are each rank's own: averaged here, each where it is needed."""
+    """Gradients of each rank's own samples: each is averaged here, on the ranks that need it."""
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -184,11 +186,11 @@ class LocalGradients(AveragedGradients):
             raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
 
     def alike(self) -> tuple[str, ...]:
-        """See `AveragedGradients.alike`: empty, since ranks agree on the gradients of any rank."""
+        """Return nothing: ranks agree on the gradients of any rank, see `present`."""
         return ()
 
     def present(self) -> list[float]:
-        """Return for every parameter whether this rank has its gradient."""
+        """Return a flag for every parameter: whether this rank has its gradient."""
         return [float(self._home.has(p)) for p in self._parameters]
 
     def none_present(self) -> list[float]:
@@ -196,7 +198,7 @@ class LocalGradients(AveragedGradients):
         return [0.0] * len(self._parameters)
 
     def raw(self) -> dict[Stack, Gradient]:
-        """Average every gradient that any rank has; on ranks without it counts as zero.
+        """Average every gradient that any rank has; on ranks without it, it counts as zero.
 
         Gradients of other parameters and of blocks that are not solved yet are averaged in place.
         """
@@ -204,6 +206,7 @@ class LocalGradients(AveragedGradients):
         for parameter, ranks in zip(self._parameters, self._present, strict=True):
             if ranks > 0:
                 known.add(parameter)
+                # Zeros, if this rank has none: every rank must take part in the reduction.
                 self._home.fill(parameter)
         everywhere = [p for p in self._rest if p in known]
         sums: list[tuple[int | None, Tensor]] = []
@@ -220,6 +223,7 @@ class LocalGradients(AveragedGradients):
                 matrices[stack] = _gathered(stack, members)
                 sums.append((workers[0] if len(workers) == 1 else None, matrices[stack]))
             else:
+                # Without an update to receive, every rank needs the averaged gradient itself.
                 everywhere += [p for i in members for p in own[i]]
         sums += [(None, gradient) for gradient in self._home.of(everywhere)]
         _average(self._backend, sums)
@@ -233,7 +237,7 @@ class LocalGradients(AveragedGradients):
         return found
 
     def leads(self, stack: Stack) -> bool:
-        """See `AveragedGradients.leads`: the first gradient worker does."""
+        """Return whether this rank is the stack's first gradient worker."""
         return self._leads(stack)
 
     def total(self, tensor: Tensor) -> Tensor:
@@ -242,7 +246,7 @@ class LocalGradients(AveragedGradients):
 
 
 def _average(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
-    """Replace tensors by their means over ranks, on one rank each or on all (None)."""
+    """Average tensors over ranks in place, each on the given rank or, for None, on all."""
     if backend.world_size == 1:
         return
     with backend.phases("average"):
@@ -253,6 +257,7 @@ def _mean(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
     everyone = tuple(range(backend.world_size))
     routes = []
     for to, tensor in sums:
+        # Fused: one reduce-scatter for all owners, instead of one reduce for each.
         where = "owners" if backend.fused and to is not None else to
         size = tensor.numel() * tensor.element_size()
         routes.append(((where, tensor.dtype, tensor.device), size))
@@ -260,7 +265,9 @@ def _mean(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
     for bucket in fill(routes):
         parts = [sums[index] for index in bucket]
         destination = parts[0][0]
+        # A reduce-scatter sends contiguous shares, in the order of ranks.
         parts.sort(key=lambda part: part[0] or 0)
+        # One buffer per destination, dtype and device: few large messages.
         flat = torch.cat([tensor.flatten() for _, tensor in parts])
         flat = flat.to(backend.wire_device(flat.device))
         if destination is None:
@@ -280,22 +287,23 @@ def _mean(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
 
 
 class ShardedGradients(AveragedGradients):
-    """Averaged gradients of which every rank has a part, and the gradient workers are to have all.
+    """Averaged gradients with a part on every rank, gathered on the gradient workers.
 
-    An update, too, is known whole to gradient workers alone.
+    Whole updates, too, are on gradient workers only.
     """
 
     def alike(self) -> tuple[str, ...]:
-        """See `AveragedGradients.alike`: all blocks, since ranks exchange their parts of each."""
+        """Return all blocks with gradients, since ranks exchange the parts of each."""
         partial, names = self._home.is_partial, []
         for block, own in self._of_block.items():
             if block.has_gradient:
                 names.append(block.name)
+                # A partial gradient starts a reduction of its own, which all ranks must enter.
                 names += [f"{block.name}, a sum over ranks" for p in own if partial(p)]
         return tuple(names)
 
     def raw(self) -> dict[Stack, Gradient]:
-        """Bring the parts of every gradient to its gradient workers."""
+        """Gather the parts of every gradient on its gradient workers."""
         splits: dict[Block, dict[str, Split]] = {}
         used = {}
         for stack in self._stacks:
@@ -335,11 +343,11 @@ class ShardedGradients(AveragedGradients):
         return found
 
     def now(self) -> dict[Stack, Gradient]:
-        """See `AveragedGradients.now`: gathered as by `raw`; every rank must call."""
+        """Gather the present gradients, as `raw` does; every rank must call."""
         return self.raw()
 
     def leads(self, stack: Stack) -> bool:
-        """See `AveragedGradients.leads`: the first gradient worker does."""
+        """Return whether this rank is the stack's first gradient worker."""
         return self._leads(stack)
 
     def total(self, tensor: Tensor) -> Tensor:
@@ -347,7 +355,7 @@ class ShardedGradients(AveragedGradients):
         return add_up(self._backend, tensor)
 
     def counts(self, stack: Stack) -> bool:
-        """See `AveragedGradients.counts`: the first gradient worker does."""
+        """Return whether this rank is the stack's first gradient worker."""
         return self._leads(stack)
 
     def total_of_updates(self, tensor: Tensor) -> Tensor:
@@ -358,14 +366,8 @@ class ShardedGradients(AveragedGradients):
 def source_of(
     gradients: str, model: nn.Module, placed: PlacedBlocks, home: GradientHome
 ) -> AveragedGradients:
-    """Return how the gradients of a step are averaged.
-
-    Args:
-        gradients: ``"averaged"`` or ``"local"``.
-        model: The model.
-        placed: Its blocks, with their places.
-        home: Where gradients live.
-    """
+    """Return the source of a step's gradients, for ``"averaged"`` or ``"local"`` ones."""
+    # Sharded gradients are averaged by their framework: `require_averaged` refuses local ones.
     if any(block.shards for block in placed.blocks):
         return ShardedGradients(model, placed, home)
     return GRADIENTS[gradients](model, placed, home)

@@ -28,14 +28,15 @@ def kl_clip_factor(
         gradients: The raw gradients, in the same order.
         lrs: The learning rate of each block, or a row of rates that fits its matrix.
         kappa: The bound.
-        add: Adds up the inner products of several ranks, where each has some of the blocks.
-        like: A tensor of the dtype and device to add up in; by default the first block's.
+        add: Sums the inner products over ranks, if each has some of the blocks.
+        like: A tensor with the dtype and device of the sum; by default the first block's.
 
     Returns:
-        A scalar in (0, 1], in the dtype and on the device of ``like``. On a network spread
-        over several devices the terms are brought to that device.
+        A scalar in (0, 1], in the dtype and on the device of ``like``. If a network is spread over
+        several devices, the terms are copied to that device.
     """
     like = preconditioned[0] if like is None else like
+    # One rate for all: one product of the sum, instead of one of each term.
     same = len({id(lr) for lr in lrs}) == 1 and _is_scalar(lrs[0])
     each = [1.0] * len(lrs) if same else lrs
     terms = [_term(p, g, lr) for p, g, lr in zip(preconditioned, gradients, each, strict=True)]
@@ -53,6 +54,7 @@ def kl_clip_factor(
 def _term(p: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     if not _is_scalar(lr):
         return (p * lr * (g * lr)).sum()
+    # One launch, and no temporary of the size of the matrix.
     product = torch.dot(p.flatten(), g.flatten())
     return product if isinstance(lr, float) and lr == 1.0 else product * lr * lr
 

@@ -1,4 +1,4 @@
-"""The gradients of a whole model: are they finite, how large, and what to do if not."""
+"""The magnitude of the gradients of a model: finite or not, moderate or large."""
 
 from __future__ import annotations
 
@@ -11,32 +11,27 @@ from soframe.blocks.home import GradientHome
 from soframe.kernels.devices import on_gpu
 
 MODERATE = 1e10
-"""What sums of gradients stay below, unless products with them may be out of range."""
+"""Below this sum of a gradient, products with it are in range."""
 
 
 def magnitude(parameters: Iterable[nn.Parameter], home: GradientHome) -> float:
-    """Return how large the gradients are, where that matters.
+    """Return the largest absolute value of the gradients, or zero if all their sums are moderate.
 
-    Args:
-        parameters: The parameters of a model.
-        home: Where their gradients live.
-
-    Returns:
-        Zero where sums tell of nothing large, else the largest absolute value: infinite or not a
-        number where an element is.
+    Infinite or NaN if an element is.
     """
     gradients = [gradient for gradient in home.of(parameters) if gradient.numel() > 0]
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not dense:
         return 0.0
     if on_gpu(dense[0]):
-        # There launches count more than passes, and all norms are a few of them.
+        # On a GPU launches cost more than passes, and all norms take a few launches.
         sums = list(torch._foreach_norm(dense, ord=float("inf")))
     else:
-        # A sum is the fastest pass; what is not finite never leaves it finite, nor small.
+        # A sum is the fastest pass, and elements that are not finite make it not finite.
         sums = [g.sum(dtype=torch.float32 if g.itemsize < 4 else g.dtype) for g in dense]
     if len({total.device for total in sums}) > 1:
         sums = [total.to(sums[0].device) for total in sums]
+    # One tensor, so that the host waits for the device once.
     together = torch.stack(sums)
     if bool(((together if on_gpu(dense[0]) else together.abs()) < MODERATE).all()):
         return 0.0
@@ -45,11 +40,6 @@ def magnitude(parameters: Iterable[nn.Parameter], home: GradientHome) -> float:
 
 
 def discard(model: nn.Module, home: GradientHome) -> None:
-    """Zero every gradient: the optimizer's step then costs one update, not the weights.
-
-    Args:
-        model: The model.
-        home: Where its gradients live.
-    """
+    """Zero every gradient, so that a bad batch costs one update and not the weights."""
     for gradient in home.of(model.parameters()):
         gradient.zero_()

@@ -1,6 +1,6 @@
-"""How weights move along their directions, where soframe owns the step.
+"""The steps of weights along their updates, if soframe owns the step.
 
-With the learning rate ``lr``, the weight decay ``decay``, a weight ``w`` and its direction ``u``:
+With the learning rate ``lr``, the weight decay ``decay``, a weight ``w`` and its update ``u``:
 
 - *Decoupled* decay (Loshchilov and Hutter, 2019): ``w <- w - lr u - lr decay w``.
 - *Cautious* decay (Chen et al., 2025, "Cautious Weight Decay"): the same, in those entries alone in
@@ -12,7 +12,7 @@ With the learning rate ``lr``, the weight decay ``decay``, a weight ``w`` and it
       w <- R normalise(w - lr R normalise(u)),    normalise(x) = x / |x|,
 
   so ``lr`` is an angle: the tangent of the one between the old weight and the new, where ``u`` is
-  orthogonal to ``w``. How long ``u`` is does not matter, and decay has no meaning.
+  orthogonal to ``w``. The length of ``u`` does not matter, and decay has no meaning.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ChecksSettings(Protocol):
 
 
 def check_settings(optimizer: object) -> None:
-    """Let an optimizer check its settings, if it is one that does."""
+    """Call an optimizer's own check of its settings, if it has one."""
     if isinstance(optimizer, ChecksSettings):
         optimizer.check_settings()
 
@@ -54,8 +54,8 @@ class Move:
     Attributes:
         lr: The learning rate.
         weight_decay: The weight decay.
-        kind: What decays.
-        constraint: What is kept of matrices; None for nothing.
+        kind: The kind of weight decay.
+        constraint: The constraint on matrices; None for none.
     """
 
     lr: float
@@ -65,11 +65,7 @@ class Move:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Move:
-        """Return the settings of a param group, checked.
-
-        Args:
-            group: The group.
-        """
+        """Return the settings of a param group, checked."""
         move = cls(
             lr=float(group["lr"]),
             weight_decay=float(group["weight_decay"]),
@@ -81,16 +77,7 @@ class Move:
 
 
 def check(move: Move, *, name: str, prefix: str) -> None:
-    """Check settings.
-
-    Args:
-        move: The settings.
-        name: Of what they are, for messages.
-        prefix: What the names of the settings begin with.
-
-    Raises:
-        ValueError: If one is out of range, does not exist, or contradicts another.
-    """
+    """Raise ValueError if a setting is out of range, does not exist, or contradicts another."""
     for setting, value in {"lr": move.lr, "weight_decay": move.weight_decay}.items():
         if not 0 <= value <= torch.finfo(torch.float32).max:
             raise ValueError(
@@ -115,22 +102,13 @@ def check(move: Move, *, name: str, prefix: str) -> None:
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is none of the vectors that no constraint is for: biases, gains.
-
-    Args:
-        parameter: The parameter.
-    """
+    """Return whether a parameter can be constrained: biases and gains, as vectors, cannot."""
     return sum(size > 1 for size in parameter.shape) > 1
 
 
 def descend(parameters: Sequence[nn.Parameter], home: GradientHome, move: Move) -> None:
-    """Move parameters along their directions, without any constraint.
-
-    Args:
-        parameters: The parameters; those without a direction stay.
-        home: Where the directions are.
-        move: The settings.
-    """
+    """Move parameters along their updates, without a constraint; others stay."""
+    # `_foreach` kernels are fused for tensors of one device and dtype.
     alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for parameter in parameters:
         direction = home.read(parameter)
@@ -150,7 +128,7 @@ def _decay(weights: list[Tensor], directions: list[Tensor], move: Move) -> None:
     if move.kind == "decoupled":
         torch._foreach_mul_(weights, 1 - rate)
         return
-    # Of the signs: the product of two small numbers may be zero.
+    # The product of signs: the product of two small numbers may underflow to zero.
     masks = torch._foreach_sign(weights)
     dense = [d.to_dense() if d.is_sparse else d for d in directions]
     torch._foreach_mul_(masks, torch._foreach_sign(dense))
@@ -160,10 +138,10 @@ def _decay(weights: list[Tensor], directions: list[Tensor], move: Move) -> None:
 
 
 class Ball:
-    """The matrices of a block, of which a constraint keeps the norm: of each group by itself.
+    """The matrices of a block whose norm a constraint keeps, for each group by itself.
 
-    Several matrices of one block, which its method takes as one, have one norm. Vectors beside
-    them, such as a bias in the block of its weight, are free.
+    Several matrices that the method treats as one have one norm. Vectors in the same block, such as
+    a bias, are not constrained.
 
     Args:
         block: The block.
@@ -185,16 +163,16 @@ class Ball:
 
     @property
     def groups(self) -> int:
-        """How many norms there are."""
+        """The number of norms."""
         return self._block.shape.groups
 
     @torch.no_grad()
     def norms(self) -> Tensor:
-        """Return the Frobenius norms of the weights now, ``[groups]``, at least float32.
+        """Return the present Frobenius norms of the weights, ``[groups]``, at least float32.
 
         Raises:
-            ValueError: If one is zero or not finite: no direction leads along such a sphere. If the
-                matrix is shared out over ranks.
+            ValueError: If one is zero or not finite, so that no step along the sphere is defined.
+                If the matrix is sharded over ranks.
         """
         self._require_whole()
         norms = self._lengths(self._wide(self.matrices))
@@ -208,21 +186,13 @@ class Ball:
         return norms
 
     def loaded(self, radii: Tensor) -> Tensor:
-        """Return norms from a state, where this rank needs them.
-
-        Args:
-            radii: The norms.
-        """
+        """Return saved norms on the block's device and in at least float32."""
         return radii.to(device=self._block.device, dtype=self._dtype)
 
     def move(self, home: GradientHome, radii: Tensor, lr: float) -> None:
-        """Move the weights along their directions, on their spheres.
+        """Move the weights along their updates, on spheres with the norms ``radii``, ``[groups]``.
 
-        Args:
-            home: Where the directions are; weights without one count as if it were zero, and where
-                there is none at all, or but zeros, the weights stay.
-            radii: The norms that are kept, ``[groups]``.
-            lr: The learning rate.
+        A missing update counts as zero; a group whose updates are all zero or missing stays.
         """
         self._require_whole()
         given = {name: home.read(parameter) for name, parameter in self.matrices.items()}
@@ -235,11 +205,12 @@ class Ball:
                 for name, direction in given.items()
             }
         )
+        # A group with a zero update must not divide by its length.
         lengths = self._lengths(directions)
         steps = self._each(torch.where(lengths > 0, lr * radii / lengths, 0))
         moved = {name: weights[name] - directions[name] * steps[name] for name in weights}
         lengths = self._lengths(moved)
-        # A step that ends in the centre has no direction: the weights stay.
+        # A step that ends in the centre cannot be normalised: the weights stay.
         scales = self._each(torch.where(lengths > 0, radii / lengths, 0))
         stays = self._each((lengths == 0).to(lengths.dtype))
         for name, parameter in self.matrices.items():
@@ -263,12 +234,12 @@ class Ball:
             each: Tensor = torch.linalg.vector_norm(self._packed(tensors), dim=(1, 2))
             return each
         lengths = [torch.linalg.vector_norm(tensor) for tensor in tensors.values()]
-        # No layout changes the norm of all entries.
+        # With one group no packing is needed: layouts keep the norm of all entries.
         total: Tensor = torch.linalg.vector_norm(torch.stack(lengths))
         return total.reshape(1)
 
     def _each(self, numbers: Tensor) -> Mapping[str, Tensor]:
-        """Return the number of each group, ``[groups]``, at all entries of the matrices."""
+        """Return one number per group, ``[groups]``, at all entries of the matrices."""
         if self.groups == 1:
             return dict.fromkeys(self.matrices, numbers[0])
         _, out, into = self._block.shape
@@ -285,15 +256,7 @@ class Ball:
 
 
 def require_radii(radii: object, balls: Sequence[Ball]) -> None:
-    """Check norms that were saved.
-
-    Args:
-        radii: What was saved.
-        balls: What there is.
-
-    Raises:
-        ValueError: If they are not of these weights, or none that can be kept.
-    """
+    """Raise ValueError unless saved norms are positive, finite and of these matrices."""
     if not isinstance(radii, Mapping):
         raise ValueError(f"the state is damaged: its radii are {type(radii).__name__}, not a dict")
     known = {ball.key: ball for ball in balls}

@@ -3,8 +3,8 @@
 The preconditioned gradients are scaled by ``min(1, bound / sqrt(sum_l ||lr_l p_l||^2))``, so that
 the parameters with curvature move by ``bound`` at most: the radius of a trust region (Nocedal and
 Wright, 2006, chapter 4), or gradient clipping (Pascanu et al., 2013) after the preconditioner
-instead of before. The momentum of an optimizer behind it is not seen. What kfac-jax calls
-``norm_constraint`` is a bound in the metric of the Fisher matrix: that is the KL clip here.
+instead of before. The momentum of an optimizer behind it is not included. The ``norm_constraint``
+of kfac-jax is a bound in the metric of the Fisher matrix: it corresponds to the KL clip here.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def norm_clip_factor(
     """Return the factor for all preconditioned gradients, without a host sync.
 
     Args:
-        preconditioned: One matrix per block; None for those that another rank counts.
+        preconditioned: One matrix per block; None for blocks that another rank counts.
         lrs: The learning rate of each block, or a row of rates that fits its matrix.
         bound: The largest length of the step.
-        add: Adds up the squares of several ranks, where each counts some of the blocks.
-        like: A tensor of the dtype and device to add up in; by default the first block's.
-        over_stages: Adds up the squares of the stages of a pipeline, which have other rates.
+        add: Sums the squares over ranks, if each counts some of the blocks.
+        like: A tensor with the dtype and device of the sum; by default the first block's.
+        over_stages: Sums the squares over the stages of a pipeline, which have other rates.
 
     Returns:
         A scalar in (0, 1], in the dtype and on the device of ``like``.
@@ -49,6 +49,7 @@ def norm_clip_factor(
     squares = squares if add is None else add(squares)
     length = squares.sqrt().double()  # float32 may not hold the bound over a rate
     if over_stages is not None:
+        # Each stage has its own largest rate, so absolute squares are summed.
         length = over_stages((length * largest).square()).sqrt() / largest
     # bound / 0 is infinite, and clamped like everything above one.
     return (bound / largest / length).clamp(max=1.0).to(first)

@@ -1,13 +1,13 @@
 """The learning rate of each block, for the clips.
 
-A clip bounds the step ``lr p``, whatever the learning rate: where it acts, a schedule that lowers
-the rate raises the factor, and the step stays as long as before. With
-``Clips(clip_lr="initial")`` the clip sees the rates from which the schedule falls. The factor then
-does not know the schedule, and the step follows it: as if the bound of the KL clip fell with the
-square of the schedule, and that of the norm clip with the schedule itself.
+A clip bounds the step ``lr p`` at any learning rate: if it is active, a schedule that lowers the
+rate raises the factor, and the step stays as long as before. With ``Clips(clip_lr="initial")`` the
+clip uses the rates from which the schedule falls. The factor then does not depend on the schedule,
+and the step follows it: as if the bound of the KL clip fell with the square of the schedule, and
+the bound of the norm clip with the schedule itself.
 
-Not every schedule begins where it falls from. So this rate, the *reference*, is the largest that is
-known: what torch's schedulers note in the group (``initial_lr``, and ``max_lr`` where a cycle has a
+Not every schedule begins at its largest rate. So this rate, the *reference*, is the largest of the
+rates recorded by torch's schedulers in the group (``initial_lr``, and ``max_lr`` if a cycle has a
 peak) and every rate of a step so far. It is never below the live rate, so a step is never longer
 than the bound.
 """
@@ -27,29 +27,28 @@ from soframe.blocks.home import GradientHome
 from soframe.schedules import Schedule, Scheduled
 
 ASSUMED_LR = 0.1
-"""What the KL clip assumes where it is told nothing, as KAISA does."""
+"""The learning rate of the KL clip without ``optimizer=`` and ``lr=``, as in KAISA."""
 
 
 ClipLR = Literal["live", "initial"]
 
 
 class LearningRates:
-    """Where learning rates come from: the optimizer's groups, or a schedule.
+    """The learning rates of the clips: from the optimizer's groups, or from a schedule.
 
     Args:
         optimizer: The optimizer, read at every step.
         lr: A schedule, instead of the optimizer.
-        clipped: Whether anything will ask.
-        which: ``"live"``, or ``"initial"`` for those that the schedule falls from: the largest of
-            what torch's schedulers note in a group (``initial_lr``, ``max_lr``) and of its rates so
-            far; where no scheduler has noted anything, the rate at which the group was first seen
-            is one of these.
+        clipped: Whether any clip is on.
+        which: ``"live"``, or ``"initial"`` for the references: the largest of the rates recorded by
+            torch's schedulers in a group (``initial_lr``, ``max_lr``) and of its rates so far; if
+            no scheduler has recorded any, this includes the rate at which the group was first seen.
 
     Attributes:
         which: As given.
 
     Raises:
-        ValueError: If both are given.
+        ValueError: If both ``optimizer`` and ``lr`` are given.
     """
 
     def __init__(
@@ -65,13 +64,13 @@ class LearningRates:
         self._assumed = clipped and optimizer is None and lr is None
         self._optimizer = optimizer
         self._schedule = Scheduled("lr", ASSUMED_LR if lr is None else lr)
-        # By index: an optimizer that loads its state has new groups in place of the old.
+        # By index: when an optimizer loads its state, it replaces its groups.
         self._group_of: dict[int, int] = {}
         self._members: list[list[int]] = []  # the ids of each group's parameters
         self.which = which
         # The reference of each group: the rate at which it was first seen, until a step was taken.
         self._initial: list[float | Tensor] = []
-        self._followed = 0  # groups whose reference is that of a step, or of a state
+        self._followed = 0  # groups with a reference from a step or a state
         self._peak, self._peak_step = 0.0, -1  # of the schedule, up to that step
 
     def __repr__(self) -> str:
@@ -82,12 +81,7 @@ class LearningRates:
         return f"{given}, clip_lr={self.which!r}"
 
     def warn_of_assumptions(self, blocks: Sequence[Block], stacklevel: int) -> None:
-        """Warn if a rate is assumed, and counts.
-
-        Args:
-            blocks: All blocks.
-            stacklevel: How far up the code is that left it out.
-        """
+        """Warn if a learning rate is assumed, and a clip uses it."""
         if self._assumed and any(block.method.clipped for block in blocks):
             warnings.warn(
                 f"soframe: the KL clip assumes a learning rate of {ASSUMED_LR}; pass "
@@ -96,10 +90,7 @@ class LearningRates:
             )
 
     def check(self, blocks: Sequence[Block]) -> None:
-        """Check that the optimizer has every block.
-
-        Args:
-            blocks: The blocks.
+        """Check that the optimizer has the parameters of every block.
 
         Raises:
             ValueError: If it lacks one.
@@ -110,8 +101,8 @@ class LearningRates:
         for block in blocks:
             for name, parameter in block.parameters.items():
                 if id(parameter) not in self._group_of:
-                    # One that shares parameters out has others in their place, and reads its
-                    # gradients from elsewhere.
+                    # An optimizer that shards parameters replaces them by others, and reads
+                    # gradients of its own.
                     others = self._group_of.keys().isdisjoint(
                         id(p) for each in blocks for p in each.parameters.values()
                     )
@@ -128,25 +119,21 @@ class LearningRates:
                     )
 
     def of(self, blocks: Sequence[Block], step: int) -> list[float | Tensor]:
-        """Return the learning rate of each block.
+        """Return the learning rate of each block after ``step`` completed steps.
 
-        Args:
-            blocks: The blocks.
-            step: Completed steps.
-
-        Returns:
-            Numbers, or the scalar tensors that capturable optimizers keep; for a block whose
-            parameters are in different groups a matrix ``[groups, out, in]`` of their rates.
+        Rates are numbers, or the scalar tensors of capturable optimizers; a block with parameters
+        in different groups has a matrix of rates, ``[groups, out, in]``.
         """
         if self._optimizer is None:
             return [self._scheduled(step)] * len(blocks)
+        # Groups may have been added, or parameters moved between them.
         if _members(self._optimizer.param_groups) != self._members:
             self.check(blocks)
         rates = [self._rate_of(i, group) for i, group in enumerate(self._optimizer.param_groups)]
         return [self._rate(block, rates) for block in blocks]
 
     def begin(self, step: int) -> None:
-        """Read the learning rates of a step, and follow their references with ``"initial"``."""
+        """Read the learning rates of a step, and update the references with ``"initial"``."""
         if self._optimizer is None:
             self._scheduled(step)  # raises if it is out of range
             return
@@ -157,20 +144,13 @@ class LearningRates:
             self._initial[: len(groups)], self._followed = references, len(groups)
 
     def live(self, step: int) -> list[float]:
-        """Return the learning rates of a step, and take no note of them.
-
-        Args:
-            step: Completed steps.
-
-        Returns:
-            That of each param group of the optimizer, or the schedule's alone.
-        """
+        """Return the present rates, one per param group or the schedule's; references stay."""
         if self._optimizer is None:
             return [self._schedule.at(step)]
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def state(self) -> list[float | Tensor]:
-        """Return the initial rates, if they matter: a resumed optimizer no longer has them."""
+        """Return the references with ``"initial"``: a resumed optimizer no longer has them."""
         return list(self._initial) if self.which == "initial" else []
 
     def check_state(self, state: Sequence[float | Tensor]) -> None:
@@ -182,12 +162,7 @@ class LearningRates:
             )
 
     def load(self, state: Sequence[float | Tensor]) -> None:
-        """Continue from a state.
-
-        Args:
-            state: What `state` returned, and `check_state` has checked. A run that did not need
-                them saved none; one that does not need them leaves them alone.
-        """
+        """Continue from the result of `state`, which `check_state` has checked; it may be empty."""
         if self._takes(state):
             self._initial = list(state)
             self._followed = len(state)
@@ -200,14 +175,16 @@ class LearningRates:
         return rate if self.which == "live" else self._reference(index, group)
 
     def _reference(self, index: int, group: dict[str, Any]) -> float | Tensor:
-        """Return the rate that a group's schedule falls from, as far as it is known by now."""
+        """Return the largest rate of a group so far, from which its schedule falls."""
+        # Until a step is taken, a scheduler may replace the rate that was first seen: then that
+        # rate was never used.
         first = () if index >= self._followed and "initial_lr" in group else (self._initial[index],)
         noted = [group[name] for name in ("initial_lr", "max_lr") if name in group]
         rates: list[float | Tensor] = [*first, *noted, group["lr"]]
         return reduce(_larger, rates)
 
     def _scheduled(self, step: int) -> float:
-        """Return the rate of the schedule, or the largest up to a step."""
+        """Return the rate of the schedule, or with ``"initial"`` its maximum up to this step."""
         if self.which == "live":
             return self._schedule.at(step)
         while self._peak_step < step:  # from the beginning where a run was resumed
@@ -235,17 +212,17 @@ class LearningRates:
     def _begin_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         for group in groups[len(self._initial) :]:
             rate = group["lr"]
-            # Schedulers fill a tensor in place.
+            # A copy: schedulers change tensor rates in place.
             self._initial.append(rate.clone() if isinstance(rate, Tensor) else rate)
 
 
 def _members(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Return the ids of the parameters of each group, without a call for each."""
+    """Return the ids of the parameters by group; `map` avoids a Python call for each."""
     return [list(map(id, group["params"])) for group in groups]
 
 
 def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:
-    """Return the larger of two rates in memory of its own, without reading tensors."""
+    """Return the larger of two rates in memory of its own, without a wait for the device."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.maximum(one, other.to(one))
     if isinstance(one, Tensor):

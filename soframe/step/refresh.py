@@ -1,4 +1,4 @@
-"""When blocks take statistics and are solved: at the intervals, or solves each at its turn."""
+"""The steps at which blocks take statistics and are solved: by intervals, or solves in turns."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from soframe.strategies.turns import turns
 
 @dataclass
 class Refresh:
-    """When blocks take statistics and are solved, the same on every rank.
+    """The steps at which blocks take statistics and are solved, the same on every rank.
 
     Attributes:
         statistics_every: The interval of statistics.
         solve_every: The interval of solves.
         stagger: Whether the solves of an interval are spread over its steps.
-        owed: Steps to come at which all blocks take statistics, whatever the interval says.
+        owed: The number of coming steps at which all blocks take statistics, at any interval.
     """
 
     statistics_every: Every
@@ -39,48 +39,29 @@ class Refresh:
     def of(cls, statistics_every: Interval, solve_every: Interval, stagger: bool) -> Refresh:
         """Return the refresh of a preconditioner's settings.
 
-        Args:
-            statistics_every: The interval of statistics.
-            solve_every: The interval of solves.
-            stagger: See `Refresh`.
-
         Raises:
-            ValueError: If an interval is none.
-            TypeError: If ``stagger`` is nothing that is known.
+            ValueError: If an interval is out of range.
+            TypeError: If ``stagger`` is not a bool.
         """
         every = (Every("statistics_every", statistics_every), Every("solve_every", solve_every))
         return cls(statistics_every=every[0], solve_every=every[1], stagger=stagger)
 
     def owe(self, steps: int) -> None:
-        """Let all blocks take statistics at some steps, whatever the interval says.
-
-        Args:
-            steps: How many, the one under way included.
-        """
+        """Let all blocks take statistics at this many steps, the present one included."""
         self.owed = steps
 
     def end_step(self) -> None:
-        """Count a step of those that are owed."""
+        """Count a step down from the ones that are owed."""
         self.owed = max(0, self.owed - 1)
 
     def warn_of_settings(self, blocks: Sequence[Block], stacklevel: int) -> None:
-        """Warn of intervals that are numbers, before the first step.
-
-        Args:
-            blocks: All blocks.
-            stacklevel: How far up the code is that chose the intervals.
-        """
+        """Warn of mismatched intervals before the first step, if they are numbers."""
         numbers = not callable(self.statistics_every.value) and not callable(self.solve_every.value)
         if numbers and _solves_calls(blocks):
             self.warn_of_intervals(0, stacklevel=stacklevel + 1)
 
     def warn_of_intervals(self, step: int, stacklevel: int = 3) -> None:
-        """Warn of intervals under which solves lack new statistics, once of each pair.
-
-        Args:
-            step: Completed steps.
-            stacklevel: How far up the code is that chose the intervals.
-        """
+        """Warn if solves lack new statistics at these intervals, once per pair."""
         pair = (self.statistics_every.at(step), self.solve_every.at(step))
         if pair not in self._told:
             self._told.add(pair)
@@ -88,15 +69,10 @@ class Refresh:
                 warnings.warn(f"soframe: {what}", stacklevel=stacklevel)
 
     def observed(self, placed: PlacedBlocks, step: int) -> list[Block]:
-        """Return the blocks that take statistics.
+        """Return the blocks that take statistics of calls in the window after ``step`` steps.
 
-        Args:
-            placed: All blocks, with their places.
-            step: Completed steps.
-
-        Returns:
-            Of those that take statistics of calls: all, where statistics are owed; otherwise those
-            whose turn it is, and those with a factor that has none since what it needs is new.
+        These are all such blocks, if statistics are owed or at their interval; otherwise the blocks
+        with a factor that waits for its first statistics with new second-order data.
         """
         captured = [block for block in placed.blocks if block.captured]
         if self.owed > 0:
@@ -105,16 +81,8 @@ class Refresh:
         return [block for block in captured if turn == 0 or block.lacks]
 
     def due(self, placed: PlacedBlocks, step: int) -> list[Block]:
-        """Return the blocks to solve.
-
-        Args:
-            placed: All blocks, with their places.
-            step: Completed steps.
-
-        Returns:
-            Of the blocks that have statistics those whose turn it is, and those that have never
-            been solved.
-        """
+        """Return the blocks with statistics whose turn it is, or that were never solved."""
+        # Schedules may change the intervals during training.
         if _solves_calls(placed.blocks):
             self.warn_of_intervals(step)
         turn = step % self.solve_every.at(step)
@@ -129,26 +97,19 @@ class Refresh:
         if not self.stagger:
             return (0,) * len(placed.blocks)
         every = self.solve_every.at(step)
+        # The balance is computed once per placement and interval.
         if self._turns_of is None or self._turns_of[:2] != (placed.placement, every):
             self._turns_of = (placed.placement, every, turns(placed.placement, every))
         return self._turns_of[2]
 
 
 def _solves_calls(blocks: Sequence[Block]) -> bool:
-    """Return whether any solve is of statistics of calls, which have an interval of their own."""
+    """Return whether any solve uses statistics of calls, which have their own interval."""
     return any(block.captured and block.tensors for block in blocks)
 
 
 def mismatch(statistics_every: int, solve_every: int) -> str | None:
-    """Return what two intervals have against each other, or None if they go together.
-
-    Args:
-        statistics_every: That of statistics.
-        solve_every: That of solves.
-
-    Returns:
-        What the solves lack, and the nearest intervals under which they do not.
-    """
+    """Return how two intervals conflict, with the nearest ones that fit; None if they fit."""
     if solve_every % statistics_every == 0:
         return None
     if solve_every < statistics_every:
@@ -158,6 +119,7 @@ def mismatch(statistics_every: int, solve_every: int) -> str | None:
             f"statistics_every={solve_every}"
         )
     below = solve_every // statistics_every * statistics_every
+    # The oldest statistics that any solve finds, over all its steps.
     age = statistics_every - math.gcd(solve_every, statistics_every)
     return (
         f"solve_every={solve_every} is no multiple of statistics_every={statistics_every}, so that "

@@ -1,13 +1,13 @@
-"""Solves: running factors become second-order data on their owners, and go to gradient workers.
+"""Solves: second-order data from running factors, computed by owners, sent to gradient workers.
 
-Blocks of a stack with the same owners and damping are solved by one call for each factor. What is
-due is solved in the step, or *in the background*: a solve of step s then starts from copies of what
-is there at step s, runs in a thread while training goes on, and *lands*, which means that its
-results are shared and installed,
+Blocks of a stack with the same owners and damping are solved by one call for each factor. A solve
+runs in the step, or *in the background*: a solve of step s then starts from copies of the factors
+at step s, runs in a thread while training goes on, and *lands*, which means that its results are
+broadcast and installed,
 
 - in step s + n, for ``background=n``: the same bits in every run, however long the solves take;
 - in the first step that finds all owners done, for ``background="ready"``;
-- earlier in either case where one of its blocks is due again, or the state is asked for.
+- earlier in either case if one of its blocks is due again, or the state is saved.
 
 Every rank lands the same solves at the same steps, so that collectives keep their order.
 """
@@ -48,10 +48,10 @@ class Job:
         names: The names of the tensors that the solver makes.
         factor: The factor.
         solver: Its solver.
-        parcel: Brings the results from the owner to the ranks that need them.
-        needed: Whether this rank does.
-        copy: Of the running factor, for a solve in the background.
-        last: The data of the last solve, where the solver continues from these.
+        parcel: Sends the results from the owner to the ranks that need them.
+        needed: Whether this rank needs them.
+        copy: A copy of the running factor, for a solve in the background.
+        last: The data of the last solve, for a solver that continues from them.
     """
 
     number: int
@@ -64,7 +64,7 @@ class Job:
     last: dict[str, Tensor] = field(default_factory=dict)
 
     def require(self, data: Mapping[str, Tensor]) -> None:
-        """Check that the solver has made the tensors that it says, by which they travel."""
+        """Raise ValueError unless a solver made the tensors that it declares, as ranks expect."""
         made = {name: tuple(tensor.shape) for name, tensor in data.items()}
         said = {n: spec.shape for n, spec in zip(self.names, self.parcel.specs, strict=True)}
         if any(made.get(name) != shape for name, shape in said.items()):
@@ -85,8 +85,8 @@ class Run:
         jobs: Their factors.
         rank: This rank.
         traces: The mean trace of each factor, ``[groups]``, on owners.
-        failed: For each factor the outcome for each block, on its owner.
-        retried: For each factor whether a block was solved again in float64, likewise.
+        failed: By factor and block, the outcome of the solve, on its owner.
+        retried: By factor and block, whether it was solved again in float64, on its owner.
         error: The error that a solver raised, other than a failed factorisation.
     """
 
@@ -116,6 +116,7 @@ class Run:
 
     def begin(self, worker: Worker) -> None:
         """Solve in the background, from copies: running factors change in place."""
+        # These tensors must outlive the solve on its stream.
         uses = list(self.traces)
         for job in self.mine:
             stored = self.stack.take(self.stack.factor(job.factor.name), self.members)
@@ -125,7 +126,7 @@ class Run:
             self.work = worker.submit(self.solve, uses)
 
     def finish(self) -> None:
-        """Put the results of a solve in the background into the parcels, on owners."""
+        """Put the results of a background solve into the parcels, on owners."""
         if self.work is not None and (made := self.work.result()) is not None:
             self._place(made)
 
@@ -136,7 +137,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to be solved here."""
+        """Whether this rank has nothing left to solve."""
         return not self.mine or self.mine[0].parcel.tensors is not None or self.error is not None
 
     def solve(self) -> list[Tensor] | None:
@@ -160,7 +161,7 @@ class Run:
         solved: Sequence[dict[str, Tensor]],
         failed: Sequence[Sequence[int]],
     ) -> list[Tensor]:
-        """Return the second-order data as a list, after failed groups are solved again."""
+        """Return the second-order data as a list, after another attempt for failed groups."""
         tensors: list[Tensor] = []
         for job, problem, data, groups in zip(self.mine, problems, solved, failed, strict=True):
             job.require(data)
@@ -171,7 +172,7 @@ class Run:
         return tensors
 
     def fail(self, error: Exception) -> None:
-        """Keep an error of a solver: all ranks raise together, in `conclude`."""
+        """Store an error of a solver: all ranks raise together, in `conclude`."""
         self.error = error
         for job in self.mine:
             self.failed[job.number] = [RAISED] * len(self.members)
@@ -184,17 +185,18 @@ class Run:
         data: Mapping[str, Tensor],
         failed: Sequence[int],
     ) -> dict[str, Tensor]:
-        """Solve groups once more in float64, and note the blocks for which that fails."""
+        """Solve groups once more in float64, and mark the blocks for which that fails."""
         data, reasons = retry(job.solver, matrix, share, data, failed)
         groups = len(matrix) // len(self.members)
         for group in failed:
             self.retried[job.number][group // groups] = 1
         for group, reason in reasons.items():
             number = group // groups
+            # A solve that failed twice counts as failed only.
             self.failed[job.number][number], self.retried[job.number][number] = FAILED, 0
             block = self.blocks[number]
             if not block.record.failures[job.factor.name]:
-                # Once: it may be so for the rest of training.
+                # Once: every later solve may fail as well.
                 log.warning(
                     "%s: factor %s cannot be solved (%s); the block keeps its last good "
                     "second-order data, or without any its raw gradient. Further failures are "
@@ -207,22 +209,25 @@ class Run:
 
 
 def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
-    """Solve the factors of runs that this rank owns, with one wait for the device."""
+    """Solve this rank's factors of some runs, with one wait for the device."""
     made: list[list[Tensor] | None]
     try:
         shares = _shares(runs)
         problems = [run.problems(share) for run, share in zip(runs, shares, strict=True)]
         solved = iter(solve_stacks([one for of_run in problems for one in of_run]))
         results = [[next(solved) for _ in of_run] for of_run in problems]
+        # The flags of all solves in one tensor: the host waits once.
         usable = torch.cat([good for of_run in results for _, good in of_run]).tolist()
-    except Exception as error:  # whatever it is: all ranks raise together
+    except Exception as error:  # of any kind: all ranks raise together
+        # One by one, to find the run whose solver raises.
         made = [_solve([run])[0] for run in runs] if len(runs) > 1 else [None]
-        if len(runs) == 1 or None not in made:  # of this run, or of none alone
+        if len(runs) == 1 or None not in made:  # by this run, or only by all together
             for run in runs:
                 run.fail(error)
             made = [None] * len(runs)
         return made
     finally:
+        # Copies are as large as the factors: free them now.
         for job in (job for run in runs for job in run.mine):
             job.copy = None
     good_of = iter(usable)
@@ -241,7 +246,7 @@ def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
 
 
 def _shares(runs: Sequence[Run]) -> list[list[Tensor]]:
-    """Return the shares of the damping of each run's factors, of runs that are alike together."""
+    """Return the damping of each run's factors; equal runs share the computation."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, run in enumerate(runs):
         even = len({len(trace) for trace in run.traces}) == 1
@@ -272,10 +277,10 @@ def _part(tensor: Tensor, number: int, blocks: int) -> Tensor:
 
 
 class Solution:
-    """Solves that are under way, from their start to the installation of their results.
+    """Solves from their start to the installation of their results.
 
-    A block with a factor that cannot be solved keeps its last good second-order data, of all its
-    factors, on every rank.
+    If a factor of a block cannot be solved, the block keeps its last good second-order data, of all
+    its factors, on every rank.
 
     Args:
         placed: All blocks, with their places.
@@ -305,21 +310,21 @@ class Solution:
 
     @property
     def finished(self) -> bool:
-        """Whether this rank has solved its part in the background."""
+        """Whether this rank's background solves have ended."""
         return all(run.work is None or run.work.done for run in self._runs)
 
     def held(self) -> Iterator[Tensor]:
-        """Return the memory of the solves in the background on this rank: copies, and results."""
+        """Yield this rank's tensors of background solves: copies and results."""
         for run in self._runs:
             kept = {t.data_ptr() for job in run.mine for t in job.last.values()}
             yield from (job.copy for job in run.mine if job.copy is not None)
-            # A solver may return data that it was given.
+            # A solver may return its inputs, which are counted already.
             made = [] if run.work is None else run.work.made
             yield from (tensor for tensor in made if tensor.data_ptr() not in kept)
 
     def drop(self) -> None:
-        """Cancel the solves under way; every rank does so. Errors of solvers go to the log."""
-        # The last ones first: those that have not begun by then never do.
+        """Cancel the solves under way, on every rank; errors of solvers are logged."""
+        # The last ones first, so that solves that have not begun never do.
         for run in reversed(self._runs):
             if run.work is not None:
                 run.work.cancel()
@@ -331,7 +336,8 @@ class Solution:
         run_of = {id(job.parcel): run for run in self._runs for job in run.jobs}
         for bucket in buckets(self._backend, [j.parcel for run in self._runs for j in run.jobs]):
             with self._backend.phases("solve"):
-                # Results that stay here delay no others: they are solved together.
+                # Solves whose results stay here are batched; the others are sent bucket by bucket,
+                # so that sending overlaps with the next solve.
                 own = (
                     dict.fromkeys(run_of[id(parcel)] for parcel in bucket)
                     if bucket[0].travels
@@ -348,15 +354,13 @@ class Solution:
                 self._pending.append(send(self._backend, bucket, "share"))
         failed = [each for run in self._runs for of_job in run.failed for each in of_job]
         retried = [each for run in self._runs for of_job in run.retried for each in of_job]
+        # Outcomes are set by owners alone, so the sum over ranks is the outcome.
         vector = torch.tensor(failed + retried, dtype=torch.float32, device="cpu")
         self._outcome = vector.to(self._backend.wire_device(vector.device))
         self._agreement: Handle = self._backend.all_reduce(self._outcome, "agree")
 
     def conclude(self, counters: dict[str, int]) -> None:
-        """Wait for the results and install those of blocks whose factors were all solved.
-
-        Args:
-            counters: ``retried_solves`` and ``failed_solves`` are raised.
+        """Wait for the results and install them for blocks whose factors were all solved.
 
         Raises:
             RuntimeError: On every rank, if a solver raised on any.
@@ -389,6 +393,7 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
     alike: dict[tuple[object, ...], list[int]] = {}
     for member in members:
         block = stack.blocks[member]
+        # Solved blocks may continue from their last data, so they are apart from new ones.
         key = (stack.places[member].owners, block.damped_with(damping), block.solved)
         alike.setdefault(key, []).append(member)
     runs = []
@@ -404,10 +409,11 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
                 specs=tuple(_times(spec, len(chosen)) for spec in specs.values()),
                 dtype=like.dtype,
                 device=like.device,
+                # If the solve fails, NaN is sent: the other ranks wait for a tensor.
                 missing=math.nan,
             )
             needed = rank in place.needing(index)
-            # An owner that is no gradient worker has no data of the last solve.
+            # An owner that is no gradient worker has no last data, and solves from scratch.
             last = stack.data.get(factor.name, {}) if solved and solver.continues else {}
             last = {name: stack.take(tensor, chosen) for name, tensor in last.items()}
             jobs.append(Job(number, tuple(specs), factor, solver, parcel, needed, last=last))
@@ -422,12 +428,14 @@ def _times(spec: TensorSpec, blocks: int) -> TensorSpec:
 
 
 def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
-    """Let owners have the mean traces of all factors of their blocks.
+    """Compute the mean traces of all factors on the owners of their blocks.
 
-    Owners that do not hold all factors of a block are sent the traces of the others.
+    The damping of a factor depends on the traces of all factors of its block: if an owner does not
+    hold all of these, the traces are summed over ranks.
     """
     told = [run for run in runs if run.stack.places[run.members[0]].traces_travel]
     sizes = [len(run.members) * job.factor.groups for run in told for job in run.jobs]
+    # Zeros except for own factors: the sum over ranks has all traces.
     numbers = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
     parts = iter(numbers.split(sizes))
     for run in told:
@@ -457,10 +465,13 @@ def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
 def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: int | None) -> None:
     """Install second-order data of some blocks of a stack, and rebase their states."""
     members = [run.members[number] for run, numbers in runs for number in numbers]
+    # Runs split a stack by owner and damping; its tensors have the order of members.
     order = sorted(range(len(members)), key=members.__getitem__)
     chosen = tuple(members[place] for place in order)
     blocks = [stack.blocks[member] for member in chosen]
+    # Only blocks that made updates with earlier data have states to rebase.
     kept = tuple(m for m, b in zip(chosen, blocks, strict=True) if b.solved and b.record.updates)
+    # States in the old eigenbases are expressed in the new ones.
     rebased = bool(kept) and bool(stack.state) and stack.like.method.rebases
     old = _second_order(stack, kept) if rebased else {}
     for number, job in enumerate(runs[0][0].jobs):
@@ -478,6 +489,7 @@ def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: in
             new[name] = whole if alone else torch.cat([parts[at] for at in order])
         stack.set_data(job.factor.name, chosen, new)
     for job in runs[0][0].jobs:
+        # Statistics that were taken with the old data are dropped.
         stack.renew(chosen, job.factor.name)
         for block in blocks:
             if step is not None:
@@ -502,6 +514,7 @@ def _raise_errors(runs: Sequence[Run], outcomes: Sequence[Sequence[Sequence[int]
     """Raise on every rank, if a solver raised on any."""
     for run in runs:
         if run.error is not None:
+            # The rank with the error raises it; the others name it.
             raise run.error
     names = [
         f"{run.blocks[0].name}.{job.factor.name}"
@@ -515,12 +528,12 @@ def _raise_errors(runs: Sequence[Run], outcomes: Sequence[Sequence[Sequence[int]
 
 
 class Solves:
-    """When solves are installed, and those that are under way: the same on every rank.
+    """The solves under way, and the steps at which they are installed: the same on every rank.
 
     Args:
-        when: After how many steps, or ``"ready"``; 0 to solve in the step.
-        overlap: Whether there is a thread that solves; otherwise solves run when they begin, and
-            land at the same step.
+        when: The number of steps, or ``"ready"``; 0 to solve in the step.
+        overlap: Whether a thread solves; otherwise solves run when they begin, and land at the same
+            step.
 
     Raises:
         TypeError: If ``when`` is neither an integer nor a string.
@@ -546,21 +559,17 @@ class Solves:
 
     @property
     def on(self) -> bool:
-        """Whether anything is solved in the background."""
+        """Whether solves run in the background."""
         return self._ready or self._steps > 0
 
     def waits(self) -> list[float]:
-        """Return whether this rank is not done with the oldest solve, for ranks to sum.
-
-        Returns:
-            One number for ``"ready"``; none otherwise.
-        """
+        """Return a flag for ``"ready"``, to be summed: 1 if the oldest solve still runs here."""
         if not self._ready:
             return []
         return [float(bool(self._under_way) and not self._under_way[0][1].finished)]
 
     def agree(self, waiting: Sequence[float]) -> None:
-        """Land the oldest solve at this step if all ranks are done with it."""
+        """Let the oldest solve land at this step if all ranks have finished it."""
         if self._under_way and list(waiting) == [0.0]:
             self._under_way[0] = (0, self._under_way[0][1])
 
@@ -574,21 +583,16 @@ class Solves:
         step: int | None = None,
         changed: Collection[Block] = (),
     ) -> None:
-        """Install the solves that land, and solve the blocks that are due or begin to.
+        """Install the solves that land, and solve the blocks that are due, or begin to.
 
-        Args:
-            placed: All blocks, with their places.
-            due: The blocks to solve, the same on every rank.
-            damping: The damping of this step, and of the solves that begin in it.
-            counters: ``retried_solves`` and ``failed_solves`` are raised.
-            step: Completed steps; None to solve everything at once, between steps.
-            changed: The blocks that have new statistics: second-order data that follow factors
-                follow these.
+        ``changed`` are the blocks with new statistics, for second-order data that are refreshed
+        from them between solves. Without ``step`` everything is solved at once.
         """
         if not due and not self._under_way and not changed:
             return
         landed = self._land(-1 if step is None else step, placed, counters, due)
         beside = self.on and step is not None
+        # The first solve of a block is never in the background: it has no data yet.
         now = [block for block in due if not (beside and block.solved)]
         later = [block for block in due if beside and block.solved]
         _follow(placed, {*landed, *changed}.difference(now))
@@ -608,13 +612,14 @@ class Solves:
         counters: dict[str, int],
         due: Collection[Block] = (),
     ) -> list[Block]:
-        """Install the solves that land at a step, and those with a block that is due again."""
+        """Install the solves that land at a step, and the ones with a block that is due again."""
         landing = [
             solution
             for lands, solution in self._under_way
             if lands <= step or any(block in due for block in solution.blocks)
         ]
         self._under_way = [one for one in self._under_way if one[1] not in landing]
+        # All results are on their way before the first is waited for.
         for solution in landing:
             solution.share()
         for solution in landing:
@@ -624,41 +629,36 @@ class Solves:
     # -- between steps ----------------------------------------------------------------------------
 
     def land(self, placed: PlacedBlocks, counters: dict[str, int], what: str) -> None:
-        """Install everything that is under way; every rank must call.
-
-        Args:
-            placed: All blocks, with their places.
-            counters: ``retried_solves`` and ``failed_solves`` are raised.
-            what: The call that ranks are in, for the error where one does not come.
-        """
+        """Install all solves under way; every rank must call. ``what`` names the call in errors."""
         if self._under_way:
             placed.backend.meet(what)
             _follow(placed, set(self._land(math.inf, placed, counters)))
 
     def drop(self) -> None:
-        """Cancel what is under way; every rank does."""
+        """Cancel all solves under way, on every rank."""
         under_way, self._under_way = self._under_way, []
         for _, solution in reversed(under_way):
             solution.drop()
 
     def close(self) -> None:
-        """Cancel what is under way, and end the thread."""
+        """Cancel all solves under way, and end the thread."""
         self.drop()
         self._worker.close()
 
     def held(self) -> list[Tensor] | None:
-        """Return this rank's memory for solves under way; None without a background."""
+        """Return this rank's tensors of solves under way; None if none run in the background."""
         if not self.on:
             return None
         return [tensor for _, solution in self._under_way for tensor in solution.held()]
 
 
 def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
-    """Update second-order data that follow running factors between solves.
+    """Refresh second-order data that follow running factors between solves.
 
     All gradient workers hold the factor then (see `soframe.combinations`), so that the data stay
     the same on all of them.
     """
+    # Deferred statistics have not reached the running factors yet.
     following = [b for b in changed if b.follows and b.solved and not b.record.pending]
     for stack, members in placed.members(following).items():
         if placed.rank not in stack.place.gradient_workers:

@@ -1,14 +1,14 @@
 """The statistics of one window: from calls to sums, from sums on all ranks to running factors.
 
 A window is everything since the last step. Each call adds its moments to the block's sums as soon
-as its output gradient arrives; nothing else is kept of it. At the step, every rank says how much
-its sums weigh; once the weights of all ranks are known, the sums are added up and enter the
-running average (`soframe.step.averages`). Sums that are not finite, on any rank, are dropped
-on all.
+as its output gradient is computed; nothing else of it is stored. At the step, every rank sends the
+weights of its sums; once the weights of all ranks are reduced, the sums are reduced and enter the
+running average (`soframe.step.averages`). If sums are not finite, on any rank, all ranks drop
+theirs.
 
-A rank that does not contribute to a factor only counts samples, which N is made of. So it is for
-blocks whose turn it is not: they take no statistics in this window, and their samples count for
-those that do.
+A rank that does not contribute to a factor only counts samples, which are part of N. Blocks that
+are not due do the same: they take no statistics in this window, and their samples count for blocks
+that do.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from soframe.step.weights import BlockWeights
 
 @dataclass(frozen=True)
 class _Rows:
-    """One call of a layer, as its moments are made of it.
+    """One call of a layer, as input of its moments.
 
     Attributes:
         helper: The helper of the module that was called.
-        inputs: What it was called with.
+        inputs: The arguments of the call.
         rows: The rows of its output's gradient, ``[groups, N, T, outputs]``.
-        data: Which rows or samples are data; None for all.
+        data: The rows or samples that are data rather than padding; None for all.
         number: The number of the backward pass within the window.
     """
 
@@ -67,14 +67,15 @@ class Statistics:
     Args:
         placed: The blocks, with their places.
         scale: The scaling convention.
-        samples: What the loss averages over where nobody says it of the batch: ``"batch"`` (the
-            leading dimension), ``"positions"`` (every position has a loss of its own), or a
+        samples: The terms that the loss averages over, unless declared for the batch: ``"batch"``
+            (the leading dimension), ``"positions"`` (every position has a loss of its own), or a
             callable that returns the number of samples of the backward pass under way.
-        grad_scale: Returns what the loss of the backward pass under way is multiplied by.
-        capture: Sees the calls.
+        grad_scale: Returns the factor by which the loss of the backward pass under way is
+            multiplied.
+        capture: Records the calls.
         sampler: Takes some of their rows.
-        part_of: Returns which of several stages of a pipeline a block belongs to. A backward pass
-            is one stage's, and there are as many of each.
+        part_of: Returns the index of the pipeline stage of a block. A backward pass belongs to one
+            stage, and all stages have equally many.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Statistics:
             )
             for block, mine in self._mine.items()
         }
+        # Layers whose inputs are needed along with every probe's rows.
         self._both = frozenset(
             helper
             for block in blocks
@@ -123,7 +125,7 @@ class Statistics:
         self._passes = Passes(samples, compares=scale.scaling == "fisher")
         self._part_of = {block: part_of(block) for block in blocks}
         self._one_part = len(set(self._part_of.values())) <= 1
-        self._parts: dict[int, int] = {}  # which stage each pass is of
+        self._parts: dict[int, int] = {}  # the stage of each pass
         self._everybodys = (0, 0)
         self._loss_scales: dict[int, float] = {}
         self._share = 1.0
@@ -137,7 +139,7 @@ class Statistics:
         self._share = share
 
     def listen(self) -> None:
-        """Take the calls that the capture sees from now on."""
+        """Take the calls that the capture records from now on."""
         names = {helper: block.name for helper, block in self._block_of.items()}
         ranks = range(self._backend.world_size)
         alike = all(
@@ -150,8 +152,9 @@ class Statistics:
         self._expect(self.due)
 
     def _expect(self, due: Iterable[Block]) -> None:
-        """Let the capture keep what blocks need."""
+        """Set the blocks that take statistics, and the tensors that the capture keeps for them."""
         self.due = frozenset(block for block in due if block.captured)
+        # Between statistics steps the capture is off, and needs no sets.
         helpers = self._block_of if self.due else ()
         self._capture.expect(
             enabled=bool(self.due),
@@ -165,12 +168,12 @@ class Statistics:
         return block in self.due and not self._readers[block].isdisjoint(block.record.gathered)
 
     def _take(self, call: LayerCall) -> None:
-        """Add one call, in the phase of accumulation."""
+        """Add one call, in the phase "accumulate"."""
         with self._backend.phases("accumulate"):
             self.add(call)
 
     def add(self, call: LayerCall) -> None:
-        """Add one call; raise ValueError if the helper's rows have another shape than they must."""
+        """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
         helper, inputs, gradient = call.helper, call.inputs, call.gradient
         number, probe, said = call.number, call.probe, call.batch
         block = self._block_of[helper]
@@ -183,6 +186,7 @@ class Statistics:
                     f"backward() once"
                 )
             )
+        # The backward pass goes on with this tensor: a change in place would spoil it.
         version = gradient._version
         rows = helper.output_rows(gradient)
         if gradient._version != version:
@@ -203,14 +207,17 @@ class Statistics:
         told = said.terms if probe is None else probe.samples
         samples = self._passes.enter(number, block.name, data_left, told, said)
         self._parts[number] = self._part_of[block]
+        # Under a method that reduces, all positions of a sample make one row.
         shared = 1 if block.method.reduces else shared
         each = None
         if block.unequal and self._wants_inputs(helper):
             rows, each = _reaching(helper, inputs, rows, data, reduces=block.method.reduces)
+        # Several probes go through the same call, whose samples count once.
         if probe is None or probe.first:
             left = _left(data, batch, shared)[1]
             block.record.counts.add(number, samples, left, each)
         if number not in self._loss_scales:
+            # Once per backward pass: reading the scale may make the host wait.
             self._loss_scales[number] = self._grad_scale()
         factors = self._gathered(block)
         if factors and data_left[1] > 0:
@@ -220,7 +227,7 @@ class Statistics:
             self._sum(block, factors, seen, scale=scale, probe=probe)
 
     def _gathered(self, block: Block) -> list[FactorSpec]:
-        """Return the factors of a block that this rank takes statistics of in this window."""
+        """Return the factors of a block that take statistics on this rank in this window."""
         gathered = block.record.gathered if block in self.due else ()
         return [factor for factor in self._mine[block] if factor.name in gathered]
 
@@ -233,18 +240,11 @@ class Statistics:
         scale: CallScale,
         probe: Probe | None,
     ) -> None:
-        """Add the moments of a call to the block's sums.
-
-        Args:
-            block: The block.
-            factors: The factors that the moments are for.
-            seen: The call.
-            scale: What its moments count.
-            probe: The probe that its rows come from, if they are not the loss's.
-        """
+        """Add the moments of a call to the block's sums."""
         helper = seen.helper
         again = probe is not None and not probe.first
         weight = 1.0 if probe is None else probe.weight
+        # Moments of inputs alone are added with the first probe only.
         reads = (not again or helper in self._both) and self._wants_inputs(helper)
         inputs, rows, part = self._sampler.take(
             helper,
@@ -253,6 +253,7 @@ class Statistics:
             block.takes_samples,
             seen.data,
         )
+        # Not inherited: a subclass may override the moments, and has to declare this itself.
         wide = vars(type(helper)).get("widens", False) and len(rows) == 1
         added = block.method.statistics(
             Call(
@@ -281,16 +282,17 @@ class Statistics:
                 self._refuse(block, factor, moment, source)
 
     def _refuse(self, block: Block, factor: FactorSpec, statistics: object, source: str) -> None:
-        """Let the step raise what statistics lack that are not what the method says."""
+        """Check statistics against the method's declaration; the step raises the error."""
         try:
             require_statistics(block.method, factor, statistics, source)
         except ValueError as error:
+            # Not raised here: the other ranks would wait in the backward pass.
             self._passes.fail(error)
 
     def _data(
         self, block: Block, helper: LayerHelper, rows: Tensor, said: Batch
     ) -> tuple[Tensor, Unit] | None:
-        """Return which rows or samples of a call are data; None for all."""
+        """Return the rows or samples of a call that are data; None for all."""
         if self._capture.told and not said.declared:
             self._passes.fail(
                 RuntimeError(
@@ -336,34 +338,24 @@ class Statistics:
         ]
         if not largest:
             return True
-        # Together on one device: the host waits for it once. A NaN is not less.
+        # In one tensor, so that the host waits once; a NaN compares as not less.
         wide = max(largest, key=lambda one: one.dtype.itemsize)
         return bool((torch.stack([one.to(wide) for one in largest]) < math.inf).all())
 
     def weights(self) -> list[float]:
-        """Return this rank's weights, to be added up over ranks.
-
-        Returns:
-            `BlockWeights.numbers` of each block that is due.
-        """
+        """Return this rank's `BlockWeights.numbers` of all due blocks, for a sum over ranks."""
         numbers: list[float] = []
         for block, place in self._placed:
             if block not in self.due:
                 continue
-            # On paper this rank speaks for those that contribute.
+            # With ranks on paper only, this one stands for the contributors.
             mine = block.captured if self._backend.on_paper else self._mine[block]
             weights = BlockWeights.of_rank(block, self._contribution(block), mine)
             numbers += weights.numbers(some_contribute=bool(place.contributors))
         return numbers
 
     def fold(self, weights: Sequence[float], decay: float, step: int) -> None:
-        """Sum the statistics of all ranks and average them into the running factors.
-
-        Args:
-            weights: The `weights` of all ranks, summed.
-            decay: What the running averages keep of their past.
-            step: Completed steps.
-        """
+        """Reduce the sums with the ``weights`` of all ranks, and average them into the factors."""
         self._shared.forget()
         numbers = iter(weights)
         used: dict[Block, BlockWeights] = {}
@@ -371,6 +363,7 @@ class Statistics:
             if block in self.due:
                 some = bool(place.contributors)
                 total = BlockWeights.read(numbers, block, some_contribute=some)
+                # A block that no rank used keeps its factors.
                 if total.used:
                     used[block] = total
         entries = [
@@ -385,6 +378,7 @@ class Statistics:
                 ]
             )
         ]
+        # All sums with one multiplier each are scaled by one fused call.
         scaled = [(e.tensor, e.scale) for e in entries if e.tensor is not None and e.scale != 1]
         if scaled:
             torch._foreach_mul_(*map(list, zip(*scaled, strict=True)))
@@ -426,22 +420,13 @@ class Statistics:
         return Entry(stack, members, index, total, reached=reached, scale=scale)
 
     def seen(self) -> tuple[int, int]:
-        """Return how many backward passes the window has of a stage, and how many samples.
-
-        Returns:
-            Of the stage that has the most, where this rank has several.
-        """
+        """Return the largest numbers of backward passes and of samples of any stage here."""
         each = [list(self._passes_of(part).values()) for part in set(self._parts.values())]
         return max(map(len, each), default=0), max(map(sum, each), default=0)
 
     def complete(self, passes: int, samples: int) -> None:
-        """Take note of what another stage of the model has seen of the same samples.
-
-        Args:
-            passes: How many backward passes the stage has seen that has seen the most. Those that
-                did not reach a stage count there, too.
-            samples: How many samples these had.
-        """
+        """Store the passes and samples of the stage of the whole model that has the most."""
+        # Passes that did not reach a stage count there, too: N is the whole model's.
         self._everybodys = (passes, samples)
 
     def _passes_of(self, part: int) -> dict[int, int]:
@@ -451,6 +436,7 @@ class Statistics:
             return self._passes.samples
         own = {n: size for n, size in self._passes.samples.items() if self._parts[n] == part}
         rest = samples - sum(own.values())
+        # Passes without a call here, under numbers that no pass has.
         for missing in range(passes - len(own)):
             own[-1 - missing] = rest if missing == 0 else 0
         return own
@@ -460,35 +446,26 @@ class Statistics:
         return self._scale.contribution(block.record.counts, passes)
 
     def resume(self, before: Statistics) -> None:
-        """Go on with the window of other statistics, whose sums the blocks have taken over.
-
-        Args:
-            before: The statistics of the model as it was before.
-        """
+        """Continue the window of the former statistics, after the model was rebuilt."""
         self._passes, self._loss_scales = before._passes, before._loss_scales
         self._parts, self._everybodys = before._parts, before._everybodys
         names = {block.name for block in before.due}
         self.due = frozenset(block for block in self._blocks if block.name in names)
 
     def arrive(self) -> None:
-        """Let the statistics of earlier windows enter the running factors, if they travel still."""
+        """Wait until the statistics of earlier windows are in the running factors."""
         for stack in self._placed.stacks:
             stack.arrive()
 
     def begin(self, due: Iterable[Block], step: int) -> None:
-        """Begin a new window.
-
-        Args:
-            due: The blocks that take statistics in it.
-            step: Completed steps.
-        """
+        """Begin a new window, in which the blocks ``due`` take statistics."""
         self._sampler.begin(step)
         self._forget()
         self._expect(due)
         self._share = 1.0
 
     def _forget(self) -> None:
-        """Forget the backward passes so far."""
+        """Discard the backward passes so far."""
         for stack in self._placed.stacks:
             stack.begin_window()
         self._passes = self._passes.anew()
@@ -505,21 +482,14 @@ def _reaching(
     *,
     reduces: bool,
 ) -> tuple[Tensor, list[float]]:
-    """Return the rows of a call without those that reach no parameters, and how many reach each.
+    """Return a call's rows, masked by group, and the number of data rows that reach each group.
 
-    Args:
-        helper: The helper of the module that was called.
-        inputs: The tensors of the call.
-        rows: The rows of its output's gradient.
-        data: Which rows or samples are data; None for all.
-        reduces: Whether all positions of a sample make one row.
-
-    Returns:
-        The rows, zeros where they do not reach a group; and how many that are data reach it.
+    ``reduces`` means that all positions of a sample make one row.
     """
     mask = helper.mask(inputs, rows)
     if mask is not None:
         rows = rows * mask.unsqueeze(3).to(rows.device)
+    # Padding stays in the rows, from which `Sampler.take` removes it; it is left out of the counts.
     counted = rows
     if data is not None:
         inputs, counted = helper.take_inputs(inputs, *data), helper.take_rows(rows, *data)
@@ -535,7 +505,7 @@ def _reaching(
 
 
 def _left(data: tuple[Tensor, Unit] | None, batch: int, shared: int) -> tuple[int, int]:
-    """Return how many samples, and how many rows, a call has without those that are no data."""
+    """Return the numbers of samples and of rows of a call that are data."""
     if data is None:
         return batch, batch * shared
     index, unit = data

@@ -1,4 +1,4 @@
-"""The status of a step: what each rank sees before it, reduced over all ranks by one all-reduce."""
+"""The status of a step: each rank's flags and weights, reduced over all ranks by one all-reduce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Settings:
 
     Attributes:
         damping: The damping of blocks without one of their own.
-        decay: What running averages keep of their past.
+        decay: The EMA decay of running averages.
         limits: The bounds of the clips.
     """
 
@@ -60,6 +60,7 @@ class Poll:
     def over_ranks(self, backend: Backend) -> Poll:
         """Return the sums over all ranks, the same on every rank."""
         mine = {field.name: getattr(self, field.name) for field in fields(self)}
+        # One buffer for all fields: one all-reduce per step.
         flat: list[float] = []
         for value in mine.values():
             flat += [value] if isinstance(value, float) else value
@@ -73,11 +74,11 @@ class Poll:
 
 @dataclass(frozen=True)
 class Status:
-    """What all ranks have agreed on before a step.
+    """The status of a step on which all ranks have agreed.
 
     Attributes:
         finite: Whether the gradients of all ranks are finite.
-        weights: The weights of the statistics of all ranks; None where statistics are not used.
+        weights: The weights of the statistics of all ranks; None if statistics are not used.
         settings: The settings of this step.
     """
 

@@ -1,7 +1,7 @@
 """Updates: gradient workers precondition, receivers get the result, and gradients are overwritten.
 
-A stack's update is one call of its method, or one for each set of blocks that differ in the number
-of their updates, in their damping, or in what is solved of them.
+The update of a stack is one call of its method, or one for each set of blocks that differ in the
+number of their updates, in their damping, or in the factors that are solved.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from soframe.strategies.work import exchange_group
 
 @dataclass(eq=False)
 class Update:
-    """What becomes of the gradients of some blocks of a stack.
+    """The update of some blocks of a stack, from their gradient to the tensors that are written.
 
     Attributes:
         stack: The stack.
-        members: The blocks, all of which have a gradient.
-        gradient: Their averaged gradients, ``[groups, out, in]``; None where they are not known.
-        matrix: Their updates, ``[groups, out, in]``: on gradient workers, and on receivers once
-            they are exchanged; of sharded parameters on gradient workers alone.
+        members: The blocks, which all have a gradient.
+        gradient: Their averaged gradients, ``[groups, out, in]``; None if this rank does not have
+            them.
+        matrix: Their updates, ``[groups, out, in]``: on gradient workers, and on receivers after
+            `exchange`; of sharded parameters on gradient workers alone.
         states: The new state of the method, on gradient workers.
         parts: This rank's parts of sharded parameters, by block and name.
     """
@@ -58,23 +59,18 @@ class Update:
         return [] if self.matrix is None else [self.matrix]
 
     def each(self) -> Iterator[tuple[Block, Tensor]]:
-        """Yield each block with its update, where the whole is known."""
+        """Yield each block with its update, if this rank has the whole matrix."""
         if self.matrix is not None:
             yield from zip(self.blocks, self.matrix.chunk(len(self.members)), strict=True)
 
 
 def precondition(placed: PlacedBlocks, gradients: Gradients, damping: float) -> list[Update]:
-    """Return the updates of all blocks that have a gradient and are solved, made on their workers.
-
-    Args:
-        placed: All blocks, with their places.
-        gradients: The averaged gradients.
-        damping: The damping of this step.
-    """
+    """Return the updates of all solved blocks with a gradient, computed on gradient workers."""
     updates = []
     with placed.backend.phases("direct"):
         for stack, gradient in gradients.items():
             active = [m for m in gradient.members if stack.blocks[m].active]
+            # A batched call needs equal counters and dampings.
             for members in stack.alike(active):
                 matrix = gradient.of(members)
                 update = Update(stack, members, matrix)
@@ -85,9 +81,10 @@ def precondition(placed: PlacedBlocks, gradients: Gradients, damping: float) -> 
 
 
 def _direct(update: Update, gradient: Tensor, damping: float) -> None:
-    """Let the method make the update and the new state."""
+    """Compute the update and the new state by the method."""
     stack, members = update.stack, update.members
     one = update.blocks[0]
+    # The stack has no state tensors before the first update.
     if one.record.updates:
         state = {name: stack.take(tensor, members) for name, tensor in stack.state.items()}
     else:
@@ -108,19 +105,15 @@ def _direct(update: Update, gradient: Tensor, damping: float) -> None:
     )
     direction = direction_of(one.method, given, check=one.record.updates == 0)
     update.matrix = direction.matrix
-    # A tensor that the method has left alone is the state from the first update on.
+    # State tensors that the method does not return are kept, from the first update on.
     update.states = {**given.state, **direction.state}
 
 
 def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
     """Send the updates from gradient workers to their receivers; every rank must call.
 
-    Every rank enters the same collectives whatever gradients it has: a worker sends zeros for
+    Every rank enters the same collectives with any set of gradients: a worker sends zeros for
     blocks without a gradient.
-
-    Args:
-        placed: All blocks, with their places.
-        updates: The updates, which are completed.
     """
     backend = placed.backend
     of_stack: dict[Stack, list[Update]] = {}
@@ -129,6 +122,7 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
     parcels: list[tuple[Stack, tuple[int, ...], Parcel]] = []
     for stack in placed.stacks:
         active = tuple(i for i, block in enumerate(stack.blocks) if block.active)
+        # Updates of sharded parameters are scattered below.
         if not active or stack.like.shards:
             continue
         like = stack.like
@@ -146,6 +140,7 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
         with backend.phases("exchange"):
             every = buckets(backend, [parcel for _, _, parcel in parcels], fused=backend.fused)
             pending = [send(backend, bucket, "exchange") for bucket in every]
+            # All sends are started before the first is waited for.
             for one in pending:
                 one.wait()
     if any(stack.like.shards for stack in of_stack):
@@ -157,7 +152,7 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
 
 
 def _all_of(stack: Stack, active: tuple[int, ...], updates: Sequence[Update]) -> Tensor:
-    """Return the updates of all active blocks of a stack, zeros for those without a gradient."""
+    """Return the updates of all active blocks of a stack, with zeros for missing gradients."""
     if len(updates) == 1 and updates[0].members == active and updates[0].matrix is not None:
         return updates[0].matrix
     each = {block: matrix for update in updates for block, matrix in update.each()}
@@ -175,7 +170,7 @@ def _receive(update: Update, active: tuple[int, ...], parcel: Parcel) -> None:
 
 
 def _scatter(placed: PlacedBlocks, of_stack: Mapping[Stack, Sequence[Update]]) -> None:
-    """Bring each rank its parts of the updates of sharded parameters."""
+    """Send each rank its parts of the updates of sharded parameters."""
     splits: list[tuple[Update, Block, str, Split]] = []
     for stack in placed.stacks:
         for update in of_stack.get(stack, ()) if stack.like.shards else ():
@@ -205,6 +200,7 @@ def write(updates: Sequence[Update], home: GradientHome) -> None:
         for block, named in _named(update):
             for name, value in named.items():
                 target = home.read(block.parameters[name])
+                # A parameter of the block without a gradient gets none.
                 if target is not None:
                     targets.append(target)
                     values.append(value)
@@ -213,7 +209,7 @@ def write(updates: Sequence[Update], home: GradientHome) -> None:
 
 
 def _named(update: Update) -> Iterator[tuple[Block, Mapping[str, Tensor]]]:
-    """Yield each block with its update by the names of parameters, as this rank has them."""
+    """Yield each block with its update, or this rank's part, by parameter name."""
     if update.stack.like.shards:
         yield from update.parts.items()
         return
@@ -222,7 +218,7 @@ def _named(update: Update) -> Iterator[tuple[Block, Mapping[str, Tensor]]]:
 
 
 def commit(updates: Sequence[Update]) -> None:
-    """Install the new states, and count the updates; every rank must call."""
+    """Store the new states, and count the updates; every rank must call."""
     for update in updates:
         update.stack.set_state(update.members, update.states)
         for block in update.blocks:

@@ -1,4 +1,4 @@
-"""What a block's sums weigh: the numbers that ranks add up before they add up the sums."""
+"""The weights of a block's sums: numbers that ranks reduce before they reduce the sums."""
 
 from __future__ import annotations
 
@@ -30,21 +30,12 @@ class BlockWeights:
     def of_rank(
         cls, block: Block, contribution: Contribution, mine: Sequence[FactorSpec]
     ) -> BlockWeights:
-        """Return what a rank's sums weigh.
-
-        Args:
-            block: The block.
-            contribution: What the rank would contribute to all factors.
-            mine: The factors that it contributes to.
-
-        Returns:
-            Its weights: zero in each factor that it does not contribute to, and in rows if it
-            contributes to none. Its samples count all the same, as N is made of those of all ranks.
-        """
+        """Return the weights of a rank's sums; ``mine`` are the factors that it contributes to."""
         by_group = any(factor.mean_over == "group rows" for factor in mine)
         zeros = (0.0,) * block.shape.groups
         return cls(
             factors=tuple([contribution.weight(f) if f in mine else 0.0 for f in block.captured]),
+            # Samples of ranks that contribute to no factor are part of N; their rows do not count.
             inputs=contribution.input_weight,
             outputs=contribution.output_weight if mine else 0.0,
             groups=((contribution.group_weights or zeros) if by_group else zeros)
@@ -53,30 +44,14 @@ class BlockWeights:
         )
 
     def numbers(self, *, some_contribute: bool) -> list[float]:
-        """Return the weights as the numbers that travel.
-
-        Args:
-            some_contribute: Whether some ranks stay away from some factors. If not, the divisors
-                follow from the other weights and do not travel.
-
-        Returns:
-            Those of each factor, if they travel; of inputs, of outputs and of each group.
-        """
+        """Return the numbers for the all-reduce: divisors (see below), inputs, outputs, groups."""
+        # If every rank contributes to all factors, their divisors follow from the other weights.
         factors = self.factors if some_contribute else ()
         return [*factors, self.inputs, self.outputs, *self.groups]
 
     @classmethod
     def read(cls, numbers: Iterator[float], block: Block, *, some_contribute: bool) -> BlockWeights:
-        """Return a block's weights from numbers that have travelled.
-
-        Args:
-            numbers: The numbers, those of the block first; they are taken from it.
-            block: The block.
-            some_contribute: Whether some ranks stay away from some factors.
-
-        Returns:
-            The weights.
-        """
+        """Take a block's weights from the reduced numbers; the inverse of `numbers`."""
         travelled = [next(numbers) for _ in block.captured] if some_contribute else None
         inputs, outputs = next(numbers), next(numbers)
         if travelled is None:

@@ -1,8 +1,8 @@
-"""One thread that solves while training goes on, on a stream of its own where the device has any.
+"""One thread that solves while training goes on, on a CUDA stream of its own.
 
-The worker starts no collective and touches nothing that others change: it is given copies. What it
-computes has the bits that the thread that trains would have computed. Its plain twin is that very
-thread (``beside=False``), which solves at once.
+The worker starts no collective, and its inputs are copies, which no other thread changes. Its
+results have the same bits as in the training thread. With ``beside=False`` it solves at once in
+that very thread, as a reference.
 """
 
 from __future__ import annotations
@@ -20,48 +20,40 @@ Solve = Callable[[], list[Tensor] | None]
 
 
 class Work:
-    """A solve that was handed to a worker.
-
-    Args:
-        future: Its result.
-        device: Where its tensors live.
-    """
+    """A solve that was handed to a worker: its future result, and the device of its tensors."""
 
     def __init__(self, future: Future[tuple[list[Tensor] | None, Any]], device: torch.device):
         self._future, self._device = future, device
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the solve has ended."""
         return self._future.done()
 
     @property
     def made(self) -> list[Tensor]:
-        """What it has made so far, not to be computed with."""
+        """The results so far, to be counted and not computed with: no stream waits for them."""
         return (self._future.result()[0] or []) if self.done else []
 
     def cancel(self) -> None:
-        """Give it up; if it has begun, wait for its end."""
+        """Cancel the solve; if it has begun, wait for its end."""
         if not self._future.cancel():
             self._future.result()
 
     def result(self) -> list[Tensor] | None:
-        """Wait for what it returns; this thread may compute with that."""
+        """Wait for the results, on the host and on the present stream, and return them."""
         made, ended = self._future.result()
         if ended is not None:
             here = torch.cuda.current_stream(self._device)
             here.wait_event(ended)
             for tensor in made or ():
+                # The allocator must not reuse this memory before the present stream has read it.
                 tensor.record_stream(here)
         return made
 
 
 class Worker:
-    """Solves one thing after the other, in the order in which they are handed in.
-
-    Args:
-        beside: Whether in a thread of its own; otherwise at once, in the thread that hands in.
-    """
+    """Runs solves in the order of `submit`: in a thread, or at once with ``beside=False``."""
 
     def __init__(self, *, beside: bool = True) -> None:
         self._beside = beside
@@ -69,18 +61,15 @@ class Worker:
         self._streams: dict[torch.device, Any] = {}
 
     def submit(self, solve: Solve, uses: Sequence[Tensor]) -> Work:
-        """Hand a solve in.
+        """Submit a solve, and return the work under way.
 
-        Args:
-            solve: Called without gradients and without autocast.
-            uses: The tensors on one device that it reads, which nobody writes to any more.
-
-        Returns:
-            The work under way.
+        ``uses`` are the tensors that it reads, all on one device; they must not change until it
+        ends.
         """
         device = uses[0].device
         run = functools.partial(self._run, solve, uses, device, self._after(device))
         if self._beside:
+            # The thread starts with the first solve: most runs have none in the background.
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="soframe")
             return Work(self._executor.submit(run), device)
@@ -89,7 +78,7 @@ class Worker:
         return Work(future, device)
 
     def _after(self, device: torch.device) -> Any:
-        """Return the event after which what this thread has computed so far is there."""
+        """Return an event for the work that this thread has queued so far on a CUDA device."""
         if device.type != "cuda":
             return None
         if device not in self._streams:
@@ -99,7 +88,7 @@ class Worker:
     def _run(
         self, solve: Solve, uses: Sequence[Tensor], device: torch.device, begin: Any
     ) -> tuple[list[Tensor] | None, Any]:
-        # Whether there are gradients or autocast is a matter of each thread; here never.
+        # Grad mode and autocast are per thread, so both are turned off in this one.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             if begin is None:
                 return solve(), None
@@ -108,7 +97,7 @@ class Worker:
                 return made, self._streams[device].record_event()
 
     def close(self) -> None:
-        """End the thread, once it has ended what it has begun."""
+        """End the thread, after the solve that it has begun."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
             self._executor = None
@@ -116,7 +105,7 @@ class Worker:
 
 @contextmanager
 def _on(stream: Any, begin: Any, uses: Sequence[Tensor]) -> Iterator[None]:
-    """Compute on a stream, after an event, with tensors that may be freed meanwhile."""
+    """Compute on a stream after an event, with tensors that may be freed meanwhile."""
     with torch.cuda.stream(stream):
         stream.wait_event(begin)
         for tensor in uses:
