@@ -1,1 +1,1 @@
-"""What is checked and chosen before the first collective."""
+"""Checks and choices before the first collective."""

@@ -1,4 +1,4 @@
-"""Building a preconditioner: what is checked and chosen before the first collective."""
+"""Construction of a preconditioner: checks and choices before the first collective."""
 
 from __future__ import annotations
 
@@ -41,30 +41,14 @@ from soframe.strategies.placement import Placement, complete
 
 
 def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
-    """Return the communication backend.
-
-    Args:
-        choice: A name, class or instance; None for torch.distributed where it is initialised.
-
-    Returns:
-        The backend.
-    """
+    """Return the communication backend; None chooses torch.distributed if it is initialised."""
     return choose_backends(choice, None)[0]
 
 
 def choose_backends(
     choice: str | type[Backend] | Backend | None, pipeline: object
 ) -> tuple[Backend, Stages]:
-    """Return the communication backend, and the stages of a pipeline.
-
-    Args:
-        choice: A name, class or instance; None for torch.distributed where it is initialised, but
-            for one process where the ranks have stages of a pipeline instead.
-        pipeline: See `soframe.parallel.pipeline.Pipeline`; None for none.
-
-    Returns:
-        Both.
-    """
+    """Return the communication backend, and the stages of a `Pipeline` (None for none)."""
     of_stages = _stages_of(pipeline)
     return _backend_of(choice, of_stages), of_stages
 
@@ -72,13 +56,14 @@ def choose_backends(
 def _stages_of(pipeline: object) -> Stages:
     if pipeline is None:
         return ALONE
-    from soframe.parallel.pipeline import Pipeline  # which few models have
+    from soframe.parallel.pipeline import Pipeline  # imported by few models
 
     return Pipeline(pipeline)
 
 
 def _backend_of(choice: str | type[Backend] | Backend | None, stages: Stages) -> Backend:
     if choice is None and stages.backend is not None:
+        # Without a backend for the copies of a stage, this rank has the only copy.
         stages.require_backend(None)
         return SingleProcess()
     if choice is None:
@@ -93,42 +78,22 @@ def _backend_of(choice: str | type[Backend] | Backend | None, stages: Stages) ->
 def meet_stages(
     model: nn.Module, stages: Stages, backend: Backend, settings: Sequence[object]
 ) -> nn.Module | None:
-    """Let the stages of a model meet, before any of them is registered.
-
-    Args:
-        model: The modules of this rank's stages.
-        stages: The stages.
-        backend: The backend of the copies of a stage.
-        settings: What all stages must have in common.
-
-    Returns:
-        The module that has the head of the whole model; None where another stage has it.
-
-    Raises:
-        ValueError: If settings differ, or a stage cannot start.
-    """
+    """Compare settings between stages; return the module with the model's head, if it is here."""
     copies = f"copies of each stage: {backend.world_size}"
     try:
         return stages.meet(model, "\n".join(map(describe, (*settings, copies))))
-    except Exception as error:  # whatever it is: the copies wait, and must be told
+    except Exception as error:  # of any kind: the copies of this stage wait in `build`
         say_failed(backend, error)
         raise
 
 
 @contextmanager
 def starting(backend: Callable[[], Backend], stages: Stages | None = None) -> Iterator[None]:
-    """Let an error on this rank be one on all ranks, which wait for it in `build`.
-
-    Args:
-        backend: Returns the backend, where there is an error to tell.
-        stages: The stages of a pipeline, where the ranks have one.
-
-    Yields:
-        Nothing; what is done meanwhile starts no collective.
-    """
+    """If this rank raises in here, send the error to the other ranks, which wait in `build`."""
     try:
+        # No collective may start in here: the other ranks' next one is in `build`.
         yield
-    except Exception as error:  # whatever it is: the other ranks wait, and must be told
+    except Exception as error:  # of any kind: the other ranks wait
         if stages is not None:
             stages.say_failed(error)
         say_failed(backend(), error)
@@ -136,31 +101,17 @@ def starting(backend: Callable[[], Backend], stages: Stages | None = None) -> It
 
 
 def averaged_tensors(model: nn.Module, gradients: str) -> str:
-    """Return of which parameters, with a block or without, ranks average the gradients.
-
-    Args:
-        model: The model, unwrapped.
-        gradients: ``"local"`` where soframe does it.
-    """
+    """Describe the parameters whose gradients ranks average, with a block or without."""
     if gradients != "local":
         return "averaged gradients"
+    # All ranks must average the same parameters in the same order.
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     digest = hashlib.sha256(describe(shapes).encode()).hexdigest()[:16]
     return f"local gradients of {len(shapes)} parameters, names and shapes {digest}"
 
 
 def choose_damping(choice: DampingChoice) -> DampingPolicy:
-    """Return the damping policy of a preconditioner.
-
-    Args:
-        choice: A number, a callable of the step, or a policy.
-
-    Returns:
-        The policy.
-
-    Raises:
-        ValueError: If it waits for reduction ratios, which nobody measures here.
-    """
+    """Return a damping policy; raise ValueError if it needs reduction ratios."""
     policy = adopted(damping_policy(choice))
     if policy.interval > 0:
         raise ValueError(
@@ -171,23 +122,12 @@ def choose_damping(choice: DampingChoice) -> DampingPolicy:
 
 
 def register(model: nn.Module, choices: Choices) -> Registration:
-    """Register a model.
-
-    Args:
-        model: The model, unwrapped.
-        choices: What the user chose.
-
-    Returns:
-        The registration, with at least one block, unless the model is some stages of a pipeline.
-
-    Raises:
-        ValueError: If there is nothing to precondition, or parameters are shared out or without
-            values.
-    """
+    """Register an unwrapped model; raise ValueError if it cannot be preconditioned."""
     sharding.reshard(sharding.sharded_modules(model))
     sharding.require_model(model, choices.ranks)
     choices.home.check(model.named_parameters())
     registration = Registration(model, choices)
+    # A stage of a pipeline may have no block of its own.
     if not registration.blocks and not choices.staged:
         raise ValueError(
             f"there is nothing to precondition in {type(model).__name__}:\n{registration.report}"
@@ -204,22 +144,11 @@ def register(model: nn.Module, choices: Choices) -> Registration:
 
 
 def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
-    """Place blocks, and check what the strategy answers.
-
-    Args:
-        strategy: The strategy.
-        blocks: The blocks.
-        ranks: The number of ranks.
-
-    Returns:
-        A valid placement of these blocks.
-
-    Raises:
-        ValueError: If the strategy's placement is not one.
-    """
+    """Place blocks by a strategy; raise ValueError if its placement is not valid for them."""
     kinds: list[tuple[Method, Solver]] = []
     each = []
     for block in blocks:
+        # Equal numbers stand for equal methods and solvers: only such blocks are stacked.
         kind = (block.method, block.solver)
         if kind not in kinds:
             kinds.append(kind)
@@ -250,31 +179,7 @@ def build(
     stages: Stages,
     beside: bool = False,
 ) -> tuple[Registration, Placement]:
-    """Register a model, place its blocks and prepare for them, once all ranks have agreed.
-
-    A rank that cannot start says so to the others.
-
-    Args:
-        model: The model, unwrapped.
-        choices: What the user chose.
-        rates: The learning rates, which have to know the blocks' parameters.
-        strategy: The strategy.
-        backend: The backend.
-        background: What is solved in the background, one of the settings.
-        refresh: When blocks are solved, another one.
-        settings: The others that all ranks must have in common.
-        capture: Hooks the modules; see `take_over`.
-        gradients: What a step is given, one of the settings.
-        stages: The pipeline of which this model is some stages.
-        beside: Whether another preconditioner keeps its hooks on the same modules.
-
-    Returns:
-        The registration, and the placement of its blocks.
-
-    Raises:
-        ValueError: See `register`, `place`, `require_averaged`, `compare_ranks`,
-            `soframe.combinations` and `soframe.blocks.sharding.require_together`.
-    """
+    """Register a model, place its blocks and hook its modules, once all ranks have agreed."""
     try:
         registration = register(model, choices)
         rates.check(registration.blocks)
@@ -288,7 +193,7 @@ def build(
         )
         sharding.require_together(model, registration.blocks, placement, draws=choices.draws)
         stages.require_served(model, registration.blocks)
-    except Exception as error:  # whatever it is: the other ranks wait, and must be told
+    except Exception as error:  # of any kind: the other ranks wait in `compare_ranks`
         say_failed(backend, error)
         raise
     settings_of_rank = describe_settings(registration.blocks, *settings, background, refresh)
@@ -296,10 +201,12 @@ def build(
     if not beside:
         modules = (helper.module for block in registration.blocks for helper in block.helpers)
         take_over(capture, modules)
+    # Process groups are created by all ranks together, so only after they agree.
     backend.prepare(placement.groups())
     return registration, placement
 
 
+# Weak on both sides: neither a module nor a capture is kept alive by this table.
 _hooked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Capture]] = weakref.WeakKeyDictionary()
 
 
@@ -307,14 +214,14 @@ def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
     """Remove the hooks of older preconditioners of these modules, with a warning."""
     reference, modules = weakref.ref(capture), list(modules)
     if any(_hooked.get(module, reference) is not reference for module in modules):
-        gc.collect()  # one that only waits for the collector is not replaced
+        gc.collect()  # an unreachable one gives no warning
     for module in modules:
         older = _hooked.get(module, reference)()
         _hooked[module] = reference
         if older is None or older is capture or older.closed:
             continue
         if module not in {helper.module for helper in older.names}:
-            continue  # it has left the older one's model
+            continue  # the older one no longer has this module
         older.close()
         warnings.warn(
             f"soframe: a new preconditioner of the same {type(module).__name__} replaces an older "
@@ -324,30 +231,14 @@ def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
 
 
 def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
-    """Return what all ranks must have in common besides the placement.
-
-    Args:
-        blocks: The blocks.
-        *settings: Further settings.
-
-    Returns:
-        One line each.
-    """
+    """Return the settings that all ranks must share, except the placement: one per line."""
+    # A dict as an ordered set: many blocks have the same components.
     of_blocks = {describe((b.method, b.solver, b.dtype)): None for b in blocks}
     return "\n".join(map(describe, (*settings, *of_blocks)))
 
 
 def require(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Check a setting that is one of a few words.
-
-    Args:
-        name: The setting's name.
-        value: Its value.
-        allowed: The words.
-
-    Raises:
-        ValueError: If it is none of them.
-    """
+    """Raise ValueError if a setting is not one of the allowed words."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
 
@@ -365,39 +256,18 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def describe_samples(samples: Samples) -> str:
-    """Return what ranks must have in common of the setting ``samples``.
-
-    What a callable returns need not be the same: every rank counts its own.
-
-    Args:
-        samples: The setting.
-    """
+    """Describe ``samples`` for other ranks; a callable may differ: each rank counts its own."""
     return f"samples={'a callable' if callable(samples) else repr(samples)}"
 
 
 def check_home(home: object) -> None:
-    """Check that gradients live in a home.
-
-    Args:
-        home: The home, or None.
-
-    Raises:
-        TypeError: If it is none.
-    """
+    """Raise TypeError unless a home is a `GradientHome` or None."""
     if home is not None and not isinstance(home, GradientHome):
         raise TypeError(f"home must be a soframe.GradientHome, not {home!r}")
 
 
 def check_cut(cut: object) -> None:
-    """Check what matrices are cut into.
-
-    Args:
-        cut: A mapping from patterns to numbers of parts.
-
-    Raises:
-        TypeError: If it is none.
-        ValueError: If a number is not positive.
-    """
+    """Raise TypeError or ValueError unless this maps patterns to positive numbers of parts."""
     if not isinstance(cut, Mapping):
         raise TypeError(
             f"cut is a mapping from patterns on module names to numbers of parts, such as "
@@ -408,16 +278,7 @@ def check_cut(cut: object) -> None:
 
 
 def check_count(terms: bool, samples: Samples, scaling: str) -> None:
-    """Check that something may be said of a batch.
-
-    Args:
-        terms: Whether the number of terms is said.
-        samples: What is said of all batches.
-        scaling: The scaling convention.
-
-    Raises:
-        ValueError: If it contradicts a setting.
-    """
+    """Raise ValueError if a declaration by `count` contradicts a setting."""
     if scaling == "kaisa":
         raise ValueError("count() needs scaling='fisher': with 'kaisa' every call is its own mean")
     if terms and callable(samples):
@@ -427,15 +288,7 @@ def check_count(terms: bool, samples: Samples, scaling: str) -> None:
 
 
 def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
-    """Check that gradients of which ranks have parts are averaged.
-
-    Args:
-        blocks: The blocks.
-        gradients: What they are said to be.
-
-    Raises:
-        ValueError: If they are said to be each rank's own.
-    """
+    """Raise ValueError if gradients of sharded parameters are declared to be each rank's own."""
     for block in blocks if gradients == "local" else ():
         if block.shards:
             raise ValueError(

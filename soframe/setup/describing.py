@@ -22,28 +22,19 @@ def text(
     settings: Mapping[str, Any],
     now: Mapping[str, object],
 ) -> str:
-    """Return settings as text, one on each line.
-
-    Args:
-        owner: The name of the class that has them.
-        model: The model.
-        blocks: Its blocks.
-        settings: The settings.
-        now: Those that change from step to step, as they are now; and what else there is to say.
-
-    Returns:
-        Of schedules and policies their values; of methods and solvers what the blocks have.
-    """
+    """Return settings as text, one per line, with their present values ``now``."""
     trained = [p for p in model.parameters() if p.requires_grad]
     held = sum(len(block.parameters) for block in blocks)
     covered = f"{held} of {len(trained)} trainable parameters in {len(blocks)} block(s)"
     lines = [f"model: {type(model).__name__}, {covered}"]
     shown = {name: _show(value) for name, value in settings.items()}
+    # The components that blocks have, in place of a mapping from patterns.
     shown["method"] = _each(block.method for block in blocks if not block.auxiliary)
     shown["auxiliary"] = _each(block.method for block in blocks if block.auxiliary)
     shown["solver"] = _each(block.solver for block in blocks if block.solved_here)
     for name, value in now.items():
         scheduled = settings.get(name)
+        # A schedule or policy: its value at this step, then the schedule.
         if scheduled is not None and not isinstance(scheduled, int | float):
             shown[name] = f"{_show(value)} (now, of {_show(scheduled)})"
         else:
@@ -53,7 +44,7 @@ def text(
 
 
 def _each(components: Iterable[object]) -> str:
-    """Return the components of blocks, with how many have each."""
+    """Return the components of blocks, each with its number of blocks."""
     counts = Counter(map(describe, components))
     return ", ".join(f"{name} in {count} block(s)" for name, count in counts.items()) or "None"
 

@@ -26,6 +26,7 @@ KEY = "checksums"
 def of_tensor(tensor: Tensor) -> int:
     """Return the checksum of a dense tensor of any shape, dtype and device."""
     contiguous = tensor.detach().cpu().contiguous()
+    # As bytes, since NumPy lacks dtypes such as bfloat16.
     data = memoryview(contiguous.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     return zlib.crc32(data, zlib.crc32(f"{contiguous.dtype}{list(contiguous.shape)}".encode()))
 

@@ -79,6 +79,7 @@ def save(
     def write() -> None:
         if sharded:
             with warnings.catch_warnings():
+                # DCP warns of a missing process group, which is intended here.
                 warnings.filterwarnings("ignore", ".*to save in a single process")
                 dcp_save(
                     dict(state),
@@ -95,12 +96,15 @@ def save(
         manifest = json.dumps(checksums.seal(plain), indent=1)
         _write(beside / MANIFEST, lambda file: file.write(manifest.encode()))
         _sync(beside)
+        # A rename is atomic: readers find a complete checkpoint or none.
         beside.rename(final)
+        # The new name must reach the disk, too.
         _sync(root)
 
     try:
         ranks.all(failure, write)
         names = ranks.first(failure, lambda: sorted(p.name for p in beside.iterdir()))
+        # Ranks compute the checksums together, each for some of the files.
         digests = ranks.all(
             failure, lambda: {file: _digest(beside / file) for file in ranks.share(names, sharded)}
         )
@@ -136,6 +140,7 @@ def latest(
     ranks, root = _Ranks.of(process_group), Path(folder)
     names = ranks.first(f"{root} cannot be read", lambda: _names(root))
     problems = []
+    # The newest first; older ones only if it is damaged.
     for name in reversed(names):
         problem = _problem(ranks, root / name)
         if not problem:
@@ -203,6 +208,7 @@ def _number(name: str) -> int:
 def _begin(root: Path) -> str:
     """Remove the files of killed saves, and return the name of the next checkpoint."""
     root.mkdir(parents=True, exist_ok=True)
+    # No other save is under way: a folder belongs to one run.
     for left in root.glob(f".{PREFIX}*.tmp"):
         shutil.rmtree(left)
     number = max(map(_number, _names(root)), default=0) + 1

@@ -69,6 +69,7 @@ class _Plain(_Unpickler):  # type: ignore[misc]  # typeshed has half of it
     It derives from Python's unpickler; the C one allocates memory for any index in a damaged file.
     """
 
+    # A copy, so that `load_build` does not replace the entry of other unpicklers.
     dispatch: ClassVar = dict(_Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:

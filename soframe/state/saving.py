@@ -58,9 +58,11 @@ def save(
         or any(set(place.holding(index)) != everyone for index in range(len(place.owners)))
         for place in placed.placement.blocks
     ):
+        # A backend that can, raises an error if a rank does not call.
         backend.meet("Preconditioner.state_dict()")
     for block, place in placed:
         wanted, found = present(placed, block, place)
+        # Tensors that every rank holds are not sent.
         spread = [entry for entry in wanted if entry.holders != everyone]
         found.update(gather(backend, block, spread, found, "state"))
         saved = state["blocks"][block.name]
@@ -209,6 +211,7 @@ def load(
 
     agree(placed.backend, lambda: checked.append(state()), common, stages, step)
     ((saved, tensors),) = checked
+    # All ranks have a valid state by now; nothing was changed before.
     for stack in placed.stacks:
         stack.clear()
     for block, place in placed:
@@ -227,6 +230,7 @@ def _load_block(
     mine = {
         entry.path: tensors["/".join((block.name, *entry.path))]
         .detach()
+        # A copy: steps change tensors in place, and the state is the caller's.
         .to(device=block.device, dtype=block.dtype, copy=True)
         for entry in wanted
         if rank in entry.holders
@@ -248,6 +252,7 @@ def agree(
     In a pipeline this covers all stages; ``of_stages`` is the text that stages compare.
     """
     if stages.backend is not None:
+        # The copies of each stage first; an error of theirs is then one of all stages.
         agree(stages.backend, lambda: agree(backend, check, common), of_stages)
         return
     backend.meet("loading the state of a preconditioner")

@@ -28,10 +28,10 @@ class Stateful(Engine):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
-        Where the strategy leaves factors or second-order data on some ranks only (all but
-        ``comm-opt``), call it on every rank. What a window under way has is not part of the state.
-        With ``background=``, what is under way is put to use first: then every rank must call it,
-        whatever the strategy.
+        If the strategy stores factors or second-order data on some ranks only (all but
+        ``comm-opt``), call it on every rank. The statistics of the window under way are not part of
+        the state. With ``background=``, solves under way are installed first: then every rank must
+        call it, with any strategy.
 
         Returns:
             Tensors, numbers and strings in dicts, for ``torch.save``.
@@ -47,7 +47,7 @@ class Stateful(Engine):
         return checksums.seal({**saved, **self.beside_blocks()})
 
     def beside_blocks(self) -> dict[str, Any]:
-        """Return what a state has beside the blocks, and beside what `state.save` has of them.
+        """Return the entries of a state that `state.save` does not make.
 
         :meta private:
         """
@@ -68,19 +68,19 @@ class Stateful(Engine):
 
     @property
     def stage(self) -> str:
-        """Which stages of a pipeline this rank has, such as ``"0, 2 of 4"``; empty without one."""
+        """The stages of a pipeline on this rank, such as ``"0, 2 of 4"``; empty without one."""
         return self._stages.name
 
     def _land(self, what: str) -> None:
-        """Put all to use that is solved in the background; every rank must call."""
+        """Install all background solves; every rank must call."""
         self._solves.land(self._placed, self.counters, what)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue, on every rank, from a state, perhaps of another world size or strategy.
 
         Args:
-            saved: What `state_dict` returned; on stages of a pipeline on this rank, or what
-                `soframe.checkpoint.merge` made of the states of all.
+            saved: A result of `state_dict`; on stages of a pipeline this rank's own, or the result
+                of `soframe.checkpoint.merge` for the states of all.
 
         Raises:
             ValueError: If the state is foreign, truncated, damaged or of another model, or another
@@ -89,6 +89,7 @@ class Stateful(Engine):
 
         def check() -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
             part = self._stages.own_part(saved)
+            # A part of a merged state: its checksums were made for the whole.
             if part is not saved:
                 checksums.verify(saved)
                 part = checksums.seal(part)
@@ -104,18 +105,18 @@ class Stateful(Engine):
         return saved, tensors
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context: what all copies of a stage raise in it, all stages of a model raise.
+        """Return a context that raises an error of all copies of one stage on all stages.
 
         :meta private:
         """
         return self._stages.together()
 
     def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
-        """Let what one rank cannot load be loaded by none, of all copies of all stages.
+        """Raise on all copies of all stages if one rank cannot load its state, so that none does.
 
         Args:
             check: Raises if this rank cannot.
-            common: Returns what the copies of a stage must have in common.
+            common: Returns the text that the copies of a stage must have in common.
 
         :meta private:
         """
@@ -123,6 +124,7 @@ class Stateful(Engine):
 
     def _load(self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]) -> None:
         saved = state.load(check, self._placed, self._stages)
+        # Solves under way are of factors that are replaced now.
         self._solves.drop()
         self._steps = saved["step"]
         self._refresh.owe(saved["owed_statistics"])
@@ -136,11 +138,12 @@ class Stateful(Engine):
                 stacklevel=3,
             )
         state.load_history(saved["history"], self._blocks)
+        # The metrics of the last step are of another run.
         self._measuring.note(None)
         self._begin()
 
     def gradients_were_zeroed(self) -> None:
-        """Forget the batch that a ``GradScaler`` found an overflow in, and so had no step.
+        """Discard the batch, if a ``GradScaler`` skipped its step after an overflow.
 
         :meta private:
         """

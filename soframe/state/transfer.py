@@ -30,6 +30,7 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
     gained a parameter starts anew. Statistics of the current accumulator cannot move to other
     contributors.
     """
+    # Accumulators do not move: their statistics are reduced first.
     settle(before, {stack: stack.all for stack in before.stacks})
     by_name = {block.name: (block, place) for block, place in before}
     lacking = False
@@ -42,6 +43,7 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
             and describe(old.method) == describe(block.method)
             and _is_cut(old, block)
         ):
+            # The layer may have lost its bias, the last column, or its weight, all others.
             columns = _remaining_columns(old.layout, block.layout)
         if old is None or columns is None:
             lacking = True
@@ -87,6 +89,7 @@ def _move(
     sent = [
         replace(now, source=then.source)
         for then, now in zip(entries(block, was, **having), wanted, strict=True)
+        # Only tensors that some new holder lacks are sent.
         if not now.holders <= then.holders
     ]
     factors = {name: keep(name, stored) for name, stored in old.running.items()}
