@@ -37,6 +37,7 @@ from soframe.strategies import Placement, Strategy
 
 __version__ = "0.1.0"
 
+# Type checkers see plain imports; at run time these modules load on first access.
 if TYPE_CHECKING:
     from soframe import checkpoint as checkpoint
     from soframe import testing as testing
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import what few scripts need once it is asked for: DCP, checks of parts, extensions."""
+        """Import rarely used modules on first access: DCP, component checks, extensions."""
         if name in ("checkpoint", "testing", "trust_region"):
             return importlib.import_module(f"soframe.{name}")
         if name in ("StochasticTrustRegion", "TrustRegion"):

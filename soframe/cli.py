@@ -1,4 +1,4 @@
-"""The `soframe` command: what needs a model or a file of metrics, and no data.
+"""The `soframe` command, for tasks that need a model or a file of metrics, but no data.
 
 Its libraries are optional, in the extra `cli`.
 """
@@ -126,7 +126,7 @@ def metrics(
 
 @app.command()
 def components(as_json: AsJson = False) -> None:
-    """List the registered parts by kind, with those of installed plug-ins."""
+    """List the registered components by kind, including plug-ins."""
     registered = {
         kind: {_name(key): _name(component) for key, component in soframe.available(kind).items()}
         for kind in KINDS
@@ -154,6 +154,7 @@ def _console() -> Console:
 
 
 def _print_json(value: Any) -> None:
+    # NaN and infinity are no JSON: `allow_nan=False` raises instead of writing them.
     json.dump(value, sys.stdout, indent=1, allow_nan=False)
     print()
 

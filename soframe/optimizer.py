@@ -9,10 +9,10 @@
     optimizer.step()
     optimizer.zero_grad()
 
-Every trainable parameter belongs to a block: of ``method``, or of ``auxiliary``. What the methods
-make of the gradients is exchanged as a `soframe.Preconditioner` exchanges it; then each parameter
-takes its step, ``p <- (1 - lr weight_decay) p - lr direction`` (decoupled weight decay: Loshchilov
-and Hutter, 2019), or one that `soframe.step.moving` defines: cautious decay, a constraint.
+Every trainable parameter belongs to a block: of ``method``, or of ``auxiliary``. The updates of the
+methods are exchanged as in a `soframe.Preconditioner`; then each parameter takes its step,
+``p <- (1 - lr weight_decay) p - lr update`` (decoupled weight decay: Loshchilov and Hutter, 2019),
+or one that `soframe.step.moving` defines: cautious decay, a constraint.
 """
 
 from __future__ import annotations
@@ -43,48 +43,48 @@ from soframe.step.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.strategies.placement import Placement
 
 PRECONDITIONER = "soframe"
-"""Where the state of an optimizer has that of its preconditioner."""
+"""The key of the preconditioner's state in an optimizer's state."""
 RADII = "radii"
-"""Where it has the norms that a constraint keeps."""
+"""The key of the norms that a constraint keeps."""
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Updates the parameters of a model by directions of any method.
+    """Updates the parameters of a model with any method.
 
     Param groups are made by soframe, one for each method, in the order of their first parameters in
-    the model: ``group["method"]`` says which, and begins with ``"auxiliary: "`` for that. Learning
-    rates and weight decays may be changed there at any time, and schedulers do; so may
-    ``"weight_decay_kind"`` and ``"constraint"``, alike on all ranks.
+    the model: ``group["method"]`` is the name of the method, with the prefix ``"auxiliary: "`` for
+    ``auxiliary``. Learning rates and weight decays may be changed there at any time, as schedulers
+    do; so may ``"weight_decay_kind"`` and ``"constraint"``, alike on all ranks.
 
     A group is made once one of its parameters is trained. For gradual unfreezing build the
     optimizer and its schedulers first, and freeze parameters afterwards: their group stays, empty,
-    and follows the schedule. A group that is made later begins at ``lr`` or ``auxiliary_lr``; a
-    warning says so where a schedule has changed the rates of others.
+    and follows the schedule. A group that is made later begins at ``lr`` or ``auxiliary_lr``, with
+    a warning if a schedule changes the rates of the others.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
         method: The method: a name, class, instance, or a mapping from patterns on module names to
-            one of these. What no pattern matches, and what a method does not suit, is
+            one of these. Parameters that match no pattern, or that the method does not support, are
             ``auxiliary``'s: for orthogonalisation embeddings, vectors and the head.
         lr: The learning rate of ``method``.
         weight_decay: The weight decay of ``method``; a step takes ``lr * weight_decay`` of it.
-        weight_decay_kind: ``"decoupled"``; or ``"cautious"``, which leaves out the entries in which
-            the direction leads away from zero (Chen et al., 2025).
+        weight_decay_kind: ``"decoupled"``; or ``"cautious"``, which leaves out the entries that the
+            update moves away from zero (Chen et al., 2025).
         constraint: ``"hyperball"`` lets every matrix of ``method``, in each of its groups, keep the
-            Frobenius norm that it has at the first step (Wen et al., 2026): ``lr`` is then
-            an angle, of the order of 0.01, the length of directions does not matter, and weights
-            do not decay. Vectors, such as biases and gains of norms, move without. None for none.
+            Frobenius norm that it has at the first step (Wen et al., 2026): ``lr`` is then an
+            angle, of the order of 0.01, the length of updates does not matter, and weights do not
+            decay. Vectors, such as biases and gains of norms, move without. None for none.
         auxiliary: The method of all other trainable parameters.
         auxiliary_lr: Its learning rate; None for ``lr``.
         auxiliary_weight_decay: Its weight decay; None for ``weight_decay``.
         auxiliary_weight_decay_kind: Its kind of weight decay; None for ``weight_decay_kind``.
-        auxiliary_constraint: Its constraint; by default none, whatever ``constraint`` is.
+        auxiliary_constraint: Its constraint; by default none, with any ``constraint``.
         **preconditioner: Further settings of `soframe.Preconditioner`, such as ``strategy``,
             ``solver``, ``damping``, ``solve_every``, ``gradients``.
 
     Attributes:
-        preconditioner: What makes the directions: its ``report``, ``memory_usage``, ``traffic``,
-            ``placement`` and ``observe`` are of use here, too.
+        preconditioner: The preconditioner that makes the updates: its ``report``, ``memory_usage``,
+            ``traffic``, ``placement`` and ``observe`` are of use here, too.
 
     Raises:
         ValueError: If a setting is out of range, or a component does not exist.
@@ -142,6 +142,7 @@ class Optimizer(torch.optim.Optimizer):
         }
         for prefix, move in self._moves.items():
             moving.check(move, name="", prefix=prefix)
+        # torch's constructor calls `add_param_group`, which refuses once this is True.
         self._ready = False
         self._model = unwrap(model)
         every = [p for p in self._model.parameters() if p.requires_grad]
@@ -155,25 +156,21 @@ class Optimizer(torch.optim.Optimizer):
         self._rebuilt = False
         self._group()
         try:
+            # An error on one stage of a pipeline is raised on all of them.
             with self.preconditioner.together():
                 for ball in self._constrained():
-                    ball.norms()  # raises where there is none to keep
+                    ball.norms()  # raises if a norm is zero or not finite
         except Exception:
             self.preconditioner.close()
             raise
         self._ready = True
 
     def _group(self) -> list[dict[str, Any]]:
-        """Let every method have a param group of its own.
-
-        A group that is there keeps its settings and its place, by which schedulers know it.
-
-        Returns:
-            The groups that were not there.
-        """
+        """Give every method a param group of its own, and return the new groups."""
         params_of: dict[str, list[nn.Parameter]] = {}
         for block in self.preconditioner.blocks:
             params_of.setdefault(_group_of(block), []).extend(block.parameters.values())
+        # An existing group keeps its settings and its index, by which schedulers address it.
         groups = {group["method"]: group for group in self.param_groups if "method" in group}
         self.param_groups.clear()
         for name in {**groups, **params_of}:
@@ -185,13 +182,13 @@ class Optimizer(torch.optim.Optimizer):
         return [group for group in self.param_groups if group["method"] not in groups]
 
     def _first_rate(self, group: Mapping[str, Any]) -> float:
-        """Return the learning rate at which a group begins."""
+        """Return the initial learning rate of a group."""
         return self._moves["auxiliary_" * group["method"].startswith("auxiliary: ")].lr
 
     def _warn_of_new(self, new: Sequence[Mapping[str, Any]]) -> None:
         """Warn of groups that begin where a schedule has changed the rates of the others."""
         others = [g for g in self.param_groups if not any(g is one for one in new)]
-        scheduler = any("initial_lr" in group for group in others)  # which wraps the step
+        scheduler = any("initial_lr" in group for group in others)  # wraps step()
         if new and (scheduler or any(float(g["lr"]) != self._first_rate(g) for g in others)):
             said = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
             warnings.warn(
@@ -204,7 +201,7 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def _find_balls(self) -> None:
-        """Find the weights that a constraint could keep on spheres, by the names of groups."""
+        """Collect the matrices that a constraint could keep on spheres, by group."""
         names = {id(p): plain_name(name) for name, p in self._model.named_parameters()}
         self._balls: dict[str, list[Ball]] = {g["method"]: [] for g in self.param_groups}
         for block in self.preconditioner.blocks:
@@ -213,19 +210,19 @@ class Optimizer(torch.optim.Optimizer):
                 self._balls[_group_of(block)].append(ball)
 
     def _constrained(self) -> Iterator[Ball]:
-        """Yield the weights of which a norm is kept."""
+        """Yield the matrices whose norms are kept."""
         for group in self.param_groups:
             if group["constraint"] is not None:
                 yield from self._balls[group["method"]]
 
     def _measure(self) -> None:
-        """Measure the norms that are kept from now on."""
+        """Measure the norms of matrices that become constrained."""
         for ball in self._constrained():
             if ball.key not in self._radii:
                 self._radii[ball.key] = ball.norms()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: groups are the methods', and every parameter of the model is in one.
+        """Refuse: soframe makes the groups, and every parameter of the model is in one.
 
         Raises:
             ValueError: Always, once the optimizer is built.
@@ -247,10 +244,10 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             closure: Zeroes the gradients, runs the model and the backward pass, and returns the
-                loss; None where that has been done.
+                loss; None if that has been done.
 
         Returns:
-            What the closure returned.
+            The loss that the closure returned; None without a closure.
 
         Raises:
             RuntimeError: See `soframe.Preconditioner.step`.
@@ -260,12 +257,12 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # A step that raised may have made blocks anew, and left the groups as they were.
+        # A step that raised may have rebuilt the blocks without regrouping the parameters.
         former = self._grouped is not self.preconditioner.placement
         self._rebuilt = self.preconditioner.changed or former
         if self._rebuilt:
             sharding.require_own_step(self._model.parameters())
-            # Every trainable parameter must be in a group when blocks are made anew.
+            # When blocks are rebuilt, `LearningRates.check` needs every parameter in a group.
             known = {id(p) for group in self.param_groups for p in group["params"]}
             trained = [p for p in self._model.parameters() if p.requires_grad]
             self.param_groups[0]["params"] += [p for p in trained if id(p) not in known]
@@ -278,6 +275,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.preconditioner.updated:
             blocks, before = self.preconditioner.blocks, {}
             if self.preconditioner.measures_norms:
+                # Copies of all weights, to measure how far they move.
                 every = (p for block in blocks for p in block.parameters.values())
                 before = {p: p.detach().clone() for p in every}
             one = self.preconditioner
@@ -289,7 +287,7 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _move(self, group: Mapping[str, Any]) -> None:
-        """Let the parameters of a group take their step along what gradients hold."""
+        """Move the parameters of a group along their updates, which are stored as gradients."""
         move, where = Move.of(group), self.preconditioner.home
         if move.constraint is None:
             moving.descend(group["params"], where, move)
@@ -307,16 +305,16 @@ class Optimizer(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             Move.of(group)
-        if not self._rebuilt:  # else the weights that there are now are known after the step only
+        if not self._rebuilt:  # else the new blocks are known only after the step
             self._measure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.
 
-        Those that were frozen since their backward pass are among them.
+        This includes parameters that were frozen since their backward pass.
 
         Args:
-            set_to_none: Whether parameters have none afterwards.
+            set_to_none: Whether gradients are None afterwards, rather than zero.
         """
         super().zero_grad(set_to_none)
         grouped = [p for group in self.param_groups for p in group["params"]]
@@ -330,11 +328,12 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
 
-        Every rank must call it where `soframe.Preconditioner.state_dict` asks for that.
+        Every rank must call it if `soframe.Preconditioner.state_dict` requires that.
 
         Returns:
-            The param groups, as any optimizer has them, and the preconditioner's state.
+            The param groups, as in any optimizer, and the preconditioner's state.
         """
+        # Norms of matrices that are frozen or gone are not saved.
         keys = {ball.key for balls in self._balls.values() for ball in balls}
         radii = {key: radius.clone() for key, radius in self._radii.items() if key in keys}
         return {
@@ -346,11 +345,11 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, on every rank, from a state, perhaps of another world size or strategy.
 
-        The param groups are those of the state from then on, in its order, by which schedulers know
+        The param groups become the saved ones, in the saved order, by which schedulers address
         them.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: The state that `state_dict` returned.
 
         Raises:
             ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
@@ -369,7 +368,7 @@ class Optimizer(torch.optim.Optimizer):
                     f"the state has param groups {saved} (method: parameters), and this optimizer "
                     f"{_sizes(self.param_groups)}"
                 )
-            if RADII in state_dict:  # there was none before weights could be constrained
+            if RADII in state_dict:  # absent in states from before constraints existed
                 checksums.verify(state_dict[RADII], "the state of constraints")
                 moving.require_radii(state_dict[RADII].get(RADII), list(balls.values()))
 
@@ -377,6 +376,7 @@ class Optimizer(torch.optim.Optimizer):
             sums = state_dict.get(RADII, {}).get(checksums.KEY, {})
             return checksums.text(sums)
 
+        # Ranks agree before anything changes: all load the state, or none does.
         self.preconditioner.agree_on_state(check, common)
         self.preconditioner.load_state_dict(state_dict[PRECONDITIONER])
         radii = state_dict.get(RADII, {}).get(RADII, {})
@@ -384,10 +384,11 @@ class Optimizer(torch.optim.Optimizer):
         self._take_groups(state_dict["param_groups"])
 
     def _take_groups(self, saved: Iterable[Mapping[str, Any]]) -> None:
-        """Let the param groups be those of a state, in its order, by which schedulers know them.
+        """Replace the param groups by saved ones, in their order, by which schedulers address them.
 
-        Those that have parameters are the same on both sides. One that has none, and was not here,
-        has its place for parameters that are thawed later; one that the state lacks goes.
+        Groups with parameters are the same on both sides. A saved group without parameters that is
+        missing here is added, for parameters that are thawed later; a group that the state lacks is
+        removed.
         """
         groups = {group["method"]: group for group in self.param_groups}
         self.param_groups.clear()
@@ -397,7 +398,7 @@ class Optimizer(torch.optim.Optimizer):
             self.param_groups.append(group)
         self._find_balls()
 
-    # -- what users ask -----------------------------------------------------------------------
+    # -- inspection ---------------------------------------------------------------------------
 
     def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
         """See `soframe.Preconditioner.observe`."""
@@ -413,7 +414,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.preconditioner.placement
 
     def metrics(self, *, spectra: Spectra = False, all_ranks: bool = False) -> dict[str, Any]:
-        """Return what is in force and what became of the last step, by block and overall.
+        """Return the settings in force and the outcome of the last step, by block and overall.
 
         Args:
             spectra: See `soframe.Preconditioner.metrics`.
@@ -421,8 +422,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Returns:
             See `soframe.Preconditioner.metrics`; ``"param_groups"``, the settings of each; and for
-            each block ``"update_norm"``, how far its weights moved, in a step that takes norms: for
-            this it keeps a copy of the weights while they move.
+            each block ``"update_norm"``, the distance that its weights moved, in a step that
+            measures norms: for this it keeps a copy of the weights while they move.
         """
         metrics = self.preconditioner.metrics(spectra=spectra, all_ranks=all_ranks)
         moved = {name: float(norm) for name, norm in self._moved.items()}
@@ -467,13 +468,13 @@ def _require_known(names: Iterable[str]) -> None:
 
 
 def _sizes(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return how many parameters each method has, where it has any."""
+    """Return the number of parameters of each method that has any."""
     sizes = {str(group.get("method")): len(group.get("params", ())) for group in groups}
     return {method: size for method, size in sizes.items() if size > 0}
 
 
 def _group_of(block: Block) -> str:
-    """Return the name of the param group in which a block's parameters are."""
+    """Return the name of a block's param group."""
     return f"{'auxiliary: ' * block.auxiliary}{describe(block.method)}"
 
 

@@ -1,4 +1,4 @@
-"""The preconditioner: its settings, how it is built, and what users read; the step is the engine's.
+"""The preconditioner: its settings, construction and inspection; `Engine` has the step.
 
 Two lines add it to a training script::
 
@@ -72,39 +72,41 @@ class Preconditioner(Stateful):
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
         method: The curvature method: a name, class, instance, or a mapping from patterns on module
             names to one of these (first match wins).
-        solver: The solver, chosen likewise.
+        solver: The solver, specified in the same way.
         strategy: The distribution strategy: a name, class or instance.
         optimizer: The optimizer whose learning rates the clips read at every step.
-        lr: The learning rate for the clips where there is no ``optimizer``.
+        lr: The learning rate for the clips, instead of an ``optimizer``.
         damping: Added to the curvature's eigenvalues: a number, a callable of the step, or the
             name, class or instance of a damping policy that needs no reduction ratio.
-        decay: What the running factors keep of their past at each statistics step.
-        kl_clip: Bound on ``sum lr^2 <direction, gradient>``, about twice the KL divergence of a
-            step; None turns it off.
+        decay: The EMA decay of the running factors, per statistics step.
+        kl_clip: Bound on ``sum lr^2 <update, gradient>``, about twice the KL divergence of a step;
+            None turns it off.
         statistics_every: Interval of statistics steps, in steps.
         solve_every: Interval of solves, in steps.
-        background: After how many steps solves are put to use, which run in a thread (on CUDA, on a
-            stream) of their own meanwhile: the same in every run. ``"ready"`` for the first step
-            that finds them done; 0 solves in the step.
-        layers: Helper classes by patterns on module names, asked before the registry; ``"all"`` in
-            place of a class, or of the mapping, for every helper that soframe has rather than those
-            of linear layers and convolutions.
+        background: The number of steps between the start of a solve and the use of its results;
+            meanwhile it runs in a thread of its own (on CUDA, on a stream of its own). A number
+            gives the same results in every run; ``"ready"`` uses them at the first step that finds
+            them done; 0 solves in the step.
+        layers: Helper classes by patterns on module names, which take precedence over the registry;
+            ``"all"`` in place of a class, or of the mapping, for every helper that soframe has
+            instead of the ones for linear layers and convolutions.
         skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
         auxiliary: The method of all trainable parameters that ``method`` leaves out, such as
-            ``"adamw"``, chosen likewise but for mappings; None to leave their gradients alone.
-        grad_scaler: The ``GradScaler`` in use; or a callable that returns it, where it is not there
-            yet, or returns what the loss is multiplied by.
-        curvature: Which Fisher, of which rows, at which scale: a `soframe.Curvature`.
-        distribution: How ranks communicate, and where gradients live: a `soframe.Distribution`.
+            ``"adamw"``: a name, class or instance; None to leave their gradients alone.
+        grad_scaler: The ``GradScaler`` in use; or a callable that returns it, if it does not exist
+            yet, or returns the factor by which the loss is multiplied.
+        curvature: The choice of Fisher, rows and scaling: a `soframe.Curvature`.
+        distribution: How ranks communicate, and where gradients are stored: a
+            `soframe.Distribution`.
         clips: The other clips: a `soframe.Clips`.
 
     Attributes:
-        backend: How tensors travel.
-        home: Where gradients live.
-        placement: Who owns, preconditions and receives what.
-        counters: Updates and statistics that were skipped since something was not finite, and
-            factorisations that were retried in float64 or failed.
-        updated: Whether the last step rewrote gradients; False where it zeroed them.
+        backend: The communication backend.
+        home: Where gradients are stored.
+        placement: The owners, gradient workers and receivers of each block.
+        counters: The numbers of updates and of statistics that were skipped because values were not
+            finite, and of factorisations that were retried in float64 or failed.
+        updated: Whether the last step rewrote gradients; False if it zeroed them.
 
     Raises:
         ValueError: If a setting is out of range, a component does not exist, the model has nothing
@@ -118,7 +120,7 @@ class Preconditioner(Stateful):
     _statistics: Statistics
     _effect: Effect
 
-    _beside = False  # whether another preconditioner keeps its hooks on the same modules
+    _beside = False  # whether another preconditioner may hook the same modules
 
     def __init__(
         self,
@@ -146,8 +148,10 @@ class Preconditioner(Stateful):
         given = dict(locals())
         ranks: Distribution = group_of("distribution", given)
         self.backend, self._stages = building.choose_backends(ranks.backend, ranks.pipeline)
+        # An error in here is sent to the other ranks, which wait in `building.build`.
         with building.starting(lambda: self.backend, self._stages):
             self._settings = flat(given)
+            # These two come from `locals()` and are no settings.
             del self._settings["self"], self._settings["model"]
             curve: Curvature = group_of("curvature", given)
             limits: Clips = group_of("clips", given)
@@ -182,6 +186,7 @@ class Preconditioner(Stateful):
             self._sampler = Sampler(curve.rows, self.backend.rank)
             self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=limits.clip_lr)
             modelled = None if curve.loss is None else KINDS["loss"].build(curve.loss, Loss)
+            # None leaves the choice to a trust region; without one it is the empirical Fisher.
             fisher = "empirical" if curve.fisher is None else curve.fisher
             self._fisher = Fisher(fisher, modelled)  # type: ignore[arg-type]  # checked there
             self._settings["fisher"] = fisher
@@ -214,30 +219,32 @@ class Preconditioner(Stateful):
         self._refresh.warn_of_settings(self._blocks, stacklevel=3)
 
     def _start(self) -> None:
-        """Let the stages of a model meet, build this one, and check that settings are read."""
+        """Compare pipeline stages, build this rank's part, and check that all settings are read."""
         if self._stages.backend is not None:
             self._meet_stages()
         with self.home.shaped(self._model.parameters()), self._stages.together():
             self._build()
         usual = {**defaults(Preconditioner), "fisher": "empirical"}
         try:
+            # A setting that no block reads would be ignored silently.
             combinations.require_read(self._settings, usual, self._blocks, self._stages.totals)
         except ValueError:
-            self.close()
+            self.close()  # no caller gets this object, and its hooks would stay
             raise
         self._stages.look_over(self._registration)
 
     def observe(self, outputs: Tensor | Sequence[Tensor], *, weight: float = 1.0) -> None:
-        """Take the statistics of the Monte-Carlo or type-2 Fisher, where this step takes any.
+        """Compute the statistics of the Monte-Carlo or type-2 Fisher, if this step takes any.
 
-        Call it between the model's forward pass and ``loss.backward()``, once per forward pass.
-        It sends vectors backward to the layers' outputs; no gradient of a parameter is touched.
-        The forward-only Fisher needs none, and lets it pass.
+        Call it between the model's forward pass and ``loss.backward()``, once per forward pass. It
+        sends vectors backward to the layers' outputs; no gradient of a parameter changes. The
+        forward-only Fisher does not need it, and uses only the number of samples from it.
 
         Args:
             outputs: The model's output, ``[N, ...]``, with its graph; or several, for a loss that
                 is a `soframe.losses.SumLoss` over them.
-            weight: Of this forward pass in the statistics, relative to its share of the samples.
+            weight: Weight of this forward pass in the statistics, relative to its share of the
+                samples.
 
         Raises:
             TypeError: If the outputs are no tensors, or several without such a loss.
@@ -249,27 +256,27 @@ class Preconditioner(Stateful):
         self._fisher.observe(outputs, self._capture, self._samples)
 
     def count(self, terms: int | Tensor | None = None, *, rows: Tensor | None = None) -> None:
-        """Say of the forward passes that follow what the layers cannot tell.
+        """Declare the loss terms and the padding of the forward passes that follow.
 
-        Call it before the model's forward pass, once for each backward pass: where layers see some
-        of the samples only, where the loss ignores some of its terms, and where inputs are padded.
-        Once it has been called, every forward pass that gives statistics needs it. Between
-        statistics steps it does nothing.
+        Call it before the model's forward pass, once for each backward pass: if layers see only
+        some of the samples, if the loss ignores some of its terms, or if inputs are padded. After
+        the first call, every forward pass that gives statistics needs one. Between statistics steps
+        it does nothing.
 
         Args:
-            terms: How many terms the loss of this rank's backward pass is a mean over; or which,
-                ``[N, ...]``, bool, such as ``labels != -100``. The Fishers that `observe` takes
-                need the mask where some are ignored. None for what ``samples`` says.
-            rows: Which positions are data and not padding, ``[N, ...]``, bool or of 0 and 1, such
-                as an attention mask. The others are left out of the factors of layers that are
-                called with as many samples and positions; nothing that the loss sees may depend on
-                them. None for all.
+            terms: The number of terms that the loss of this rank's backward pass is a mean over; or
+                their mask, ``[N, ...]``, bool, such as ``labels != -100``. The Fishers with
+                `observe` need the mask if some terms are ignored. None to count by ``samples``.
+            rows: The mask of the positions that are data rather than padding, ``[N, ...]``, bool or
+                of 0 and 1, such as an attention mask. The others are left out of the factors of
+                layers that are called with as many samples and positions; no input of the loss may
+                depend on them. None for all.
 
         Raises:
             TypeError: If ``terms`` is neither a number nor a mask, or ``rows`` no mask.
-            ValueError: If the ``samples`` of the constructor count already, or the scaling is
-                ``"kaisa"``, which does not count; or a schedule runs the forward passes; or see
-                `soframe.capture.counting.declare`.
+            ValueError: If ``terms`` is given and the ``samples`` of the constructor is a callable,
+                or the scaling is ``"kaisa"``, which does not count; or a schedule runs the forward
+                passes; or see `soframe.capture.counting.declare`.
         """
         self._stages.require_uncounted()
         building.check_count(terms is not None, self._samples, self._scaling)
@@ -287,8 +294,8 @@ class Preconditioner(Stateful):
             RuntimeError: If the preconditioner is closed; if a ``GradScaler`` still scales the
                 gradients, or was not given; or if a block has a gradient and no statistics in its
                 first windows, or the reverse (`soframe.step.effect`).
-            ValueError: If a setting that may change, such as a schedule, is out of range; if layers
-                tell different numbers of samples, and `count` none.
+            ValueError: If a setting that may change, such as a schedule, is out of range; or if
+                layers see different numbers of samples, and none was declared by `count`.
         """
         self._require_open()
         with self.home.shaped(self._model.parameters()):
@@ -307,6 +314,7 @@ class Preconditioner(Stateful):
         settings: Settings,
         clipped: Clipped,
     ) -> None:
+        # The norms of updates that are discarded are not measured.
         norms = None
         if self._measuring.norms and clipped.finite:
             norms = measure(self._blocks, gradients, updates)
@@ -324,7 +332,7 @@ class Preconditioner(Stateful):
     # -- for an optimizer that tries several dampings between step() and its update ----------------
 
     def damp(self, dampings: Mapping[str, float]) -> None:
-        """Damp blocks with dampings of their own from now on, in place of ``damping=``.
+        """Set dampings of single blocks from now on, in place of ``damping=``.
 
         Args:
             dampings: Block name -> damping, the same on every rank; see `blocks`.
@@ -335,12 +343,13 @@ class Preconditioner(Stateful):
 
     @torch.no_grad()
     def propose(self) -> None:
-        """After `step`, precondition what ``.grad`` has now with the present dampings; see `damp`.
+        """After `step`, precondition the present ``.grad`` with the present dampings; see `damp`.
 
-        Factors are solved anew where solvers damp them. Blocks whose updates depend on earlier
-        gradients keep what they have; no state of a method changes. Every rank must call.
+        Factors are solved anew if their solver damps them. Blocks whose updates depend on earlier
+        gradients keep their present ``.grad``; no state of a method changes. Every rank must call.
         """
         able = [block for block in self._blocks if not block.remembers]
+        # Other solvers apply the damping to the update, and need no new solve.
         due = [b for b in able if b.mass > 0 and b.solver.damps_factors]
         damping = self.damping
         with self.home.shaped(self._model.parameters()):
@@ -356,9 +365,9 @@ class Preconditioner(Stateful):
         self._measuring.redamped(damping)
 
     def snapshot(self) -> dict[str, Solved]:
-        """Return what each block preconditions with, by name, for `restore`.
+        """Return the second-order data and the damping of each block, by name, for `restore`.
 
-        ``failed`` of it tells whether a factor could not be solved since the last snapshot.
+        ``failed`` of an entry is True if a factor could not be solved since the last snapshot.
         """
         return {block.name: block.snapshot() for block in self._blocks}
 
@@ -366,18 +375,19 @@ class Preconditioner(Stateful):
         """Precondition with the second-order data and dampings of a snapshot, or of parts of some.
 
         Args:
-            snapshot: Block name -> what `snapshot` returned of it; other blocks stay as they are.
+            snapshot: Block name -> its entry of a `snapshot`; other blocks are unchanged.
         """
         for block in self._blocks:
             if block.name in snapshot:
                 block.restore(snapshot[block.name])
 
     def _rebuild(self, *, changed: bool) -> None:
-        """Register the model anew if it has changed, before any stage goes on."""
+        """Register the model anew if it has changed, before any stage continues."""
         with self._stages.together():
             if changed:
                 self._build()
         self._stages.look_over(self._registration)
+        # All stages take statistics at the same steps: the most that any of them needs.
         self._refresh.owe(int(self._stages.largest(self._refresh.owed)))
 
     @property
@@ -406,7 +416,7 @@ class Preconditioner(Stateful):
         )
 
     def _meet_stages(self) -> None:
-        """Let the stages of a model meet before they are registered."""
+        """Compare the settings of a model's stages before they are registered."""
         settings = (
             *self._common(),
             self._lrs.which,
@@ -423,7 +433,7 @@ class Preconditioner(Stateful):
             *self._common(),
             self._lrs,
             building.averaged_tensors(self._model, self._gradients),
-            type(self.home),  # which may know the rank that it is on
+            type(self.home),  # the instance may differ by rank
             self.backend.fused,
         )
         registration, placement = building.build(
@@ -442,12 +452,14 @@ class Preconditioner(Stateful):
         )
         again, self._built = self._built, True
         if again:
+            # Install background solves in the old blocks, whose state moves below.
             self._land("Preconditioner.step()")
         self._blocks = registration.blocks
         self._relatively_damped = any(block.relatively_damped for block in self._blocks)
         placed = PlacedBlocks(registration.blocks, placement, self.backend)
         if again and hand_over(self._placed, placed):
-            # They do not wait for the next interval; this window may not have captured them.
+            # Blocks without statistics take them now, not at the next interval; and in the next
+            # window too, since the hooks may have missed the calls of this one.
             self._refresh.owe(2)
         if again:
             warn_of_lost_blocks(self._report, registration.report, stacklevel=9)
@@ -460,11 +472,7 @@ class Preconditioner(Stateful):
             self._begin()
 
     def _listen(self, *, again: bool) -> None:
-        """Hook the blocks: their gradients, and the calls of their layers.
-
-        Args:
-            again: Whether other blocks were hooked before, whose window goes on.
-        """
+        """Hook gradients and layer calls; ``again`` if the window of older blocks continues."""
         self._effect = Effect(
             self._model,
             self._blocks,
@@ -493,7 +501,7 @@ class Preconditioner(Stateful):
         self._raw = averaging.source_of(self._gradients, self._model, self._placed, self.home)
         statistics.listen()
 
-    # -- what users ask -----------------------------------------------------------------------
+    # -- inspection ---------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
@@ -502,7 +510,7 @@ class Preconditioner(Stateful):
 
     @property
     def measures_norms(self) -> bool:
-        """Whether the coming step takes norms, see `measure`."""
+        """Whether the coming step measures norms, see `measure`."""
         return self._measuring.norms
 
     def __repr__(self) -> str:
@@ -531,6 +539,7 @@ class Preconditioner(Stateful):
         Returns:
             The report; print it, or iterate over its rows.
         """
+        # Before the first step every block is without statistics.
         idle = {block.name for block in self._blocks if self._steps > 0 and block.mass == 0}
         report = self._report.with_note("no statistics so far: not used in training", idle)
         for block in self._blocks:
@@ -550,11 +559,12 @@ class Preconditioner(Stateful):
         return state.memory_usage(self._placed, self._solves.held())
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Return what this rank's collectives carried so far.
+        """Return the bytes and calls of this rank's collectives so far.
 
         Returns:
-            Phase -> ``{"bytes", "calls"}``, and ``"total"``; bytes of what this rank hands over.
-            What it tells other stages of a pipeline is the phase ``"stages"``.
+            Phase -> ``{"bytes", "calls"}``, and ``"total"``; bytes are of the buffers that this
+            rank passes to collectives. Communication with other stages of a pipeline is the phase
+            ``"stages"``.
         """
         found, pipe = self.backend.traffic(), self._stages.backend
         if pipe is None:
@@ -564,39 +574,39 @@ class Preconditioner(Stateful):
         return {**found, PHASE: between, "total": both}
 
     def measure(self, *, norms: bool | None = None, times: bool | None = None) -> None:
-        """Say what steps measure from the next one on; by default nothing, and it costs nothing.
+        """Choose the measurements of all steps from the next one on; by default none, at no cost.
 
-        Ranks may measure different things: nothing of this travels.
+        Ranks may choose different ones: measurements are not sent.
 
         Args:
-            norms: Whether the norms of gradients, directions and weights are taken: a pass over
-                each of them, in every step, without a wait for the device. None to leave it so.
-            times: Whether phases are timed, on the host's clock and, where blocks are on a CUDA
-                device, between events of its stream. True begins at zero. None to leave it so.
+            norms: Whether to measure the norms of gradients, updates and weights: a pass over each
+                of them, in every step, without a wait for the device. None to leave it unchanged.
+            times: Whether to time the phases, on the host's clock and, for blocks on a CUDA device,
+                between events of its stream. True begins at zero. None to leave it unchanged.
         """
         self._measuring.choose(norms=norms, times=times, placed=self._placed, steps=self._steps)
 
     def metrics(self, *, spectra: Spectra = False, all_ranks: bool = False) -> dict[str, Any]:
-        """Return what is in force and what became of the last step, by block and overall.
+        """Return the settings in force and the outcome of the last step, by block and overall.
 
-        Alone, a rank tells what it knows itself, and calls nobody: None is what it does not know.
-        With ``all_ranks`` every rank must call, and then none lacks what another one knows. The
-        guide "Diagnostics" says what each entry is.
+        By default the call is local to this rank, and None stands for values that this rank does
+        not have. With ``all_ranks`` every rank must call, and receives the values of all ranks. The
+        guide "Diagnostics" describes each entry.
 
         Args:
-            spectra: Whether factors are decomposed: their extreme eigenvalues, condition, effective
-                rank. It takes about as long as a solve of every factor, on the device, in float64,
-                each time. ``"full"`` for all eigenvalues besides.
-            all_ranks: Whether ranks tell each other what they know. Factors are then decomposed by
-                their owners.
+            spectra: Whether to decompose the factors: their extreme eigenvalues, condition,
+                effective rank. It takes about as long as a solve of every factor, on the device, in
+                float64, each time. ``"full"`` adds all eigenvalues.
+            all_ranks: Whether ranks exchange their values. Factors are then decomposed by their
+                owners.
 
         Returns:
-            Numbers, strings, lists and dicts, as JSON has them. Norms are there for a step that was
-            to `measure` them, times for those since it was told so.
+            Numbers, strings, lists and dicts, as in JSON. Norms are present for a step for which
+            `measure` had turned them on, times for the steps since it turned them on.
 
         Raises:
-            ValueError: If ``spectra`` is nothing that is known, or ranks ask for different ones.
-            RuntimeError: If ``all_ranks``, and a rank does not come, or fails.
+            ValueError: If ``spectra`` is not one of these values, or differs between ranks.
+            RuntimeError: If ``all_ranks``, and a rank does not call, or fails.
         """
         return self._measuring.collect(
             self._placed,
@@ -612,7 +622,7 @@ class Preconditioner(Stateful):
 
     @property
     def loss(self) -> Loss | None:
-        """The loss that the Fisher is of; None for the empirical one."""
+        """The loss that defines the Fisher; None for the empirical one."""
         return self._fisher.loss
 
     def __getstate__(self) -> dict[str, object]:
@@ -622,10 +632,11 @@ class Preconditioner(Stateful):
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards.
 
-        What is solved in the background is given up, once what has begun has ended.
+        Background solves are cancelled; one that has begun is waited for.
         """
         self._capture.close()
         self._solves.close()
+        # Wait for collectives that are still under way.
         for stack in self._placed.stacks:
             stack.arrive()
         self._closed = True

@@ -27,29 +27,32 @@ from soframe.step.rates import ClipLR
 
 @dataclass(frozen=True)
 class Curvature:
-    """The statistics: which Fisher, of which rows, at which scale.
+    """The statistics: the choice of Fisher, rows and scale.
 
     Attributes:
-        fisher: Whose output gradients make the statistics: ``"empirical"`` (the loss's own),
-            ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"`` (none: the identity stands for
-            the factor of the outputs). Monte-Carlo and type-2 need `Preconditioner.observe`. None
-            is ``"empirical"`` for a Preconditioner, and the choice of a `soframe.TrustRegion`.
+        fisher: The source of the output gradients in the statistics: ``"empirical"`` (the loss's
+            own), ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"`` (none: the identity stands
+            for the factor of the outputs). Monte-Carlo and type-2 need `Preconditioner.observe`.
+            None is ``"empirical"`` for a Preconditioner, and the choice of a `soframe.TrustRegion`.
         loss: The loss of a Fisher that is not empirical: a name, class or instance.
-        loss_average: What the loss is a mean of: ``"local"`` (each backward pass over its own
-            samples), ``"global"`` (all samples of all passes and ranks) or ``"sum"``. See
-            `soframe.methods.scaling`.
-        samples: What the loss averages over: ``"batch"``, ``"positions"`` (every position has its
-            own term, as in language models), or a callable that returns the number of samples of
-            the backward pass under way. `Preconditioner.observe` knows it from the outputs; where
-            layers tell different numbers, or the loss ignores terms, use `Preconditioner.count`.
-        rows: The fraction (float) of the rows of every call that statistics are made of, or their
-            number (int), drawn at random and scaled. See `soframe.capture.sampling` for the error.
+        loss_average: How the loss averages samples: ``"local"`` (each backward pass over its own
+            samples), ``"global"`` (over all samples of all passes and ranks) or ``"sum"`` (a sum).
+            See `soframe.methods.scaling`.
+        samples: The terms that the loss averages over: ``"batch"`` (the leading dimension),
+            ``"positions"`` (every position has its own term, as in language models), or a callable
+            that returns the number of samples of the backward pass under way.
+            `Preconditioner.observe` reads it from the outputs; if layers see different numbers, or
+            the loss ignores terms, use `Preconditioner.count`.
+        rows: The fraction (float) or the number (int) of the rows of every call that enter the
+            statistics, drawn at random and scaled. See `soframe.capture.sampling` for the error.
         scaling: ``"fisher"``, or ``"kaisa"`` for the constants of kfac-pytorch.
         dtype: The dtype of factors and second-order data; None for the parameters', at least
             float32.
-        cut: Into how many equal parts packed matrices are cut along their outputs, by patterns on
-            module names: ``{"attn.c_attn": 3}`` for queries, keys and values, ``3 * heads`` for
-            each head by itself. For methods that read gradients alone; vectors stay whole.
+        cut: The number of equal parts into which packed matrices are split along their outputs, by
+            patterns on module names: ``{"attn.c_attn": 3}`` for queries, keys and values,
+            ``3 * heads`` for each head by itself. For methods that read gradients alone; vectors
+                stay
+            whole.
     """
 
     fisher: str | None = None
@@ -67,16 +70,17 @@ class Distribution:
     """The ranks: how they communicate, where gradients live, and how solves are spread over steps.
 
     Attributes:
-        backend: The communication backend: a name, class or instance; None for torch.distributed
-            where it is initialised, else one process.
-        gradients: What ``.grad`` holds before a step: ``"averaged"`` over ranks, as DDP does, or
-            ``"local"``, this rank's own, which the step averages (`soframe.comm.leave_gradients`).
+        backend: The communication backend: a name, class or instance; None for torch.distributed if
+            it is initialised, else one process.
+        gradients: The contents of ``.grad`` before a step: ``"averaged"`` over ranks, as DDP does,
+            or ``"local"``, this rank's own, which the step averages
+            (`soframe.comm.leave_gradients`).
         home: Where gradients live, for frameworks that keep them elsewhere than in ``.grad``; None
             for ``.grad``. The same on every rank.
         pipeline: The schedule of ``torch.distributed.pipelining`` that runs the model, which then
             has the modules of this rank's stage or stages alone; or, for pipelines of another kind,
             the process group or the dimension of a `DeviceMesh` over which stages are spread.
-            ``backend`` is that of the copies of a stage.
+            ``backend`` then connects the copies of a stage.
         stagger: Whether the solves of an interval are spread over its steps, balanced by cost.
     """
 
@@ -89,12 +93,12 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Clips:
-    """The clips, beside ``kl_clip``.
+    """The clips other than ``kl_clip``.
 
     Attributes:
         norm_clip: Bound on the Euclidean length of a step; None turns it off.
         clip_lr: ``"initial"`` lets the length of a clipped step follow a schedule of the learning
-            rate down from its peak; with ``"live"`` it has the bound's length whatever the rate.
+            rate down from its peak; with ``"live"`` it has the bound's length at any rate.
     """
 
     norm_clip: Schedule | None = None
@@ -114,7 +118,7 @@ def group_of(name: str, settings: Mapping[str, Any]) -> Any:
     """Return a group of the arguments of a constructor, or its defaults.
 
     Raises:
-        TypeError: If the argument is another object.
+        TypeError: If the argument is not of the group's class.
     """
     kind, group = GROUPS[name], settings.get(name)
     if group is None:
@@ -125,7 +129,7 @@ def group_of(name: str, settings: Mapping[str, Any]) -> Any:
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by their own names, those of groups among them."""
+    """Return settings by their own names, with the groups replaced by their fields."""
     alone = {name: value for name, value in settings.items() if name not in GROUPS}
     for name in GROUPS:
         group = group_of(name, settings)
@@ -144,11 +148,12 @@ def grouped(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of a constructor from settings by their own names, as in a command line.
 
     Raises:
-        TypeError: If a setting stands beside its group.
+        TypeError: If a setting is given as well as its group.
     """
     arguments = dict(settings)
     for name, kind in GROUPS.items():
         fields = {field.name for field in dataclasses.fields(kind)} & set(settings)
+        # A group that is given whole stays as it is.
         if not fields:
             continue
         if settings.get(name) is not None:
