@@ -50,9 +50,8 @@ class Curvature:
             float32.
         cut: The number of equal parts into which packed matrices are split along their outputs, by
             patterns on module names: ``{"attn.c_attn": 3}`` for queries, keys and values,
-            ``3 * heads`` for each head by itself. For methods that read gradients alone; vectors
-                stay
-            whole.
+            ``3 * heads`` for each head by itself. For methods that read gradients alone;
+            vectors stay whole.
     """
 
     fisher: str | None = None

@@ -90,7 +90,7 @@ class WeightAndBias:
         columns = self._full_weight.numel() // rows if self.weight is not None else 0
         return BlockShape(self.groups, rows // self.groups, columns + (self.bias is not None))
 
-    @property
+    @cached_property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The parameters of the block, by their name in the module."""
         named = zip(self._keys, (self.weight, self.bias), strict=True)

@@ -130,6 +130,7 @@ class Statistics:
         self._loss_scales: dict[int, float] = {}
         self._share = 1.0
         self._shared = SharedInputs()
+        self._contributions: dict[Block, Contribution] = {}  # of the weights last sent
 
     def weigh(self, share: float) -> None:
         """Multiply the statistics of the next backward passes by `share`, until the batch ends.
@@ -350,7 +351,8 @@ class Statistics:
                 continue
             # With ranks on paper only, this one stands for the contributors.
             mine = block.captured if self._backend.on_paper else self._mine[block]
-            weights = BlockWeights.of_rank(block, self._contribution(block), mine)
+            self._contributions[block] = self._contribution(block)
+            weights = BlockWeights.of_rank(block, self._contributions[block], mine)
             numbers += weights.numbers(some_contribute=bool(place.contributors))
         return numbers
 
@@ -401,7 +403,7 @@ class Statistics:
         factor, multipliers, reached = stack.like.factors[index], [], []
         for block in (stack.blocks[member] for member in members):
             weights = used[block]
-            own = self._contribution(block)
+            own = self._contributions[block]
             scale = own.of(factor) * self._scale.gradient_scale(factor, weights.inputs)
             if factor.mean_over == "group rows":
                 multipliers += [scale / rows if rows > 0 else 0.0 for rows in weights.groups]
