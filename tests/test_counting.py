@@ -16,6 +16,7 @@ from soframe.capture.fisher import Fisher
 from soframe.capture.sampling import chosen
 from soframe.losses import CrossEntropy, SquaredError, SumLoss, Term
 from soframe.testing import compare, kron, layer_fisher
+from tests import kit
 from tests.curvature import (
     LossAverage,
     blocks,
@@ -800,10 +801,8 @@ SHARES: dict[int, list[list[int]]] = {  # by ranks: the routes of each rank's sa
 }
 
 
-def train(rank: int, ranks: int, name: str, strategy: str) -> list[Tensor]:
+def on_share(rank: int, ranks: int, name: str, strategy: str) -> list[Tensor]:
     """A step on a share of six samples, of which some ranks' reach no expert."""
-    import torch.distributed as dist
-
     model = fill(Experts())
     sizes = [len(own) for own in SHARES[ranks]]
     x, y = routed(SHARES[1][0]), randn(6, 2, seed=1)
@@ -812,23 +811,21 @@ def train(rank: int, ranks: int, name: str, strategy: str) -> list[Tensor]:
     settings: dict[str, Any] = {"loss_average": "global", "strategy": strategy, "decay": 0.5}
     if name == "type-2":
         settings |= {"fisher": "type-2", "loss": SquaredError()}
-    with closing(preconditioner(model, **settings)) as own:
-        for _ in range(2):
-            model.zero_grad()
-            if name == "empirical":
-                own.count(len(x))
-            output = model(x)
-            if name == "type-2":
-                own.observe(output)
-            (log_cosh(output, y) * len(x) / 6 * ranks).backward()
-            for parameter in model.parameters():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                if ranks > 1:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= ranks
-            own.step()
-        return [p.grad.clone() for p in model.parameters()]
+    own = preconditioner(model, **settings)
+
+    def loss(model: nn.Module, _: int) -> Tensor:
+        for parameter in model.parameters():  # of experts that no sample of this rank reaches, too
+            parameter.grad = torch.zeros_like(parameter)
+        if name == "empirical":
+            own.count(len(x))
+        output = model(x)
+        if name == "type-2":
+            own.observe(output)
+        return log_cosh(output, y) * len(x) / 6 * ranks
+
+    with closing(own):
+        kit.train(model, loss, range(2), kit.Averaging(model), own)
+        return kit.gradients(model)
 
 
 @pytest.mark.distributed
@@ -837,8 +834,8 @@ def train(rank: int, ranks: int, name: str, strategy: str) -> list[Tensor]:
 @pytest.mark.parametrize("strategy", ["comm-opt", "sharded"])
 @pytest.mark.covering(together=2)
 def test_ranks_with_uneven_routing_are_one_process(name: str, ranks: int, strategy: str) -> None:
-    alone = train(0, 1, name, "comm-opt")
-    for own in run_ranks(train, ranks, name, strategy):
+    alone = on_share(0, 1, name, "comm-opt")
+    for own in run_ranks(on_share, ranks, name, strategy):
         for one, other in zip(own, alone, strict=True):
             compare(one, other, "preconditioned gradients")
 

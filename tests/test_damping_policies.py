@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import soframe
 from soframe import checkpoint
 from soframe.damping.policies import DampingPolicy, adopted
-from soframe.settings import grouped
 from soframe.testing import compare
 from tests import kit
 from tests.distributed.harness import run_ranks
@@ -55,11 +54,10 @@ class Fixed(DampingPolicy):
         return damping
 
 
-def build(damping: Any) -> tuple[nn.Module, soframe.Preconditioner]:
+def build(damping: Any, **settings: Any) -> tuple[nn.Module, soframe.Preconditioner]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    settings: dict[str, Any] = {"statistics_every": 1, "solve_every": 1, "kl_clip": None}
-    return model, soframe.Preconditioner(model, damping=damping, **grouped(settings))
+    return model, kit.precondition(model, damping=damping, **settings)
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
@@ -67,26 +65,23 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return model(x).square().mean()
 
 
-def train(model: nn.Module, own: soframe.Preconditioner, *steps: int) -> Tensor:
-    return kit.train(model, loss_of, steps, own, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def test_a_policy_goes_on_from_a_state() -> None:
     model, own = build(Halving())
-    train(model, own, 0, 1, 2)
+    kit.train(model, loss_of, range(3), own, SGD(model.parameters(), lr=0.1))
     weights, state = model.state_dict(), own.state_dict()
     weights = {name: tensor.clone() for name, tensor in weights.items()}
-    expected = train(model, own, 3, 4)
+    expected = kit.train(model, loss_of, [3, 4], own, SGD(model.parameters(), lr=0.1))
     other, resumed = build(Halving())
     other.load_state_dict(weights)
     resumed.load_state_dict(state)
-    assert torch.equal(train(other, resumed, 3, 4), expected)
+    sgd = SGD(other.parameters(), lr=0.1)
+    assert torch.equal(kit.train(other, loss_of, [3, 4], resumed, sgd), expected)
     assert resumed.damping == own.damping
 
 
 def test_and_from_a_sharded_checkpoint(tmp_path: Path) -> None:
     model, own = build(Halving())
-    train(model, own, 0, 1, 2)
+    kit.train(model, loss_of, range(3), own, SGD(model.parameters(), lr=0.1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"preconditioner": checkpoint.part(own)}, checkpoint_id=tmp_path / "saved")
@@ -104,7 +99,7 @@ def test_a_state_of_another_policy_is_refused_and_changes_nothing() -> None:
             self.asked[:] = range(int(state["number"]))
 
     model, own = build(Other())
-    train(model, own, 0, 1)
+    kit.train(model, loss_of, range(2), own, SGD(model.parameters(), lr=0.1))
     state = own.state_dict()
     _, resumed = build(Halving())
     with pytest.raises(ValueError, match=r"another damping policy than <.*Halving"):
@@ -114,14 +109,14 @@ def test_a_state_of_another_policy_is_refused_and_changes_nothing() -> None:
 
 def test_a_policy_without_its_state_says_that_it_begins_anew() -> None:
     model, own = build(0.1)
-    train(model, own, 0)
+    kit.train(model, loss_of, range(1), own)
     _, resumed = build(Halving())
     with pytest.warns(UserWarning, match="begins anew") as caught:
         resumed.load_state_dict(own.state_dict())
     assert [warning.filename for warning in caught] == [__file__]
     _, plain = build(0.1)
     model, own = build(Halving())
-    train(model, own, 0)
+    kit.train(model, loss_of, range(1), own)
     plain.load_state_dict(own.state_dict())  # a number in the place of a policy is a wish
     assert plain.damping == 0.1
 
@@ -149,7 +144,11 @@ def test_nor_within_a_trust_region(kind: Any) -> None:
 def test_preconditioners_share_no_policy() -> None:
     policy = Halving()
     (one, first), (two, second) = build(policy), build(policy)
-    assert torch.equal(train(one, first, 0, 1), train(two, second, 0, 1))
+    found = [
+        kit.train(model, loss_of, range(2), own, SGD(model.parameters(), lr=0.1))
+        for model, own in ((one, first), (two, second))
+    ]
+    assert torch.equal(*found)
     assert first.damping == second.damping
     assert policy.asked == []
 
@@ -166,27 +165,21 @@ def train_share(
     rank: int, ranks: int, strategy: str, steps: range, state: Any
 ) -> tuple[list[Tensor], list[float], Any]:
     """Train on this rank's share of each batch, in two micro-batches; gradients are averaged."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    settings: dict[str, Any] = {"statistics_every": 1, "solve_every": 1, "kl_clip": None}
-    own = soframe.Preconditioner(model, damping=Halving(), strategy=strategy, **grouped(settings))
+    model, own = build(Halving(), strategy=strategy)
+    sgd = SGD(model.parameters(), lr=0.1)
     if state is not None:
         model.load_state_dict(state["model"])
         own.load_state_dict(state["own"])
+
+    def losses(model: nn.Module, step: int) -> Iterator[Tensor]:
+        whole = torch.randn(16, 3, generator=torch.Generator().manual_seed(step)).double()
+        for part in whole.chunk(ranks)[rank].chunk(2):
+            yield model(part).square().mean() / 2
+
     dampings = []
     for step in steps:
-        whole = torch.randn(16, 3, generator=torch.Generator().manual_seed(step)).double()
-        model.zero_grad()
-        for part in whole.chunk(ranks)[rank].chunk(2):
-            (model(part).square().mean() / 2).backward()
-        for parameter in model.parameters() if ranks > 1 else ():
-            dist.all_reduce(parameter.grad)
-            parameter.grad.div_(ranks)
-        own.step()
+        kit.train(model, losses, [step], kit.Averaging(model), own, sgd)
         dampings.append(own.damping)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(parameter.grad, alpha=0.1)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     kept = {"model": model.state_dict(), "own": own.state_dict()}
     own.close()

@@ -7,6 +7,7 @@ that is made without a device is there, has no numbers, and cannot be mixed with
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ import soframe
 from soframe import Curvature, Preconditioner, StochasticTrustRegion, TrustRegion, checkpoint
 from soframe.integrations import kfac_pytorch
 from soframe.settings import grouped
+from tests import kit
 from tests.curvature import fill
 from tests.distributed.harness import run_ranks
 from tests.gpu import test_ranks as on_ranks
@@ -32,6 +34,11 @@ CPU = torch.device("cpu")
 METHODS = sorted(set(soframe.available("method")) - {"blocked"})  # that needs an inner one
 SOLVERS = sorted(set(soframe.available("solver")) - {"root", "basis"})
 COMMON: dict[str, Any] = {"layers": "all", "statistics_every": 1, "solve_every": 2}
+
+
+def loss_of(model: nn.Module, step: int, name: str = "images") -> Tensor:
+    inputs, targets = batch_on(CPU, name, step)
+    return nn.functional.cross_entropy(model(inputs), targets)
 
 
 @contextmanager
@@ -201,13 +208,7 @@ def test_transposed_convolutions() -> None:
     def run() -> Tensor:
         net = copy.deepcopy(model)
         own, sgd = with_sgd(net)
-        for step in range(3):
-            inputs, targets = batch_on(CPU, "images", step)
-            net.zero_grad()
-            nn.functional.cross_entropy(net(inputs), targets).backward()
-            own.step()
-            sgd.step()
-        return weights_of(net)
+        return kit.train(net, loss_of, range(3), own, sgd)
 
     alike(run)
 
@@ -215,22 +216,15 @@ def test_transposed_convolutions() -> None:
 # -- states ----------------------------------------------------------------------------------------
 
 
-def go_on(model: nn.Module, optimizers: Any, steps: range, name: str = "images") -> None:
-    for step in steps:
-        inputs, targets = batch_on(CPU, name, step)
-        model.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        for one in optimizers:
-            one.step()
-
-
 @pytest.mark.parametrize("method", ["kfac", "soap", "muon"])
 def test_states(method: str) -> None:
+    square = functools.partial(loss_of, name="square")
+
     def run() -> list[Tensor]:
         model, other = model_on(CPU, "square"), model_on(CPU, "square")
         make = {"lr": 0.02, **COMMON}
         optimizer = soframe.Optimizer(model, method_of(method), **grouped(make))
-        go_on(model, [optimizer], range(3), "square")
+        kit.train(model, square, range(3), optimizer)
         file = io.BytesIO()
         torch.save([model.state_dict(), optimizer.state_dict()], file)
         file.seek(0)
@@ -238,8 +232,8 @@ def test_states(method: str) -> None:
         other.load_state_dict(of_model)
         resumed = soframe.Optimizer(other, method_of(method), **grouped(make))
         resumed.load_state_dict(of_optimizer)
-        go_on(model, [optimizer], range(3, 5), "square")
-        go_on(other, [resumed], range(3, 5), "square")
+        kit.train(model, square, range(3, 5), optimizer)
+        kit.train(other, square, range(3, 5), resumed)
         torch.testing.assert_close(weights_of(other), weights_of(model), rtol=1e-7, atol=1e-7)
         return [weights_of(model), weights_of(other)]
 
@@ -277,15 +271,14 @@ def test_states_of_trust_regions(kind: Any) -> None:
 def test_sharded_checkpoints(tmp_path: Path) -> None:
     saved = model_on(CPU, "images")
     before, sgd = with_sgd(saved)
-    go_on(saved, [before, sgd], range(2))
+    kit.train(saved, loss_of, range(2), before, sgd)
     dcp.save({"preconditioner": checkpoint.part(before)}, checkpoint_id=tmp_path)
 
     def run() -> Tensor:
         model = copy.deepcopy(saved)
         own, sgd = with_sgd(model)
         checkpoint.load(own, tmp_path)
-        go_on(model, [own, sgd], range(2, 4))
-        return weights_of(model)
+        return kit.train(model, loss_of, range(2, 4), own, sgd)
 
     alike(run)
 
@@ -314,7 +307,7 @@ def test_metrics() -> None:
         model = model_on(CPU, "images")
         own, sgd = with_sgd(model)
         own.measure()
-        go_on(model, [own, sgd], range(2))
+        kit.train(model, loss_of, range(2), own, sgd)
         return own.metrics(spectra="full")["blocks"]
 
     plain = run()

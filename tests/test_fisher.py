@@ -15,6 +15,7 @@ import soframe
 from soframe.capture.fisher import Fisher
 from soframe.losses import CrossEntropy, MeanSquaredError, SquaredError
 from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
+from tests import kit
 from tests.curvature import (
     Batch,
     blocks,
@@ -281,22 +282,21 @@ def test_the_step_is_that_of_any_multiple_of_loss_and_damping(factor: float) -> 
 # -- ranks -----------------------------------------------------------------------------------
 
 
-def train(rank: int, ranks: int, average: str) -> list[Tensor]:
+def on_rank(rank: int, ranks: int, average: str) -> list[Tensor]:
     """Three steps on this rank's half of each batch; what is left are factors and weights."""
     model = fill(convolutional())
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     own = preconditioner(model, fisher="type-2", loss="cross-entropy", loss_average=average)
+    part = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+
+    def loss(_: nn.Module, step: int) -> Tensor:
+        output = wrapped(randn(8, 2, 3, 4, seed=step)[part])
+        own.observe(output)
+        return F.cross_entropy(output, labels(8, classes=3, seed=step)[part])
+
     with closing(own):
-        for step in range(3):
-            x, y = randn(8, 2, 3, 4, seed=step), labels(8, classes=3, seed=step)
-            part = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
-            optimizer.zero_grad()
-            output = wrapped(x[part])
-            own.observe(output)
-            F.cross_entropy(output, y[part]).backward()
-            own.step()
-            optimizer.step()
+        kit.train(model, loss, range(3), own, optimizer)
         found = [t for name in blocks(own) for t in factors(own, name)]
     return [t.detach().clone() for t in (*found, *model.parameters())]
 
@@ -304,8 +304,8 @@ def train(rank: int, ranks: int, average: str) -> list[Tensor]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("average", ["local", "global"])
 def test_two_ranks_are_one_process(average: str) -> None:
-    alone = train(0, 1, average)
-    for own in run_ranks(train, 2, average):
+    alone = on_rank(0, 1, average)
+    for own in run_ranks(on_rank, 2, average):
         for one, other in zip(own, alone, strict=True):
             compare(one, other, "factors and weights")
 

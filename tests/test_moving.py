@@ -216,10 +216,6 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return (model(x) - y).square().sum(1).mean()
 
 
-def train(optimizer: soframe.Optimizer, model: nn.Module, steps: range) -> None:
-    kit.train(model, loss_of, steps, optimizer)
-
-
 EVERY_STEP: dict[str, Any] = {"statistics_every": 1, "solve_every": 1, "kl_clip": None}
 
 
@@ -249,7 +245,7 @@ def test_matrices_of_the_method_keep_their_norm(method: str) -> None:
     start = norms(model)
     auxiliary = {row.parameter for row in optimizer.report() if row.method == "adamw"}
     auxiliary -= {name for name in auxiliary if method == "adamw"}
-    train(optimizer, model, range(5))
+    kit.train(model, loss_of, range(5), optimizer)
     kept = []
     for name, each in norms(model).items():
         assert not torch.equal(model.state_dict()[name], before[name]), name
@@ -285,7 +281,7 @@ def test_groups_may_differ() -> None:
         for group in optimizer.param_groups
     }
     assert settings == {(0.5, "cautious", None), (0.0, "decoupled", "hyperball")}
-    train(optimizer, model, range(4))
+    kit.train(model, loss_of, range(4), optimizer)
     now = norms(model)
     torch.testing.assert_close(now["head.weight"], start["head.weight"], rtol=1e-12, atol=0)
     assert abs(now["hidden.weight"] - start["hidden.weight"]).item() > 1e-3
@@ -297,7 +293,7 @@ def test_cautious_decay_in_a_step() -> None:
     reference = copy.deepcopy(model)
     settings = {"lr": 0.1, "weight_decay": 0.5, "weight_decay_kind": "cautious"}
     optimizer = soframe.Optimizer(model, "sgd", **settings, **EVERY_STEP)
-    train(optimizer, model, range(1))
+    kit.train(model, loss_of, range(1), optimizer)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 4, 3, 3, generator=generator, dtype=torch.float64)
     y = torch.randn(6, 3, generator=generator, dtype=torch.float64)
@@ -319,7 +315,7 @@ def test_a_schedule_scales_the_angle() -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr
         before = model.hidden.weight.detach().clone()
-        train(optimizer, model, range(1))
+        kit.train(model, loss_of, range(1), optimizer)
         after = model.hidden.weight.detach()
         cosine = (before * after).sum() / before.norm() / after.norm()
         angles.append(math.acos(float(cosine)))
@@ -331,7 +327,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(method: str) -> None:
     settings: dict[str, Any] = {"lr": 0.05, "constraint": "hyperball", **EVERY_STEP}
     model = net()
     optimizer = soframe.Optimizer(model, method, **settings)
-    train(optimizer, model, range(3))
+    kit.train(model, loss_of, range(3), optimizer)
     with torch.no_grad():
         model.hidden.weight.mul_(1.5)  # who measured it anew would keep another norm
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -341,8 +337,8 @@ def test_a_resumed_run_is_the_same_to_the_bit(method: str) -> None:
     again.load_state_dict(saved[0])
     other = soframe.Optimizer(again, method, **{**settings, "constraint": None})
     other.load_state_dict(saved[1])  # which has the constraint too
-    train(optimizer, model, range(3, 6))
-    train(other, again, range(3, 6))
+    kit.train(model, loss_of, range(3, 6), optimizer)
+    kit.train(again, loss_of, range(3, 6), other)
     for mine, wanted in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, wanted)
     # Rounding has moved the norm of the weights; what is kept is that of the first step.
@@ -357,10 +353,10 @@ def test_the_norm_is_that_of_the_first_step() -> None:
     with torch.no_grad():
         model.hidden.weight.mul_(3)
     start = model.hidden.weight.detach().norm()
-    train(optimizer, model, range(1))
+    kit.train(model, loss_of, range(1), optimizer)
     with torch.no_grad():
         model.hidden.weight.mul_(2)
-    train(optimizer, model, range(1, 2))
+    kit.train(model, loss_of, range(1, 2), optimizer)
     torch.testing.assert_close(model.hidden.weight.detach().norm(), start, rtol=1e-12, atol=0)
 
 
@@ -368,10 +364,10 @@ def test_a_bias_that_freezes_leaves_its_weight_on_its_sphere() -> None:
     model = net()
     optimizer = soframe.Optimizer(model, "kfac", lr=0.05, constraint="hyperball", **EVERY_STEP)
     start = norms(model)["hidden.weight"]
-    train(optimizer, model, range(2))
+    kit.train(model, loss_of, range(2), optimizer)
     radii = dict(optimizer._radii)
     model.hidden.bias.requires_grad_(False)
-    train(optimizer, model, range(2, 5))
+    kit.train(model, loss_of, range(2, 5), optimizer)
     torch.testing.assert_close(norms(model)["hidden.weight"], start, rtol=1e-12, atol=0)
     assert optimizer._radii.keys() == radii.keys()
     assert all(optimizer._radii[key] is radius for key, radius in radii.items())
@@ -381,12 +377,12 @@ def test_a_weight_that_is_thawed_has_the_norm_of_then() -> None:
     model = net()
     model.hidden.weight.requires_grad_(False)
     optimizer = soframe.Optimizer(model, "soap", lr=0.05, constraint="hyperball", **EVERY_STEP)
-    train(optimizer, model, range(2))
+    kit.train(model, loss_of, range(2), optimizer)
     with torch.no_grad():
         model.hidden.weight.mul_(3)
     before = model.hidden.weight.detach().clone()
     model.hidden.weight.requires_grad_(True)
-    train(optimizer, model, range(2, 6))
+    kit.train(model, loss_of, range(2, 6), optimizer)
     after = model.hidden.weight.detach()
     assert not torch.equal(before, after)
     torch.testing.assert_close(after.norm(), before.norm(), rtol=1e-12, atol=0)
@@ -395,21 +391,21 @@ def test_a_weight_that_is_thawed_has_the_norm_of_then() -> None:
 def test_states_of_versions_without_constraints_load() -> None:
     model = net()
     optimizer = soframe.Optimizer(model, "muon", lr=0.05, weight_decay=0.1)
-    train(optimizer, model, range(2))
+    kit.train(model, loss_of, range(2), optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     del state["radii"]
     for group in state["param_groups"]:
         del group["constraint"], group["weight_decay_kind"]
     other = soframe.Optimizer(net(), "muon", lr=0.05, weight_decay=0.1)
     other.load_state_dict(state)
-    train(other, other._model, range(1))
+    kit.train(other._model, loss_of, range(1), other)
 
 
 @pytest.mark.parametrize("damage", ["value", "shape", "key", "sign", "kind"])
 def test_damaged_norms_are_refused_and_change_nothing(damage: str) -> None:
     model = net()
     optimizer = soframe.Optimizer(model, "sgd", lr=0.05, constraint="hyperball", **EVERY_STEP)
-    train(optimizer, model, range(2))
+    kit.train(model, loss_of, range(2), optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     radii = state["radii"]["radii"]
     problem = "damaged"
@@ -427,7 +423,7 @@ def test_damaged_norms_are_refused_and_change_nothing(damage: str) -> None:
     if damage != "value":  # else somebody has sealed it
         state["radii"] = seal(state["radii"])
     steps = optimizer.preconditioner._steps
-    train(optimizer, model, range(2, 3))
+    kit.train(model, loss_of, range(2, 3), optimizer)
     with pytest.raises(ValueError, match=problem):
         optimizer.load_state_dict(state)
     assert optimizer.preconditioner._steps == steps + 1
@@ -487,11 +483,11 @@ def test_a_weight_without_a_sphere_is_refused(value: float, problem: str) -> Non
 def test_settings_of_groups_are_checked_at_each_step(name: str, value: Any, problem: str) -> None:
     model = net()
     optimizer = soframe.Optimizer(model, "sgd", lr=0.1, constraint="hyperball", **EVERY_STEP)
-    train(optimizer, model, range(1))
+    kit.train(model, loss_of, range(1), optimizer)
     before = copy.deepcopy(model.state_dict())
     optimizer.param_groups[0][name] = value
     with pytest.raises(ValueError, match=problem):
-        train(optimizer, model, range(1, 2))
+        kit.train(model, loss_of, range(1, 2), optimizer)
     assert all(torch.equal(before[key], now) for key, now in model.state_dict().items())
 
 
@@ -499,7 +495,7 @@ def test_settings_of_groups_are_checked_at_each_step(name: str, value: Any, prob
 def test_a_state_with_a_rate_out_of_range_is_refused(lr: float) -> None:
     model = net()
     optimizer = soframe.Optimizer(model, "sgd", lr=0.1, **EVERY_STEP)
-    train(optimizer, model, range(1))
+    kit.train(model, loss_of, range(1), optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][0]["lr"] = lr
     with pytest.raises(ValueError, match="lr must be finite"):
@@ -540,10 +536,10 @@ def test_ranks_are_one_process(settings: dict[str, Any]) -> None:
 def part_ways(rank: int, ranks: int, name: str, value: Any) -> None:
     model = net()
     optimizer = soframe.Optimizer(model, "sgd", lr=0.1, kl_clip=None)
-    train(optimizer, model, range(1))
+    kit.train(model, loss_of, range(1), optimizer)
     if rank == 1:
         optimizer.param_groups[0][name] = value
-    train(optimizer, model, range(1, 2))
+    kit.train(model, loss_of, range(1, 2), optimizer)
 
 
 @pytest.mark.distributed

@@ -53,10 +53,6 @@ def backward(model: nn.Module, step: int) -> Tensor:
     return loss
 
 
-def train(optimizer: soframe.Optimizer, model: nn.Module, steps: range) -> None:
-    kit.train(model, loss_of, steps, optimizer)
-
-
 def test_every_parameter_is_of_one_of_two_methods() -> None:
     model = text()
     optimizer = soframe.Optimizer(model, "soap-muon", **SETTINGS)
@@ -89,14 +85,10 @@ def test_alone_adamw_is_torchs() -> None:
     optimizer = soframe.Optimizer(ours, "adamw", lr=0.01, weight_decay=0.1)
     reference = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.1)
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 8) for o in (optimizer, reference)]
-    for step in range(6):
-        for model, one, scheduler in zip(
-            (ours, theirs), (optimizer, reference), schedulers, strict=True
-        ):
-            one.zero_grad()
-            backward(model, step)
-            one.step()
-            scheduler.step()
+    for model, one, scheduler in zip(
+        (ours, theirs), (optimizer, reference), schedulers, strict=True
+    ):
+        kit.train(model, loss_of, range(6), one, scheduler)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
 
@@ -120,15 +112,15 @@ def test_a_resumed_run_is_the_same_to_the_bit(method: str) -> None:
     settings = {**SETTINGS, "statistics_every": 1, "solve_every": 2}
     model = text()
     optimizer = soframe.Optimizer(model, method, **grouped(settings))
-    train(optimizer, model, range(4))
+    kit.train(model, loss_of, range(4), optimizer)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    train(optimizer, model, range(4, 7))
+    kit.train(model, loss_of, range(4, 7), optimizer)
     again = text()
     again.load_state_dict(saved[0])
     other = soframe.Optimizer(again, method, **grouped({**settings, "lr": 5.0}))
     other.load_state_dict(saved[1])
     assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in optimizer.param_groups]
-    train(other, again, range(4, 7))
+    kit.train(again, loss_of, range(4, 7), other)
     for mine, own in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, own)
 
@@ -142,12 +134,12 @@ def test_bases_are_a_methods_own_whatever_the_users_solver_is(
     settings = {"auxiliary": "soap", "lr": 0.0, "auxiliary_lr": 0.02, "solve_every": 3}
     model = text()
     optimizer = soframe.Optimizer(model, {"^hidden$": "kfac"}, solver="eigen", **grouped(settings))
-    train(optimizer, model, range(4))
+    kit.train(model, loss_of, range(4), optimizer)
     weights = copy.deepcopy(model.state_dict())
     saved = copy.deepcopy(optimizer.state_dict())
     part = checkpoint.part(optimizer.preconditioner)
     checkpoint.save(tmp_path, {"preconditioner": part}, sharded=True)
-    train(optimizer, model, range(4, 8))
+    kit.train(model, loss_of, range(4, 8), optimizer)
     again = text()
     again.load_state_dict(weights)
     different: dict[str, Any] = {"solver": "inverse", "damping": "relative"}
@@ -156,7 +148,7 @@ def test_bases_are_a_methods_own_whatever_the_users_solver_is(
         checkpoint.load(other.preconditioner, checkpoint.latest(tmp_path))
     else:
         other.load_state_dict(saved)
-    train(other, again, range(4, 8))
+    kit.train(again, loss_of, range(4, 8), other)
     for mine, own in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, own)
 
@@ -178,22 +170,20 @@ def scheduled(optimizer: soframe.Optimizer) -> torch.optim.lr_scheduler.LambdaLR
     )
 
 
-def pass_and_step(model: nn.Module, optimizer: soframe.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.eye(5).double()).square().sum(-1).mean().backward()
-    optimizer.step()
+def of_unit_rows(model: nn.Module, _: int) -> Tensor:
+    return model(torch.eye(5).double()).square().sum(-1).mean()
 
 
 @pytest.mark.parametrize("frozen_again", [False, True])
 def test_a_run_is_resumed_whose_groups_came_in_another_order(frozen_again: bool) -> None:
     model, optimizer = late(frozen=True)
-    pass_and_step(model, optimizer)
+    kit.train(model, of_unit_rows, range(1), optimizer)
     model[0].requires_grad_(True)
-    pass_and_step(model, optimizer)
+    kit.train(model, of_unit_rows, range(1), optimizer)
     schedule = scheduled(optimizer)
     model[0].requires_grad_(not frozen_again)
     for _ in range(2):
-        pass_and_step(model, optimizer)
+        kit.train(model, of_unit_rows, range(1), optimizer)
         schedule.step()
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedule.state_dict()))
     again, other = late(frozen=frozen_again)
@@ -206,8 +196,8 @@ def test_a_run_is_resumed_whose_groups_came_in_another_order(frozen_again: bool)
     for step in range(4):
         for one in (model, again):
             one[0].requires_grad_(not frozen_again or step > 1)
-        pass_and_step(model, optimizer)
-        pass_and_step(again, other)
+        kit.train(model, of_unit_rows, range(1), optimizer)
+        kit.train(again, of_unit_rows, range(1), other)
         schedule.step()
         resumed.step()
         for name in ("method", "lr", "initial_lr"):
@@ -220,15 +210,15 @@ def test_a_run_is_resumed_whose_groups_came_in_another_order(frozen_again: bool)
 def test_a_group_that_a_state_lacks_has_no_place_in_its_order() -> None:
     model, optimizer = late(frozen=False)
     model[0].requires_grad_(False)
-    pass_and_step(model, optimizer)
+    kit.train(model, of_unit_rows, range(1), optimizer)
     assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1]
     again, other = late(frozen=True)
-    pass_and_step(again, other)
+    kit.train(again, of_unit_rows, range(1), other)
     optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
     (group,) = optimizer.param_groups
     assert group["params"] == [model[2].weight]
     model[0].requires_grad_(True)
-    pass_and_step(model, optimizer)
+    kit.train(model, of_unit_rows, range(1), optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.02]
 
 
@@ -240,7 +230,7 @@ def test_a_group_that_begins_beside_a_schedule_is_warned_of_once(how: str) -> No
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     if how == "by hand":
         optimizer.param_groups[0]["lr"] = 0.01
-    pass_and_step(model, optimizer)
+    kit.train(model, of_unit_rows, range(1), optimizer)
     if schedule is not None:
         schedule.step()
     model[0].requires_grad_(True)
@@ -248,7 +238,7 @@ def test_a_group_that_begins_beside_a_schedule_is_warned_of_once(how: str) -> No
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
-            pass_and_step(model, optimizer)
+            kit.train(model, of_unit_rows, range(1), optimizer)
     assert not torch.equal(model[0].weight, before)
     assert len(seen) == (how != "no schedule")
     for one in seen:
@@ -263,7 +253,7 @@ def test_a_group_that_was_there_follows_a_schedule_while_it_is_frozen() -> None:
     model[0].requires_grad_(False)
     for step in range(4):
         model[0].requires_grad_(step >= 2)
-        pass_and_step(model, optimizer)
+        kit.train(model, of_unit_rows, range(1), optimizer)
         assert [len(group["params"]) for group in optimizer.param_groups] == [int(step >= 2), 1]
         schedule.step()
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -279,13 +269,13 @@ def test_states_of_others_are_refused_and_change_nothing() -> None:
     foreign = soframe.Optimizer(other, "soap", **SETTINGS).state_dict()
     with pytest.raises(ValueError, match="the state has param groups"):
         optimizer.load_state_dict(foreign)
-    train(optimizer, model, range(2))
+    kit.train(model, loss_of, range(2), optimizer)
 
 
 def test_a_bad_batch_moves_nothing() -> None:
     model = text()
     optimizer = soframe.Optimizer(model, "soap-muon", **SETTINGS)
-    train(optimizer, model, range(3))
+    kit.train(model, loss_of, range(3), optimizer)
     before = copy.deepcopy((model.state_dict(), optimizer.preconditioner.state_dict()["blocks"]))
     optimizer.zero_grad()
     backward(model, 3)
@@ -336,11 +326,9 @@ def test_parameters_may_be_frozen_and_thawed(method: str) -> None:
 
     def step() -> dict[str, bool]:
         before = copy.deepcopy(model.state_dict())
-        optimizer.zero_grad()
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(8, 4, generator=generator, dtype=torch.float64)
-        model(x).square().mean().backward()
-        optimizer.step()
+        kit.train(model, lambda net, _: net(x).square().mean(), range(1), optimizer)
         return {k: not torch.equal(before[k], v) for k, v in model.state_dict().items()}
 
     for _ in range(3):
@@ -411,9 +399,7 @@ def test_groups_follow_blocks_that_a_step_made_before_it_raised() -> None:
     optimizer = soframe.Optimizer(model, methods, lr=0.1, auxiliary_lr=1e-3, damping=damping)
 
     def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().mean().backward()
-        optimizer.step()
+        kit.train(model, lambda net, _: net(torch.ones(2, 4)).square().mean(), range(1), optimizer)
 
     step()
     model[0].weight.requires_grad_(True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from soframe.layers.base import BlockShape
 from soframe.preconditioner import Preconditioner
@@ -20,11 +20,16 @@ from soframe.solvers import Eigen, Inverse
 from soframe.specs import FactorSpec
 from soframe.strategies import MemOpt, Placement, turns
 from soframe.strategies.work import BlockWork
+from tests import kit
 from tests.curvature import closing, fill, preconditioner, randn
 from tests.distributed.training import Case, Run
 from tests.examples import examples
 
 STEPS = 14
+
+
+def loss_of(model: nn.Module, _: int) -> Tensor:
+    return model(randn(3, 2)).square().mean()
 
 
 def placed(sizes: Sequence[tuple[int, int]], ranks: int = 1) -> Placement:
@@ -82,9 +87,8 @@ def solved(steps: int, **options: Any) -> tuple[Preconditioner, list[list[int]]]
     own = preconditioner(model, **options)
     with closing(own):
         for step in range(steps):
-            model.zero_grad()
-            model(randn(6, WIDTHS[0], seed=step)).square().mean().backward()
-            own.step()
+            x = randn(6, WIDTHS[0], seed=step)
+            kit.train(model, lambda net, _: net(x).square().mean(), [step], own)  # noqa: B023
             of_blocks = [block.record.solved_at for block in own._blocks]
             found.append([i for i, at in enumerate(of_blocks) if at == {"A": step, "G": step}])
     return own, found
@@ -128,9 +132,7 @@ def test_of_constant_factors_staggered_solves_are_the_same(solver: Any) -> None:
     weights = []
     for stagger in (False, True):
         options = {"statistics_every": 100, "solve_every": 3, "solver": solver, "stagger": stagger}
-        run = Run(Case(options))
-        for step in range(6):
-            run.step(step)
+        run = Run(Case(options)).train(range(6))
         weights.append(run.weights())
     assert torch.equal(*weights)
 
@@ -161,10 +163,10 @@ def test_intervals_that_do_not_go_together(
     model = fill(nn.Linear(2, 2))
     with closing(preconditioner(model, **schedules)) as own:
         with pytest.warns(UserWarning, match=message):
-            step_once(own, model)
+            kit.train(model, loss_of, range(1), own)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            step_once(own, model)  # they were told
+            kit.train(model, loss_of, range(1), own)  # they were told
 
 
 @pytest.mark.parametrize("pair", [(1, 7), (5, 5), (3, 12)])
@@ -176,14 +178,7 @@ def test_intervals_that_go_together(pair: tuple[int, int]) -> None:
         model = fill(nn.Linear(2, 2))
         options = {"statistics_every": schedule, "solve_every": schedule}
         with closing(preconditioner(model, **options)) as own:
-            for _ in range(6):
-                step_once(own, model)
-
-
-def step_once(own: Any, model: nn.Module) -> None:
-    model.zero_grad()
-    model(randn(3, 2)).square().mean().backward()
-    own.step()
+            kit.train(model, loss_of, range(6), own)
 
 
 def test_turns_of_an_endless_interval() -> None:
@@ -191,6 +186,5 @@ def test_turns_of_an_endless_interval() -> None:
     options = {"statistics_every": 10**9, "solve_every": 10**9, "stagger": True}
     model = fill(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     with closing(preconditioner(model, **options)) as own:
-        for _ in range(2):
-            step_once(own, model)
+        kit.train(model, loss_of, range(2), own)
         assert own._refresh._turns(own._placed, 2) == (0, 1)

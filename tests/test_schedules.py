@@ -9,6 +9,7 @@ from torch import nn
 
 import soframe
 from soframe.schedules import Every, Scheduled
+from tests import kit
 from tests.curvature import closing, fill, randn
 
 REAL_SETTINGS = ["damping", "decay", "kl_clip", "lr"]
@@ -95,10 +96,7 @@ def test_callables_are_asked_for_each_step(name: str) -> None:
     with closing(
         soframe.Preconditioner(model, **{"statistics_every": 1, "lr": 0.1, name: schedule})
     ) as own:
-        for _ in range(3):
-            model.zero_grad()
-            model(randn(3, 2)).square().mean().backward()
-            own.step()
+        kit.train(model, lambda net, _: net(randn(3, 2)).square().mean(), range(3), own)
     assert {0, 1, 2} <= set(asked) <= {0, 1, 2, 3}
 
 
@@ -134,9 +132,7 @@ def test_factors_and_data_change_when_they_are_due(statistics_every: Any, solve_
     with closing(own):
         block = own._blocks[0]
         for step in range(7):
-            model.zero_grad()
-            model(randn(3, 2, seed=step)).square().mean().backward()
-            own.step()
+            kit.train(model, lambda net, n: net(randn(3, 2, seed=n)).square().mean(), [step], own)
             data = block.second_order["A"]["vectors"]
             seen.append((block.running["A"].clone(), data.clone()))
             if step:

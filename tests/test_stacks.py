@@ -4,7 +4,8 @@ The network has layers of every shape, three or four of each, so that every phas
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from soframe.solvers.base import Problem
 from soframe.step import solves
 from soframe.step.gradients import _gathered
 from soframe.strategies import work
+from tests import kit
 from tests.curvature import randn
 from tests.distributed.harness import run_ranks
 
@@ -35,6 +37,7 @@ METHODS = (
     "kl-shampoo",
     "soap",
 )
+EVERY = slice(None)
 SAMPLES = 40  # more than any side: without full rank rounding decides EKFAC's eigenbasis
 METHODS += ("kl-soap", "muon", "newton-muon", "kfac-muon", "soap-normuon", "adamw", "sgd")
 
@@ -70,23 +73,22 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(work, "SMALL", 0)
 
 
-def train(steps: int = 6, used: Callable[[int], int] = lambda step: 3, **settings: Any) -> Net:
-    model, batches = net(), 2
-    settings = {
-        "method": "kfac",
-        "auxiliary": "adamw",
-        "auxiliary_lr": 0.01,
-        "solve_every": 3,
-    } | settings
-    own = soframe.Optimizer(model, lr=0.02, statistics_every=1, **grouped(settings))
-    for step in range(steps):
-        own.zero_grad()
-        for part in range(batches):
-            x = randn(SAMPLES, 4, 3, 3, seed=10 * step + part)
-            y = randn(SAMPLES, 2, seed=100 + 10 * step + part)
-            ((model(x, used(step)) - y).square().mean() / batches).backward()
-        own.step()
-    model.own = own  # type: ignore[assignment]
+def losses(model: nn.Module, step: int, used: int = 3, part: slice = EVERY) -> Iterator[Tensor]:
+    for micro in range(2):
+        x = randn(SAMPLES, 4, 3, 3, seed=10 * step + micro)[part]
+        y = randn(SAMPLES, 2, seed=99 - step - micro)[part]
+        yield (model(x, used) - y).square().mean() / 2
+
+
+def optimizer(model: nn.Module, **settings: Any) -> soframe.Optimizer:
+    every = {"auxiliary": "adamw", "auxiliary_lr": 0.01, "statistics_every": 1, "solve_every": 3}
+    return soframe.Optimizer(model, lr=0.02, **grouped({**every, **settings}))
+
+
+def trained(steps: int = 6, loss: Any = losses, **settings: Any) -> Net:
+    model = net()
+    model.own = optimizer(model, **{"method": "kfac", **settings})  # type: ignore[assignment]
+    kit.train(model, loss, range(steps), model.own)
     return model
 
 
@@ -101,10 +103,10 @@ def sizes(model: Net) -> list[int]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_is_that_of_blocks_apart(method: Any, apart: Callable[[], None]) -> None:
-    together = train(method=method)
+    together = trained(method=method)
     assert max(sizes(together)) >= 3
     apart()
-    alone = train(method=method)
+    alone = trained(method=method)
     assert set(sizes(alone)) == {1}
     same(together, alone)
 
@@ -116,9 +118,9 @@ def test_every_method_is_that_of_blocks_apart(method: Any, apart: Callable[[], N
 def test_solvers_turns_and_the_background(
     solver: Any, more: dict[str, Any], apart: Callable[[], None]
 ) -> None:
-    together = train(solver=solver, **more)
+    together = trained(solver=solver, **more)
     apart()
-    same(together, train(solver=solver, **more))
+    same(together, trained(solver=solver, **more))
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "soap", "adamw", "kfac-muon"])
@@ -126,14 +128,14 @@ def test_solvers_turns_and_the_background(
 def test_blocks_that_are_used_at_some_steps_only(method: str, apart: Callable[[], None]) -> None:
     """Weights of averages, numbers of updates and first solves differ inside a stack."""
 
-    def used(step: int) -> int:
-        return (3, 1, 2, 3, 2, 1, 3, 3)[step] if step else 1
+    def loss(model: nn.Module, step: int) -> Iterator[Tensor]:
+        return losses(model, step, used=(1, 1, 2, 3, 2, 1, 3, 3)[step])
 
-    together = train(used=used, method=method)
+    together = trained(loss=loss, method=method)
     blocks = [b for b in together.own.preconditioner.blocks if b.name.startswith("tall")]
     assert len({block.record.updates for block in blocks}) == 3
     apart()
-    same(together, train(used=used, method=method))
+    same(together, trained(loss=loss, method=method))
 
 
 def test_dampings_of_their_own(apart: Callable[[], None]) -> None:
@@ -190,25 +192,16 @@ def test_a_failed_solve_costs_its_block_alone(apart: Callable[[], None]) -> None
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "soap"])
 @pytest.mark.slow
 def test_a_state_of_stacks_continues_apart(method: str, apart: Callable[[], None]) -> None:
-    whole = train(steps=8, method=method)
-    half = train(steps=4, method=method)
+    whole = trained(steps=8, method=method)
+    half = trained(steps=4, method=method)
     state, weights = copy.deepcopy(half.own.state_dict()), copy.deepcopy(half.state_dict())
 
     def go_on() -> Net:
         model = net()
-        own = soframe.Optimizer(
-            model, method, lr=0.02, auxiliary="adamw", auxiliary_lr=0.01, statistics_every=1,
-            solve_every=3,
-        )  # fmt: skip
+        own = optimizer(model, method=method)
         model.load_state_dict(dict(weights))
         own.load_state_dict(state)
-        for step in range(4, 8):
-            own.zero_grad()
-            for part in range(2):
-                x = randn(SAMPLES, 4, 3, 3, seed=10 * step + part)
-                y = randn(SAMPLES, 2, seed=100 + 10 * step + part)
-                ((model(x) - y).square().mean() / 2).backward()
-            own.step()
+        kit.train(model, losses, range(4, 8), own)
         return model
 
     for p, q in zip(go_on().parameters(), whole.parameters(), strict=True):
@@ -218,7 +211,7 @@ def test_a_state_of_stacks_continues_apart(method: str, apart: Callable[[], None
 
 
 def test_tensors_lie_in_one_and_former_data_stay() -> None:
-    model = train(steps=2, method="kfac", solver="inverse", solve_every=1)
+    model = trained(steps=2, method="kfac", solver="inverse", solve_every=1)
     (stack,) = [
         s for s in model.own.preconditioner._placed.stacks if "wide.0" in str(s.blocks[0].name)
     ]
@@ -247,10 +240,10 @@ def test_factors_are_solved_together_as_stack_by_stack(
     def each_alone(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
         return [solve_stack(p.solver, p.matrices, p.damping, p.last) for p in problems]
 
-    together = train(solver=solver).own.preconditioner
+    together = trained(solver=solver).own.preconditioner
     monkeypatch.setattr(solves, "_shares", shares_of)
     monkeypatch.setattr(solves, "solve_stacks", each_alone)
-    alone = train(solver=solver).own.preconditioner
+    alone = trained(solver=solver).own.preconditioner
     assert len(together._placed.stacks) > 1
     for one, other in zip(together._blocks, alone._blocks, strict=True):
         assert one.solved == other.solved
@@ -309,18 +302,9 @@ def test_gradients_of_padded_matrices() -> None:
 def on_ranks(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     """Each rank takes its share of every micro-batch, and averages gradients itself."""
     model = net()
-    own = soframe.Optimizer(
-        model, lr=0.02, auxiliary="adamw", auxiliary_lr=0.01, statistics_every=1,
-        **grouped({"gradients": "local", **options}),
-    )  # fmt: skip
-    for step in range(5):
-        own.zero_grad()
-        for part in range(2):
-            x = randn(SAMPLES, 4, 3, 3, seed=10 * step + part)
-            y = randn(SAMPLES, 2, seed=99 - step - part)
-            mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
-            ((model(x[mine]) - y[mine]).square().mean() / 2).backward()
-        own.step()
+    own = optimizer(model, gradients="local", **options)
+    mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
+    kit.train(model, partial(losses, part=mine), range(5), own)
     return [p.detach() for p in model.parameters()]
 
 

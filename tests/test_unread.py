@@ -18,6 +18,7 @@ from soframe.methods import Chain
 from soframe.settings import grouped
 from soframe.solvers import Solver
 from soframe.specs import FactorSpec
+from tests import kit
 
 CHOSEN: dict[str, dict[str, Any]] = {
     "solver": {"solver": "inverse"},
@@ -44,27 +45,28 @@ def net() -> nn.Module:
     return model.double()
 
 
-def trained(method: str | soframe.methods.Method, **settings: Any) -> Tensor:
+def weights_of(method: str | soframe.methods.Method, **settings: Any) -> Tensor:
     """Train for six steps, and return the weights."""
     model = net()
     optimizer = soframe.Optimizer(
         model, method=method, lr=0.05, statistics_every=2, solve_every=2, **grouped(settings)
     )
     generator = torch.Generator().manual_seed(1)
-    for _ in range(6):
+
+    def loss(model: nn.Module, _: int) -> Tensor:
         x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
         y = torch.randint(0, 3, (8,), generator=generator)
         outputs = model(x)
         if settings.get("fisher") == "type-2":
             optimizer.preconditioner.observe(outputs)
-        optimizer.zero_grad()
-        F.cross_entropy(outputs, y).backward()
-        optimizer.step()
+        return F.cross_entropy(outputs, y)
+
+    weights = kit.train(model, loss, range(6), optimizer)
     optimizer.preconditioner.close()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return weights
 
 
-plainly_trained = functools.cache(trained)
+plain_weights = functools.cache(weights_of)
 
 
 def test_every_setting_has_a_value() -> None:
@@ -75,12 +77,12 @@ def test_every_setting_has_a_value() -> None:
 @pytest.mark.parametrize("method", sorted(soframe.available("method")))
 def test_what_is_accepted_changes_something(method: str, name: str) -> None:
     try:
-        changed = trained(method, **CHOSEN[name])
+        changed = weights_of(method, **CHOSEN[name])
     except ValueError as error:
         if f"{name}=" not in str(error):  # it is refused for this reason, or for another one
             raise
     else:
-        assert (name, method) in SAME or not torch.equal(changed, plainly_trained(method))
+        assert (name, method) in SAME or not torch.equal(changed, plain_weights(method))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ class Deriving(soframe.methods.KFAC):
 def test_solvers_that_a_method_makes_of_the_users_are_the_users() -> None:
     """They are read, and split the damping together, as one would."""
     for settings in (CHOSEN["solver"], {}):
-        assert torch.equal(trained(Deriving(), **settings), trained("kfac", **settings))
+        assert torch.equal(weights_of(Deriving(), **settings), weights_of("kfac", **settings))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import soframe
 from soframe.cli import app
 from soframe.diagnostics import display as measured
 from soframe.diagnostics.metrics import scalars
+from tests import kit
 
 
 @pytest.fixture(name="found", scope="module")
@@ -23,10 +24,7 @@ def metrics_of_a_run() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     own = soframe.Preconditioner(model, kl_clip=None, statistics_every=2, solve_every=4)
     own.measure(norms=True, times=True)
-    for _ in range(4):
-        model.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        own.step()
+    kit.train(model, lambda net, _: net(torch.randn(8, 4)).square().mean(), range(4), own)
     return own.metrics(spectra="full")
 
 

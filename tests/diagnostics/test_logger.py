@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import soframe
 from soframe.diagnostics import ScalarLogger
+from tests import kit
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run
 
@@ -26,13 +26,8 @@ class Board:
         self.rows.setdefault(global_step, {})[tag] = scalar_value
 
 
-def train(logger: ScalarLogger, model: nn.Module, *steps: Any, number: int = 7) -> None:
-    for _ in range(number):
-        model.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        for step in steps:
-            step()
-        logger.step()
+def loss_of(model: nn.Module, _: int) -> Tensor:
+    return model(torch.randn(8, 4)).square().mean()
 
 
 def network() -> nn.Module:
@@ -46,7 +41,11 @@ def test_every_third_step_is_written_and_measured() -> None:
     own = soframe.Preconditioner(model, optimizer=optimizer, solve_every=2, statistics_every=1)
     logger = ScalarLogger(own, board, every=3, spectra=True)
     measured = []
-    train(logger, model, own.step, lambda: measured.append(own.measures_norms), optimizer.step)
+    for _ in range(7):
+        kit.train(model, loss_of, range(1), own)
+        measured.append(own.measures_norms)
+        optimizer.step()
+        logger.step()
     # Of the seven steps the third and the sixth.
     assert measured == [False, False, True, False, False, True, False]
     assert list(board.rows) == [3, 6]
@@ -66,7 +65,8 @@ def test_a_callback_takes_the_scalars_of_an_optimizer() -> None:
         rows.append((step, dict(found)))
 
     optimizer = soframe.Optimizer(model, "muon", lr=0.1)
-    train(ScalarLogger(optimizer, log, every=2, prefix=""), model, optimizer.step, number=4)
+    logger = ScalarLogger(optimizer, log, every=2, prefix="")
+    kit.train(model, loss_of, range(4), optimizer, logger)
     assert [step for step, _ in rows] == [2, 4]
     assert rows[0][1]["update_norm/0.weight"] > 0
     assert rows[0][1]["overall/update_norm"] > 0
@@ -98,7 +98,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     model = network()
     own = soframe.Preconditioner(model, kl_clip=None)
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
-        train(ScalarLogger(own, writer, every=2), model, own.step, number=4)
+        kit.train(model, loss_of, range(4), own, ScalarLogger(own, writer, every=2))
     found = accumulator.EventAccumulator(str(tmp_path))
     found.Reload()
     events = found.Scalars("soframe/damping/0")

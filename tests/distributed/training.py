@@ -5,7 +5,7 @@ Everything is float64 and seeded by the step, so that any rank can make any part
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -153,15 +153,19 @@ class Run:
         self.preconditioner.step()
         self.optimizer.step()
 
+    def train(self, steps: Iterable[int] | None = None) -> Run:
+        """Take these steps, or all of the case; returns itself."""
+        for step in range(self.case.steps) if steps is None else steps:
+            self.step(step)
+        return self
+
     def weights(self) -> Tensor:
         return nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
 
 
 def train_alone(case: Case) -> Tensor:
     """The weights after a run on one process."""
-    run = Run(case, backend=None)
-    for step in range(case.steps):
-        run.step(step)
+    run = Run(case).train()
     run.preconditioner.close()
     return run.weights()
 
@@ -176,9 +180,7 @@ def train_rank(
         ranks,
         make_backend() if make_backend is not None else None,
         mean_over() if ranks > 1 else None,
-    )
-    for step in range(case.steps):
-        run.step(step)
+    ).train()
     run.preconditioner.close()
     return run
 

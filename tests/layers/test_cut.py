@@ -11,6 +11,7 @@ from soframe.layers.layout import CutLayout, PlainLayout
 from soframe.methods import SOAP, Chain, Muon, NorMuon, Shampoo
 from soframe.strategies import Sharded
 from soframe.testing import check_method, compare
+from tests import kit
 from tests.curvature import closing, randn
 from tests.distributed.harness import run_ranks
 from tests.layers.test_conv1d import Named
@@ -123,10 +124,9 @@ def test_a_constraint_keeps_the_norm_of_each_part() -> None:
         constraint="hyperball",
         kl_clip=None,
     )
-    for step in range(3):
-        optimizer.zero_grad()
-        model(randn(5, 4, seed=step).float()).square().sum().backward()
-        optimizer.step()
+    kit.train(
+        model, lambda net, n: net(randn(5, 4, seed=n).float()).square().sum(), range(3), optimizer
+    )
     optimizer.close()
     after = model[0].weight.detach().unflatten(0, (6, 2)).flatten(1).norm(dim=1)
     torch.testing.assert_close(after, before)

@@ -14,6 +14,7 @@ from soframe.layers.base import moment
 from soframe.solvers import Lazy
 from soframe.specs import FactorSpec
 from soframe.testing import check_layer_helper, compare, dense_fisher, dense_preconditioned, kron
+from tests import kit
 from tests.curvature import (
     Kind,
     blocks,
@@ -66,10 +67,7 @@ def test_a_diagonal_is_the_matrix_of_one_hot_rows(solver: str, damping: Any) -> 
         model = fill(nn.Sequential(nn.Embedding(5, 3, padding_idx=2), nn.Tanh(), nn.Linear(3, 2)))
         settings = {"solver": solver, "damping": damping, "layers": {"0": helper}}
         with closing(preconditioner(model, **settings)) as own:
-            for _ in range(3):
-                model.zero_grad()
-                log_cosh(model(INDICES), randn(4, 3, 2)).backward()
-                own.step()
+            kit.train(model, lambda net, _: log_cosh(net(INDICES), randn(4, 3, 2)), range(3), own)
             assert blocks(own)["0"].running["A"].dim() == (2 if helper is EmbeddingHelper else 3)
             found.append(model[0].weight.grad)
     compare(*found, "preconditioned gradient", rtol=1e-6)

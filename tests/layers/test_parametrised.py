@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import soframe
 from soframe.testing import compare, dense_fisher
+from tests import kit
 from tests.curvature import blocks, closing, factors, fill, log_cosh, preconditioner, randn
 
 
@@ -76,10 +77,7 @@ def test_an_adapter_that_peft_adds_later_is_trained_alone() -> None:
     model.add_adapter("later", model.peft_config["default"])
     model.double().set_adapter("later")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for _ in range(2):
-        optimizer.zero_grad()
-        log_cosh(model(randn(5, 4)), randn(5, 3)).backward()
-        optimizer.step()
+    kit.train(model, lambda net, _: log_cosh(net(randn(5, 4)), randn(5, 3)), range(2), optimizer)
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert {name.rpartition(".lora_")[2] for name in moved} == {"A.later.weight", "B.later.weight"}
     rows = {row.parameter: row for row in optimizer.report()}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from soframe.testing import check_layer_helper, compare
+from tests import kit
 from tests.curvature import blocks, closing, factors, fill, log_cosh, preconditioner, randn
 
 CELLS: dict[str, Any] = {
@@ -73,10 +74,7 @@ def test_a_cell_is_its_two_linear_layers(method: str, checkpointed: bool) -> Non
         if written_out:
             model.cell = WrittenOut(model.cell)
         with closing(preconditioner(model, layers="all", method=method, solve_every=2)) as own:
-            for _ in range(2):
-                model.zero_grad()
-                log_cosh(model(x), y).backward()
-                own.step()
+            kit.train(model, lambda net, _: log_cosh(net(x), y), range(2), own)
             names = ["cell.ih", "cell.hh"] if written_out else ["cell.weight_ih", "cell.weight_hh"]
             assert set(blocks(own)) == {*names, "head"}
             each = [blocks(own)[name].running for name in names]

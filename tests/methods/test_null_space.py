@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from soframe import Preconditioner
+from tests import kit
 
 STEPS = 12
 SHAPES = {"wide": (12, 4), "tall": (4, 12), "square": (6, 6)}  # inputs, outputs
 
 
-def train(method: str, sizes: tuple[int, int], flip: bool, **options: Any) -> Tensor:
+def path_of(method: str, sizes: tuple[int, int], flip: bool, **options: Any) -> Tensor:
     """Return the path of the weights, with the samples of each batch in order or reversed."""
     torch.manual_seed(0)
     inputs, outputs = sizes
@@ -22,16 +23,14 @@ def train(method: str, sizes: tuple[int, int], flip: bool, **options: Any) -> Te
     model = nn.Sequential(*layers).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     own = Preconditioner(model, method, optimizer=optimizer, kl_clip=None, **options)
-    path = []
-    for step in range(STEPS):
+
+    def loss(model: nn.Module, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(8, inputs, generator=generator, dtype=torch.float64)
         x = x.flip(0) if flip else x
-        optimizer.zero_grad()
-        (model(x) - x.sin()).square().sum(1).mean().backward()
-        own.step()
-        optimizer.step()
-        path.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        return (model(x) - x.sin()).square().sum(1).mean()
+
+    path = [kit.train(model, loss, [step], own, optimizer) for step in range(STEPS)]
     own.close()
     return torch.stack(path)
 
@@ -42,7 +41,7 @@ def train(method: str, sizes: tuple[int, int], flip: bool, **options: Any) -> Te
 @pytest.mark.covering(together=1)
 def test_the_order_of_samples_does_not_matter(method: str, shape: str, solve_every: int) -> None:
     one, other = (
-        train(method, SHAPES[shape], flip, solve_every=solve_every) for flip in (False, True)
+        path_of(method, SHAPES[shape], flip, solve_every=solve_every) for flip in (False, True)
     )
     assert (one[-1] - one[0]).norm() > 0.01
     torch.testing.assert_close(other, one, rtol=0, atol=1e-8)

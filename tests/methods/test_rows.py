@@ -12,19 +12,16 @@ from torch import Tensor, nn
 from soframe.capture.sampling import Sampler, chosen
 from soframe.layers import Conv2dHelper, LayerHelper, LinearHelper
 from soframe.testing import compare
+from tests import kit
 from tests.curvature import blocks, closing, factors, fill, preconditioner, randn
-from tests.distributed.training import Case, Run
+from tests.distributed.training import Case, Run, train_alone
 
 
 def run(model: nn.Module, batches: list[Tensor], steps: int = 1, **options: Any) -> Any:
     """The preconditioner after some steps on the same weights."""
     own = preconditioner(model, decay=0.5, **options)
     with closing(own):
-        for _ in range(steps):
-            model.zero_grad()
-            for x in batches:
-                model(x).square().sum().backward()
-            own.step()
+        kit.train(model, lambda net, _: (net(x).square().sum() for x in batches), range(steps), own)
     return own
 
 
@@ -78,12 +75,10 @@ def test_a_number_of_rows_is_at_least_that_many() -> None:
 
 
 def test_everything_is_the_default_bit_by_bit() -> None:
-    weights = []
-    for options in ({}, {"rows": 1.0}, {"rows": 10**6}):
-        one = Run(Case({"solver": "inverse", **options}, steps=2))
-        for step in range(2):
-            one.step(step)
-        weights.append(one.weights())
+    weights = [
+        Run(Case({"solver": "inverse", **options}, steps=2)).train().weights()
+        for options in ({}, {"rows": 1.0}, {"rows": 10**6})
+    ]
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[0], weights[2])
 
@@ -140,25 +135,11 @@ def test_every_pass_and_step_and_rank_draws_anew_and_a_resumed_run_the_same() ->
     draws.add(tuple(chosen(0, 0, 1, 50, 5).tolist()))
     assert len(draws) == 4
     case = Case({"statistics_every": 2, "rows": 0.5, "stagger": True}, steps=6)
-    whole, first = Run(case), Run(case)
-    for step in range(6):
-        whole.step(step)
-        if step < 3:
-            first.step(step)
-    other = Run(case)
+    whole, first, other = Run(case).train(), Run(case).train(range(3)), Run(case)
     other.model.load_state_dict(first.model.state_dict())
     other.preconditioner.load_state_dict(first.preconditioner.state_dict())
-    for step in range(3, 6):
-        other.step(step)
-    assert torch.equal(whole.weights(), other.weights())
-    assert not torch.equal(whole.weights(), run_of(case.with_options(rows=1.0)))
-
-
-def run_of(case: Case) -> Tensor:
-    one = Run(case)
-    for step in range(case.steps):
-        one.step(step)
-    return one.weights()
+    assert torch.equal(whole.weights(), other.train(range(3, 6)).weights())
+    assert not torch.equal(whole.weights(), train_alone(case.with_options(rows=1.0)))
 
 
 class Opaque(LinearHelper):

@@ -14,6 +14,7 @@ from soframe import PlainGrad
 from soframe.settings import grouped
 from soframe.solvers import Eigen, Relative
 from soframe.step import magnitude as gradients
+from tests import kit
 from tests.distributed.harness import run_ranks
 
 
@@ -22,17 +23,18 @@ def batch(step: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(6, 4, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def train(scales: list[float], dtype: torch.dtype, **options: Any) -> tuple[Any, list[Tensor]]:
+def after(scales: list[float], dtype: torch.dtype, **options: Any) -> tuple[Any, list[Tensor]]:
     """Gradients after the last of some steps on losses of some scales."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.LayerNorm(3)).to(dtype)
     own = soframe.Preconditioner(model, lr=0.1, **grouped({"statistics_every": 10, **options}))
-    for step, scale in enumerate(scales):
-        model.zero_grad()
-        (model(batch(step, dtype)).square().mean() * scale).backward()
-        own.step()
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(batch(step, dtype)).square().mean() * scales[step]
+
+    kit.train(model, loss, range(len(scales)), own)
     own.close()
-    return own, [p.grad.clone() for p in model.parameters()]
+    return own, kit.gradients(model)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def train(scales: list[float], dtype: torch.dtype, **options: Any) -> tuple[Any,
 def test_a_spike_is_clipped_like_in_float64(clips: dict[str, Any], scale: float) -> None:
     """Its inner products and its squares are infinite in float32."""
     (_, single), (_, double) = (
-        train([1.0, scale], dtype, **clips) for dtype in (torch.float32, torch.float64)
+        after([1.0, scale], dtype, **clips) for dtype in (torch.float32, torch.float64)
     )
     for one, exact in zip(single[:4], double[:4], strict=True):  # without LayerNorm's
         assert float(one.norm()) > 0
@@ -59,10 +61,10 @@ def test_a_spike_is_clipped_like_in_float64(clips: dict[str, Any], scale: float)
 @pytest.mark.parametrize("clips", [{"kl_clip": 1e-4}, {"kl_clip": None}], ids=str)
 def test_results_that_are_not_finite_cost_one_update(clips: dict[str, Any]) -> None:
     """The gradients are finite, and over the damping they are not."""
-    own, found = train([1.0, 1e37], torch.float32, damping=1e-8, **clips)
+    own, found = after([1.0, 1e37], torch.float32, damping=1e-8, **clips)
     assert own.counters["skipped_updates"] == 1
     assert not any(bool(gradient.any()) for gradient in found)
-    own, found = train([1.0, 1e37, 1.0], torch.float32, damping=1e-8, **clips)
+    own, found = after([1.0, 1e37, 1.0], torch.float32, damping=1e-8, **clips)
     assert own.counters["skipped_updates"] == 1
     assert all(bool(g.isfinite().all()) and bool(g.any()) for g in found)
 
@@ -82,7 +84,7 @@ def test_without_damping_results_are_looked_at(
 ) -> None:
     """The curvature is that of a tiny loss, the next gradient is not."""
     for scale in (1e-19, 1.0):
-        own, found = train([scale, 1.0], torch.float32, **undamped, **clips)
+        own, found = after([scale, 1.0], torch.float32, **undamped, **clips)
         assert own.counters["skipped_updates"] == (scale < 1)
         assert all(bool(gradient.isfinite().all()) for gradient in found)
 
@@ -90,7 +92,7 @@ def test_without_damping_results_are_looked_at(
 def spike(rank: int, ranks: int) -> tuple[dict[str, int], list[Tensor]]:
     # One rank alone has it: the others learn of it by the poll.
     scale = 1e19 if rank == 1 else 1.0
-    own, found = train([1.0, scale], torch.float32, kl_clip=1e-4, gradients="local")
+    own, found = after([1.0, scale], torch.float32, kl_clip=1e-4, gradients="local")
     return own.counters, found
 
 

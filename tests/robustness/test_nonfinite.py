@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.testing import compare
+from tests import kit
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over, same, snapshot
 
@@ -228,14 +229,11 @@ def test_gradients_outside_of_any_block_are_watched_too():
 
 
 def test_gradients_that_are_never_finite_are_warned_of_once() -> None:
-    model = nn.Linear(3, 2)
-    preconditioner = soframe.Preconditioner(model, kl_clip=None)
+    model, x = nn.Linear(3, 2), torch.ones(4, 3)
+    own = soframe.Preconditioner(model, kl_clip=None)
 
     def steps(number: int, scale: float) -> None:
-        for _ in range(number):
-            model.zero_grad()
-            (model(torch.ones(4, 3)).square().mean() * scale).backward()
-            preconditioner.step()
+        kit.train(model, lambda net, _: scale * net(x).square().mean(), range(number), own)
 
     steps(9, math.nan)
     steps(1, 1.0)
@@ -243,7 +241,7 @@ def test_gradients_that_are_never_finite_are_warned_of_once() -> None:
     with pytest.warns(UserWarning, match="rank 0 had gradients .* not finite in 10 steps in a row"):
         steps(1, math.nan)
     steps(20, math.nan)
-    assert preconditioner.counters["skipped_updates"] == 39
+    assert own.counters["skipped_updates"] == 39
 
 
 def test_statistics_are_owed_while_there_are_none() -> None:

@@ -105,9 +105,7 @@ class Counting(Eigen):
 def test_constant_factors_are_solved_once() -> None:
     Counting.solves.clear()
     every = {"statistics_every": 100, "solve_every": 2}
-    run = Run(Case({"solver": Lazy(Counting()), **every}))
-    for step in range(6):
-        run.step(step)
+    run = Run(Case({"solver": Lazy(Counting()), **every})).train(range(6))
     assert len(Counting.solves) == 8  # four blocks are used
     assert torch.equal(run.weights(), train_alone(Case({"solver": "eigen", **every}, steps=6)))
 

@@ -16,6 +16,7 @@ from soframe.solvers import Inverse, Relative
 from soframe.solvers.base import mean_trace
 from soframe.testing import compare, dense_preconditioned, kron
 from soframe.trust_region import ConstantDamping, LevenbergMarquardt, RelativeDamping
+from tests import kit
 from tests.curvature import (
     blocks,
     closing,
@@ -126,12 +127,8 @@ def test_the_step_is_that_of_any_multiple_of_the_loss(solver: str, scale: float)
         compare(other, one, "step", rtol=1e-8)
 
 
-def steps(own: soframe.Preconditioner, model: nn.Module, numbers: range) -> list[Tensor]:
-    for number in numbers:
-        model.zero_grad()
-        half_square(model(randn(4, 3, seed=number)), randn(4, 3, seed=50)).backward()
-        own.step()
-    return [p.grad.clone() for p in model.parameters()]
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    return half_square(model(randn(4, 3, seed=step)), randn(4, 3, seed=50))
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
@@ -142,14 +139,15 @@ def test_resuming_between_solves(solver: str) -> None:
         model = fill(deep())
         own = preconditioner(model, **settings)
         if stop:
-            steps(own, model, range(stop))
+            kit.train(model, loss_of, range(stop), own)
             file = io.BytesIO()
             torch.save(own.state_dict(), file)
             file.seek(0)
             own.close()
             own = preconditioner(model, **settings)
             own.load_state_dict(torch.load(file, weights_only=True))
-        found.append(steps(own, model, range(stop or 0, 4)))
+        kit.train(model, loss_of, range(stop or 0, 4), own)
+        found.append(kit.gradients(model))
         own.close()
     assert all(map(torch.equal, *found))
 
@@ -160,29 +158,28 @@ def test_another_policy_solves_anew() -> None:
         model = fill(deep())
         settings = {"solve_every": 4, "statistics_every": 4}
         with closing(preconditioner(model, damping=first, **settings)) as own:
-            steps(own, model, range(1))
+            kit.train(model, loss_of, range(1), own)
             saved = own.state_dict()
         with closing(preconditioner(model, damping=RelativeDamping(0.3), **settings)) as own:
             own.load_state_dict(saved)
-            found.append(steps(own, model, range(1, 2)))
+            kit.train(model, loss_of, range(1, 2), own)
+            found.append(kit.gradients(model))
     for one, other in zip(*found, strict=True):
         compare(one, other, "gradient")
 
 
-def train(rank: int, ranks: int, strategy: str, solver: Any) -> list[Tensor]:
+def on_rank(rank: int, ranks: int, strategy: str, solver: Any) -> Tensor:
     model = fill(nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Flatten(), nn.Linear(16, 3)))
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"damping": "relative", "solver": solver, "strategy": strategy, "solve_every": 2}
+    rows = slice(rank * 6 // ranks, (rank + 1) * 6 // ranks)
+
+    def loss(_: nn.Module, step: int) -> Tensor:
+        return half_square(wrapped(randn(6, 2, 3, 3, seed=step)[rows]), randn(6, 3, seed=9)[rows])
+
     with closing(preconditioner(model, **settings)) as own:
-        for step in range(3):
-            optimizer.zero_grad()
-            rows = slice(rank * 6 // ranks, (rank + 1) * 6 // ranks)
-            output = wrapped(randn(6, 2, 3, 3, seed=step)[rows])
-            half_square(output, randn(6, 3, seed=9)[rows]).backward()
-            own.step()
-            optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+        return kit.train(model, loss, range(3), own, optimizer)
 
 
 @pytest.mark.slow
@@ -191,10 +188,9 @@ def train(rank: int, ranks: int, strategy: str, solver: Any) -> list[Tensor]:
 @pytest.mark.parametrize(("solver", "ranks"), [("eigen", 2), (Inverse("sqrt"), 3)], ids=str)
 @pytest.mark.covering(together=1)
 def test_ranks_are_one_process(strategy: str, solver: Any, ranks: int) -> None:
-    alone = train(0, 1, "comm-opt", solver)
-    for own in run_ranks(train, ranks, strategy, solver):
-        for one, other in zip(own, alone, strict=True):
-            compare(one, other, "weights", rtol=1e-8)
+    alone = on_rank(0, 1, "comm-opt", solver)
+    for own in run_ranks(on_rank, ranks, strategy, solver):
+        compare(own, alone, "weights", rtol=1e-8)
 
 
 # -- policies by either optimizer ------------------------------------------------------------
@@ -208,7 +204,8 @@ def test_numbers_callables_and_policies_are_the_same(damping: Any) -> None:
     for each in (0.3, damping):
         model = fill(deep())
         with closing(preconditioner(model, damping=each)) as own:
-            results.append(steps(own, model, range(2)))
+            kit.train(model, loss_of, range(2), own)
+            results.append(kit.gradients(model))
         model, (x, y) = fill(deep()), (randn(4, 3), randn(4, 3, seed=50))
         optimizer = soframe.TrustRegion(
             model, "squared-error", damping=each, curvature=soframe.Curvature(fisher="type-2")

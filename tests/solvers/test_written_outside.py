@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.specs import TensorSpec
+from tests import kit
 
 Solve = Callable[[Tensor], dict[str, Any]]
 
@@ -35,20 +36,22 @@ class Plain(soframe.Solver):
         return torch.linalg.solve(damped(right["matrix"]), half.mT).mT
 
 
-def trained(solves: Solve) -> Tensor:
+def last_grad(solves: Solve) -> Tensor:
     torch.manual_seed(0)
     net = nn.Linear(3, 2, dtype=torch.float64)
-    settings = {"statistics_every": 1, "solve_every": 2, "kl_clip": None, "damping": 0.1}
-    preconditioner = soframe.Preconditioner(net, solver=Plain(solves), **settings)
-    for _ in range(4):
-        net.zero_grad()
-        net(torch.randn(5, 3, dtype=torch.float64)).square().mean().backward()
-        preconditioner.step()
+    own = kit.precondition(net, solver=Plain(solves), solve_every=2, damping=0.1)
+
+    def loss(net: nn.Module, _: int) -> Tensor:
+        return net(torch.randn(5, 3, dtype=torch.float64)).square().mean()
+
+    kit.train(net, loss, range(4), own)
     return net.weight.grad
 
 
 def test_a_factor_that_is_returned_as_it_is_does_not_change_between_solves() -> None:
-    as_it_is, copied = (trained(s) for s in (lambda m: {"matrix": m}, lambda m: {"matrix": m * 1}))
+    as_it_is, copied = (
+        last_grad(s) for s in (lambda m: {"matrix": m}, lambda m: {"matrix": m * 1})
+    )
     assert torch.equal(as_it_is, copied)
 
 
@@ -64,4 +67,4 @@ def test_what_a_solver_may_say_and_not_keep(
     solves: Solve, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        trained(solves)
+        last_grad(solves)
