@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.methods import Method
 from soframe.registry import KINDS
+from soframe.testing import compare
 from tests import kit
 from tests.curvature import closing, fill, randn
 
@@ -102,6 +103,23 @@ def check_shared_instance(make: Callable[[], Method], **settings: Any) -> None:
     torch.testing.assert_close(weights(model), weights(apart), rtol=1e-12, atol=1e-13)
     assert states["2"].keys() == states["4"].keys()
     assert not any(torch.equal(states["2"][key], states["4"][key]) for key in states["2"])
+
+
+def check_peer(method: Method, peer: Callable[[list[dict[str, Any]]], Any]) -> None:
+    """The hidden layers move as by an optimizer of another library, but for bfloat16's rounding."""
+    one, other = network().float(), network().float()
+    hidden = [[model[2].weight, model[4].weight] for model in (one, other)]
+    group = {"use_muon": True, "lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(randn(6, 5, seed=step).float()).square().sum()
+
+    with closing(preconditioner(one, method)) as own:
+        kit.train(one, loss, range(3), own, torch.optim.SGD(hidden[0], lr=0.02))
+    kit.train(other, loss, range(3), peer([{"params": hidden[1], **group}]))
+    start = network().float()
+    for begun, mine, theirs in zip((start[2].weight, start[4].weight), *hidden, strict=True):
+        compare((mine - begun).detach(), (theirs - begun).detach(), "update", rtol=0.03)
 
 
 def check_nonfinite(method: Method, **settings: Any) -> None:

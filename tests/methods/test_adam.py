@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.kernels.samples import by_samples, squared_gradients
-from soframe.methods import SGD, AdamW, Diagonal
+from soframe.methods import SGD, AdamW
 from soframe.methods.adam import divided
 from soframe.specs import VALUE
 from soframe.testing import compare, layer_fisher
+from tests import kit
 from tests.curvature import (
     Kind,
     LossAverage,
@@ -49,16 +50,14 @@ def compare_with(reference: Any, method: Any, lr: float, rtol: float, dtype: tor
     one, other = Everything().to(dtype), Everything().to(dtype)
     peer = reference(other.parameters())
     plain = torch.optim.SGD(one.parameters(), lr=lr)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(torch.arange(12).view(3, 4).add(step).remainder(5)).square().sum()
+
     with closing(stages.preconditioner(one, method)) as own:
         assert own.covered() == set(one.parameters())
-        for number in range(6):
-            for model in (one, other):
-                model.zero_grad()
-                inputs = torch.arange(12).view(3, 4).add(number).remainder(5)
-                model(inputs).square().sum().backward()
-            own.step()
-            plain.step()
-            peer.step()
+        kit.train(one, loss, range(6), own, plain)
+    kit.train(other, loss, range(6), peer)
     start = stages.weights(Everything().to(dtype))
     for before, mine, theirs in zip(start, stages.weights(one), stages.weights(other), strict=True):
         compare(mine - before, theirs - before, "update", rtol=rtol, atol=rtol * 1e-2)
@@ -79,11 +78,10 @@ def test_adamw_with_decay_is_torchs() -> None:
     one, other = Everything().double(), Everything().double()
     own = soframe.Optimizer(one, AdamW(eps=1e-3), lr=0.02, weight_decay=0.3, kl_clip=None)
     peer = torch.optim.AdamW(other.parameters(), lr=0.02, eps=1e-3, weight_decay=0.3)
-    for number in range(4):
-        for model, optimizer in ((one, own), (other, peer)):
-            optimizer.zero_grad()
-            model(torch.tensor([[number, 1, 2]])).square().sum().backward()
-            optimizer.step()
+    for model, optimizer in ((one, own), (other, peer)):
+        kit.train(
+            model, lambda net, n: net(torch.tensor([[n, 1, 2]])).square().sum(), range(4), optimizer
+        )
     own.close()
     torch.testing.assert_close(stages.weights(one), stages.weights(other), rtol=1e-12, atol=1e-13)
 
@@ -177,13 +175,6 @@ def test_settings_are_checked() -> None:
         stages.preconditioner(stages.network(), "diagonal", scaling="kaisa")
 
 
-@pytest.mark.parametrize("method", [AdamW(), SGD(), SGD(0.9), Diagonal()], ids=repr)
-def test_promises(method: Any) -> None:
-    stages.check_resume(method)
-    stages.check_shared_instance(lambda: method)
-    stages.check_nonfinite(method)
-
-
 TWENTY: dict[str, tuple[Any, Any, float]] = {
     "sgd": (SGD(), lambda p: torch.optim.SGD(p, lr=0.05), 0.0),
     "momentum": (SGD(0.9), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), 0.0),
@@ -215,13 +206,12 @@ def test_twenty_steps_of_torchs(name: str, dtype: torch.dtype, rtol: float) -> N
         torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step / 10))
         for one in (own, peer)
     ]
-    for number in range(20):
-        for model, optimizer, schedule in zip(models, (own, peer), schedules, strict=True):
-            optimizer.zero_grad()
-            inputs = torch.arange(12).view(3, 4).add(number).remainder(5)
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            schedule.step()
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(torch.arange(12).view(3, 4).add(step).remainder(5)).square().mean()
+
+    for model, optimizer, schedule in zip(models, (own, peer), schedules, strict=True):
+        kit.train(model, loss, range(20), optimizer, schedule)
     own.close()
     start = stages.weights(Everything().to(dtype))
     pairs = zip(start, *map(stages.weights, models), strict=True)
@@ -240,10 +230,12 @@ def test_decoupled_decay_is_pytorch_optimizers() -> None:
     models = [Everything().double() for _ in range(2)]
     own = soframe.Optimizer(models[0], SGD(0.9), lr=0.05, weight_decay=0.2)
     peer = SGDW(models[1].parameters(), lr=0.05, momentum=0.9, weight_decay=0.2)
-    for number in range(5):
-        for model, optimizer in zip(models, (own, peer), strict=True):
-            optimizer.zero_grad()
-            model(torch.tensor([[number % 5, 1, 2]])).square().mean().backward()
-            optimizer.step()
+    for model, optimizer in zip(models, (own, peer), strict=True):
+        kit.train(
+            model,
+            lambda net, n: net(torch.tensor([[n, 1, 2]])).square().mean(),
+            range(5),
+            optimizer,
+        )
     own.close()
     torch.testing.assert_close(*map(stages.weights, models), rtol=1e-10, atol=1e-12)

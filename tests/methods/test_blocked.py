@@ -142,15 +142,6 @@ def test_parts_of_four_shapes_on_ranks(strategy: str) -> None:
             compare(one, other, f"step {step}", rtol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "method", [Blocked(SOAP(), 2), Chain((Blocked(), "graft")), Graft(SOAP())], ids=repr
-)
-def test_promises(method: Any) -> None:
-    stages.check_resume(method, solve_every=2)
-    stages.check_shared_instance(lambda: method, solve_every=2)
-    stages.check_nonfinite(method, solve_every=2)
-
-
 def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="block_size"):
         Blocked("soap", 0)

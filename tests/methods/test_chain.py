@@ -200,13 +200,3 @@ def test_curvature_then_momentum() -> None:
             torch.testing.assert_close(
                 gradient_matrix(own.blocks[0]), buffer, rtol=1e-12, atol=1e-14
             )
-
-
-CHAIN = Chain((KFAC(), "momentum", Momentum(0.5)))
-
-
-@pytest.mark.slow
-def test_promises() -> None:
-    stages.check_resume(CHAIN)
-    stages.check_shared_instance(lambda: Chain((KFAC(), "momentum", Momentum(0.5))))
-    stages.check_nonfinite(CHAIN)

@@ -185,12 +185,3 @@ def test_a_scale_that_no_step_would_use_is_refused(method: Any) -> None:
     for name in ("kfac", "kl-shampoo", "kl-soap"):
         with closing(stages.preconditioner(model, name, solve_every=1)):
             pass
-
-
-@pytest.mark.parametrize("method", [EKFAC(), Chain((EKFAC(), "momentum"))], ids=repr)
-@pytest.mark.slow
-def test_promises(method: Any) -> None:
-    stages.check_resume(method, solve_every=3)
-    stages.check_resume(method, statistics_every=2, solve_every=2)
-    stages.check_shared_instance(lambda: method, solve_every=3)
-    stages.check_nonfinite(method, solve_every=10)

@@ -210,29 +210,6 @@ def test_a_damping_that_is_relative_to_nothing_is_refused(method: str) -> None:
 
 
 @pytest.mark.slow
-def test_some_rows_have_the_scale_of_all() -> None:
-    found = []
-    for rows, steps in ((0.5, 300), (1.0, 1)):
-        model = fill(nn.Sequential(nn.Linear(3, 2)))
-        with closing(preconditioner(model, method="eva", rows=rows, decay=0.999)) as own:
-            for _ in range(steps):
-                model.zero_grad()
-                half_square(model(randn(8, 3, 3)), 3 + randn(8, 3, 2, seed=1)).backward()
-                own.step()
-            found.append({n: f.clone() for n, f in own.blocks[0].running.items()})
-    for name, factor in found[1].items():
-        size = float(factor.abs().max())
-        assert torch.allclose(found[0][name], factor, rtol=0.1, atol=0.1 * size), name
-
-
-@pytest.mark.parametrize("method", [Eva(), Chain((Eva(), "momentum"))], ids=repr)
-def test_promises(method: Any) -> None:
-    stages.check_resume(method, statistics_every=2, solve_every=2)
-    stages.check_shared_instance(lambda: method)
-    stages.check_nonfinite(method)
-
-
-@pytest.mark.slow
 def test_a_method_of_the_empirical_fisher_is_checked_under_that_alone() -> None:
     check_method(Eva(), ranks=())
     assert Chain((Eva(), "momentum")).empirical_only

@@ -17,7 +17,7 @@ from torch.distributions import MultivariateNormal, kl_divergence
 from soframe.checkpoint import seal
 from soframe.comm.packing import pack_triangle
 from soframe.layers.layout import BlockShape
-from soframe.methods import KFAC, KLSOAP, SOAP, Chain, KLShampoo, Method, Momentum, Shampoo
+from soframe.methods import KFAC, KLSOAP, SOAP, Chain, KLShampoo, Method, Shampoo
 from soframe.solvers import Basis, Eigen, Root
 from soframe.specs import VALUE, FactorSpec
 from soframe.strategies import MemOpt, Sharded
@@ -355,16 +355,3 @@ def test_a_basis_whose_columns_stay() -> None:
     compare(again["vectors"].abs(), shuffled["vectors"].abs(), "the same columns")
     state = {"square": randn(1, 3, 3)}
     assert torch.equal(SOAP().rebase(state, {"L": first}, {"L": again})["square"], state["square"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "method",
-    [KLShampoo(), KLSOAP(), KLSOAP(carry="rotate"), Chain((Momentum(), KLSOAP()))],
-    ids=repr,
-)
-def test_promises(method: Any) -> None:
-    stages.check_resume(method)
-    stages.check_resume(method, solve_every=2)
-    stages.check_shared_instance(lambda: method)
-    stages.check_nonfinite(method)

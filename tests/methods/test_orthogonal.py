@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from soframe.methods import Chain, MatchRMS, Momentum, Muon, NewtonMuon, Orthogonalise, orthogonal
+from soframe.methods import MatchRMS, Momentum, Muon, NewtonMuon, Orthogonalise, orthogonal
 from soframe.methods.base import Candidate
 from soframe.methods.orthogonal import (
     MUON,
@@ -16,7 +16,7 @@ from soframe.methods.orthogonal import (
     coefficients,
     nearest_orthogonal,
 )
-from soframe.testing import compare
+from tests import kit
 from tests.curvature import closing, fill, randn
 from tests.methods import stages
 
@@ -141,14 +141,13 @@ def test_classical_momentum_is_torchs(nesterov: bool) -> None:
     reference = torch.optim.SGD(other.parameters(), **options)
     plain = torch.optim.SGD(one.parameters(), lr=0.1)
     method = Momentum(0.9, nesterov, averaged=False)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(randn(5, 3, seed=step)).square().sum()
+
     with closing(stages.preconditioner(one, method)) as own:
-        for number in range(4):
-            for model in (one, other):
-                model.zero_grad()
-                model(randn(5, 3, seed=number)).square().sum().backward()
-            own.step()
-            plain.step()
-            reference.step()
+        kit.train(one, loss, range(4), own, plain)
+    kit.train(other, loss, range(4), reference)
     torch.testing.assert_close(stages.weights(one), stages.weights(other), rtol=1e-13, atol=1e-13)
 
 
@@ -234,37 +233,10 @@ def test_settings_are_checked() -> None:
     assert not Muon().joint
 
 
-@pytest.mark.parametrize(
-    "method",
-    [Muon(), NewtonMuon(), Momentum(), Chain(("momentum", "orthogonalise"))],
-    ids=repr,
-)
-def test_promises(method: Any) -> None:
-    stages.check_resume(method)
-    stages.check_shared_instance(lambda: method)
-    stages.check_nonfinite(method)
-
-
 @pytest.mark.skipif(
     importlib.util.find_spec("pytorch_optimizer") is None, reason="pytorch_optimizer is missing"
 )
 def test_muon_is_pytorch_optimizers() -> None:
     from pytorch_optimizer import Muon as Peer
 
-    one, other = stages.network().float(), stages.network().float()
-    hidden = [other[2].weight, other[4].weight]
-    group = {"params": hidden, "use_muon": True, "lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
-    reference = Peer([group])
-    plain = torch.optim.SGD([one[2].weight, one[4].weight], lr=0.02)
-    with closing(stages.preconditioner(one, Muon(dtype="bfloat16"))) as own:
-        for number in range(3):
-            for model in (one, other):
-                model.zero_grad()
-                inputs = randn(6, 5, seed=number).float()
-                model(inputs).square().sum().backward()
-            own.step()
-            plain.step()
-            reference.step()
-    start = stages.network().float()[2].weight.detach()
-    mine, theirs = one[2].weight.detach() - start, other[2].weight.detach() - start
-    compare(mine, theirs, "update", rtol=0.03)
+    stages.check_peer(Muon(dtype="bfloat16"), Peer)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from soframe.testing import compare
+from tests import kit
 from tests.curvature import closing, preconditioner
 from tests.examples import examples
 
@@ -82,10 +83,8 @@ def test_moments_are_of_each_call(
     model = Repeated(size, calls).double()
     x = torch.randn(samples, positions, size, dtype=torch.float64)
     with closing(preconditioner(model, method=method, solve_every=100)) as own:
-        for _ in range(2):  # EKFAC's second moments begin after the first solve
-            model.zero_grad()
-            (0.5 * model(x).square().sum() / samples).backward()
-            own.step()
+        # EKFAC's second moments begin after the first solve.
+        kit.train(model, lambda net, _: 0.5 * net(x).square().sum() / samples, range(2), own)
         block = next(block for block in own.blocks if block.name == "layer")
         each = torch.stack([w for call in gradients(model, x) for w in call])
         if method == "tnt":

@@ -9,7 +9,7 @@ import scipy.linalg
 import torch
 from torch import Tensor, nn
 
-from soframe.methods import Chain, Shampoo
+from soframe.methods import Shampoo
 from soframe.solvers import Root
 from soframe.specs import FactorSpec
 from soframe.testing import compare
@@ -122,13 +122,6 @@ def test_settings_are_checked(options: Any, match: str) -> None:
         Shampoo(**options)
     with pytest.raises(ValueError, match="power"):
         Root(0.0)
-
-
-@pytest.mark.parametrize("method", [Shampoo(), Chain(("momentum", Shampoo(graft=True)))], ids=repr)
-def test_promises(method: Any) -> None:
-    stages.check_resume(method, solve_every=2)
-    stages.check_nonfinite(method)
-    stages.check_shared_instance(lambda: method, solve_every=2)
 
 
 @pytest.mark.skipif(

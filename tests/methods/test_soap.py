@@ -321,17 +321,6 @@ def test_settings_are_checked() -> None:
         Chain((SOAP(), "shampoo"))
 
 
-@pytest.mark.parametrize(
-    "method", [SOAP(), SOAP(carry="rotate"), SOAPMuon(), Chain((Momentum(), SOAP()))], ids=repr
-)
-@pytest.mark.slow
-def test_promises(method: Any) -> None:
-    stages.check_resume(method)
-    stages.check_resume(method, solve_every=2)
-    stages.check_shared_instance(lambda: method)
-    stages.check_nonfinite(method)
-
-
 @pytest.mark.skipif(
     importlib.util.find_spec("pytorch_optimizer") is None, reason="pytorch_optimizer is missing"
 )

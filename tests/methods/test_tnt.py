@@ -12,9 +12,9 @@ import soframe
 from soframe.blocks.block import Block
 from soframe.damping.policies import RelativeDamping
 from soframe.kernels.samples import moments_by_grams, moments_by_samples, sample_moments
-from soframe.methods import TNT, Chain
 from soframe.solvers import OrthogonalIteration
 from soframe.testing import compare, kron, layer_fisher
+from tests import kit
 from tests.curvature import (
     Kind,
     LossAverage,
@@ -213,40 +213,12 @@ def test_without_curvature_and_damping_there_is_no_step() -> None:
         assert not gradient_matrix(own.blocks[0]).any()
 
 
-@pytest.mark.parametrize("method", [TNT(), Chain((TNT(), "momentum"))], ids=repr)
-@pytest.mark.slow
-def test_promises(method: Any) -> None:
-    stages.check_resume(method, solve_every=3)
-    stages.check_shared_instance(lambda: method)
-    stages.check_nonfinite(method)
-
-
-@pytest.mark.slow
-def test_some_rows_have_the_scale_of_all() -> None:
-    """The mean over many draws of half of the samples is the factor of all, over positions too."""
-    found = []
-    for rows, steps in ((0.5, 300), (1.0, 1)):
-        model = fill(nn.Sequential(nn.Linear(3, 2)))
-        with closing(preconditioner(model, method="tnt", rows=rows, decay=0.999)) as own:
-            for _ in range(steps):
-                model.zero_grad()
-                half_square(model(randn(8, 3, 3)), randn(8, 3, 2, seed=1)).backward()
-                own.step()
-            found.append({n: f.clone() for n, f in own.blocks[0].running.items()})
-    for name, factor in found[1].items():
-        close = torch.allclose(found[0][name], factor, rtol=0.1, atol=0.05 * float(factor.max()))
-        assert close, (name, found[0][name] / factor)
-
-
 def test_it_is_a_method_of_the_optimizer() -> None:
     model = stages.network()
     with torch.no_grad():
         before = float(stages.loss_of(model, 0))
     optimizer = soframe.Optimizer(model, "tnt", lr=0.1, kl_clip=None, damping=0.1)
-    for _ in range(20):
-        optimizer.zero_grad()
-        stages.loss_of(model, 0).backward()
-        optimizer.step()
+    kit.train(model, stages.loss_of, [0] * 20, optimizer)
     optimizer.close()
     with torch.no_grad():
         assert float(stages.loss_of(model, 0)) < 0.5 * before

@@ -15,6 +15,7 @@ from soframe.layers import LayerHelper
 from soframe.methods import Call, Direction, Given, Method
 from soframe.specs import VALUE, FactorSpec
 from soframe.testing import check_layer_helper, check_method
+from tests import kit
 from tests.distributed.harness import run_ranks
 
 
@@ -104,10 +105,7 @@ def test_some_rows_have_the_scale_of_all(method: Method) -> None:
             curvature=soframe.Curvature(rows=rows),
         )
         x = torch.randn(16, 3, dtype=torch.float64)
-        for _ in range(steps):
-            net.zero_grad()
-            (net(x).square().sum(1).mean()).backward()
-            own.step()
+        kit.train(net, lambda net, _: net(x).square().sum(1).mean(), range(steps), own)
         return {name: factor.clone() for name, factor in own.blocks[0].running.items()}
 
     some, every = factors(0.5, 200), factors(1.0, 1)
