@@ -29,7 +29,6 @@ from tests.background import (
     wait_until_solved,
 )
 from tests.distributed.training import Run, make_net, same, snapshot
-from tests.state.test_resume import train
 
 
 class Late(Eigen):
@@ -136,8 +135,7 @@ def test_a_solve_sees_neither_gradients_nor_autocast_nor_the_first_factors(runs)
     solver.gate.set()
     own = runs(background=1, solver=solver)
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
-        for step in range(EVERY + 2):
-            own.step(step)
+        own.train(range(EVERY + 2))
     factors = 2 * 4  # of the layers that are used
     first, rest = solver.seen[:factors], solver.seen[factors:]
     assert [one["beside"] for one in first] == [False] * factors
@@ -167,8 +165,7 @@ def test_a_bad_batch_costs_its_update_alone(runs):
 def test_ready_is_when_all_are_solved_and_not_before(runs):
     solver = Gated()
     own = still(runs(background="ready", solver=solver))
-    for step in range(EVERY + 1):
-        own.step(step)
+    own.train(range(EVERY + 1))
     before = in_use(own)
     for step in (EVERY + 1, EVERY + 2):
         own.step(step)
@@ -204,8 +201,7 @@ def test_a_factor_that_cannot_be_solved_keeps_its_data(runs, caplog):
     own.step(0)
     before = in_use(own)
     with caplog.at_level(logging.WARNING, "soframe"):
-        for step in range(1, EVERY + 2):
-            own.step(step)
+        own.train(range(1, EVERY + 2))
         assert own.preconditioner.counters["failed_solves"] == 0
         own.step(EVERY + 2)
     assert own.preconditioner.counters["failed_solves"] == 8
@@ -217,8 +213,7 @@ def test_what_a_solver_raises_is_raised_where_it_lands(runs):
     solver = Gated(error=KeyError("not this one"))
     solver.gate.set()
     own = runs(background=2, solver=solver)
-    for step in range(EVERY + 2):
-        own.step(step)
+    own.train(range(EVERY + 2))
     with pytest.raises(KeyError, match="not this one"):
         own.step(EVERY + 2)
 
@@ -236,9 +231,9 @@ def test_warnings_are_not_lost(runs):
     own = runs(background=1, solver=Warns())
     with pytest.warns(RuntimeWarning, match="take care"):
         own.step(0)
-    train(own, 1, EVERY)
+    own.train(range(1, EVERY))
     with pytest.warns(RuntimeWarning, match="take care"):
-        train(own, EVERY, EVERY + 2)
+        own.train(range(EVERY, EVERY + 2))
 
 
 # -- what cannot be --------------------------------------------------------------------------------

@@ -154,9 +154,7 @@ def train_in_a_group(rank: int, ranks: int, cases: list[Case]) -> list[torch.Ten
         # The groups train other cases at the same time.
         case = cases[(number + mine) % len(cases)]
         backend = TorchDistributed(groups[mine])
-        run = Run(case, own, 2, backend, mean_over(groups[mine]))
-        for step in range(case.steps):
-            run.step(step)
+        run = Run(case, own, 2, backend, mean_over(groups[mine])).train()
         results.append(run.weights())
     return results
 
@@ -179,9 +177,7 @@ def train_three_of_four(rank: int, ranks: int, case: Case) -> torch.Tensor | Non
         with pytest.raises(ValueError, match="not a member of the given group"):
             TorchDistributed(group)
         return None
-    run = Run(case, members.index(rank), 3, TorchDistributed(group), mean_over(group))
-    for step in range(case.steps):
-        run.step(step)
+    run = Run(case, members.index(rank), 3, TorchDistributed(group), mean_over(group)).train()
     return run.weights()
 
 

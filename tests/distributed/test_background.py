@@ -20,9 +20,17 @@ from tests.distributed.test_accounting import SHAPES
 from tests.distributed.test_equivalence import STRATEGIES
 from tests.distributed.test_overlap import Late
 from tests.distributed.test_plans import EVERY, Traffic
-from tests.distributed.training import Case, Run, mean_over, same, snapshot, train_alone
+from tests.distributed.training import (
+    Case,
+    Run,
+    mean_over,
+    same,
+    snapshot,
+    train_alone,
+    train_cases,
+)
 from tests.distributed.twins import Trace, assert_twins
-from tests.state.test_resume import load, save, train, triangles
+from tests.state.test_resume import load, save, triangles
 
 pytestmark = pytest.mark.distributed
 
@@ -43,9 +51,7 @@ class Slow(Inverse):
 def trace(rank: int, ranks: int, case: Case, overlap: bool) -> Trace:
     backend = Recording(Late(seed=overlap, overlap=overlap))
     torch.manual_seed(10 * rank + overlap)
-    run = Run(case, rank, ranks, backend, mean_over())
-    for step in range(case.steps):
-        run.step(step)
+    run = Run(case, rank, ranks, backend, mean_over()).train()
     state = snapshot(run.preconditioner)
     run.preconditioner.close()
     return Trace(run.weights(), state, run.preconditioner.counters, backend.events)
@@ -90,17 +96,6 @@ def test_threads_change_no_bit_and_no_call(
     assert_twins(results, cases)
 
 
-def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Tensor]:
-    found = []
-    for case in cases:
-        run = Run(case, rank, ranks, average=mean_over())
-        for step in range(case.steps):
-            run.step(step)
-        run.preconditioner.close()
-        found.append(run.weights())
-    return found
-
-
 @pytest.mark.parametrize(
     ("ranks", "solver", "stagger", "after"),
     [
@@ -117,7 +112,7 @@ def test_ranks_are_one_process(ranks: int, solver: str, stagger: bool, after: in
     }
     alone = train_alone(Case(options, steps=STEPS))
     assert not torch.allclose(alone, train_alone(Case({**options, "background": 0}, steps=STEPS)))
-    for own in run_ranks(train_all, ranks, list(cases.values())):
+    for own in run_ranks(train_cases, ranks, list(cases.values())):
         for name, weights in zip(cases, own, strict=True):
             torch.testing.assert_close(weights, alone, rtol=0, atol=1e-10, msg=name)
 
@@ -227,8 +222,7 @@ def fail(rank: int, ranks: int, strategy: str, error: Exception) -> Any:
     solver.gate.set()
     options = {"solve_every": INTERVAL, "background": 1, "strategy": strategy, "solver": solver}
     run = Run(Case({"statistics_every": 1, **options}), rank, ranks, None, mean_over())
-    for step in range(INTERVAL + 1):
-        run.step(step)
+    run.train(range(INTERVAL + 1))
     before = run.preconditioner.counters["failed_solves"]
     try:
         run.step(INTERVAL + 1)
@@ -262,11 +256,11 @@ def resume(rank: int, ranks: int, cases: list[Case]) -> list[list[bool]]:
     for case in cases:
         outcome = []
         for at in range(STEPS):
-            whole = train(Run(case, rank, ranks, average=mean_over()), 0, at)
+            whole = Run(case, rank, ranks, average=mean_over()).train(range(at))
             saved = save(whole)
             resumed = load(Run(case, rank, ranks, average=mean_over()), saved)
             for run in (whole, resumed):
-                train(run, at, STEPS)
+                run.train(range(at, STEPS))
             equal = torch.equal(resumed.weights(), whole.weights())
             outcome.append(equal and same(triangles(resumed), triangles(whole)))
             for run in (whole, resumed):
@@ -295,8 +289,7 @@ def test_ranks_go_on_bit_by_bit_from_every_step() -> None:
 def save_on_one(rank: int, ranks: int, step: int) -> str:
     options = {"statistics_every": 1, "solve_every": INTERVAL, "background": 2}
     backend = TorchDistributed(meet_timeout=1.0)
-    run = Run(Case(options), rank, ranks, backend, mean_over())
-    train(run, 0, step)
+    run = Run(Case(options), rank, ranks, backend, mean_over()).train(range(step))
     if rank == 0:
         run.preconditioner.state_dict()
     time.sleep(0.1)

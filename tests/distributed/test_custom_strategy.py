@@ -31,7 +31,7 @@ def node_opt(ranks_per_node: int) -> soframe.Strategy:
     return made
 
 
-def train(
+def weights_of(
     model: nn.Module,
     share: slice,
     strategy: soframe.Strategy | str,
@@ -72,12 +72,12 @@ def on_rank(rank: int, world_size: int) -> tuple[Tensor, set[tuple[int, ...]]]:
     ).placement.work
     workers = {block.gradient_workers for block in strategy.place(work, world_size).blocks}
     model = DistributedDataParallel(make_model())
-    return train(model, slice(rank, None, world_size), strategy), workers
+    return weights_of(model, slice(rank, None, world_size), strategy), workers
 
 
 @pytest.mark.distributed
 def test_guide_strategy_equals_one_process() -> None:
-    expected = train(make_model(), slice(None), "comm-opt")
+    expected = weights_of(make_model(), slice(None), "comm-opt")
     for weights, workers in run_ranks(on_rank, 4):
         assert workers == {(0, 1), (2, 3)}
         compare(weights, expected, "weights under the guide's strategy", rtol=1e-10)
@@ -89,11 +89,11 @@ def in_half_of_the_world(rank: int, world_size: int) -> Tensor:
         return torch.empty(0)
     backend = soframe.comm.TorchDistributed(group)
     model = DistributedDataParallel(make_model(), process_group=group)
-    return train(model, slice(rank, None, 4), node_opt(2), backend)
+    return weights_of(model, slice(rank, None, 4), node_opt(2), backend)
 
 
 @pytest.mark.distributed
 def test_overlapping_groups_in_a_part_of_the_world() -> None:
-    expected = train(make_model(), slice(None), "comm-opt")
+    expected = weights_of(make_model(), slice(None), "comm-opt")
     for weights in run_ranks(in_half_of_the_world, 5)[:4]:
         compare(weights, expected, "weights in a part of the world", rtol=1e-10)

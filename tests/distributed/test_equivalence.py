@@ -127,9 +127,7 @@ def train_all(
     results = []
     for case in cases:
         recording = Recording(TorchDistributed())
-        run = Run(case, rank, ranks, recording, mean_over())
-        for step in range(case.steps):
-            run.step(step)
+        run = Run(case, rank, ranks, recording, mean_over()).train()
         run.preconditioner.close()
         results.append((run.weights(), recording.events, run.preconditioner.counters))
     return results
@@ -225,8 +223,7 @@ def under_ddp(rank: int, ranks: int, case: Case) -> tuple[Tensor, list[str]]:
     wrapped = DistributedDataParallel(run.model, find_unused_parameters=True)
     run.model = wrapped
     run.preconditioner = preconditioner_of(wrapped, run.optimizer, case, None)
-    for step in range(case.steps):
-        run.step(step)
+    run.train()
     return run.weights(), [block.name for block in run.preconditioner._blocks]
 
 

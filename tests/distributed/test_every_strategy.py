@@ -38,9 +38,7 @@ def with_equal_data(rank: int, ranks: int, gradients: str, fused: bool) -> dict[
         case = Case({"strategy": EVERY[name], "gradients": gradients, **OPTIONS})
         average = mean_over() if gradients == "averaged" else None
         # Rank 0 of one: it takes the whole batch, like all the others.
-        run = Run(case, 0, 1, TorchDistributed(fused=fused), average)
-        for step in range(case.steps):
-            run.step(step)
+        run = Run(case, 0, 1, TorchDistributed(fused=fused), average).train()
         run.preconditioner.close()
         found[name] = run.weights()
     return found

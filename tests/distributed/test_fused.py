@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import soframe
 from soframe import Preconditioner
 from soframe.comm import Backend, Recording, TorchDistributed
 from soframe.settings import grouped
+from tests import kit
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.test_equivalence import assert_same_traces
 
@@ -99,8 +101,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def steps(
-    rank: int, ranks: int, strategy: str, gradients: Any, *, fused: bool
+def gradients_of(
+    rank: int, strategy: str, gradients: Any, *, fused: bool
 ) -> tuple[list[Tensor], Recording, dict[str, Any]]:
     torch.manual_seed(0)
     model = Net()
@@ -108,20 +110,18 @@ def steps(
     options: dict[str, Any] = {"strategy": strategy, "gradients": gradients}
     options |= {"statistics_every": 1, "solve_every": 2, "kl_clip": 1e-2, "lr": 0.1}
     own = Preconditioner(model, **grouped({"backend": backend, **options}))
-    found = []
-    for step in range(4):
-        model.zero_grad()
+
+    def losses(model: nn.Module, step: int) -> Iterator[Tensor]:
         for micro in range(2):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
             x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
-            (model(x).square().sum(1).mean() / 2).backward()
-        if gradients == "averaged":
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= ranks
-        own.step()
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            yield model(x).square().sum(1).mean() / 2
+
+    before = [kit.Averaging(model)] if gradients == "averaged" else []
+    found: list[Tensor] = []
+    for step in range(4):
+        kit.train(model, losses, [step], *before, own)
+        found += kit.gradients(model)
     own.close()
     return found, backend, own.traffic()
 
@@ -133,7 +133,7 @@ def both_ways(rank: int, ranks: int, bucket: int, cases: list[tuple[str, str]]) 
     found = []
     for case in cases:
         for fused in (True, False):
-            gradients, backend, traffic = steps(rank, ranks, *case, fused=fused)
+            gradients, backend, traffic = gradients_of(rank, *case, fused=fused)
             found.append((gradients, backend.events, traffic))
     return found
 

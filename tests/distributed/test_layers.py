@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import soframe
 from soframe import Preconditioner
 from soframe.strategies import HybridOpt, Sharded
+from tests import kit
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import mean_over
 from tests.layers.test_experts import EXPERTS, INTO, Kernel, Routed
 
 pytestmark = pytest.mark.distributed
@@ -78,7 +78,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.randn(SAMPLES, 2, generator=generator, dtype=torch.float64)
 
 
-def train(rank: int, ranks: int, *, net: str, strategy: str, fisher: str) -> Tensor:
+def weights_of(rank: int, ranks: int, *, net: str, strategy: str, fisher: str) -> Tensor:
     torch.manual_seed(0)
     model = NETS[net]().double()
     share = SAMPLES // ranks
@@ -95,28 +95,24 @@ def train(rank: int, ranks: int, *, net: str, strategy: str, fisher: str) -> Ten
     )
     assert len({row.block for row in own.report()}) == 7
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    average = mean_over() if ranks > 1 else None
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    part = slice(rank * share, (rank + 1) * share)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
         tokens, targets = batch(step)
-        part = slice(rank * share, (rank + 1) * share)
         output = model(tokens[part])
         if fisher == "type-2":
             own.observe(output)
-        (output - targets[part]).square().mean().backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            if average is not None:
-                average(parameter.grad)
-        own.step()
-        optimizer.step()
+        return (output - targets[part]).square().mean()
+
+    weights = kit.train(model, loss, range(STEPS), kit.Averaging(model), own, optimizer)
+    assert all(parameter.grad is not None for parameter in model.parameters())
     own.close()
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+    return weights
 
 
 def on_ranks(rank: int, ranks: int) -> dict[tuple[str, str, str], Tensor]:
     return {
-        (net, strategy, fisher): train(rank, ranks, net=net, strategy=strategy, fisher=fisher)
+        (net, strategy, fisher): weights_of(rank, ranks, net=net, strategy=strategy, fisher=fisher)
         for net in NETS
         for strategy in STRATEGIES
         for fisher in FISHERS
@@ -127,7 +123,7 @@ def test_ranks_train_as_one_process() -> None:
     ranks = run_ranks(on_ranks, 2)
     for net in NETS:
         for fisher in FISHERS:
-            alone = train(0, 1, net=net, strategy="comm", fisher=fisher)
+            alone = weights_of(0, 1, net=net, strategy="comm", fisher=fisher)
             for rank, found in enumerate(ranks):
                 for strategy in STRATEGIES:
                     where = f"{net}, {strategy}, {fisher}, rank {rank}"

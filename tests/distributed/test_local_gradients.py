@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from soframe import Preconditioner, TrustRegion
 from soframe.comm import Recording, TorchDistributed, leave_gradients
 from soframe.strategies import HybridOpt, Sharded
 from soframe.testing import compare
+from tests import kit
 from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -49,7 +51,7 @@ class Net(nn.Module):
         return self.head(hidden.tanh())
 
 
-def train(rank: int, ranks: int, strategy: Any, mode: str, options: dict[str, Any]) -> list[Tensor]:
+def path_of(rank: int, strategy: Any, mode: str, options: dict[str, Any]) -> list[Tensor]:
     """The weights after every step; two micro-batches each."""
     torch.manual_seed(0)
     model = Net()
@@ -71,21 +73,21 @@ def train(rank: int, ranks: int, strategy: Any, mode: str, options: dict[str, An
         ),
         **{"kl_clip": 1e-2, **options},
     )
-    found = []
-    for step in range(5):
-        optimizer.zero_grad()
+
+    def losses(_: nn.Module, step: int) -> Iterator[Tensor]:
         for micro in range(2):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
             x = torch.randint(7, (4,), generator=generator)
             y = torch.randn(4, 3, generator=generator, dtype=torch.float64)
             output = called(x, aside=step > 2 and rank == 1)
-            ((output - y).square().sum(1).mean() / 2).backward()
-        if step == 1 and rank == 1:
+            yield (output - y).square().sum(1).mean() / 2
+        if step == 1 and rank == 1:  # after the last backward pass
             model.head.bias.grad[0] = float("nan")
-        own.step()
+
+    found = []
+    for step in range(5):
+        found.append(kit.train(model, losses, [step], own, optimizer))
         assert (model.never.weight.grad is None) or not model.never.weight.grad.any()
-        optimizer.step()
-        found.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
     assert own.counters["skipped_updates"] == 1
     return found
 
@@ -94,7 +96,7 @@ def in_every_mode(
     rank: int, ranks: int, names: list[str], options: dict[str, Any]
 ) -> dict[str, dict[str, list[Tensor]]]:
     return {
-        name: {mode: train(rank, ranks, STRATEGIES[name], mode, options) for mode in MODES}
+        name: {mode: path_of(rank, STRATEGIES[name], mode, options) for mode in MODES}
         for name in names
     }
 

@@ -31,8 +31,7 @@ def run_of(options: dict[str, Any], rank: int = 0, ranks: int = 1) -> Run:
     local = options.get("gradients") == "local"
     run = Run(case, rank, ranks, None, mean_over() if ranks > 1 and not local else None)
     run.preconditioner.measure(norms=True)
-    for step in range(STEPS + 1):
-        run.step(step)
+    run.train(range(STEPS + 1))
     return run
 
 

@@ -120,9 +120,7 @@ def in_a_part(rank: int, ranks: int, cases: list[Case]) -> list[Tensor]:
     found = []
     for case in cases:
         backend = TorchDistributed(group)
-        run = Run(case, members.index(rank), 3, backend, mean_over(group))
-        for step in range(case.steps):
-            run.step(step)
+        run = Run(case, members.index(rank), 3, backend, mean_over(group)).train()
         found.append(run.weights())
     return found
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from soframe import Optimizer
 from soframe.comm import TorchDistributed
 from soframe.methods import orthogonal
 from soframe.settings import grouped
+from tests import kit
 from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -26,18 +26,15 @@ def make_model() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(WIDTHS[-1], 2)).double()
 
 
-def steps(model: nn.Module, rank: int, ranks: int, *, averaged: bool, **options: object) -> None:
+def take_steps(model: nn.Module, rank: int, ranks: int, **options: object) -> None:
     optimizer = Optimizer(model, "muon", lr=0.02, **grouped(options))  # type: ignore[arg-type]
-    for step in range(3):
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(12, WIDTHS[0], generator=generator, dtype=torch.float64)
-        optimizer.zero_grad()
-        model(x[rank::ranks]).square().sum(1).mean().backward()
-        for parameter in model.parameters() if averaged else ():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= ranks
-        optimizer.step()
+        return model(x[rank::ranks]).square().sum(1).mean()
+
+    kit.train(model, loss, range(3), optimizer)
     optimizer.close()
 
 
@@ -54,7 +51,7 @@ def train_on_ranks(rank: int, ranks: int) -> tuple[list[torch.Tensor], int, dict
     orthogonal.nearest_orthogonal = counted
     backend = TorchDistributed(fused=True)
     strategy = {"strategy": "mem-opt", "gradients": "local", "backend": backend}
-    steps(model, rank, ranks, averaged=False, **strategy)
+    take_steps(model, rank, ranks, **strategy)
     sent = {phase: count["bytes"] for phase, count in backend.traffic().items()}
     return [p.detach() for p in model.parameters()], made, sent
 
@@ -62,7 +59,7 @@ def train_on_ranks(rank: int, ranks: int) -> tuple[list[torch.Tensor], int, dict
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_matrix_is_orthogonalised_once_for_all_ranks(ranks: int) -> None:
     alone = make_model()
-    steps(alone, 0, 1, averaged=False)
+    take_steps(alone, 0, 1)
     found = run_ranks(train_on_ranks, ranks)
     matrices = len(WIDTHS) - 1  # the head is AdamW's
     assert sum(made for _, made, _ in found) == 3 * matrices

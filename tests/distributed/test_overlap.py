@@ -197,9 +197,7 @@ class Fails(Inverse):
 def solve_badly(rank: int, ranks: int, case: Case, overlap: bool) -> tuple[Any, ...]:
     Fails.times.clear()
     backend = TorchDistributed(overlap=overlap) if ranks > 1 else None
-    run = Run(case, rank, ranks, backend, mean_over() if ranks > 1 else None)
-    for step in range(3):
-        run.step(step)
+    run = Run(case, rank, ranks, backend, mean_over() if ranks > 1 else None).train(range(3))
     own = run.preconditioner
     solved = {block.name: sorted(block.second_order) for block in own._blocks}
     return run.weights(), own.counters, solved

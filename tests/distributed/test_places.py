@@ -342,8 +342,7 @@ def on_the_wire(rank: int, ranks: int, strategies: list[Strategy]) -> list[Facto
         case = Case({"strategy": strategy, "solve_every": 1, "decay": 0.5})
         run = Run(case, rank, ranks, average=mean_over())
         run.optimizer.param_groups[0]["lr"] = 0.0
-        for step in range(2):
-            run.step(step)
+        run.train(range(2))
         found.append(state_of(run.preconditioner))
     return found
 

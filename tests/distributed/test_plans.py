@@ -27,6 +27,7 @@ from soframe.strategies import (
     Sharded,
     Strategy,
 )
+from tests import kit
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_accounting import SHAPES
 from tests.distributed.test_accounting import Apart as KaisaApart
@@ -116,10 +117,8 @@ def train_on_paper(
     backend = Recording(rank=rank, world_size=ranks, fused=fused)
     options |= {"strategy": strategy, "backend": backend, "solver": solver, "kl_clip": None}
     own = Preconditioner(model, **grouped(options))
-    for _ in range(steps):
-        model.zero_grad()
-        model(torch.ones(2, widths[0])).square().mean().backward()
-        own.step()
+    x = torch.ones(2, widths[0])
+    kit.train(model, lambda net, _: net(x).square().mean(), range(steps), own)
     own.close()
     return own, model, backend
 
@@ -232,9 +231,7 @@ def train_on_ranks(
     for name in names:
         intervals = {"statistics_every": every[0], "solve_every": every[1]}
         case = Case({"strategy": EVERY[name], "solver": solver, **intervals})
-        run = Run(case, rank, ranks, average=mean_over())
-        for step in range(steps):
-            run.step(step)
+        run = Run(case, rank, ranks, average=mean_over()).train(range(steps))
         own = run.preconditioner
         found.append((own.placement, own.traffic(), own.memory_usage()))
     return found

@@ -16,7 +16,7 @@ from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.test_accounting import SHAPES
 from tests.distributed.test_equivalence import STRATEGIES
 from tests.distributed.test_plans import EVERY, Traffic, add
-from tests.distributed.training import Case, Run, mean_over, train_alone, train_rank
+from tests.distributed.training import Case, Run, mean_over, train_alone, train_cases, train_rank
 
 pytestmark = pytest.mark.distributed
 
@@ -63,10 +63,6 @@ def test_the_bytes_of_every_step_are_those_of_its_blocks(ranks: int, solver: Any
                 assert totals[step + 1] == expected, (name, rank, step)
 
 
-def train_all(rank: int, ranks: int, cases: list[Case]) -> list[torch.Tensor]:
-    return [train_rank(rank, ranks, case).weights() for case in cases]
-
-
 @pytest.mark.parametrize(
     ("ranks", "solver"),
     [(2, "eigen"), pytest.param(3, "inverse", marks=[pytest.mark.slow, pytest.mark.thorough])],
@@ -80,7 +76,7 @@ def test_ranks_are_one_process(ranks: int, solver: str) -> None:
     }
     alone = train_alone(Case(every, steps=STEPS))
     assert not torch.allclose(alone, train_alone(Case({**every, "stagger": False}, steps=STEPS)))
-    for own in run_ranks(train_all, ranks, list(cases.values())):
+    for own in run_ranks(train_cases, ranks, list(cases.values())):
         for name, weights in zip(cases, own, strict=True):
             torch.testing.assert_close(weights, alone, rtol=0, atol=1e-10, msg=name)
 

@@ -6,11 +6,11 @@ The ways are taken on a processor here; `tests/gpu` takes them where they belong
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import soframe
@@ -18,6 +18,7 @@ from soframe.kernels import devices, halves
 from soframe.solvers import inverse
 from soframe.step import magnitude
 from soframe.testing import compare
+from tests import kit
 from tests.distributed.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -45,7 +46,7 @@ class Net(nn.Module):
         return self.frozen((self.left(x) + self.right(x)).tanh())
 
 
-def train(
+def results(
     rank: int, ranks: int, gpu: bool, strategy: str, steps: range, state: Any
 ) -> tuple[dict[str, Tensor], Any, int]:
     """Return how weights have moved, and factors; the state; the number of products of halves."""
@@ -68,21 +69,17 @@ def train(
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    for step in steps:
+
+    def losses(model: nn.Module, step: int) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(step)
         whole = torch.randn(SAMPLES, 2, 4, 4, generator=generator)
         share = SAMPLES // ranks
-        optimizer.zero_grad()
         for part in whole[rank * share : (rank + 1) * share].split(share // 2):
             with torch.autocast("cpu", torch.bfloat16):
                 outputs = model(part)
-            (outputs.float().square().sum(1).mean() / 2).backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        if ranks > 1:
-            for gradient in gradients:
-                dist.all_reduce(gradient)
-                gradient.div_(ranks)
-        optimizer.step()
+            yield outputs.float().square().sum(1).mean() / 2
+
+    kit.train(model, losses, steps, kit.Averaging(model), optimizer)
     torch.manual_seed(0)
     begun = dict(Net().named_parameters())
     found = {name: p.detach() - begun[name].detach() for name, p in model.named_parameters()}
@@ -99,8 +96,8 @@ def train(
 def resumed(gpu: bool, strategy: str) -> tuple[list[Any], list[Any]]:
     """A run on four ranks, and how it went on as two."""
     every = range(STEPS)
-    first = run_ranks(train, 4, gpu, strategy, every[:MIDDLE], None)
-    return first, run_ranks(train, 2, gpu, strategy, every[MIDDLE:], first[0][1])
+    first = run_ranks(results, 4, gpu, strategy, every[:MIDDLE], None)
+    return first, run_ranks(results, 2, gpu, strategy, every[MIDDLE:], first[0][1])
 
 
 @pytest.fixture(scope="module")

@@ -185,6 +185,11 @@ def train_rank(
     return run
 
 
+def train_cases(rank: int, ranks: int, cases: list[Case]) -> list[Tensor]:
+    """The weights after each of some runs on this rank."""
+    return [train_rank(rank, ranks, case).weights() for case in cases]
+
+
 def snapshot(preconditioner: Preconditioner) -> dict[str, Tensor]:
     """A copy of everything that this rank remembers."""
     found = {}

@@ -100,9 +100,7 @@ def script(store: str, strategy: str, how: str) -> None:
         for step in range(STEPS):
             backward(model, case, step, rank, ranks, mean_over())
         return
-    run = Run(case, rank, ranks, average=mean_over())
-    for step in range(STEPS):
-        run.step(step)
+    run = Run(case, rank, ranks, average=mean_over()).train(range(STEPS))
     if any(stack._pending for stack in run.preconditioner._placed.stacks):
         print(TRAVELLING, flush=True)
     if how == "raises" or (how == "one raises" and rank == 1):

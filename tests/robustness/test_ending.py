@@ -54,8 +54,7 @@ def threads_of_gloo() -> int:
 
 def destroy(rank: int, ranks: int, strategy: str) -> tuple[int, int, str]:
     run = Run(Case({"strategy": strategy, "statistics_every": 1}), rank, ranks, average=mean_over())
-    for step in range(3):
-        run.step(step)
+    run.train(range(3))
     before = threads_of_gloo()
     dist.destroy_process_group()
     until = time.monotonic() + 10  # a thread that has returned is in /proc for a moment still

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from soframe.solvers import Eigen, Inverse, OrthogonalIteration, Solver
 from soframe.solvers.lazy import Lazy, sketch
 from soframe.testing import check_solver, compare
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import Case, Run, train_alone, train_rank
+from tests.distributed.training import Case, Run, train_alone, train_cases
 from tests.examples import examples
 from tests.solvers.dense import spectrum
 
@@ -110,10 +110,6 @@ def test_constant_factors_are_solved_once() -> None:
     assert torch.equal(run.weights(), train_alone(Case({"solver": "eigen", **every}, steps=6)))
 
 
-def train(rank: int, ranks: int, cases: list[Case]) -> list[Any]:
-    return [train_rank(rank, ranks, case).weights() for case in cases]
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_are_one_process() -> None:
@@ -121,6 +117,6 @@ def test_ranks_are_one_process() -> None:
     alone = train_alone(Case(options, steps=6))
     assert not torch.allclose(alone, train_alone(Case({"solve_every": 1}, steps=6)))
     cases = [Case({"strategy": name, **options}, steps=6) for name in ("comm-opt", "mem-opt")]
-    for own in run_ranks(train, 3, cases):
+    for own in run_ranks(train_cases, 3, cases):
         for weights in own:
             torch.testing.assert_close(weights, alone, rtol=0, atol=1e-9)

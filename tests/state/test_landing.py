@@ -26,7 +26,7 @@ from tests.background import (
     wait_until_solved,
 )
 from tests.distributed.training import same, snapshot
-from tests.state.test_resume import load, save, train, triangles
+from tests.state.test_resume import load, save, triangles
 
 # -- state -----------------------------------------------------------------------------------------
 
@@ -43,12 +43,12 @@ from tests.state.test_resume import load, save, train, triangles
 def test_a_resumed_run_is_the_run_that_saved(runs, solver, stagger):
     options = {"background": 2, "solver": solver, "stagger": stagger}
     for at in range(STEPS):
-        whole = train(runs(**options), 0, at)
+        whole = runs(**options).train(range(at))
         saved = save(whole)
         assert under_way(whole) == 0
         resumed = load(runs(**options), saved)
         for run in (whole, resumed):
-            train(run, at, STEPS)
+            run.train(range(at, STEPS))
         assert torch.equal(resumed.weights(), whole.weights()), at
         assert same(triangles(resumed), triangles(whole)), at
 
@@ -56,7 +56,7 @@ def test_a_resumed_run_is_the_run_that_saved(runs, solver, stagger):
 def test_a_sharded_checkpoint_has_what_was_under_way(runs):
     own, plain = still(runs(background=3)), still(runs())
     for run in (own, plain):
-        train(run, 0, EVERY + 1)
+        run.train(range(EVERY + 1))
     assert not same(in_use(own), in_use(plain))
     part, expected = (checkpoint.part(run.preconditioner) for run in (own, plain))
     header = part.pop("header")
@@ -66,12 +66,12 @@ def test_a_sharded_checkpoint_has_what_was_under_way(runs):
 
 
 def test_loading_drops_what_was_under_way(runs):
-    saved = save(train(runs(), 0, 2))
+    saved = save(runs().train(range(2)))
     own, fresh = runs(background=2), runs(background=2)
-    train(own, 0, EVERY + 1)
+    own.train(range(EVERY + 1))
     assert under_way(own) > 0
     for run in (own, fresh):
-        train(load(run, saved), 2, 4)  # it would have landed after these
+        load(run, saved).train(range(2, 4))  # it would have landed after these
     assert under_way(own) == 0
     assert torch.equal(own.weights(), fresh.weights())
     assert same(snapshot(own.preconditioner), snapshot(fresh.preconditioner))
@@ -80,10 +80,10 @@ def test_loading_drops_what_was_under_way(runs):
 def test_what_is_not_loaded_changes_nothing(runs):
     own, plain = still(runs(background=2)), still(runs())
     for run in (own, plain):
-        train(run, 0, EVERY + 1)
+        run.train(range(EVERY + 1))
     with pytest.raises(ValueError, match="not the state"):
         own.preconditioner.load_state_dict({})
-    train(own, EVERY + 1, EVERY + 3)
+    own.train(range(EVERY + 1, EVERY + 3))
     assert same(in_use(own), in_use(plain))
 
 
@@ -93,7 +93,7 @@ def test_what_is_not_loaded_changes_nothing(runs):
 def test_a_model_that_changes_has_what_was_under_way(runs):
     own, plain = still(runs(background=3)), still(runs())
     for run in (own, plain):
-        train(run, 0, EVERY + 1)
+        run.train(range(EVERY + 1))
         run.model.hidden.weight.requires_grad_(False)
         run.model.conv.requires_grad_(False)
     assert not same(in_use(own), in_use(plain))
@@ -108,20 +108,20 @@ def test_a_model_that_changes_has_what_was_under_way(runs):
 def test_preconditioning_again_is_with_the_factors_of_now(runs):
     own, plain = still(runs(background=3, solver="inverse")), still(runs(solver="inverse"))
     for run in (own, plain):
-        train(run, 0, EVERY + 2)
+        run.train(range(EVERY + 2))
         own_blocks = run.preconditioner.blocks
         run.preconditioner.damp(dict.fromkeys((b.name for b in own_blocks), 0.5))
         run.preconditioner.propose()
     assert under_way(own) == 0
     assert same(in_use(own), in_use(plain))
-    train(own, EVERY + 2, EVERY + 4)
+    own.train(range(EVERY + 2, EVERY + 4))
     assert same(in_use(own), in_use(plain)), "nothing older has landed on top"
 
 
 def test_data_that_are_set_are_used_until_the_next_landing(runs):
     own, plain = still(runs(background=2)), still(runs())
-    train(own, 0, 1)
-    train(plain, 0, EVERY + 1)
+    own.train(range(1))
+    plain.train(range(EVERY + 1))
     blocks = own.preconditioner.blocks
     zeros = [
         Solved(
@@ -129,7 +129,7 @@ def test_data_that_are_set_are_used_until_the_next_landing(runs):
         )
         for b in blocks
     ]
-    train(own, 1, EVERY + 1)
+    own.train(range(1, EVERY + 1))
     for block, data in zip(blocks, zeros, strict=True):
         block.restore(data)
     own.step(EVERY + 1)
@@ -141,7 +141,7 @@ def test_data_that_are_set_are_used_until_the_next_landing(runs):
 def test_copies_and_results_are_counted(runs):
     solver = Gated()
     own = runs(background=3, solver=solver)
-    train(own, 0, EVERY)
+    own.train(range(EVERY))
     usage = own.preconditioner.memory_usage()
     assert usage["under_way"] == 0
     own.step(EVERY)
@@ -151,7 +151,7 @@ def test_copies_and_results_are_counted(runs):
     solver.gate.set()
     wait_until_solved(own)
     assert under_way(own) == now["second_order"], "copies are gone, results there"
-    train(own, EVERY + 1, EVERY + 4)
+    own.train(range(EVERY + 1, EVERY + 4))
     assert own.preconditioner.memory_usage() == usage
     assert "under_way" not in runs().preconditioner.memory_usage()
 
@@ -173,7 +173,7 @@ def test_closing_ends_the_thread_and_begins_nothing_more(runs, monkeypatch):
     monkeypatch.setattr(Work, "cancel", late)
     solver = Gated()
     own = runs(background=3, solver=solver)
-    train(own, 0, EVERY + 1)
+    own.train(range(EVERY + 1))
     assert len(threads()) == 1
     first = sum(not one["beside"] for one in solver.seen)
     while len(solver.seen) == first:
@@ -189,7 +189,7 @@ def test_an_error_that_is_given_up_is_in_the_log(runs, caplog):
     solver = Gated(error=KeyError("not this one"))
     solver.gate.set()
     own = runs(background=3, solver=solver)
-    train(own, 0, EVERY + 1)
+    own.train(range(EVERY + 1))
     wait_until_solved(own)
     with caplog.at_level(logging.WARNING, "soframe"):
         own.preconditioner.close()

@@ -16,6 +16,7 @@ from soframe.methods import KFAC, SOAP, Chain, Method, Momentum
 from soframe.settings import grouped
 from soframe.solvers import Solver
 from soframe.specs import FactorSpec
+from tests import kit
 from tests.distributed.training import Case, Run
 from tests.state.test_resume import equal
 
@@ -24,10 +25,7 @@ CASE = Case({"solve_every": 2})
 
 
 def make() -> Run:
-    run = Run(CASE)
-    for step in range(3):
-        run.step(step)
-    return run
+    return Run(CASE).train(range(3))
 
 
 def change(*path: str, to: Any) -> Callable[[State], None]:
@@ -144,10 +142,7 @@ def test_what_is_kept_in_bases_does_not_outlive_them(stage: Method, refused: boo
     own = Preconditioner(
         model, solver="eigen", statistics_every=1, solve_every=1, **grouped(settings)
     )
-    for step in range(3):
-        model.zero_grad()
-        model(torch.eye(3) + step).square().mean().backward()
-        own.step()
+    kit.train(model, lambda net, step: net(torch.eye(3) + step).square().mean(), range(3), own)
     state = own.state_dict()
     own.close()
     other = Preconditioner(

@@ -88,9 +88,7 @@ def test_a_broken_checkpoint_is_refused_and_changes_nothing(name, tmp_path):
     in_part(part)
     write(part, tmp_path)
     in_folder(tmp_path)
-    run = Run(CASE)
-    for step in (7, 3):
-        run.step(step)
+    run = Run(CASE).train((7, 3))
     before = everything(run)
     with pytest.raises(ValueError, match=f"(?s){reason}"):
         checkpoint.load(run.preconditioner, tmp_path)

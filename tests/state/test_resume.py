@@ -51,21 +51,16 @@ def load(run: Run, saved: Saved) -> Run:
     return run
 
 
-def train(run: Run, first: int, last: int, at: Callable[[int], object] = lambda step: None) -> Run:
-    for step in range(first, last):
-        at(step)
-        run.step(step)
-    return run
-
-
 def resume_everywhere(make: Callable[[], Run]) -> list[tuple[bool, bool]]:
     """Per step: whether weights and memory of a run resumed there end with the same bits."""
     saved: list[Saved] = []
     whole = make()
-    train(whole, 0, STEPS, lambda step: saved.append(save(whole)))
+    for step in range(STEPS):
+        saved.append(save(whole))
+        whole.step(step)
     outcome = []
     for step, file in enumerate(saved):
-        resumed = train(load(make(), file), step, STEPS)
+        resumed = load(make(), file).train(range(step, STEPS))
         outcome.append(
             (
                 torch.equal(resumed.weights(), whole.weights()),
@@ -135,7 +130,7 @@ def train_on_rank(
     run = Run(case, rank, ranks, average=mean_over() if ranks > 1 else None)
     if saved is not None:
         load(run, saved)
-    train(run, first, last)
+    run.train(range(first, last))
     return save(run), run.weights(), run.preconditioner.memory_usage()
 
 
@@ -189,7 +184,7 @@ DEFERRED = CASE.with_options(strategy=Sharded(group=None, deferred=True))
     ids=["mem-comm-one", "deferred-sharded", "hybrid-mem", "deferred", "one-hybrid-one"],
 )
 def test_another_world_goes_on_within_rounding(legs):
-    whole = train(Run(CASE), 0, STEPS).weights()
+    whole = Run(CASE).train(range(STEPS)).weights()
     torch.testing.assert_close(relay(legs), whole, rtol=0, atol=1e-10)
 
 
@@ -216,7 +211,7 @@ def load_state(saved: Saved) -> Any:
 
 
 def test_another_solver_loads_the_factors_and_solves_at_once():
-    before = train(Run(CASE), 0, 4)
+    before = Run(CASE).train(range(4))
     after = load(Run(CASE.with_options(solver="inverse")), save(before))
     assert not any(block.solved for block in after.preconditioner._blocks)
     factors = {k: t for k, t in triangles(before).items() if k.count(".") == 1}
@@ -241,7 +236,7 @@ def test_the_users_schedules_stay_theirs():
         return 2
 
     case = CASE.with_options(damping=damping, statistics_every=every)
-    first = train(Run(case), 0, 3)
+    first = Run(case).train(range(3))
     state = first.preconditioner.state_dict()
     assert not {"damping", "statistics_every", "solve_every", "decay", "kl_clip"} & set(state)
     second = load(Run(case.with_options(decay=0.5)), save(first))
@@ -266,15 +261,15 @@ def test_counters_and_steps_are_restored():
 
 
 def test_a_state_is_a_copy_of_the_counters_and_outlives_the_run():
-    run = train(Run(CASE), 0, 3)
+    run = Run(CASE).train(range(3))
     state = run.preconditioner.state_dict()
     kept = copy.deepcopy(state)
-    train(run, 3, 7)
+    run.train(range(3, 7))
     assert equal(state, kept)
 
 
 def test_a_state_between_backward_and_step_disturbs_nothing():
-    plain = train(Run(CASE), 0, STEPS)
+    plain = Run(CASE).train(range(STEPS))
     asked = Run(CASE)
     for step in range(STEPS):
         asked.step(step, lambda run: run.preconditioner.state_dict())
@@ -282,7 +277,7 @@ def test_a_state_between_backward_and_step_disturbs_nothing():
 
 
 def ask_between(rank: int, ranks: int, case: Case) -> bool:
-    plain = train(Run(case, rank, ranks, average=mean_over()), 0, 5)
+    plain = Run(case, rank, ranks, average=mean_over()).train(range(5))
     asked = Run(case, rank, ranks, average=mean_over())
     for step in range(5):
         asked.step(step, lambda run: run.preconditioner.state_dict())
@@ -306,7 +301,7 @@ def load_wrapped(rank: int, ranks: int, saved: Saved) -> tuple[Saved, list[str]]
 
 @pytest.mark.distributed
 def test_a_ddp_wrapper_changes_no_name():
-    saved = save(train(Run(CASE), 0, 4))
+    saved = save(Run(CASE).train(range(4)))
     original = torch.load(io.BytesIO(saved), weights_only=True)["preconditioner"]
     for file, found in run_ranks(load_wrapped, 2, saved):
         assert found == ["conv", "grouped", "head", "hidden", "unused"]
@@ -339,12 +334,12 @@ def test_a_run_with_a_layer_that_changed_goes_on_bit_by_bit(change, saved_at, th
         if step == saved_at:
             file = save(whole)
         whole.step(step)
-    resumed = train(load(make(frozen=not thaw), file), saved_at, STEPS)
+    resumed = load(make(frozen=not thaw), file).train(range(saved_at, STEPS))
     assert torch.equal(resumed.weights(), whole.weights())
 
 
 def test_a_state_from_before_a_layer_froze_is_of_another_choice_of_layers():
-    file = save(train(Run(CASE), 0, 2))
+    file = save(Run(CASE).train(range(2)))
     run = Run(CASE)
     freeze(run, "hidden", frozen=True)
     run.preconditioner.close()

@@ -49,12 +49,6 @@ def make(strategy: Any, rank: int, ranks: int, **options: Any) -> Run:
     return run
 
 
-def train(run: Run, first: int, last: int) -> Run:
-    for step in range(first, last):
-        run.step(step)
-    return run
-
-
 def everything(run: Run) -> dict[str, Any]:
     return {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
 
@@ -80,14 +74,14 @@ def load(run: Run, folder: Path, reader: FileSystemReader | None = None) -> Run:
 def resume(rank: int, ranks: int, folder: Path) -> dict[str, tuple[bool, bool, int]]:
     outcome = {}
     for name, strategy in STRATEGIES.items():
-        whole = train(make(strategy, rank, ranks), 0, AT)
+        whole = make(strategy, rank, ranks).train(range(AT))
         before = whole.preconditioner.traffic().get("state", {"bytes": 0})["bytes"]
         save(whole, folder / name)
         sent = whole.preconditioner.traffic().get("state", {"bytes": 0})["bytes"] - before
         resumed = load(make(strategy, rank, ranks), folder / name)
         remembered = same(triangles(resumed), triangles(whole))
-        train(whole, AT, STEPS)
-        train(resumed, AT, STEPS)
+        whole.train(range(AT, STEPS))
+        resumed.train(range(AT, STEPS))
         outcome[name] = (remembered, torch.equal(resumed.weights(), whole.weights()), sent)
     return outcome
 
@@ -101,14 +95,16 @@ def test_the_same_layout_goes_on_bit_by_bit(tmp_path):
 
 
 def save_on_rank(rank: int, ranks: int, strategy: Any, folder: Path) -> None:
-    run = train(make(strategy, rank, ranks), 0, AT)
+    run = make(strategy, rank, ranks).train(range(AT))
     before = snapshot(run.preconditioner)
     save(run, folder)
     assert same(before, snapshot(run.preconditioner))
 
 
 def finish_on_rank(rank: int, ranks: int, strategy: Any, folder: Path, solver: str) -> Tensor:
-    return train(load(make(strategy, rank, ranks, solver=solver), folder), AT, STEPS).weights()
+    return (
+        load(make(strategy, rank, ranks, solver=solver), folder).train(range(AT, STEPS)).weights()
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +117,7 @@ def finish_on_rank(rank: int, ranks: int, strategy: Any, folder: Path, solver: s
 )
 def test_another_layout_goes_on_within_rounding(tmp_path, strategy):
     run_ranks(save_on_rank, 4, strategy, tmp_path)
-    expected = train(make("comm-opt", 0, 1), 0, STEPS).weights()
+    expected = make("comm-opt", 0, 1).train(range(STEPS)).weights()
     found = run_ranks(finish_on_rank, 2, "comm-opt", tmp_path, "eigen")
     found += run_ranks(finish_on_rank, 3, DEFERRED, tmp_path, "eigen")
     found += [finish_on_rank(0, 1, "comm-opt", tmp_path, "eigen")]
@@ -130,7 +126,7 @@ def test_another_layout_goes_on_within_rounding(tmp_path, strategy):
 
 
 def test_another_solver_takes_the_factors_and_solves_at_once(tmp_path):
-    before = train(make("comm-opt", 0, 1), 0, AT)
+    before = make("comm-opt", 0, 1).train(range(AT))
     save(before, tmp_path)
     after = load(make("comm-opt", 0, 1, solver="inverse"), tmp_path)
     assert not any(block.solved for block in after.preconditioner._blocks)
@@ -183,7 +179,7 @@ def names_of(run: Run) -> set[str]:
 
 
 def who(rank: int, ranks: int, folder: Path, strategy: Any, other: Any) -> tuple[Any, ...]:
-    run = train(make(strategy, rank, ranks), 0, AT)
+    run = make(strategy, rank, ranks).train(range(AT))
     writer, reader = Writer(folder), Reader(folder)
     part = checkpoint.part(run.preconditioner)
     dcp.save({"preconditioner": part}, storage_writer=writer)
@@ -219,14 +215,14 @@ def test_each_rank_writes_its_own_and_reads_what_it_holds(tmp_path, strategy, ot
 
 
 def save_both_ways(rank: int, ranks: int, folder: Path, strategy: Any) -> tuple[bool, bool]:
-    run = train(make(strategy, rank, ranks), 0, AT)
+    run = make(strategy, rank, ranks).train(range(AT))
     background = dist.new_group(backend="gloo")  # its collectives are in nobody's way
     save(run, folder / "now")
     may = threading.Event()
     part = {"preconditioner": checkpoint.part(run.preconditioner)}
     writer = Writer(folder / "later", may)
     saving = dcp.async_save(part, storage_writer=writer, process_group=background)
-    train(run, AT, STEPS)
+    run.train(range(AT, STEPS))
     busy = not saving.done()
     may.set()
     saving.result()
@@ -247,10 +243,10 @@ def test_what_is_saved_while_training_goes_on_is_what_was(tmp_path, strategy):
     "strategy", ["comm-opt", Sharded(), DEFERRED], ids=["comm", "sharded", "deferred"]
 )
 def test_a_part_does_not_change_while_training_goes_on(strategy):
-    run = train(make(strategy, 0, 1), 0, AT)
+    run = make(strategy, 0, 1).train(range(AT))
     part = checkpoint.part(run.preconditioner)
     kept = copy.deepcopy(part)
-    train(run, AT, STEPS)
+    run.train(range(AT, STEPS))
     assert equal(part, kept)
 
 

@@ -44,8 +44,7 @@ def test_what_two_ranks_saved_goes_on_alone(tmp_path: Path) -> None:
         if plain:
             how = {"storage_reader": PlainReader(tmp_path), "planner": PlainPlanner()}
         dcp.load(state_of(run), no_dist=True, **how)
-        for step in range(AT, STEPS):
-            run.step(step)
+        run.train(range(AT, STEPS))
         torch.testing.assert_close(run.weights(), expected, rtol=0, atol=1e-10)
 
 
