@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 import soframe
 from soframe.testing import compare
+from tests import kit
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,7 +53,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def train(backend: str | None, every: int, eager_statistics: bool) -> dict[str, Tensor]:
+def results(backend: str | None, every: int, eager_statistics: bool) -> dict[str, Tensor]:
     """Return weights and factors after a few steps; without a backend nothing is compiled."""
     torch.manual_seed(0)
     model = Network().double()
@@ -61,13 +62,13 @@ def train(backend: str | None, every: int, eager_statistics: bool) -> dict[str, 
         model, optimizer=optimizer, statistics_every=every, solve_every=2 * every
     )
     compiled: Any = model if backend is None else torch.compile(model, backend=backend)
-    for _ in range(STEPS):
+
+    def loss(model: nn.Module, _: int) -> Tensor:
         inputs, targets = torch.randn(5, 2, 4, 4).double(), torch.randint(3, (5,))
         forward = model if eager_statistics and preconditioner.takes_statistics else compiled
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(forward(inputs), targets).backward()
-        preconditioner.step()
-        optimizer.step()
+        return nn.functional.cross_entropy(forward(inputs), targets)
+
+    kit.train(model, loss, range(STEPS), preconditioner, optimizer)
     found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for block in preconditioner._blocks:
         for name, factor in block.running.items():
@@ -86,9 +87,9 @@ def train(backend: str | None, every: int, eager_statistics: bool) -> dict[str, 
     ],
 )
 def test_compiled_is_eager(backend: str, every: int, eager_statistics: bool) -> None:
-    wanted = train(None, every, False)
+    wanted = results(None, every, False)
     assert sum(name.endswith((" A", " G")) for name in wanted) == 8
-    found = train(backend, every, eager_statistics)
+    found = results(backend, every, eager_statistics)
     if every > 1 or not eager_statistics:
         assert counters["stats"]["unique_graphs"] > 0  # something was compiled
     for name, tensor in wanted.items():
@@ -100,7 +101,7 @@ def test_compiled_is_eager(backend: str, every: int, eager_statistics: bool) -> 
 
 def test_one_graph_where_statistics_are_eager() -> None:
     """Between statistics steps the hooks are compiled away."""
-    train("aot_eager", 3, True)
+    results("aot_eager", 3, True)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 

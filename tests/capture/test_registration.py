@@ -29,6 +29,7 @@ from tests.capture.kit import (
     softplus,
     vectors,
 )
+from tests.kit import train
 
 
 class Doubled(nn.Module):
@@ -363,24 +364,21 @@ def test_skip_by_any_name_of_a_module() -> None:
 def test_wrappers_of_single_modules_leave_names_statistics_and_states(method: str) -> None:
     """Wrapped after soframe was built; and its state goes on without them."""
 
-    def steps(model: nn.Module, optimizer: soframe.Optimizer, begin: int, end: int) -> Tensor:
-        for step in range(begin, end):
-            x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step)).double()
-            optimizer.zero_grad()
-            softplus(model(x)).backward()
-            optimizer.step()
-        return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step)).double()
+        return softplus(model(x))
 
     def make() -> tuple[nn.Sequential, soframe.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Sequential(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()
         return model, soframe.Optimizer(model, method, lr=0.1)
 
-    expected = steps(*make(), 0, 4)
+    model, optimizer = make()
+    expected = train(model, loss, range(4), optimizer)
     for wrap in (checkpoint_wrapper, partial(torch.compile, backend="eager")):
         model, optimizer = make()
         model[0] = wrap(model[0])
-        steps(model, optimizer, 0, 2)
+        train(model, loss, range(2), optimizer)
         names = [row.parameter for row in optimizer.report()]
         assert names == ["0.0.weight", "0.0.bias", "2.weight", "2.bias"]
         other, again = make()
@@ -388,8 +386,8 @@ def test_wrappers_of_single_modules_leave_names_statistics_and_states(method: st
         nn.utils.vector_to_parameters(
             nn.utils.parameters_to_vector(model.parameters()).detach(), other.parameters()
         )
-        assert torch.equal(steps(model, optimizer, 2, 4), expected)
-        assert torch.equal(steps(other, again, 2, 4), expected)
+        assert torch.equal(train(model, loss, [2, 3], optimizer), expected)
+        assert torch.equal(train(other, loss, [2, 3], again), expected)
 
 
 class Largest(TorchDispatchMode):

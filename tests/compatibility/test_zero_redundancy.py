@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
+from tests import kit
 from tests.compatibility.fully_sharded import SAMPLES, batch, make_net, weights
 from tests.compatibility.kit import assert_rounded
 from tests.distributed.harness import RankFailure, run_ranks
@@ -82,10 +84,10 @@ def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[st
     for name in () if case.state is None else parts:
         # It empties what it is given of what other ranks have.
         parts[name].load_state_dict(copy.deepcopy(case.state[name]))
-    for step in range(case.begin, case.end):
-        optimizer.zero_grad()
+    mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
+
+    def losses(_: nn.Module, step: int) -> Iterator[Tensor]:
         tokens, targets = batch(step)
-        mine = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
         every = zip(tokens[mine].chunk(case.passes), targets[mine].chunk(case.passes), strict=True)
         for number, (x, y) in enumerate(every):
             with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
@@ -94,10 +96,9 @@ def train(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[st
             alone = ranks == 1 or number == case.passes - 1
             with nullcontext() if alone else called.no_sync():
                 spoilt = case.passes > 1 and step == 3 and rank == 0
-                (loss * float("nan") if spoilt else loss).backward()
-        own.step()
-        optimizer.step()
-        schedule.step()
+                yield loss * float("nan") if spoilt else loss
+
+    kit.train(model, losses, range(case.begin, case.end), own, optimizer, schedule)
     assert own.counters["skipped_updates"] == (case.passes > 1 and case.end > 3)
     if ranks > 1:
         optimizer.consolidate_state_dict(to=0)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import soframe
 from soframe.settings import grouped
+from tests import kit
 from tests.distributed.harness import RankFailure, run_ranks
 
 LOST = "gradients without statistics"
@@ -266,10 +267,7 @@ def test_hooks_that_take_nothing() -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
     own = build(model)
-    for step in range(3):
-        model.zero_grad()
-        (model(batch(step)).square().mean() * (step != 1)).backward()
-        own.step()
+    kit.train(model, lambda net, n: net(batch(n)).square().mean() * (n != 1), range(3), own)
     assert len(seen) == 15
 
 

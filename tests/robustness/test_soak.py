@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from soframe import Preconditioner
 from soframe.strategies import Sharded
+from tests import kit
 from tests.distributed.harness import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -52,17 +52,15 @@ def soak(rank: int, ranks: int, strategy: Any) -> dict[str, Any]:
     )
     draws = torch.Generator().manual_seed(rank)
     seen = {}
+
+    def loss(model: nn.Module, _: int) -> Tensor:
+        x = torch.randn(6, 4, generator=draws)
+        return (model(x) - x[:, :3].tanh()).square().sum(1).mean()
+
     for step in range(STEPS):
         if step == WARM_UP:
             seen["before"] = measure(preconditioner)
-        optimizer.zero_grad()
-        x = torch.randn(6, 4, generator=draws)
-        (model(x) - x[:, :3].tanh()).square().sum(1).mean().backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= ranks
-        preconditioner.step()
-        optimizer.step()
+        kit.train(model, loss, [step], kit.Averaging(model), preconditioner, optimizer)
         if step % 100 == 99:
             preconditioner.state_dict()
     seen["after"] = measure(preconditioner)

@@ -17,7 +17,7 @@ FORMER = Path(__file__).parent / "former"
 AT, STEPS = 5, 10
 
 
-def train(state: dict[str, Any]) -> tuple[nn.Module, soframe.Preconditioner]:
+def resumed(state: dict[str, Any]) -> tuple[nn.Module, soframe.Preconditioner]:
     """Continue from the model and the state in a file, as the script did that wrote it."""
     layers = (nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Tanh(), nn.Linear(8, 3), nn.Tanh())
     model = nn.Sequential(*layers, nn.Linear(3, 2, bias=False)).double()
@@ -39,7 +39,7 @@ def train(state: dict[str, Any]) -> tuple[nn.Module, soframe.Preconditioner]:
 
 def test_a_state_of_the_second_edition_continues_exactly() -> None:
     state = torch.load(FORMER / "version4.pt", weights_only=True)
-    model, _ = train(state)
+    model, _ = resumed(state)
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, state["after"][name], rtol=1e-9, atol=1e-12)
 
@@ -49,4 +49,4 @@ def test_another_version_is_named(version: int | None) -> None:
     state = torch.load(FORMER / "version4.pt", weights_only=True)
     state["preconditioner"] = seal({**state["preconditioner"], "version": version})
     with pytest.raises(ValueError, match=f"has version {version}, and this soframe"):
-        train(state)
+        resumed(state)
