@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from soframe.kernels.gram import mirror
 from soframe.layers import Conv2dHelper, LinearHelper
 from soframe.layers.base import LayerHelper, moment
 from soframe.layers.sharing import SharedInputs
+from soframe.methods.base import Call
 from soframe.testing import compare
 from tests.curvature import blocks, closing, fill, preconditioner, randn
 
@@ -183,3 +185,24 @@ def test_nothing_is_held_between_steps() -> None:
         assert own._statistics._shared._known is not None
         own.step()
         assert own._statistics._shared._known is None
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "shape"),
+    [
+        (nn.Linear(3, 5), LinearHelper, (4, 6, 3)),
+        (nn.Linear(3, 5, bias=False), LinearHelper, (4, 3)),
+        (nn.Conv2d(2, 3, (2, 3)), Conv2dHelper, (4, 2, 5, 6)),
+    ],
+    ids=str,
+)
+def test_inputs_of_another_precision_than_the_gradients(
+    module: nn.Module, kind: Any, shape: tuple[int, ...]
+) -> None:
+    """Their moment needs the shape of the output gradients, and no copy of their values."""
+    helper, x = kind(module), torch.randn(shape)
+    rows = helper.output_rows(torch.full_like(module(x), torch.nan, dtype=torch.bfloat16))
+    plain = Call(helper=helper, inputs=(x,), rows=rows, dtype=torch.float32)
+    found = replace(plain, widens=True).input_moment()
+    assert found.dtype == torch.float32
+    compare(mirror(found), mirror(plain.input_moment()), "inputs", rtol=1e-6)

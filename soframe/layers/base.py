@@ -73,9 +73,12 @@ class LayerHelper(WeightAndBias, ABC):
         bias: The bias, if it is part of the block, else None.
         unit: The parts of a call that ``take_inputs`` and ``take_rows`` can select: ``"row"``,
             ``"sample"``, or None, the default, if a call cannot be split.
+        transposed: Whether the weight is stored with its inputs first. The gradient matrix has its
+            outputs first in any case.
         widens: Whether its moments accept rows in half precision, for one group
-            (`soframe.kernels.halves.widens`). It is read from the class itself and not inherited,
-            since a subclass may override the moments.
+            (`soframe.kernels.halves.widens`), and `input_moment` reads nothing but the shape and
+            the dtype of ``output_rows``. It is read from the class itself and not inherited, since
+            a subclass may override the moments.
     """
 
     unit: ClassVar[Unit | None] = None

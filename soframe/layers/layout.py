@@ -46,20 +46,7 @@ class Layout(Protocol):
 
 
 class WeightAndBias:
-    """The layout ``[groups, out, in]`` of a module's weight and bias, which is the last column.
-
-    Args:
-        module: The module.
-        weight: Whether the weight is part of the block (False if it is frozen).
-        bias: Whether the bias is part of the block.
-
-    Attributes:
-        module: The module.
-        weight: The weight, if it is part of the block, else None.
-        bias: The bias, if it is part of the block, else None.
-        transposed: Whether the weight is stored with its inputs first. The gradient matrix has its
-            outputs first in any case.
-    """
+    """The layout of a module's weight and bias, its last column; see `LayerHelper`."""
 
     transposed: ClassVar[bool] = False
     _keys: tuple[str, str] = ("weight", "bias")  # names of weight and bias in the module

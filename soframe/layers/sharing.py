@@ -72,9 +72,8 @@ class SharedInputs:
                 total = known.total * ratio
             else:
                 total.add_(known.total, alpha=ratio)
-            if (
-                fresh
-            ):  # slices of one stack have one version: this write has changed the cached sum's
+            # Slices of one stack have one version, which this write has changed.
+            if fresh or known.total._version == known.version:
                 self._known = replace(known, version=known.total._version)
             return total
         total = helper.input_moment(inputs, output_rows, total, scale)

@@ -81,7 +81,7 @@ class Call:
             rows = self.output_rows
         elif all(x.dtype == self.rows.dtype for x in self.inputs[:1]):  # no inputs: a bias alone
             rows = self.rows
-        else:  # of which the helper reads the shape and the dtype
+        else:  # the helper reads their shape and dtype alone: see `LayerHelper.widens`
             rows = self.rows.new_empty((), dtype=self.dtype).expand(self.rows.shape)
         if self.shared is None or scale == 0:
             return self.helper.input_moment(self.inputs, rows, total, scale)

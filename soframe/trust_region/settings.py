@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         "needs fisher='monte-carlo', 'type-2' or 'forward-only'",
     ),
     "gradients": (("averaged",), "needs gradients='averaged': slopes are made of them"),
-    "background": ((0,), "needs background=0: the damping is that of the step"),
+    "background": ((0,), "needs background=0: solves use the damping of their own step"),
     "loss_average": (
         ("local", "global"),
         "needs loss_average='local' or 'global': closures return means, or shares of one",
