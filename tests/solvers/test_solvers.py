@@ -248,3 +248,11 @@ def test_no_damping_and_no_curvature_is_no_step() -> None:
     result = solver.apply(gradient, left=data, right=data, damping=0.0)
     inverse = torch.linalg.pinv(torch.kron(singular[0], singular[0]))
     compare(result.flatten(), inverse @ gradient.flatten(), "least step")
+
+
+@pytest.mark.parametrize("split", ["pi", "sqrt", "full"])
+def test_no_damping_is_shared_as_none(split: str) -> None:
+    traces = [torch.tensor([2.0, 0.0, 1e-30]), torch.tensor([1e-3, 1.0, 1e30])]
+    for dtype in (torch.float32, torch.float64):
+        for share in Inverse(split).shares([trace.to(dtype) for trace in traces], 0.0):
+            assert share.tolist() == [0.0] * 3
