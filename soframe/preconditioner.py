@@ -534,14 +534,18 @@ class Preconditioner(Stateful):
         )
 
     def report(self) -> Report:
-        """Return every parameter with its block, or the reason why it has none.
+        """Return the planned bytes, and every parameter with its block or why it has none.
 
         Returns:
             The report; print it, or iterate over its rows.
         """
         # Before the first step every block is without statistics.
         idle = {block.name for block in self._blocks if self._steps > 0 and block.mass == 0}
-        report = self._report.with_note("no statistics so far: not used in training", idle)
+        ranks = range(self.placement.world_size)
+        memory = max(map(self.placement.memory, ranks), key=lambda usage: usage["total"])
+        report = replace(self._report, memory=memory).with_note(
+            "no statistics so far: not used in training", idle
+        )
         for block in self._blocks:
             if failures := block.record.failures:
                 times = ", ".join(f"{name} {count}x" for name, count in failures.items())

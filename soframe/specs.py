@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -93,6 +93,11 @@ class FactorSpec:
                 f"factor {self.name!r}: start= belongs to reads='gradient'; averages of calls "
                 f"start from the identity under scaling='kaisa'"
             )
+
+    def up_to(self, max_size: float) -> FactorSpec:
+        """Return this factor, or its diagonal alone if it is a matrix of more rows."""
+        long = self.kind == "psd" and self.size > max_size
+        return replace(self, kind="diagonal") if long else self
 
     @property
     def shape(self) -> tuple[int, ...]:

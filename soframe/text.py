@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
+def format_bytes(number: int) -> str:
+    """Return a number of bytes with a unit, such as ``"5.4 GB"``."""
+    value, units = float(number), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g} {units[0]}"
+
+
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return left-aligned columns under a header and a rule.
 

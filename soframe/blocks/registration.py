@@ -27,7 +27,7 @@ from soframe.layers.base import LayerHelper
 from soframe.layers.experts import are_experts
 from soframe.layers.layout import CutLayout, GroupedLayout, Layout, PlainLayout, parameter_of
 from soframe.layers.recurrent import without_helper
-from soframe.methods.base import Candidate, Method
+from soframe.methods.base import SMALL, Candidate, Method
 from soframe.methods.returned import require_declared
 from soframe.registry import KINDS, first_match
 from soframe.solvers.base import Solver
@@ -457,10 +457,8 @@ class Registration:
         require_declared(method, block.factors, block.shape)
         for why in self._refusals(block):
             raise ValueError(f"{block.name}: {why}")
-        diagonal = [factor.name for factor in block.factors if factor.kind == "diagonal"]
-        if diagonal and helpers:
-            notes = (self._notes.get(block.name, ""), f"{', '.join(diagonal)} diagonal")
-            self._notes[block.name] = "; ".join(filter(None, notes))
+        if notes := [*filter(None, [self._notes.get(block.name)]), *_reduced(block)]:
+            self._notes[block.name] = "; ".join(notes)
         self.blocks.append(block)
         self._in_block.update(map(id, block.parameters.values()))
 
@@ -486,7 +484,12 @@ class Registration:
                 f"{damping!r} is relative to factors that are solved, and {method!r} has none: "
                 f"pass a number for damping=, or skip the module"
             )
-        odd = [f for f in block.captured if f.kind == "diagonal" or f.mean_over == "group rows"]
+        counted = any(helper.counts_inputs for helper in block.helpers)
+        odd = [
+            factor
+            for factor in block.captured
+            if factor.mean_over == "group rows" or (counted and factor.kind == "diagonal")
+        ]
         if odd and choices.scaling != "fisher":
             yield (
                 f"scaling={choices.scaling!r} knows no diagonal factors, nor means over the rows "
@@ -714,6 +717,22 @@ def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
         and torch.equal(one.pack(numbers), first.pack(numbers))
         for one in others
     )
+
+
+def _reduced(block: Block) -> Iterator[str]:
+    """Yield notes on the factors that are diagonal or left out, for the report."""
+    _, out, into = block.shape
+    for factor in block.factors:
+        if factor.kind == "diagonal":
+            yield f"{factor.name} diagonal ({factor.size} rows)"
+    sides = {factor.side for factor in block.factors if factor.kind == "psd"}
+    usual = {f.side for shape in SMALL for f in block.method.factors(shape) if f.kind == "psd"}
+    if min(out, into) > 1 and not block.captured:
+        for side in sorted(usual - sides):
+            yield f"no factor of its {out if side == 'left' else into} {_SIDES[side]}"
+
+
+_SIDES = {"left": "outputs", "right": "inputs"}
 
 
 def _nameless(name: str, module: nn.Module, helper: type[LayerHelper]) -> ValueError:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from soframe.text import format_table
+from soframe.text import format_bytes, format_table
 
 FROZEN = "frozen"
 """Why a parameter that needs no gradient has no block."""
@@ -35,9 +35,15 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Report:
-    """Every parameter of a model; iterate for the rows, print for a table."""
+    """Every parameter of a model; iterate for the rows, print for a table.
+
+    Attributes:
+        rows: The parameters.
+        memory: The planned bytes on the rank that holds most, by kind: see `Placement.memory`.
+    """
 
     rows: tuple[ReportRow, ...]
+    memory: Mapping[str, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[ReportRow]:
         return iter(self.rows)
@@ -59,6 +65,11 @@ class Report:
         covered = [row for row in self.rows if row.block is not None]
         blocks = len({row.block for row in covered})
         title = f"{len(covered)} of {len(self.rows)} parameters in {blocks} block(s)"
+        if self.memory:
+            kinds = {kind: number for kind, number in self.memory.items() if number}
+            total = format_bytes(kinds.pop("total", 0))
+            parts = [f"{k.replace('_', ' ')} {format_bytes(n)}" for k, n in kinds.items()]
+            title = f"at most {total} on a rank: {', '.join(parts)}\n{title}"
         header = ("parameter", "shape", "block", "method", "why / note")
         return f"{title}\n{format_table(header, cells)}"
 
@@ -70,7 +81,7 @@ class Report:
             else row
             for row in self.rows
         )
-        return Report(tuple(rows))
+        return replace(self, rows=tuple(rows))
 
 
 def warn_of_lost_blocks(before: Report, after: Report, stacklevel: int) -> None:

@@ -165,6 +165,16 @@ def add_moment(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.
             add_rows(moment, part.reshape(batch * shared, size), scale, beta)
 
 
+def add_squares(
+    total: Tensor | None, rows: Tensor, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Add the diagonals of `add_moment` to ``[groups, n]``; None makes a new tensor."""
+    # Norms take no memory for the squares of rows as wide as a vocabulary.
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=(1, 2), dtype=dtype)
+    squares = norms.square_().mul_(scale)
+    return squares if total is None else total.add_(squares)
+
+
 def add_bias(
     total: Tensor, sums: Tensor, count: int, scale: float = 1.0, beta: float = 1.0
 ) -> None:

@@ -38,36 +38,55 @@ def by_samples(rows: Tensor, output_rows: Tensor, at_once: int = AT_ONCE) -> Ten
     return total
 
 
-def sample_moments(rows: Tensor, output_rows: Tensor) -> tuple[Tensor, Tensor]:
+Diagonal = tuple[bool, bool]
+"""Whether the diagonals of the moments of rows, and of columns, are returned instead."""
+
+
+def sample_moments(
+    rows: Tensor, output_rows: Tensor, diagonal: Diagonal = (False, False)
+) -> tuple[Tensor, Tensor]:
     """Return the sums over samples of ``W_n W_n^T`` and ``W_n^T W_n``, of two sets of rows."""
     shared, into, out = *rows.shape[2:], output_rows.shape[3]
-    grams = 2 * shared**2 * (into + out) + shared * (into**2 + out**2)
-    if grams <= out * into * (shared + into + out):
-        return moments_by_grams(rows, output_rows)
-    return moments_by_samples(rows, output_rows)
+    last_out, last_in = (1 if diagonal[0] else out), (1 if diagonal[1] else into)
+    grams = 2 * shared**2 * (into + out) + shared * (into * last_in + out * last_out)
+    if grams <= out * into * (shared + last_in + last_out):
+        return moments_by_grams(rows, output_rows, diagonal)
+    return moments_by_samples(rows, output_rows, diagonal=diagonal)
 
 
-def moments_by_grams(rows: Tensor, output_rows: Tensor) -> tuple[Tensor, Tensor]:
+def _products(one: Tensor, other: Tensor, diagonal: bool) -> Tensor:
+    """Return ``one^T other`` of ``[groups, rows, n]``, or its diagonal ``[groups, n]``."""
+    return (one * other).sum(1) if diagonal else one.mT @ other
+
+
+def moments_by_grams(
+    rows: Tensor, output_rows: Tensor, diagonal: Diagonal = (False, False)
+) -> tuple[Tensor, Tensor]:
     """Compute the same without the gradients: ``W W^T = g^T (a a^T) g`` for rows a and g."""
     inputs = torch.matmul(rows, rows.mT)  # [groups, batch, shared, shared]
     outputs = torch.matmul(output_rows, output_rows.mT)
-    left = output_rows.flatten(1, 2).mT @ torch.matmul(inputs, output_rows).flatten(1, 2)
-    return left, rows.flatten(1, 2).mT @ torch.matmul(outputs, rows).flatten(1, 2)
+    above, beside = torch.matmul(inputs, output_rows), torch.matmul(outputs, rows)
+    left = _products(output_rows.flatten(1, 2), above.flatten(1, 2), diagonal[0])
+    return left, _products(rows.flatten(1, 2), beside.flatten(1, 2), diagonal[1])
 
 
 def moments_by_samples(
-    rows: Tensor, output_rows: Tensor, at_once: int = AT_ONCE
+    rows: Tensor,
+    output_rows: Tensor,
+    at_once: int = AT_ONCE,
+    diagonal: Diagonal = (False, False),
 ) -> tuple[Tensor, Tensor]:
     """Compute the same from the gradients, some samples at a time: the plain twin."""
     groups, _, _, into = rows.shape
     out = output_rows.shape[3]
-    left, right = rows.new_zeros(groups, out, out), rows.new_zeros(groups, into, into)
+    left = rows.new_zeros((groups, out) if diagonal[0] else (groups, out, out))
+    right = rows.new_zeros((groups, into) if diagonal[1] else (groups, into, into))
     samples = max(1, at_once // (groups * out * into))
     for inputs, gradients in zip(
         rows.split(samples, 1), output_rows.split(samples, 1), strict=True
     ):
         by_sample = torch.matmul(gradients.mT, inputs)  # [groups, samples, out, in]
-        wide, tall = by_sample.transpose(1, 2).flatten(2), by_sample.flatten(1, 2)
-        left += wide @ wide.mT
-        right += tall.mT @ tall
+        wide, tall = by_sample.transpose(1, 2).flatten(2).mT, by_sample.flatten(1, 2)
+        left += _products(wide, wide, diagonal[0])
+        right += _products(tall, tall, diagonal[1])
     return left, right

@@ -18,6 +18,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -182,6 +183,11 @@ class LayerHelper(WeightAndBias, ABC):
             whose groups see different rows averages over group rows.
         """
         return spec
+
+    @cached_property
+    def counts_inputs(self) -> bool:
+        """Whether its moments of inputs are diagonals, as those of indices are; see `factor`."""
+        return self.factor(FactorSpec("A", "right", 1, 1)).kind == "diagonal"
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
         """Return a mask of the rows that reach the parameters of each group.

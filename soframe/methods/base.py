@@ -12,6 +12,7 @@ one batch. `soframe.methods.chain.Chain` composes methods; each is then a stage.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,11 +22,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from soframe.layers.base import LayerHelper
+from soframe.kernels.gram import add_squares
+from soframe.kernels.samples import sample_moments
+from soframe.layers.base import LayerHelper, widened
 from soframe.layers.layout import BlockShape
 from soframe.layers.sharing import SharedInputs
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+
+MAX_SIZE = 8192
+"""The longest side that has a matrix as its factor: 256 MB in float32, and minutes of a CPU."""
 
 SMALL = tuple(BlockShape(1, out, into) for out in (1, 2) for into in (1, 2))
 """Shapes from which the names of factors and states are read by default."""
@@ -50,6 +56,8 @@ class Call:
         widens: Whether products of ``rows`` of half precision are accumulated in float32, which is
             as exact as products of ``output_rows`` and much faster.
         first: Whether the sums have nothing of the block in this window yet.
+        max_size: The longest side whose moments are matrices ``[groups, n, n]``; the moments of a
+            longer one are their diagonals ``[groups, n]``, see `FactorSpec.up_to`.
     """
 
     helper: LayerHelper
@@ -60,11 +68,20 @@ class Call:
     data: SecondOrder = field(default_factory=dict)
     widens: bool = False
     first: bool = False
+    max_size: float = math.inf
 
     @cached_property
     def output_rows(self) -> Tensor:
         """The output gradients in the dtype of the factors."""
         return self.rows.to(self.dtype)
+
+    @cached_property
+    def _long(self) -> tuple[bool, bool]:
+        """Whether the moments of outputs, and those of inputs, are made as diagonals here."""
+        _, out, into = self.helper.shape
+        # An embedding makes the diagonal itself, of indices.
+        right = into > self.max_size and not self.helper.counts_inputs
+        return out > self.max_size, right
 
     def input_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """Add ``scale`` times the sum of ``a a^T``: an `Addend`.
@@ -77,6 +94,9 @@ class Call:
             The sum; only its lower triangle is defined.
         """
         assert self.inputs is not None
+        if self._long[1]:
+            rows = self.helper.block_rows(self.inputs, self.output_rows)
+            return add_squares(total, rows, scale, widened(rows).dtype)
         if not self.widens:
             rows = self.output_rows
         elif all(x.dtype == self.rows.dtype for x in self.inputs[:1]):  # no inputs: a bias alone
@@ -99,6 +119,8 @@ class Call:
             The sum; only its lower triangle is defined.
         """
         rows = self.rows if self.widens else self.output_rows
+        if self._long[0]:
+            return add_squares(total, rows, scale, widened(rows).dtype)
         return self.helper.output_moment(rows, total, scale)
 
     def mean_input_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -112,6 +134,9 @@ class Call:
             The sum; only its lower triangle is defined.
         """
         assert self.inputs is not None
+        if self._long[1]:
+            rows = self.helper.mean_rows(self.inputs, self.output_rows)
+            return add_squares(total, rows, scale, widened(rows).dtype)
         return self.helper.mean_moment(self.inputs, self.output_rows, total, scale)
 
     def summed_output_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
@@ -124,7 +149,23 @@ class Call:
         Returns:
             The sum; only its lower triangle is defined.
         """
-        return self.helper.output_moment(self.output_rows.sum(2, keepdim=True), total, scale)
+        rows = self.output_rows.sum(2, keepdim=True)
+        if self._long[0]:
+            return add_squares(total, rows, scale, widened(rows).dtype)
+        return self.helper.output_moment(rows, total, scale)
+
+    def sample_moments(self) -> tuple[Tensor, Tensor]:
+        """Return the sums over samples of ``W W^T`` and ``W^T W``, with the sample's gradient W.
+
+        Returns:
+            ``[groups, out, out]`` and ``[groups, in, in]``, or their diagonals.
+        """
+        assert self.inputs is not None
+        if self.helper.counts_inputs or not any(self._long):
+            left, right = self.helper.sample_moments(self.inputs, self.output_rows)
+            return left.diagonal(dim1=-2, dim2=-1) if self._long[0] else left, right
+        rows = self.helper.block_rows(self.inputs, self.output_rows)
+        return sample_moments(rows, self.output_rows, diagonal=self._long)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,10 @@ class EKFAC(KFAC):
 
     A module that is called several times in one backward pass has a gradient for each call;
     products between calls are left out, as K-FAC leaves out those between positions.
+
+    Attributes:
+        max_size: The longest side whose factor is a matrix, see `KFAC`; a longer one is not
+            rotated.
     """
 
     scalings = ("fisher",)
@@ -65,11 +69,11 @@ class EKFAC(KFAC):
     def _squares(self, call: Call) -> Tensor:
         """Return the squared rotated gradients, summed over samples: ``[groups, out, in]``."""
         assert call.inputs is not None
-        gradients = _rotated(call.output_rows, call.data["G"]["vectors"])
-        if "vectors" not in call.data["A"]:  # A is diagonal in the basis of the indices
+        gradients = _rotated(call.output_rows, call.data["G"])
+        if "vectors" not in call.data["A"]:  # A is a diagonal
             return call.helper.squared_gradients(call.inputs, gradients)
         rows = call.helper.block_rows(call.inputs, call.output_rows)
-        return squared_gradients(_rotated(rows, call.data["A"]["vectors"]), gradients)
+        return squared_gradients(_rotated(rows, call.data["A"]), gradients)
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
         if factor.kind == "elementwise":
@@ -108,6 +112,8 @@ def _damping(given: Given) -> Tensor | float:
     return damping
 
 
-def _rotated(rows: Tensor, vectors: Tensor) -> Tensor:
-    """Rotate rows ``[groups, batch, shared, n]`` into a basis ``[groups, n, n]``."""
-    return torch.matmul(rows.flatten(1, 2), vectors).view(*rows.shape[:3], -1)
+def _rotated(rows: Tensor, data: Mapping[str, Tensor]) -> Tensor:
+    """Rotate rows ``[groups, batch, shared, n]`` into the eigenbasis of a factor, if it has one."""
+    if "vectors" not in data:
+        return rows
+    return torch.matmul(rows.flatten(1, 2), data["vectors"]).view(*rows.shape[:3], -1)

@@ -9,12 +9,12 @@ accumulated, solved, sent or saved for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from soframe.layers.base import BlockShape
-from soframe.methods.base import Addend, Call, Method
+from soframe.methods.base import MAX_SIZE, Addend, Call, Method
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder
@@ -23,15 +23,21 @@ from soframe.specs import FactorSpec, SecondOrder
 @register("method", "foof")
 @dataclass(frozen=True)
 class FOOF(Method):
-    """K-FAC's input factor A (expand setting), with the identity as the output factor."""
+    """K-FAC's input factor A (expand setting), with the identity as the output factor.
+
+    Attributes:
+        max_size: The longest side whose factor is a matrix; a longer one has the factor's diagonal.
+    """
+
+    max_size: int = MAX_SIZE
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        return (FactorSpec("A", "right", shape.groups, shape.in_features),)
+        return (FactorSpec("A", "right", shape.groups, shape.in_features).up_to(self.max_size),)
 
     def statistics(self, call: Call) -> Mapping[str, Addend]:
         if call.inputs is None:
             return {}
-        return {"A": call.input_moment}
+        return {"A": replace(call, max_size=self.max_size).input_moment}
 
     def precondition(
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float

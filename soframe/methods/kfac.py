@@ -9,13 +9,13 @@ reduced to one row (*reduce*).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from soframe.layers.base import BlockShape
-from soframe.methods.base import Addend, Call, Method
+from soframe.methods.base import MAX_SIZE, Addend, Call, Method
 from soframe.methods.foof import FOOF
 from soframe.registry import register
 from soframe.solvers.base import Solver
@@ -29,15 +29,21 @@ class KFAC(Method):
 
     The update of X ``[groups, out, in]`` is ``(A ⊗ G + damping I)^-1 X``, exactly or with factored
     damping, as the solver defines it (Martens and Grosse, 2015, sections 3 and 6.3).
+
+    Attributes:
+        max_size: The longest side whose factor is a matrix; a longer one has the factor's diagonal.
     """
+
+    max_size: int = MAX_SIZE
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         return (
-            FactorSpec("A", "right", shape.groups, shape.in_features),
-            FactorSpec("G", "left", shape.groups, shape.out_features),
+            FactorSpec("A", "right", shape.groups, shape.in_features).up_to(self.max_size),
+            FactorSpec("G", "left", shape.groups, shape.out_features).up_to(self.max_size),
         )
 
     def statistics(self, call: Call) -> Mapping[str, Addend]:
+        call = replace(call, max_size=self.max_size)
         moments: dict[str, Addend] = {"G": call.output_moment}
         if call.inputs is not None:
             moments["A"] = call.input_moment
@@ -49,7 +55,7 @@ class KFAC(Method):
         return solver.apply(gradient, left=data["G"], right=data["A"], damping=damping)
 
     def forward_only(self) -> Method:
-        return FOOF()
+        return FOOF(self.max_size)
 
 
 @register("method", "kfac-reduce")
@@ -62,11 +68,15 @@ class KFACReduce(KFAC):
     outputs are averaged, where *expand* is not, and an approximation if positions have losses of
     their own. Each sample is one row, so moments over T positions cost T times less; a module that
     is called several times has one row for each call.
+
+    Attributes:
+        max_size: The longest side whose factor is a matrix, see `KFAC`.
     """
 
     reduces: ClassVar[bool] = True
 
     def statistics(self, call: Call) -> Mapping[str, Addend]:
+        call = replace(call, max_size=self.max_size)
         moments: dict[str, Addend] = {"G": call.summed_output_moment}
         if call.inputs is not None:
             moments["A"] = call.mean_input_moment

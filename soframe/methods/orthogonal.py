@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from soframe.layers.layout import BlockShape
-from soframe.methods.base import Candidate, Direction, Given, Method
+from soframe.methods.base import MAX_SIZE, Candidate, Direction, Given, Method
 from soframe.methods.chain import Chain
 from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC
@@ -264,11 +264,7 @@ class Muon(Chain):
         dtype: str | None = None,
     ) -> None:
         end = Orthogonal(scale, steps, coefficients, dtype)
-        super().__init__((*self._first(), Momentum(momentum, nesterov), *end.stages()))
-
-    def _first(self) -> tuple[Method, ...]:
-        """Return the stages before the momentum."""
-        return ()
+        super().__init__((Momentum(momentum, nesterov), *end.stages()))
 
 
 @register("method", "newton-muon")
@@ -277,11 +273,19 @@ class NewtonMuon(Muon):
     """Muon of the gradient times the damped inverse of the inputs' second moment.
 
     The stages are `FOOF`, momentum and Muon's last ones. It accepts the hidden weights of layers
-    that K-FAC supports, without biases. Arguments as for `Muon`.
+    that K-FAC supports, without biases.
+
+    Args:
+        momentum: The decay of `Momentum`.
+        max_size: The longest side whose factor is a matrix, see `FOOF`.
+        **settings: As for `Muon`.
     """
 
-    def _first(self) -> tuple[Method, ...]:
-        return (FOOF(),)
+    def __init__(
+        self, momentum: float = 0.95, *, max_size: int = MAX_SIZE, **settings: Any
+    ) -> None:
+        super().__init__(momentum, **settings)
+        Chain.__init__(self, (FOOF(max_size), *self.stages))
 
 
 @register("method", "kfac-muon")
@@ -290,8 +294,16 @@ class KFACMuon(Muon):
     """Muon of the gradient that K-FAC has preconditioned.
 
     The stages are `KFAC`, momentum and Muon's last ones. It accepts the hidden weights of layers
-    that K-FAC supports, without biases. Arguments as for `Muon`.
+    that K-FAC supports, without biases.
+
+    Args:
+        momentum: The decay of `Momentum`.
+        max_size: The longest side whose factor is a matrix, see `KFAC`.
+        **settings: As for `Muon`.
     """
 
-    def _first(self) -> tuple[Method, ...]:
-        return (KFAC(),)
+    def __init__(
+        self, momentum: float = 0.95, *, max_size: int = MAX_SIZE, **settings: Any
+    ) -> None:
+        super().__init__(momentum, **settings)
+        Chain.__init__(self, (KFAC(max_size), *self.stages))

@@ -15,13 +15,13 @@ and R. `soframe.kernels.samples` computes the moments.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from soframe.layers.layout import BlockShape
-from soframe.methods.base import Call, Direction, Given, Method
+from soframe.methods.base import MAX_SIZE, Call, Direction, Given, Method
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.solvers.eigen import turned
@@ -39,21 +39,26 @@ class TNT(Method):
 
     A module that is called several times in one backward pass has a gradient for each call;
     products between calls are left out, as if the calls were independent.
+
+    Attributes:
+        max_size: The longest side whose factor is a matrix; a longer one has the factor's diagonal.
     """
 
     scalings = ("fisher",)
 
+    max_size: int = MAX_SIZE
+
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         groups, out, into = shape
         return (
-            FactorSpec("L", "left", groups, out, reads="both"),
-            FactorSpec("R", "right", groups, into, reads="both"),
+            FactorSpec("L", "left", groups, out, reads="both").up_to(self.max_size),
+            FactorSpec("R", "right", groups, into, reads="both").up_to(self.max_size),
         )
 
     def statistics(self, call: Call) -> Mapping[str, Tensor]:
         if call.inputs is None:
             return {}
-        left, right = call.helper.sample_moments(call.inputs, call.output_rows)
+        left, right = replace(call, max_size=self.max_size).sample_moments()
         return {"L": left, "R": right}
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver:

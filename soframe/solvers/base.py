@@ -66,8 +66,8 @@ class Solver(ABC):
             return None
         return (
             f"it takes no diagonal factors, as {', '.join(diagonal)} is; choose one that does for "
-            f"this block, for example solver={{'<its name>': 'eigen', '.*': ...}}, or skip the "
-            f"module"
+            f"this block, for example solver={{'<its name>': 'eigen', '.*': ...}}, skip the "
+            f"module, or give a method such as KFAC a larger max_size, if that is why"
         )
 
     @abstractmethod

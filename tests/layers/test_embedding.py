@@ -171,7 +171,7 @@ def test_the_report_says_what_is_diagonal() -> None:
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2))
     with closing(preconditioner(model, layers="all")) as own:
         notes = {row.parameter: row.note for row in own.report()}
-    assert notes["0.weight"] == "A diagonal"
+    assert notes["0.weight"] == "A diagonal (4 rows)"
     assert not notes["1.weight"]
 
 
