@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from soframe.blocks import sharding
 from soframe.blocks.block import Block, factor_dtype
+from soframe.blocks.heads import heads_of
 from soframe.blocks.home import GradientHome
 from soframe.blocks.report import FROZEN, Report, ReportRow
 from soframe.damping.policies import DampingPolicy
@@ -110,6 +111,12 @@ class Choices:
     head_in: nn.Module | None = None
 
 
+_ASK = (
+    "is this layer, or another, the head? The model does not show it, so {} takes all of them: "
+    "leave the head out by name, as in skip=[{!r}]"
+)
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's model without DistributedDataParallel and the wrapper of torch.compile."""
     while True:
@@ -146,19 +153,6 @@ def _uncalled(module: nn.Module) -> Iterator[tuple[str, str]]:
         for child in _UNCALLED.get(f"{base.__module__}.{base.__qualname__}", ()):
             prefix = "nn." if base.__module__.startswith("torch.nn.") else ""
             yield f"{prefix}{base.__name__}", child
-
-
-def head_of(model: nn.Module, part: nn.Module) -> tuple[nn.Parameter | None, bool]:
-    """Return the weight of the head in a part of a model, and whether it is tied to an embedding.
-
-    The head is the last tied Linear, else the last Linear; None without a Linear.
-    """
-    linear = [module for module in part.modules() if isinstance(module, nn.Linear)]
-    weights = [w for m in linear if (w := m._parameters.get("weight")) is not None]
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    tied = [weight for weight in weights if id(weight) in embeddings]
-    every = tied or weights
-    return (every[-1] if every else None), bool(tied)
 
 
 def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
@@ -227,7 +221,8 @@ class Registration:
         self.blocks: list[Block] = []
         self._in_block: set[int] = set()
         head = choices.head_in if choices.staged else model
-        self._head = None if head is None else head_of(model, head)[0]
+        self._heads = set() if head is None else {id(w) for w in heads_of(model, head)[0]}
+        self._asked = ""  # the last block that would have no place in its method as a head
         self._names: dict[int, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(id(module), []).append(plain_name(name))
@@ -560,9 +555,13 @@ class Registration:
             module=layout.module,
             parameters=tuple(parameters),
             shape=layout.shape,
-            last=embeds or any(p is self._head for p in parameters.values()),
+            last=embeds or any(id(p) in self._heads for p in parameters.values()),
         )
-        return method.unsuited(candidate)
+        reason = method.unsuited(candidate)
+        asks = not (self._heads or self._choices.skip or self._choices.staged)
+        if asks and reason is None and method.unsuited(replace(candidate, last=True)) is not None:
+            self._asked = name
+        return reason
 
     def _layout(self, name: str, module: nn.Module, key: str) -> Layout:
         """Return the layout of one parameter: its helper's if its shape differs, else plain."""
@@ -626,6 +625,10 @@ class Registration:
                 solvers = [_name(solver) for _, _, solver in block.solved_here]
                 method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
                 note = self._notes.get(block.name, "")
+                if block.name == self._asked:
+                    owner = self._names[id(block.layout.module)][0]
+                    ask = _ASK.format(_name(block.method), f"^{owner}$")
+                    note = "; ".join(filter(None, (note, ask)))
                 rows.append(ReportRow(plain_name(name), shape, block.name, method, note=note))
         return Report(tuple(rows))
 

@@ -217,7 +217,7 @@ class Candidate:
         module: The module.
         parameters: The names of its parameters within the module.
         shape: The shape of the gradient matrix.
-        last: Whether it is the model's head: tied to an embedding, or else the last Linear.
+        last: Whether it is a head, or tied to an embedding; see `soframe.blocks.heads`.
     """
 
     name: str

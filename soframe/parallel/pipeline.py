@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from soframe.blocks.block import Block
-from soframe.blocks.registration import Registration, head_of, warn_unused
+from soframe.blocks.heads import heads_of
+from soframe.blocks.registration import Registration, warn_unused
 from soframe.comm.agreement import (
     add_over_ranks,
     compare_settings,
@@ -180,15 +181,16 @@ class Pipeline(Stages):
     def meet(self, model: nn.Module, settings: str) -> nn.Module | None:
         """Return the module with the head; raise if settings differ or a stage cannot start."""
         compare_settings(self.backend, _NOTHING, settings)
-        # The head is a weight that is tied to an embedding, or else the last linear layer.
+        # The head is a weight that is tied to an embedding, or else the end of the last stage.
         if self._schedule is None:
-            own = {self.backend.rank: model}
+            own, last = {self.backend.rank: model}, self.backend.world_size - 1
         else:
-            own = {stage.stage_index: stage.submod for stage in _stages(self._schedule)}
+            stages = _stages(self._schedule)
+            own, last = {s.stage_index: s.submod for s in stages}, stages[0].num_stages - 1
         ranks: dict[float, nn.Module] = {}
         for index, module in own.items():
-            weight, tied = head_of(model, module)
-            if weight is not None:
+            weights, tied = heads_of(model, module)
+            if weights and (tied or index == last):
                 ranks[1 + index + _TIED * tied] = module
         return ranks.get(self.largest(max(ranks, default=0)))
 

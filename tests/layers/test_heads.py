@@ -1,0 +1,134 @@
+"""The head is left out where the model shows it; elsewhere the report asks."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from tests import kit
+
+
+class Model(nn.Module):
+    """Children by name, in the order of their definition; `getters` return some of them."""
+
+    def __init__(self, getters: dict[str, str | tuple[str, ...]] | None = None, **children) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+        for getter, names in (getters or {}).items():
+            found = self.get_submodule(names) if isinstance(names, str) else names
+            if isinstance(found, tuple):
+                found = tuple(self.get_submodule(name) for name in found)
+            setattr(self, getter, lambda found=found: found)
+
+
+def linear(out: int = 4) -> nn.Linear:
+    return nn.Linear(4, out, bias=False)
+
+
+def tied() -> nn.Module:
+    model = Model(embedding=nn.Embedding(5, 4), decoder=linear(5), after=linear())
+    model.decoder.weight = model.embedding.weight
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "tied": (tied, {"embedding"}),
+    "first": (lambda: Model(head=linear(3), one=linear(), two=linear()), {"head"}),
+    "two": (
+        lambda: Model(body=linear(), policy_head=linear(3), value_head=linear(2)),
+        {"policy_head", "value_head"},
+    ),
+    "several": (
+        lambda: Model(heads=nn.ModuleList([linear(3), linear(2)]), body=linear()),
+        {"heads.0", "heads.1"},
+    ),
+    "convolution": (
+        lambda: Model(one=nn.Conv2d(2, 3, 3), pool=linear(), head=nn.Conv2d(3, 2, 1)),
+        {"head"},
+    ),
+    "end": (lambda: nn.Sequential(linear(), nn.Conv1d(2, 2, 2), nn.Softmax(1)), {"1"}),
+    "nested": (
+        lambda: Model(one=linear(), classifier=nn.Sequential(linear(), nn.ReLU(), linear(3))),
+        {"classifier.2"},
+    ),
+    "wrapped": (lambda: Model(inner=Model(score=linear(3), body=linear())), {"inner.score"}),
+    "alone": (lambda: Model(one=nn.Conv2d(2, 3, 3), two=nn.Conv2d(3, 2, 2), fc=linear()), {"fc"}),
+    "transformers": (
+        lambda: Model({"get_output_embeddings": "out"}, out=linear(5), one=linear()),
+        {"out"},
+    ),
+    "timm": (
+        lambda: Model(
+            {"get_classifier": ("out", "distilled")},
+            out=linear(5),
+            distilled=linear(5),
+            one=linear(),
+        ),
+        {"out", "distilled"},
+    ),
+}
+
+
+def routed(model: nn.Module, **settings) -> tuple[dict[str, str], soframe.Report]:
+    optimizer = soframe.Optimizer(model, "muon", lr=0.1, **settings)
+    report = optimizer.report()
+    optimizer.close()
+    methods = {r.parameter[: -len(".weight")]: r.method for r in report if "weight" in r.parameter}
+    return methods, report
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_head_alone_is_left_out(name: str) -> None:
+    build, heads = MODELS[name]
+    methods, report = routed(build())
+    assert {layer for layer, method in methods.items() if method == "adamw"} == heads
+    assert not any("skip=" in row.note for row in report)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Model(body=linear(), actor=linear(3), critic=linear(2)),
+        lambda: Model(embedding=nn.Embedding(5, 4), one=linear(), critic=linear()),
+        lambda: nn.Sequential(linear(), Model(one=linear(), critic=linear())),
+    ],
+    ids=["two heads", "a body", "not the end"],
+)
+def test_where_no_layer_shows_the_report_asks(model: Callable[[], nn.Module]) -> None:
+    """The setting that it names is the one that leaves the layer to the auxiliary method."""
+    methods, report = routed(model())
+    (asked,) = (row for row in report if "skip=" in row.note)
+    layer = asked.parameter[: -len(".weight")]
+    assert layer.endswith("critic")
+    assert methods[layer] == "muon"
+    pattern = asked.note.partition("skip=['")[2].partition("']")[0]
+    methods, report = routed(model(), skip=[pattern])
+    assert methods[layer] == "adamw"
+    assert not any("skip=" in row.note for row in report)
+    assert sum(method == "muon" for method in methods.values()) == len(methods) - 1 - (
+        "embedding" in methods
+    )
+
+
+def test_methods_that_take_heads_do_not_ask() -> None:
+    model = Model(body=linear(), actor=linear(3), critic=linear(2))
+    assert not any("skip=" in row.note for row in kit.precondition(model, "soap").report())
+
+
+def test_frozen_and_thawed_heads_stay_heads() -> None:
+    """So groups and states are those of a run that has never frozen any."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    optimizer = soframe.Optimizer(model, "muon", lr=0.01)
+
+    def loss(net: nn.Module, step: int) -> Tensor:
+        model[2].requires_grad_(step != 1)
+        return net(torch.ones(2, 4) + step).square().mean()
+
+    before = [len(group["params"]) for group in optimizer.param_groups]
+    kit.train(model, loss, range(3), optimizer)
+    assert [len(group["params"]) for group in optimizer.param_groups] == before == [1, 3]
+    optimizer.close()
