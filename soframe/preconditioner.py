@@ -253,13 +253,13 @@ class Preconditioner(Stateful):
         """
         self._require_open()
         self._statistics.weigh(weight)
-        self._fisher.observe(outputs, self._capture, self._samples)
+        self._fisher.observe(outputs, self._capture, self._samples, self._steps)
 
     def count(self, terms: int | Tensor | None = None, *, rows: Tensor | None = None) -> None:
         """Declare the loss terms and the padding of the forward passes that follow.
 
-        Call it before the model's forward pass, once for each backward pass: if layers see only
-        some of the samples, if the loss ignores some of its terms, or if inputs are padded. After
+        Call it before the model's forward pass, once for each backward pass: if the loss ignores
+        some of its terms, if inputs are padded, or if the loss is no mean over the batch. After
         the first call, every forward pass that gives statistics needs one. Between statistics steps
         it does nothing.
 
@@ -294,8 +294,7 @@ class Preconditioner(Stateful):
             RuntimeError: If the preconditioner is closed; if a ``GradScaler`` still scales the
                 gradients, or was not given; or if a block has a gradient and no statistics in its
                 first windows, or the reverse (`soframe.step.effect`).
-            ValueError: If a setting that may change, such as a schedule, is out of range; or if
-                layers see different numbers of samples, and none was declared by `count`.
+            ValueError: If a setting that may change, such as a schedule, is out of range.
         """
         self._require_open()
         with self.home.shaped(self._model.parameters()):

@@ -202,16 +202,14 @@ def test_routing_under_the_empirical_fisher(average: str, parts: list[int]) -> N
         check_dense(model, own, data, average, "empirical", log_cosh, ["experts.0"])
 
 
-def test_layers_that_tell_different_numbers_are_an_error_by_name() -> None:
-    model, data = fill(Experts()), [(routed(ROUTES["2 of 6"]), randn(6, 2, seed=1))]
-    with closing(preconditioner(model)) as own:
-        with pytest.raises(ValueError, match=r"'head' was called with 6 samples.*'experts.0' with"):
-            run(model, own, data, observed=False)
-        own.reset_batch()
-        run(model, own, data, counted=True, observed=False)
-    for fine in ({"samples": lambda: 6}, {"scaling": "kaisa"}):
-        with closing(preconditioner(model, **fine)) as own:
-            run(model, own, data, observed=False)
+@pytest.mark.parametrize("average", AVERAGES)
+def test_the_root_tells_the_samples(average: str) -> None:
+    """Of routed samples, wherever the router stands; nothing has to be said."""
+    model, x, y = fill(Experts()), routed([2, 2, 2, 0, 2, 2]), randn(6, 2, seed=1)
+    data = list(zip(x.split([2, 4]), y.split([2, 4]), strict=True))
+    with closing(preconditioner(model, loss_average=average)) as own:
+        run(model, own, data, average, loss=log_cosh, observed=False)
+        check_dense(model, own, data, average, "empirical", log_cosh, ["experts.0"])
 
 
 class Windows(nn.Module):
@@ -226,18 +224,105 @@ class Windows(nn.Module):
         return self.head(windows.mean(1))
 
 
-def test_layers_with_more_samples_than_the_loss() -> None:
+def test_windows_are_positions_of_the_samples() -> None:
     model, x = fill(Windows()), randn(3, 4, 3)
     with closing(preconditioner(model)) as own:
-        model(x).sum().backward()
-        with pytest.raises(ValueError, match=r"'head' was called with 3.*'inner' with 6"):
-            own.step()
-        own.reset_batch()
-        own.count(3)
         model(x).sum().backward()
         own.step()
         rows = torch.cat([x.reshape(-1, 3), torch.ones(12, 1).double()], 1)
         compare(factors(own, "inner")[0][0], rows.T @ rows / 3, "A")
+
+
+class Places(nn.Module):
+    """Linear in its tables of tokens and of positions, which some layers see without the batch.
+
+    Args:
+        how: How the positions are passed.
+    """
+
+    def __init__(self, how: str = "[1, T]") -> None:
+        super().__init__()
+        self.how = how
+        self.tokens, self.places = nn.Embedding(5, 3), nn.Embedding(4, 2)
+        self.inner, self.head = nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False)
+
+    def forward(self, ids: Tensor, *, other: Tensor | None = None) -> Tensor:
+        where = torch.arange(ids.shape[1])
+        if self.how == "[T, T]":
+            places = self.places((where - where[:, None]).abs()).sum(0)
+        elif self.how == "[N, T]":
+            places = self.places(where.expand_as(ids))
+        else:
+            places = self.places(where[None] if self.how == "[1, T]" else where)
+        inner = self.inner(places if places.dim() == 3 else places[None])
+        return self.head(self.tokens(ids) + inner).mean(1)
+
+
+def orthogonal_signs(columns: int) -> Tensor:
+    """The first columns of a Hadamard matrix but for its ones: signs without correlations."""
+    matrix = torch.ones(1, 1).double()
+    while len(matrix) <= columns:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix[:, 1 : columns + 1]
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("how", ["[1, T]", "[T]", "[T, T]", "[N, T]"])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.covering(together=2)
+def test_layers_without_a_batch_are_shared_by_all_samples(
+    how: str, average: str, parts: int
+) -> None:
+    """Over targets with all signs, that is in expectation, the factors of one batch per sample.
+
+    The model is linear, and its loss has the identity as Hessian: there K-FAC is exact for one
+    position, and the mean over signs enumerates the expectation.
+    """
+    model, ids = fill(Places(how)), torch.tensor([[0, 1, 2], [4, 4, 1], [1, 0, 0], [3, 2, 2]])
+    wanted = fill(Places("[N, T]"))
+    signs = orthogonal_signs(8)
+    found: dict[str, list[list[Tensor]]] = {}
+    for name, net, count in (("shared", model, parts), ("expanded", wanted, 1)):
+        settings = {"statistics_every": 1, "loss_average": average, "decay": 0.0}
+        sums: list[list[Tensor]] = []
+        with closing(preconditioner(net, layers="all", **settings)) as own:
+            for row in signs:
+                for part, start in zip(ids.chunk(count), row.view(4, 2).chunk(count), strict=True):
+                    loss = (net(part, other=part[:, 0]) * start).sum() / len(part)
+                    scaled(loss, len(part), 4, count, average).backward()
+                own.step()
+                each = [blocks(own)[n].running for n in ("places", "inner", "tokens", "head")]
+                sums.append([f.clone() for running in each for f in running.values()])
+        found[name] = sums
+    means = [
+        [torch.stack(each).mean(0) for each in zip(*found[name], strict=True)] for name in found
+    ]
+    names = [f"{n}.{f}" for n in ("places", "inner", "tokens", "head") for f in "AG"]
+    for name, one, other in zip(names, *means, strict=True):
+        # Distances reach rows that places do not, and more of them.
+        if how != "[T, T]" or name.startswith(("tokens", "head.G")):
+            compare(one, other, name)
+    if how == "[T, T]":
+        counts = torch.tensor([3.0, 4.0, 2.0, 0.0]).double()
+        compare(means[0][0], counts[None], "places.A")
+
+
+def test_shared_layers_under_type_2_are_exact_in_expectation() -> None:
+    """The signs of columns differ from step to step: without them G would be twice as large."""
+    found = []
+    for how in ("[1, T]", "[N, T]"):
+        model, ids = fill(Places(how)), torch.tensor([[0, 1, 1], [4, 1, 2]])
+        own = preconditioner(model, layers="all", fisher="type-2", loss=SquaredError(), decay=0.0)
+        factors_of, sums = ["places", "inner"], []
+        with closing(own):
+            for _ in range(40):
+                own.observe(model(ids))
+                model(ids).sum().backward()
+                own.step()
+                sums.append([f.clone() for n in factors_of for f in factors(own, n)])
+        found.append([torch.stack(each).mean(0) for each in zip(*sums, strict=True)])
+    for one, other, exact in zip(*found, (True, False, True, False), strict=True):
+        compare(one, other, "factor", rtol=1e-10 if exact else 0.2)
 
 
 def test_a_call_with_fewer_samples_than_another_of_the_layer_is_no_error() -> None:
@@ -840,27 +925,6 @@ def test_ranks_with_uneven_routing_are_one_process(name: str, ranks: int, strate
             compare(one, other, "preconditioned gradients")
 
 
-def route_on_one_rank(rank: int, ranks: int) -> str:
-    model = fill(Experts())
-    with closing(preconditioner(model)) as own:
-        model(routed([0, 2] if rank == 1 else [2, 2])).sum().backward()
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        try:
-            own.step()
-        except (ValueError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-@pytest.mark.distributed
-def test_a_rank_whose_layers_disagree_stops_all() -> None:
-    one, other = run_ranks(route_on_one_rank, 2)
-    assert other.startswith("ValueError: in one backward pass 'head' was called with 2 samples")
-    assert one.startswith("RuntimeError: another rank cannot take this step")
-    assert "rank 1: ValueError: in one backward pass 'head'" in one
-
-
 def count_for_oneself(rank: int, ranks: int) -> list[Tensor]:
     """Each rank's callable returns the number of its own tokens."""
     model, x = fill(chain()), randn(3, 4, 3)
@@ -883,3 +947,58 @@ def test_numbers_that_callables_return_need_not_agree() -> None:
     for own in run_ranks(count_for_oneself, 2):
         for one, other in zip(own, alone, strict=True):
             compare(one, other, "factor")
+
+
+def test_one_sample_in_several_calls_is_said_once() -> None:
+    """A policy called at each time step: positions of one sample, unless `count` says otherwise."""
+    model, steps = fill(nn.Sequential(nn.Linear(3, 2))), randn(5, 1, 3)
+
+    def loss(net: nn.Module, step: int) -> Tensor:
+        return torch.stack([net(x).square().sum() for x in steps]).mean()
+
+    with closing(preconditioner(model)) as own:
+        with pytest.warns(UserWarning, match=r"called 5 times with one sample.*count\(5\)"):
+            kit.train(model, loss, range(1), own)
+        kit.train(model, loss, range(1), own)  # warnings are errors here
+        rows = torch.cat([steps[:, 0], torch.ones(5, 1).double()], 1)
+        compare(factors(own, "0")[0][0], rows.T @ rows, "A of one sample")
+    with closing(preconditioner(model)) as own:
+        own.count(5)
+        loss(model, 0).backward()
+        own.step()
+        compare(factors(own, "0")[0][0], rows.T @ rows / 5, "A of the mean")
+
+
+class TimeFirst(nn.Module):
+    """Positions first inside; a dictionary in, a dictionary out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, batch: dict[str, Any], unused: Any = None) -> dict[str, Tensor]:
+        x = batch["x"][0].transpose(0, 1)
+        return {"y": self.head(self.inner(x)).mean(0)}
+
+
+@pytest.mark.parametrize("call", ["root", "submodules"])
+def test_the_batch_is_the_roots_wherever_it_is_inside(call: str) -> None:
+    """And if submodules are called themselves, that of the layer nearest to the loss."""
+    model, x = fill(TimeFirst()), randn(3, 5, 3)
+    with closing(preconditioner(model)) as own:
+        if call == "root":
+            model({"x": (x, None)}, unused="text")["y"].sum().backward()
+        else:
+            model.head(model.inner(x.transpose(0, 1)).mean(0)).sum().backward()
+        own.step()
+        rows = torch.cat([x.reshape(-1, 3), torch.ones(15, 1).double()], 1)
+        compare(factors(own, "inner")[0][0], rows.T @ rows / 3, "A")
+
+
+def test_tokens_are_the_roots_where_every_token_has_a_term() -> None:
+    model, ids = fill(Places()), torch.tensor([[0, 1, 2], [4, 4, 1]])
+    with closing(preconditioner(model, layers="all", samples="positions")) as own:
+        model(ids).sum().backward()
+        own.step()
+        counts = torch.tensor([2.0, 2, 2, 0]).double()
+        compare(blocks(own)["places"].running["A"][0], counts / 6, "A")

@@ -1,10 +1,13 @@
 """Counting: the terms that the loss is a mean of, and the rows that are data.
 
-In most models the number of samples is the batch size of the layers. Not so if a layer sees some of
-the samples only (a mixture of experts), if samples are cut in pieces (windows of an image), or if
-the batch is not the first dimension: then layers differ, which is an error. Nor does the batch size
-show which positions the loss ignores (``ignore_index``). `Preconditioner.count` declares the terms
-for the forward passes that follow.
+The number of samples is the root module's batch: the first dimension that the tensors among its
+arguments share, else its outputs; with ``samples="positions"`` the tokens of integer inputs
+``[N, T]``. A layer may see some of the samples (a mixture of experts), or pieces of them (windows
+of an image): its sums are still divided by N. A layer that is called without the batch, such as a
+table of positions with ``[1, T]``, is shared by all samples (`LayerHelper.lacks_batch`). If the
+root does not show N (its inputs differ, or a submodule was called instead), the layer nearest to
+the loss does. What cannot be seen is declared by `Preconditioner.count`, for the forward passes
+that follow: the positions that the loss ignores (``ignore_index``), a batch in another dimension.
 
 A declaration belongs to forward passes rather than to a backward pass: so the order of forward and
 backward passes does not matter. A backward pass uses it up.
@@ -13,7 +16,7 @@ backward passes does not matter. A backward pass uses it up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
@@ -66,6 +69,8 @@ class Batch:
         terms: The number of terms that their loss is a mean of; None for the layers' batch size.
         mask: The terms of the model's outputs that count; None for all.
         rows: The rows that are data; None for all.
+        size: The batch of the root module; None if it was not called, or did not show it.
+        tokens: The number of tokens of its integer inputs; None likewise.
         declared: True if set by `Preconditioner.count`.
         closed: Whether the next forward pass is of another batch.
     """
@@ -73,12 +78,34 @@ class Batch:
     terms: int | None = None
     mask: Tensor | None = None
     rows: Rows | None = None
+    size: int | None = None
+    tokens: int | None = None
     declared: bool = False
     closed: bool = False
 
     def end(self, terms: int | None) -> None:
         """Set the terms, and close the batch: the next forward pass is of another one."""
         self.terms, self.closed = terms, True
+
+    def see(self, values: object) -> None:
+        """Set the size and tokens that the tensors in nested containers share."""
+        tensors = [tensor for tensor in _tensors(values) if tensor.dim() > 0]
+        self.size = _common({len(tensor) for tensor in tensors})
+        tokens = (t for t in tensors if t.dim() == 2 and t.dtype in (torch.int64, torch.int32))
+        self.tokens = _common({tensor.numel() for tensor in tokens})
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping | list | tuple):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _tensors(value)
+
+
+def _common(numbers: set[int]) -> int | None:
+    """Return the only number, if it is positive."""
+    return (numbers.pop() or None) if len(numbers) == 1 else None
 
 
 def declare(terms: object, rows: Tensor | None) -> Batch:
@@ -218,43 +245,50 @@ class Passes:
 
     Args:
         samples: The setting, which holds where nothing is declared.
-        compares: Whether layers with different numbers of samples are an error.
 
     Attributes:
         samples: Samples by the number of the pass.
         failure: The first error of this window; the step raises it, on every rank.
     """
 
-    def __init__(self, samples: Samples, *, compares: bool) -> None:
-        self._setting, self._compares = samples, compares
+    def __init__(self, samples: Samples) -> None:
+        self._setting = samples
         self.samples: dict[int, int] = {}
         self.failure: Exception | None = None
-        self._batches: dict[int, Batch] = {}
-        # Of passes whose samples come from their first layer: the most samples of a call, by layer.
-        self._sizes: dict[int, dict[str, int]] = {}
+        self._sizes: dict[int, int] = {}
+        self._batches: dict[int, list[Batch]] = {}  # the forward passes of each backward pass
 
     def anew(self) -> Passes:
         """Return the passes of a new window."""
-        return Passes(self._setting, compares=self._compares)
+        return Passes(self._setting)
 
     def enter(
-        self, number: int, layer: str, sizes: tuple[int, int], told: int | None, batch: Batch
-    ) -> int:
-        """Count a call with ``sizes`` (samples, rows) and return the samples of its pass."""
-        if batch.declared and self._batches.setdefault(number, batch) != batch:
-            self.fail(
-                ValueError(
-                    "one backward pass went through forward passes of several count(): call it "
-                    "once for all forward passes of a loss"
+        self, number: int, sizes: tuple[int, int], told: int | None, batch: Batch
+    ) -> tuple[int, int]:
+        """Count a call with ``sizes`` (samples, rows); return the terms and the batch of its pass.
+
+        ``told`` is the number of terms, if it is declared or observed.
+        """
+        batches = self._batches.setdefault(number, [])
+        if batch not in batches:
+            batches.append(batch)
+            if len(batches) > 1 and any(one.declared for one in batches):
+                self.fail(
+                    ValueError(
+                        "one backward pass went through forward passes of several count(): call "
+                        "it once for all forward passes of a loss"
+                    )
                 )
-            )
-        here = sizes[1] if self._setting == "positions" else sizes[0]
         if number not in self.samples:
+            each = self._setting == "positions"
+            here = sizes[1] if each else sizes[0]
             if told is None and callable(self._setting):
                 told = self._called(self._setting, here)
-            if told is None:
-                self._sizes[number] = {}
+            if told is None and batch.rows is None:
+                told = batch.tokens if each else batch.size
             self.samples[number] = here if told is None else told
+            # Gradients reach the layer nearest to the loss first.
+            self._sizes[number] = batch.size or sizes[0]
         elif told is not None and told != self.samples[number]:
             self.fail(
                 ValueError(
@@ -262,9 +296,7 @@ class Passes:
                     f"of {told} samples: {REMEDY}"
                 )
             )
-        if (most := self._sizes.get(number)) is not None:
-            most[layer] = max(here, most.get(layer, 0))
-        return self.samples[number]
+        return self.samples[number], self._sizes[number]
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         try:
@@ -278,22 +310,21 @@ class Passes:
         self.failure = self.failure or error
 
     def require_counted(self) -> None:
-        """Raise the first failure, or a ValueError if layers of one pass differ in samples."""
+        """Raise the first failure, or a ValueError if a mask of rows fits no layer."""
         if self.failure is not None:
             raise self.failure
-        for batch in self._batches.values():
+        for batch in (one for batches in self._batches.values() for one in batches):
             if batch.rows is not None and not batch.rows.fits:
                 raise ValueError(
                     f"count(rows=...) was given a mask {batch.rows.shape}, and no layer was called "
                     f"with so many samples and positions: pass a mask [N, positions]"
                 )
-        for number, most in self._sizes.items() if self._compares else ():
-            samples, first = self.samples[number], next(iter(most))
-            for layer, size in most.items():
-                if size != samples:
-                    what = "positions" if self._setting == "positions" else "samples"
-                    raise ValueError(
-                        f"in one backward pass {first!r} was called with {samples} {what} and "
-                        f"{layer!r} with {size}, so how many the loss is a mean over cannot be "
-                        f"told, and the scale of the curvature would be wrong; {REMEDY}"
-                    )
+
+    def repeated(self) -> int:
+        """Return the most calls of the root with one sample in a backward pass, 0 if one alone."""
+        calls = [
+            len(batches)
+            for number, batches in self._batches.items()
+            if self.samples[number] == 1 and all(one.size == 1 for one in batches)
+        ]
+        return max((n for n in calls if n > 1), default=0)

@@ -62,7 +62,11 @@ class Fisher:
         return self.kind in ("monte-carlo", "type-2")
 
     def observe(
-        self, outputs: Tensor | Sequence[Tensor], capture: Capture, samples: Samples = "batch"
+        self,
+        outputs: Tensor | Sequence[Tensor],
+        capture: Capture,
+        samples: Samples = "batch",
+        step: int = 0,
     ) -> None:
         """Send vectors backward to the layers from a model's outputs, of the loss's batch."""
         if self.kind == "empirical":
@@ -78,6 +82,8 @@ class Fisher:
                 capture.fail(error)
                 return
             vectors = counted.of(self.vectors(outputs))
+            if self.kind == "type-2" and capture.shares:
+                vectors = _signed(vectors, step)
             capture.probe(heads, vectors, counted.terms)
         elif capture.batch.terms is None:
             capture.know(observed(heads, False, capture.batch, samples).terms)
@@ -115,6 +121,22 @@ class Fisher:
             return
         for _ in range(self.samples):
             yield self.loss.samples(heads, self.generator), 1.0 / self.samples
+
+
+def _signed(
+    vectors: Iterator[tuple[Sequence[Tensor | None], float]], seed: int
+) -> Iterator[tuple[Sequence[Tensor | None], float]]:
+    """Yield the columns with each sample's multiplied by a sign, the same for all outputs."""
+    # Where a layer is shared by all samples, autograd adds up their columns. With random signs the
+    # products of different samples' columns have mean zero; each sample's own is unchanged.
+    generator = torch.Generator().manual_seed(seed)  # torch's own is the user's
+    for columns, weight in vectors:
+        size = next(len(column) for column in columns if column is not None)
+        signs = 2 * torch.randint(2, (size,), generator=generator) - 1
+        each = [
+            c if c is None else c * signs.to(c).view(-1, *(1 for _ in c.shape[1:])) for c in columns
+        ]
+        yield each, weight
 
 
 def heads_of(outputs: Any) -> list[Tensor]:

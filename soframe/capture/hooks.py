@@ -98,7 +98,10 @@ class _Keep(torch.autograd.Function):
 
 
 class _Hook:
-    """A forward hook that dies with its capture, and that copies of the model do not share."""
+    """A forward hook that dies with its capture, and that copies of the model do not share.
+
+    Of a layer; without a helper, of the root module, before and after its forward pass.
+    """
 
     def __init__(self, capture: Capture | None, helper: LayerHelper | None) -> None:
         self._capture = None if capture is None else weakref.ref(capture)
@@ -106,13 +109,13 @@ class _Hook:
         self._deliver = _eagerly()
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
         capture = self._capture() if self._capture is not None else None
         helper = self._helper() if self._helper is not None else None
         # torch.compile traces this much: only at statistics steps do layers break the graph.
-        if capture is not None and helper is not None and capture.enabled:
-            if getattr(module, "_is_replica", False):
+        if capture is not None and (helper is None) == (self._helper is None) and capture.enabled:
+            if helper is not None and getattr(module, "_is_replica", False):
                 raise RuntimeError(
                     f"torch.nn.DataParallel runs copies of a {type(module).__name__}, each on a "
                     f"part of the batch, and statistics need the whole batch: use "
@@ -128,7 +131,7 @@ class _Hook:
 
 def _deliver(
     capture: Capture,
-    helper: LayerHelper,
+    helper: LayerHelper | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
@@ -137,7 +140,10 @@ def _deliver(
     with torch._C.DisableTorchFunction():
         # Tensors within a transformation of torch.func have no graph to put hooks on.
         if not torch._C._are_functorch_transforms_active():
-            capture._on_forward(helper, args, kwargs, output)
+            if helper is None:
+                capture._on_root(args, kwargs, output)
+            else:
+                capture._on_forward(helper, args, kwargs, output)
 
 
 @cache
@@ -192,6 +198,8 @@ class Capture:
             with the version of a parameter then: an optimizer that steps changes it.
         batch: The declaration of the forward passes under way.
         told: Whether `Preconditioner.count` was ever called.
+        noted: Whether a warning has said how repeated calls of the root count.
+        shares: Whether a layer was called without the batch since the last probe.
         failure: The error that the step raises on every rank.
         half: Whether a layer with float32 parameters had a float16 gradient in this window.
     """
@@ -208,6 +216,8 @@ class Capture:
     called: dict[LayerHelper, int] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)
     told: bool = False
+    noted: bool = False
+    shares: bool = False
     failure: Exception | None = None
     half: bool = False
 
@@ -239,6 +249,12 @@ class Capture:
             self._handles.append(
                 helper.module.register_forward_hook(hook, with_kwargs=True, prepend=True)
             )
+        if names and self.model is not None:
+            hook = _Hook(self, None)
+            self._handles += [
+                self.model.register_forward_pre_hook(hook, with_kwargs=True),
+                self.model.register_forward_hook(hook, with_kwargs=True),
+            ]
 
     def expect(
         self,
@@ -333,7 +349,7 @@ class Capture:
                     self._edges = [edge for edge, gradient in pairs if gradient is None]
                     edges = [edge for edge, gradient in pairs if gradient is not None]
         finally:
-            self._probe = None
+            self._probe, self.shares = None, False
             self._passes.leave()
 
     def _deliver(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
@@ -347,6 +363,19 @@ class Capture:
             self._delivering = False
 
     # -- forward ----------------------------------------------------------------------------------
+
+    def _on_root(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """See the batch of a forward pass in the root's arguments, else in its output."""
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return  # no training, or a checkpoint that recomputes
+        if output is not None:
+            if self.batch.size is None:
+                self.batch.see(output)
+            return
+        self._begin_call()
+        if not self.batch.declared:
+            self.batch = Batch()
+        self.batch.see((args, kwargs))
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -377,6 +406,9 @@ class Capture:
         inputs = tuple(helper.inputs(args, kwargs))
         if self._has_rows_of_a_part(helper, own, (output, *inputs)):
             return
+        if self.probing and self.batch.size is not None:
+            _, batch, shared, _ = helper.output_rows(output.detach()).shape
+            self.shares = self.shares or helper.lacks_batch(batch, shared, self.batch.size)
         where, view = _lasting(output, inputs)
         pending = self._pending(helper, own, inputs if keeps else (), where.output_nr, view)
         if not self.probing and (node := where.grad_fn) is not None:  # a leaf has none

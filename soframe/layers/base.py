@@ -249,6 +249,20 @@ class LayerHelper(WeightAndBias, ABC):
             args = tuple(self._signature.bind(*args, **kwargs).arguments.values())
         return tuple(value for value in args if isinstance(value, Tensor))
 
+    def lacks_batch(self, batch: int, shared: int, size: int) -> bool:
+        """Return whether a call has no batch dimension, so that all samples share its rows.
+
+        Args:
+            batch: The samples of the call, as `output_rows` gives them.
+            shared: Its positions.
+            size: The number of samples of the model's batch.
+
+        Returns:
+            By default True for ``[1, positions, ...]`` in a batch of several samples. A single row
+            without positions may be the only one that a router sends to an expert.
+        """
+        return batch == 1 < shared and size not in (1, shared)
+
     def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         """Return the input rows of the block: rows of the weight, with ones appended for the bias.
 

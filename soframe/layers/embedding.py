@@ -31,10 +31,10 @@ __all__ = ["EmbeddingBagHelper", "EmbeddingHelper"]
 
 @KINDS["layer"].register_optional(nn.Embedding)
 class EmbeddingHelper(LayerHelper):
-    """``nn.Embedding`` of indices ``[batch, positions...]``.
+    """``nn.Embedding`` of indices ``[batch, positions...]``, or of indices that all samples share.
 
-    Indices without a batch dimension, such as position indices ``[T]`` that are broadcast, would
-    count as T samples: skip such a module, or pass indices ``[N, T]``.
+    The latter are ``[T]``, ``[1, T]`` and a square ``[T, T]`` of distances, where no dimension is
+    the model's batch.
     """
 
     module: nn.Embedding
@@ -54,6 +54,11 @@ class EmbeddingHelper(LayerHelper):
     def shape(self) -> BlockShape:
         """The shape of the transposed table."""
         return BlockShape(1, self.module.embedding_dim, self.module.num_embeddings)
+
+    def lacks_batch(self, batch: int, shared: int, size: int) -> bool:
+        if size in (1, batch, shared):
+            return False
+        return shared == 1 or batch in (1, shared) or batch % size > 0
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert weight is not None
@@ -191,6 +196,9 @@ class EmbeddingBagHelper(EmbeddingHelper):
         if getattr(module, "mode", None) == "max":
             return "mode='max' is not linear in the table, which 'sum' and 'mean' are"
         return super().unsupported(module)
+
+    def lacks_batch(self, batch: int, shared: int, size: int) -> bool:
+        return False
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         """Exclude empty bags from means over rows."""

@@ -20,6 +20,13 @@ N is the same for all layers, whether they see all samples or some: if 2 of 6 sa
 a layer, its A is the sum of two rows over 6, and its G is the mean of two. A sample is one term of
 the mean in the loss (`soframe.capture.counting`); padding counts neither in the sums nor in T.
 
+A layer that is called without the batch (a table of positions with ``[1, T]``) is shared by all
+samples of the pass: each has its rows, so that sums of degree 0 and the counts of rows are
+multiplied by their number. Its ``g0`` is summed over samples, and ``(sum_n g)(sum_n g)^T`` has the
+expectation of ``sum_n g g^T`` if the ``g`` of samples are independent with mean zero. So A is
+exact, and G unbiased for targets drawn from the model and for type-2 (whose columns have random
+signs); the empirical Fisher adds the outer product of the mean gradient.
+
 For equal batches the first two agree. ``Curvature(scaling="kaisa")`` gives the constants of
 kfac-pytorch: the mean of ``g0 g0^T`` over each call, with rows divided by the number of locations
 for convolutions.
@@ -126,9 +133,18 @@ class Scale:
     own_gradients: bool = False
 
     def call(
-        self, module: nn.Module, samples: int, batch: int, shared: int, grad_scale: float
+        self,
+        module: nn.Module,
+        samples: int,
+        batch: int,
+        shared: int,
+        grad_scale: float,
+        users: int = 1,
     ) -> CallScale:
-        """Return the multipliers of one call; ``grad_scale`` is the GradScaler's."""
+        """Return the multipliers of one call.
+
+        ``grad_scale`` is the GradScaler's; ``users`` the number of samples that share each row.
+        """
         unscale = 1.0 / grad_scale**2
         if self.scaling == "kaisa":
             per_row = 1.0 / (batch * shared)
@@ -138,11 +154,11 @@ class Scale:
         if self.loss_average == "local":
             weight = 1.0 / max(1, samples)
             if self.own_gradients:
-                return CallScale((weight, weight, weight))
-            return CallScale((weight, 1.0 / grad_scale, samples * unscale))
+                return CallScale((weight * users, weight, weight))
+            return CallScale((weight * users, 1.0 / grad_scale, samples * unscale))
         if self.own_gradients:
-            return CallScale((1.0, 1.0, 1.0))
-        return CallScale((1.0, 1.0 / grad_scale, unscale))
+            return CallScale((users, 1.0, 1.0))
+        return CallScale((users, 1.0 / grad_scale, unscale))
 
     def contribution(self, counts: Counts, passes: dict[int, int]) -> Contribution:
         """Return the multipliers and weights of this rank, given the samples of every pass."""

@@ -14,6 +14,7 @@ that do.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -122,7 +123,7 @@ class Statistics:
         self._scale = scale
         self._samples = samples
         self._grad_scale = grad_scale
-        self._passes = Passes(samples, compares=scale.scaling == "fisher")
+        self._passes = Passes(samples)
         self._part_of = {block: part_of(block) for block in blocks}
         self._one_part = len(set(self._part_of.values())) <= 1
         self._parts: dict[int, int] = {}  # the stage of each pass
@@ -206,7 +207,17 @@ class Statistics:
         data = self._data(block, helper, rows, said)
         data_left = _left(data, batch, shared)
         told = said.terms if probe is None else probe.samples
-        samples = self._passes.enter(number, block.name, data_left, told, said)
+        samples, size = self._passes.enter(number, data_left, told, said)
+        users = 1
+        if helper.lacks_batch(batch, shared, size):
+            # Shared by all samples, whose gradients are added up: the positions of one.
+            users = size
+            if batch > 1:
+                rows, inputs = (
+                    rows.flatten(1, 2).unsqueeze(1),
+                    tuple(x.reshape(1, -1) for x in inputs),
+                )
+                batch, shared = 1, batch * shared
         self._parts[number] = self._part_of[block]
         # Under a method that reduces, all positions of a sample make one row.
         shared = 1 if block.method.reduces else shared
@@ -215,7 +226,8 @@ class Statistics:
             rows, each = _reaching(helper, inputs, rows, data, reduces=block.method.reduces)
         # Several probes go through the same call, whose samples count once.
         if probe is None or probe.first:
-            left = _left(data, batch, shared)[1]
+            left = _left(data, batch, shared)[1] * users
+            each = each and [reached * users for reached in each]
             block.record.counts.add(number, samples, left, each)
         if number not in self._loss_scales:
             # Once per backward pass: reading the scale may make the host wait.
@@ -223,7 +235,7 @@ class Statistics:
         factors = self._gathered(block)
         if factors and data_left[1] > 0:
             loss_scale = self._loss_scales[number]
-            scale = self._scale.call(helper.module, samples, batch, shared, loss_scale)
+            scale = self._scale.call(helper.module, samples, batch, shared, loss_scale, users)
             seen = _Rows(helper=helper, inputs=inputs, rows=rows, data=data, number=number)
             self._sum(block, factors, seen, scale=scale, probe=probe)
 
@@ -327,6 +339,16 @@ class Statistics:
         if self._capture.failure is not None:
             self._passes.fail(self._capture.failure)
         self._passes.require_counted()
+        if self._capture.noted or not self._passes.samples:
+            return
+        if calls := self._passes.repeated():
+            self._capture.noted = True
+            warnings.warn(
+                f"soframe: the model was called {calls} times with one sample in a backward pass, "
+                f"which are taken as the positions of one sample, with a loss that adds them up; "
+                f"if it is their mean, call preconditioner.count({calls}) before the first",
+                stacklevel=7,
+            )
 
     def finite(self) -> bool:
         """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
