@@ -60,7 +60,8 @@ def build_optimizer(
         model,
         method if config.modules is None else {config.modules: method},
         strategy=config.strategy,
-        **grouped({**common, **options}),
+        # All optimizers of a comparison let the same weights decay.
+        **grouped({"decay_vectors": True, **common, **options}),
     )
 
 

@@ -17,10 +17,14 @@ or one that `soframe.step.moving` defines: cautious decay, a constraint.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,24 +46,24 @@ from soframe.step import moving
 from soframe.step.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.strategies.placement import Placement
 
-PRECONDITIONER = "soframe"
-"""The key of the preconditioner's state in an optimizer's state."""
-RADII = "radii"
-"""The key of the norms that a constraint keeps."""
+KEY = "soframe"
+"""The key of all state but param groups, in the state of the first trained parameter."""
+SETTINGS = ("lr", "weight_decay", "weight_decay_kind", "constraint", "decay_vectors")
+"""The settings of a param group that say how its parameters move."""
 
 
 class Optimizer(torch.optim.Optimizer):
     """Updates the parameters of a model with any method.
 
-    Param groups are made by soframe, one for each method, in the order of their first parameters in
-    the model: ``group["method"]`` is the name of the method, with the prefix ``"auxiliary: "`` for
-    ``auxiliary``. Learning rates and weight decays may be changed there at any time, as schedulers
-    do; so may ``"weight_decay_kind"`` and ``"constraint"``, alike on all ranks.
+    Param groups are those of ``param_groups``, each divided by method: ``group["method"]`` is the
+    name of the method, with the prefix ``"auxiliary: "`` for ``auxiliary``. All settings in a group
+    are read at every step, and may be changed there at any time, alike on all ranks. Groups may be
+    split, merged, reordered and added, too: every trainable parameter has to be in one group, which
+    is saved by the names of its parameters.
 
-    A group is made once one of its parameters is trained. For gradual unfreezing build the
-    optimizer and its schedulers first, and freeze parameters afterwards: their group stays, empty,
-    and follows the schedule. A group that is made later begins at ``lr`` or ``auxiliary_lr``, with
-    a warning if a schedule changes the rates of the others.
+    Frozen parameters keep their group. Parameters that are thawed or added to the model later join
+    the group of their method, or begin one at the first learning rate, with a warning if a schedule
+    has changed the rates of the others.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
@@ -70,6 +74,8 @@ class Optimizer(torch.optim.Optimizer):
         weight_decay: The weight decay of ``method``; a step takes ``lr * weight_decay`` of it.
         weight_decay_kind: ``"decoupled"``; or ``"cautious"``, which leaves out the entries that the
             update moves away from zero (Chen et al., 2025).
+        decay_vectors: Whether vectors, such as biases and gains of norms, decay as well as matrices
+            and tables; torch's optimizers let them, most recipes for training do not.
         constraint: ``"hyperball"`` lets every matrix of ``method``, in each of its groups, keep the
             Frobenius norm that it has at the first step (Wen et al., 2026): ``lr`` is then an
             angle, of the order of 0.01, the length of updates does not matter, and weights do not
@@ -79,6 +85,9 @@ class Optimizer(torch.optim.Optimizer):
         auxiliary_weight_decay: Its weight decay; None for ``weight_decay``.
         auxiliary_weight_decay_kind: Its kind of weight decay; None for ``weight_decay_kind``.
         auxiliary_constraint: Its constraint; by default none, with any ``constraint``.
+        param_groups: Dicts with ``"params"`` and settings of their own, as for torch's optimizers:
+            each of the nine above by its name. Together they have every trainable parameter; None
+            for one group of all.
         **preconditioner: Further settings of `soframe.Preconditioner`, such as ``strategy``,
             ``solver``, ``damping``, ``solve_every``, ``gradients``.
 
@@ -87,7 +96,8 @@ class Optimizer(torch.optim.Optimizer):
             ``traffic``, ``placement`` and ``observe`` are of use here, too.
 
     Raises:
-        ValueError: If a setting is out of range, or a component does not exist.
+        ValueError: If a setting is out of range, a component does not exist, or a trainable
+            parameter is in no group.
         TypeError: If a setting has the wrong type or does not exist.
     """
 
@@ -99,14 +109,21 @@ class Optimizer(torch.optim.Optimizer):
         lr: float,
         weight_decay: float = 0.0,
         weight_decay_kind: WeightDecayKind = "decoupled",
+        decay_vectors: bool = False,
         constraint: Constraint | None = None,
         auxiliary: Choice = "adamw",
         auxiliary_lr: float | None = None,
         auxiliary_weight_decay: float | None = None,
         auxiliary_weight_decay_kind: WeightDecayKind | None = None,
         auxiliary_constraint: Constraint | None = None,
+        param_groups: Iterable[dict[str, Any]] | None = None,
         **preconditioner: Any,
     ) -> None:
+        self._settings = {
+            name: value
+            for name, value in locals().items()
+            if name.removeprefix("auxiliary_") in SETTINGS
+        }
         check_model(model)
         if "optimizer" in preconditioner:
             raise TypeError("optimizer= is this optimizer's own; leave it out")
@@ -116,45 +133,26 @@ class Optimizer(torch.optim.Optimizer):
                 "auxiliary= names the method of parameters that method= leaves out; freeze those "
                 "that are not to be trained"
             )
-        rates = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "auxiliary_lr": lr if auxiliary_lr is None else auxiliary_lr,
-            "auxiliary_weight_decay": (
-                weight_decay if auxiliary_weight_decay is None else auxiliary_weight_decay
-            ),
-        }
-        require_numbers("soframe.Optimizer", **rates)
-        kind = auxiliary_weight_decay_kind
-        self._moves = {
-            "": Move(
-                lr=float(lr),
-                weight_decay=float(weight_decay),
-                kind=weight_decay_kind,
-                constraint=constraint,
-            ),
-            "auxiliary_": Move(
-                lr=float(rates["auxiliary_lr"]),
-                weight_decay=float(rates["auxiliary_weight_decay"]),
-                kind=weight_decay_kind if kind is None else kind,
-                constraint=auxiliary_constraint,
-            ),
-        }
-        for prefix, move in self._moves.items():
-            moving.check(move, name="", prefix=prefix)
-        # torch's constructor calls `add_param_group`, which refuses once this is True.
-        self._ready = False
+        for prefix in ("", "auxiliary_"):
+            settings = _of_method(self._settings, prefix)
+            rates = {prefix + name: settings[name] for name in ("lr", "weight_decay")}
+            require_numbers("soframe.Optimizer", **rates)
+            moving.check(Move.of(settings), name="", prefix=prefix)
         self._model = unwrap(model)
         every = [p for p in self._model.parameters() if p.requires_grad]
-        sharding.require_own_step(every)
-        super().__init__(every, _settings(self._moves[""]))
+        super().__init__(every if param_groups is None else param_groups, {})
+        self._divides = param_groups is None  # a parameter that is added later has a group, too
+        # As given; `group` makes the param groups of them, once the methods are known.
+        self._given, self.param_groups = self.param_groups, []
+        self._radii: dict[str, Tensor] = {}
+        self._moved: Mapping[str, Tensor] = {}
+        self._new: list[dict[str, Any]] = []
+        self._members: list[list[int]] = []
         self.preconditioner = Preconditioner(
             model, method=method, auxiliary=auxiliary, optimizer=self, **preconditioner
         )
-        self._radii: dict[str, Tensor] = {}
-        self._moved: Mapping[str, Tensor] = {}
-        self._rebuilt = False
-        self._group()
+        self._new.clear()
+        self.defaults.update(_of_method(self._settings, ""))
         try:
             # An error on one stage of a pipeline is raised on all of them.
             with self.preconditioner.together():
@@ -163,30 +161,60 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             self.preconditioner.close()
             raise
-        self._ready = True
 
-    def _group(self) -> list[dict[str, Any]]:
-        """Give every method a param group of its own, and return the new groups."""
-        params_of: dict[str, list[nn.Parameter]] = {}
-        for block in self.preconditioner.blocks:
-            params_of.setdefault(_group_of(block), []).extend(block.parameters.values())
-        # An existing group keeps its settings and its index, by which schedulers address it.
-        groups = {group["method"]: group for group in self.param_groups if "method" in group}
-        self.param_groups.clear()
-        for name in {**groups, **params_of}:
-            prefix = "auxiliary_" if name.startswith("auxiliary: ") else ""
-            group = groups.get(name, {**_settings(self._moves[prefix]), "method": name})
-            self.param_groups.append({**self.defaults, **group, "params": params_of.get(name, [])})
-        self._grouped = self.preconditioner.placement
-        self._find_balls()
-        return [group for group in self.param_groups if group["method"] not in groups]
+    def group(self, blocks: Sequence[Block]) -> None:
+        """Put parameters of blocks that are in no param group into one, as given and by method.
+
+        Raises:
+            ValueError: If groups were given without one of them.
+
+        :meta private:
+        """
+        sharding.require_own_step(self._model.parameters())
+        self._names = {id(p): plain_name(name) for name, p in self._model.named_parameters()}
+        given = {id(p): i for i, group in enumerate(self._given) for p in group["params"]}
+        for group in self.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in self._names]
+        grouped = {id(p) for group in self.param_groups for p in group["params"]}
+        missing = [
+            (block, p)
+            for block in blocks
+            for p in block.parameters.values()
+            if id(p) not in grouped
+        ]
+        lost = [self._names[id(p)] for _, p in missing if id(p) not in given and not self._divides]
+        if lost:
+            raise ValueError(
+                f"{', '.join(lost)} in no param group: give it to one, by param_groups= or "
+                f"add_param_group, or freeze it"
+            )
+        for block, parameter in missing:
+            key = (given.get(id(parameter), 0), _group_of(block))
+            same = [g for g in self.param_groups if (g.get("given"), g.get("method")) == key]
+            group = same[0] if same else self._begin(*key, block)
+            group["params"].append(parameter)
+        self._balls = [ball for block in blocks if (ball := Ball(block, self._names)).matrices]
+
+    def _begin(self, number: int, method: str, block: Block) -> dict[str, Any]:
+        """Add a param group without parameters."""
+        given = {k: v for k, v in self._given[number].items() if k not in ("params", "param_names")}
+        settings = _of_method({**self._settings, **given}, "auxiliary_" * block.auxiliary)
+        rest = {name: given[name] for name in given.keys() - self._settings.keys()}
+        group = {**settings, **rest, "method": method, "given": number, "params": []}
+        Move.of(group)  # checks them
+        self.param_groups.append(group)
+        self._new.append(group)
+        return group
 
     def _first_rate(self, group: Mapping[str, Any]) -> float:
         """Return the initial learning rate of a group."""
-        return self._moves["auxiliary_" * group["method"].startswith("auxiliary: ")].lr
+        given = self._given[group["given"]]
+        prefix = "auxiliary_" * group["method"].startswith("auxiliary: ")
+        return float(_of_method({**self._settings, **given}, prefix)["lr"])
 
-    def _warn_of_new(self, new: Sequence[Mapping[str, Any]]) -> None:
+    def _warn_of_new(self) -> None:
         """Warn of groups that begin where a schedule has changed the rates of the others."""
+        new, self._new = self._new, []
         others = [g for g in self.param_groups if not any(g is one for one in new)]
         scheduler = any("initial_lr" in group for group in others)  # wraps step()
         if new and (scheduler or any(float(g["lr"]) != self._first_rate(g) for g in others)):
@@ -200,20 +228,14 @@ class Optimizer(torch.optim.Optimizer):
                 stacklevel=8 if scheduler else 7,
             )
 
-    def _find_balls(self) -> None:
-        """Collect the matrices that a constraint could keep on spheres, by group."""
-        names = {id(p): plain_name(name) for name, p in self._model.named_parameters()}
-        self._balls: dict[str, list[Ball]] = {g["method"]: [] for g in self.param_groups}
-        for block in self.preconditioner.blocks:
-            ball = Ball(block, names)
-            if ball.matrices:
-                self._balls[_group_of(block)].append(ball)
-
     def _constrained(self) -> Iterator[Ball]:
-        """Yield the matrices whose norms are kept."""
-        for group in self.param_groups:
-            if group["constraint"] is not None:
-                yield from self._balls[group["method"]]
+        """Yield the matrices whose norms are kept, by the group of the first of each block."""
+        kept = {
+            id(p) for g in self.param_groups if g["constraint"] is not None for p in g["params"]
+        }
+        for ball in self._balls if kept else ():
+            if id(next(iter(ball.matrices.values()))) in kept:
+                yield ball
 
     def _measure(self) -> None:
         """Measure the norms of matrices that become constrained."""
@@ -222,18 +244,29 @@ class Optimizer(torch.optim.Optimizer):
                 self._radii[ball.key] = ball.norms()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: soframe makes the groups, and every parameter of the model is in one.
+        """Add a group of parameters of the model that are in none; it is divided by method.
+
+        Parameters that are new in the model, or thawed after it was built, are in it from the next
+        step on.
+
+        Args:
+            param_group: ``"params"``, and settings as for ``param_groups`` of the constructor.
 
         Raises:
-            ValueError: Always, once the optimizer is built.
+            ValueError: If a parameter is not of the model, or in another group.
         """
-        if getattr(self, "_ready", False):
-            raise ValueError(
-                "soframe.Optimizer makes its param groups itself, one for each method: choose "
-                "methods by patterns, method={'pattern': ...}, and freeze or thaw parameters of "
-                "the model"
-            )
         super().add_param_group(param_group)
+        if not hasattr(self, "preconditioner"):
+            return  # called by torch's constructor
+        group = self.param_groups.pop()
+        model = {id(p) for p in self._model.parameters()}
+        if any(id(p) not in model for p in group["params"]):
+            raise ValueError(
+                "add_param_group takes parameters of the model that soframe.Optimizer has: add the "
+                "module to the model first"
+            )
+        self._given.append(group)
+        self.group(self.preconditioner.blocks)
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -257,20 +290,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # A step that raised may have rebuilt the blocks without regrouping the parameters.
-        former = self._grouped is not self.preconditioner.placement
-        self._rebuilt = self.preconditioner.changed or former
-        if self._rebuilt:
-            sharding.require_own_step(self._model.parameters())
-            # When blocks are rebuilt, `LearningRates.check` needs every parameter in a group.
-            known = {id(p) for group in self.param_groups for p in group["params"]}
-            trained = [p for p in self._model.parameters() if p.requires_grad]
-            self.param_groups[0]["params"] += [p for p in trained if id(p) not in known]
         self.preconditioner.step()
-        new: list[dict[str, Any]] = []
-        if self._rebuilt:
-            new = self._group()
-            self._measure()
         self._moved = {}
         if self.preconditioner.updated:
             blocks, before = self.preconditioner.blocks, {}
@@ -278,35 +298,48 @@ class Optimizer(torch.optim.Optimizer):
                 # Copies of all weights, to measure how far they move.
                 every = (p for block in blocks for p in block.parameters.values())
                 before = {p: p.detach().clone() for p in every}
-            one = self.preconditioner
-            with one.backend.phases("move"):
-                for group in self.param_groups:
-                    self._move(group)
+            with self.preconditioner.backend.phases("move"):
+                self._move()
             self._moved = changes(before, blocks) if before else {}
-        self._warn_of_new(new)
+        self._warn_of_new()
         return loss
 
-    def _move(self, group: Mapping[str, Any]) -> None:
-        """Move the parameters of a group along their updates, which are stored as gradients."""
-        move, where = Move.of(group), self.preconditioner.home
-        if move.constraint is None:
-            moving.descend(group["params"], where, move)
-            return
-        kept: set[nn.Parameter] = set()
-        for ball in self._balls[group["method"]]:
-            ball.move(where, self._radii[ball.key], move.lr)
-            kept.update(ball.matrices.values())
-        moving.descend([p for p in group["params"] if p not in kept], where, move)
+    def _move(self) -> None:
+        """Move all parameters along their updates, which are stored as gradients."""
+        where, kept = self.preconditioner.home, set[int]()
+        rates = {id(p): g["lr"] for g in self.param_groups if g["constraint"] for p in g["params"]}
+        for ball in self._constrained():
+            first, *_ = ids = [id(p) for p in ball.matrices.values()]
+            ball.move(where, self._radii[ball.key], float(rates[first]))
+            kept.update(ids)
+        for group in self.param_groups:
+            # A parameter that was frozen after its backward pass still has a gradient.
+            free = [p for p in group["params"] if p.requires_grad and id(p) not in kept]
+            moving.descend(free, where, Move.of(group))
 
     def check_settings(self) -> None:
-        """Raise a ValueError if a setting of a param group is out of range, before a step.
+        """Check the param groups before a step.
+
+        Raises:
+            ValueError: If a setting is out of range, or a parameter is not in one group.
 
         :meta private:
         """
         for group in self.param_groups:
             Move.of(group)
-        if not self._rebuilt:  # else the new blocks are known only after the step
-            self._measure()
+        members = [list(map(id, group["params"])) for group in self.param_groups]
+        if members != self._members and not self.preconditioner.changed:
+            each = Counter(chain.from_iterable(members))
+            for block in self.preconditioner.blocks:
+                for p in block.parameters.values():
+                    if each[id(p)] != 1:
+                        raise ValueError(
+                            f"{self._names[id(p)]} is in {each[id(p)] or 'no'} param group(s): "
+                            f"every trainable parameter is in one, so give it to one by "
+                            f"add_param_group, or freeze it"
+                        )
+            self._members = members
+        self._measure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.
@@ -333,14 +366,28 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The param groups, as in any optimizer, and the preconditioner's state.
         """
+        saved = super().state_dict()
+        for group, own in zip(saved["param_groups"], self.param_groups, strict=True):
+            group["names"] = [self._names[id(p)] for p in own["params"]]
         # Norms of matrices that are frozen or gone are not saved.
-        keys = {ball.key for balls in self._balls.values() for ball in balls}
+        keys = {ball.key for ball in self._balls}
         radii = {key: radius.clone() for key, radius in self._radii.items() if key in keys}
-        return {
-            **super().state_dict(),
-            RADII: checksums.seal({RADII: radii}),
-            PRECONDITIONER: self.preconditioner.state_dict(),
+        sums = checksums.seal({"radii": radii, "groups": _sealed(saved["param_groups"])})
+        whole = io.BytesIO()
+        own = {"radii": radii, checksums.KEY: sums[checksums.KEY]}
+        torch.save({**own, "preconditioner": self.preconditioner.state_dict()}, whole)
+        # Bytes: torch.distributed.checkpoint reads into the tensors of a state, and before its
+        # first step an optimizer has few. It wants an entry for each trained parameter, and a
+        # tensor in it.
+        grouped = [p for group in self.param_groups for p in group["params"]]
+        steps, where = [self.preconditioner.steps], self.preconditioner.home
+        state: dict[int, dict[str, Any]] = {
+            number: {"step": torch.tensor(steps, device=where.local(p).device)}
+            for number, p in enumerate(grouped)
+            if p.requires_grad
         }
+        next(iter(state.values()), {})[KEY] = whole.getvalue()
+        return {**saved, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, on every rank, from a state, perhaps of another world size or strategy.
@@ -354,49 +401,39 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
         """
-        balls = {ball.key: ball for balls in self._balls.values() for ball in balls}
+        self._names = {id(p): plain_name(name) for name, p in self._model.named_parameters()}
+        named = {self._names[id(p)]: p for p in self._model.parameters()}
+        balls = {ball.key: ball for ball in self._balls}
+        own: dict[str, Any] = {}
 
         def check() -> None:
-            if PRECONDITIONER not in state_dict:
+            entries = (e for e in state_dict.get("state", {}).values() if isinstance(e, Mapping))
+            whole = next((entry[KEY] for entry in entries if KEY in entry), None)
+            if whole is None:
                 raise ValueError("this is not the state of a soframe.Optimizer")
-            for group in state_dict.get("param_groups", ()):
-                if "method" in group:
-                    Move.of({**self.defaults, **group})
-            saved = _sizes(state_dict.get("param_groups", ()))
-            if saved != _sizes(self.param_groups):
-                raise ValueError(
-                    f"the state has param groups {saved} (method: parameters), and this optimizer "
-                    f"{_sizes(self.param_groups)}"
-                )
-            if RADII in state_dict:  # absent in states from before constraints existed
-                checksums.verify(state_dict[RADII], "the state of constraints")
-                moving.require_radii(state_dict[RADII].get(RADII), list(balls.values()))
-
-        def common() -> str:
-            sums = state_dict.get(RADII, {}).get(checksums.KEY, {})
-            return checksums.text(sums)
+            try:
+                own.update(torch.load(io.BytesIO(whole), map_location="cpu", weights_only=True))
+            except Exception as error:  # of any kind: these are bytes of a file
+                raise ValueError(f"the state is damaged: {error}") from error
+            groups = {"groups": _sealed(state_dict.get("param_groups"))}
+            sums = {key: own.get(key) for key in ("radii", checksums.KEY)}
+            remedy = "load it as it was saved, then change optimizer.param_groups"
+            checksums.verify({**sums, **groups}, "the state of the param groups", remedy)
+            moving.require_radii(own["radii"], list(balls.values()))
+            names = [name for group in state_dict["param_groups"] for name in group["names"]]
+            if strange := sorted(set(names) - named.keys()):
+                raise ValueError(f"this model has no {', '.join(strange)}, which the state groups")
 
         # Ranks agree before anything changes: all load the state, or none does.
-        self.preconditioner.agree_on_state(check, common)
-        self.preconditioner.load_state_dict(state_dict[PRECONDITIONER])
-        radii = state_dict.get(RADII, {}).get(RADII, {})
-        self._radii = {key: balls[key].loaded(radius) for key, radius in radii.items()}
-        self._take_groups(state_dict["param_groups"])
-
-    def _take_groups(self, saved: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the param groups by saved ones, in their order, by which schedulers address them.
-
-        Groups with parameters are the same on both sides. A saved group without parameters that is
-        missing here is added, for parameters that are thawed later; a group that the state lacks is
-        removed.
-        """
-        groups = {group["method"]: group for group in self.param_groups}
-        self.param_groups.clear()
-        for method, settings in {group["method"]: group for group in saved}.items():
-            group = groups.get(method, {**self.defaults, "params": []})
-            group.update({key: value for key, value in settings.items() if key != "params"})
-            self.param_groups.append(group)
-        self._find_balls()
+        self.preconditioner.agree_on_state(check, lambda: checksums.text(own[checksums.KEY]))
+        self.preconditioner.load_state_dict(own["preconditioner"])
+        self._radii = {key: balls[key].loaded(radius) for key, radius in own["radii"].items()}
+        self.param_groups = [
+            {**copy.deepcopy(_without(group)), "params": [named[name] for name in group["names"]]}
+            for group in state_dict["param_groups"]
+        ]
+        self.group(self.preconditioner.blocks)
+        self._new.clear()
 
     # -- inspection ---------------------------------------------------------------------------
 
@@ -431,18 +468,18 @@ class Optimizer(torch.optim.Optimizer):
             block["update_norm"] = moved.get(name)
         known = set(moved) == set(metrics["blocks"])
         metrics["norms"]["update_norm"] = math.hypot(*moved.values()) if known else None
-        groups = {
-            group["method"]: {name: group[name] for name in _settings(self._moves[""])}
-            for group in self.param_groups
-        }
-        for group in groups.values():
-            group["lr"] = float(group["lr"])
+        groups: dict[str, dict[str, Any]] = {}
+        for number, group in enumerate(self.param_groups):
+            name = (
+                group["method"] if group["method"] not in groups else f"{number}: {group['method']}"
+            )
+            groups[name] = {**{key: group[key] for key in SETTINGS}, "lr": float(group["lr"])}
         return {**metrics, "param_groups": groups}
 
     def __repr__(self) -> str:
         groups = [
             f"  {group['method']}: "
-            + ", ".join(f"{name}={group[name]!r}" for name in _settings(self._moves[""]))
+            + ", ".join(f"{name}={group[name]!r}" for name in SETTINGS)
             + f", {len(group['params'])} parameter(s)\n"
             for group in self.param_groups
         ]
@@ -467,22 +504,26 @@ def _require_known(names: Iterable[str]) -> None:
             )
 
 
-def _sizes(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the number of parameters of each method that has any."""
-    sizes = {str(group.get("method")): len(group.get("params", ())) for group in groups}
-    return {method: size for method, size in sizes.items() if size > 0}
-
-
 def _group_of(block: Block) -> str:
-    """Return the name of a block's param group."""
+    """Return the name of a block's method in its param group."""
     return f"{'auxiliary: ' * block.auxiliary}{describe(block.method)}"
 
 
-def _settings(move: Move) -> dict[str, Any]:
-    """Return the settings of a param group."""
-    return {
-        "lr": move.lr,
-        "weight_decay": move.weight_decay,
-        "weight_decay_kind": move.kind,
-        "constraint": move.constraint,
-    }
+def _of_method(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the settings of a param group, given those of the constructor."""
+    own = {name: settings.get(f"{prefix}{name}") for name in SETTINGS}
+    # The auxiliary method is constrained by a setting of its own alone.
+    return {k: settings[k] if v is None and k != "constraint" else v for k, v in own.items()}
+
+
+def _without(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a saved param group."""
+    return {key: value for key, value in group.items() if key not in ("params", "names")}
+
+
+def _sealed(groups: Any) -> Any:
+    """Return the entries of saved param groups that have a checksum; sequences become lists."""
+    return [
+        {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
+        for group in groups
+    ]

@@ -41,10 +41,10 @@ ENTRANCES = ("__init__", "__main__", "cli")  # import everything, for users
 
 BOUNDS: dict[str, int] = {
     "kfac: files": 58,
-    "kfac: functions": 338,
+    "kfac: functions": 332,
     "kfac: depth": 15,
     "kfac: calls": 1646,
-    "kfac: functions of step()": 244,
+    "kfac: functions of step()": 243,
     "kfac: calls of step()": 1339,
     "soap: files": 52,
     "soap: functions": 233,
@@ -56,7 +56,7 @@ BOUNDS: dict[str, int] = {
     "functions above complexity 15": 0,
     "classes above 30 methods": 0,
     "most parameters of a constructor": 19,
-    "lines": 32550,
+    "lines": 32600,
     "modules in circles": 0,
     "rooms in circles": 0,
     "imports of extensions by the core": 1,

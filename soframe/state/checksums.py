@@ -83,7 +83,10 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, KEY: {"plain": zlib.crc32(text(plain).encode()), "tensors": tensors}}
 
 
-def verify(state: Any, what: str = "the state") -> None:
+RESEAL = "a state that is changed on purpose needs soframe.checkpoint.seal"
+
+
+def verify(state: Any, what: str = "the state", remedy: str = RESEAL) -> None:
     """Raise ValueError unless a state matches its checksums; the message lists bad tensors."""
     saved = state.get(KEY) if isinstance(state, Mapping) else None
     if not isinstance(saved, Mapping) or not isinstance(saved.get("tensors"), Mapping):
@@ -98,11 +101,10 @@ def verify(state: Any, what: str = "the state") -> None:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise ValueError(
             f"{what} is damaged: {', '.join(map(str, differ[:3]))}{more} has another checksum than "
-            f"when it was saved, as after a cast to another dtype; a state that is changed on "
-            f"purpose needs soframe.checkpoint.seal"
+            f"when it was saved, as after a cast to another dtype; {remedy}"
         )
     if saved.get("plain") != actual["plain"]:
         raise ValueError(
             f"{what} is damaged: its numbers and names have another checksum than when they were "
-            f"saved; a state that is changed on purpose needs soframe.checkpoint.seal"
+            f"saved; {remedy}"
         )

@@ -39,7 +39,7 @@ from soframe.step.averages import observe
 from soframe.step.clip import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.step.effect import Effect
 from soframe.step.gradients import AveragedGradients, Gradients
-from soframe.step.moving import check_settings
+from soframe.step.moving import grouping
 from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
@@ -235,7 +235,8 @@ class Engine:
             damping = damping_at(self._damping, step)
             settings = Settings(damping, self._decay.at(step), self._bounds.at(step))
             self._lrs.begin(step)
-            check_settings(self._optimizer)
+            if (own := grouping(self._optimizer)) is not None:
+                own.check_settings()
             # The values that decide which collectives are entered. The interval is the next step's:
             # it decides which blocks have weights in the next status.
             refresh = self._refresh

@@ -17,7 +17,6 @@ With the learning rate ``lr``, the weight decay ``decay``, a weight ``w`` and it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -34,17 +33,19 @@ WEIGHT_DECAY_KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint
 
 
 @runtime_checkable
-class ChecksSettings(Protocol):
-    """An optimizer that checks its settings before each step, so that all ranks raise together."""
+class Grouping(Protocol):
+    """An optimizer that groups parameters and reads its groups while all ranks agree on a step."""
+
+    def group(self, blocks: Sequence[Block]) -> None:
+        """Put parameters of blocks that are in no param group into one."""
 
     def check_settings(self) -> None:
         """Raise a ValueError if a setting is out of range."""
 
 
-def check_settings(optimizer: object) -> None:
-    """Call an optimizer's own check of its settings, if it has one."""
-    if isinstance(optimizer, ChecksSettings):
-        optimizer.check_settings()
+def grouping(optimizer: object) -> Grouping | None:
+    """Return an optimizer that groups parameters; None for others."""
+    return optimizer if isinstance(optimizer, Grouping) else None
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,14 @@ class Move:
         weight_decay: The weight decay.
         kind: The kind of weight decay.
         constraint: The constraint on matrices; None for none.
+        decay_vectors: Whether vectors decay, too.
     """
 
     lr: float
     weight_decay: float
     kind: WeightDecayKind
     constraint: Constraint | None
+    decay_vectors: bool
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Move:
@@ -71,8 +74,10 @@ class Move:
             weight_decay=float(group["weight_decay"]),
             kind=group["weight_decay_kind"],
             constraint=group["constraint"],
+            decay_vectors=bool(group["decay_vectors"]),
         )
-        check(move, name=f"param group {group['method']!r}: ", prefix="")
+        if "method" in group:
+            check(move, name=f"param group {group['method']!r}: ", prefix="")
         return move
 
 
@@ -109,15 +114,17 @@ def is_matrix(parameter: nn.Parameter) -> bool:
 def descend(parameters: Sequence[nn.Parameter], home: GradientHome, move: Move) -> None:
     """Move parameters along their updates, without a constraint; others stay."""
     # `_foreach` kernels are fused for tensors of one device and dtype.
-    alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    alike: dict[tuple[torch.device, torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
     for parameter in parameters:
         direction = home.read(parameter)
         if direction is not None:
-            same = alike.setdefault((parameter.device, parameter.dtype), ([], []))
+            decays = move.weight_decay > 0 and (move.decay_vectors or parameter.dim() > 1)
+            key = (parameter.device, parameter.dtype, decays)
+            same = alike.setdefault(key, ([], []))
             same[0].append(home.local(parameter))
             same[1].append(direction)
-    for weights, directions in alike.values():
-        if move.weight_decay:
+    for (_, _, decays), (weights, directions) in alike.items():
+        if decays:
             _decay(weights, directions, move)
         torch._foreach_add_(weights, directions, alpha=-move.lr)
 
@@ -255,17 +262,11 @@ class Ball:
         return self._block.layout.pack({**tensors, **free})
 
 
-def require_radii(radii: object, balls: Sequence[Ball]) -> None:
-    """Raise ValueError unless saved norms are positive, finite and of these matrices."""
-    if not isinstance(radii, Mapping):
-        raise ValueError(f"the state is damaged: its radii are {type(radii).__name__}, not a dict")
-    known = {ball.key: ball for ball in balls}
-    for key, value in radii.items():
-        if key not in known:
-            raise ValueError(f"the state keeps the norm of {key}, which this model does not have")
-        right = isinstance(value, Tensor) and tuple(value.shape) == (known[key].groups,)
-        if not right or not all(0 < radius < math.inf for radius in value.tolist()):
+def require_radii(radii: Mapping[str, Tensor], balls: Sequence[Ball]) -> None:
+    """Raise ValueError unless saved norms are of these matrices."""
+    groups = {ball.key: ball.groups for ball in balls}
+    for key, norms in radii.items():
+        if groups.get(key) != len(norms):
             raise ValueError(
-                f"the state is damaged: the norm of {key} is {value!r}, not {known[key].groups} "
-                f"positive number(s)"
+                f"the state keeps {len(norms)} norm(s) of {key}, which this model does not have"
             )

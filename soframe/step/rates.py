@@ -25,6 +25,7 @@ from torch import Tensor
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.schedules import Schedule, Scheduled
+from soframe.step.moving import grouping
 
 ASSUMED_LR = 0.1
 """The learning rate of the KL clip without ``optimizer=`` and ``lr=``, as in KAISA."""
@@ -97,6 +98,8 @@ class LearningRates:
         """
         if self._optimizer is None or not blocks:
             return
+        if (own := grouping(self._optimizer)) is not None:
+            own.group(blocks)
         self._read_groups(self._optimizer, blocks[0].home)
         for block in blocks:
             for name, parameter in block.parameters.items():

@@ -76,4 +76,7 @@ def test_every_optimizer_can_be_given_to_it(kind: str, tmp_path: Path) -> None:
         trained.step(loss)
     dcp.save({"optimizer": Whole(trained)}, checkpoint_id=tmp_path, no_dist=True)
     dcp.load({"optimizer": Whole(again)}, checkpoint_id=tmp_path, no_dist=True)
+    if kind == "optimizer":  # its state is in bytes, which depend on how tensors are stored
+        assert again.param_groups[0]["lr"] == trained.param_groups[0]["lr"]
+        again, trained = again.preconditioner, trained.preconditioner
     assert equal(again.state_dict(), trained.state_dict())
