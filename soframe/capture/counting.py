@@ -15,6 +15,7 @@ backward passes does not matter. A backward pass uses it up.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -313,7 +314,7 @@ class Passes:
         """Raise the first failure, or a ValueError if a mask of rows fits no layer."""
         if self.failure is not None:
             raise self.failure
-        for batch in (one for batches in self._batches.values() for one in batches):
+        for batch in itertools.chain(*self._batches.values()):
             if batch.rows is not None and not batch.rows.fits:
                 raise ValueError(
                     f"count(rows=...) was given a mask {batch.rows.shape}, and no layer was called "

@@ -245,16 +245,19 @@ class Capture:
         self.names = dict(names)
         for helper in names:
             hook = _Hook(self, helper)
-            # First of all: another hook may replace the output (adapters do).
-            self._handles.append(
-                helper.module.register_forward_hook(hook, with_kwargs=True, prepend=True)
-            )
+            self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
         if names and self.model is not None:
             hook = _Hook(self, None)
             self._handles += [
                 self.model.register_forward_pre_hook(hook, with_kwargs=True),
                 self.model.register_forward_hook(hook, with_kwargs=True),
             ]
+
+    def _precede(self) -> None:
+        """Run before the hooks of others, which may replace the output (adapters do)."""
+        for handle in self._handles:
+            if (hooks := handle.hooks_dict_ref()) is not None:
+                hooks.move_to_end(handle.id, last=False)
 
     def expect(
         self,
@@ -265,6 +268,8 @@ class Capture:
     ) -> None:
         """Set which calls and inputs the window needs; see the attributes."""
         self.enabled = enabled
+        if enabled:
+            self._precede()
         self.counting, self.idle = counting, idle
 
     def fail(self, error: Exception) -> None:
@@ -372,6 +377,7 @@ class Capture:
             if self.batch.size is None:
                 self.batch.see(output)
             return
+        self._precede()
         self._begin_call()
         if not self.batch.declared:
             self.batch = Batch()

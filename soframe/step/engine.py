@@ -131,8 +131,15 @@ class Engine:
             self.reset_batch()  # the sums of this window may be used up already
             raise
         self._steps += 1
+        if not self._curved():
+            self._refresh.owe(2)  # the backward pass ran before the hooks were there
         self._refresh.end_step()
         self._begin()
+
+    def _curved(self) -> bool:
+        """Return whether any block has statistics of calls, or none needs them."""
+        masses = [block.mass for block in self._blocks if block.captured]
+        return not masses or max(masses) > 0
 
     def _solve(self, settings: Settings, *, after: bool, changed: Collection[Block] = ()) -> None:
         """Solve the blocks that are due before updates are made, or after they are written."""
@@ -274,7 +281,7 @@ class Engine:
             large=float(size > 0 or self._relatively_damped),
             bad_statistics=float(bad_statistics or (bool(due) and bad_gradient)),
             due=float(bool(due)),
-            curved=float(any(block.mass > 0 for block in self._blocks)),
+            curved=float(self._curved()),
             passes=float(passes),
             samples=float(samples) if self._scaling == "fisher" else 0.0,
         )

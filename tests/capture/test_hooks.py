@@ -1,0 +1,96 @@
+"""Hooks of others on the layers, and calls that are no training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from soframe.testing import compare, kron, layer_fisher
+from tests.curvature import closing, factors, fill, half_square, preconditioner, randn
+from tests.examples import examples
+
+
+class Scale(nn.Module):
+    """A product with a number, as a module of its own."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def net(*between: nn.Module) -> nn.Module:
+    return fill(nn.Sequential(nn.Linear(3, 4), *between, nn.Tanh(), nn.Linear(4, 2)))
+
+
+@given(
+    hooks=st.lists(st.tuples(st.sampled_from([0.5, 2.0, 3.0]), st.booleans()), max_size=4),
+    built=st.integers(0, 4),
+    stepped=st.booleans(),
+    root=st.booleans(),
+)
+@settings(max_examples=examples(25))
+def test_the_order_of_hooks_does_not_matter(
+    hooks: list[tuple[float, bool]], built: int, stepped: bool, root: bool
+) -> None:
+    """Hooks that replace an output, before and after soframe's: as if they were a module behind.
+
+    One sample, for which K-FAC is the dense empirical Fisher.
+    """
+    model, product = net(), 1.0
+    x, y = randn(1, 3), randn(1, 2, seed=1)
+    for factor, _ in hooks:
+        product *= factor
+    own = None
+    for number in range(len(hooks) + 1):
+        if number == min(built, len(hooks)):
+            own = preconditioner(model, decay=0.0)
+            if stepped:
+                half_square(model(x), y).backward()
+                own.step()
+        if number < len(hooks):
+            factor, prepend = hooks[number]
+
+            def hook(module: Any, args: Any, output: Tensor, factor: float = factor) -> Tensor:
+                return output * factor
+
+            model[0].register_forward_hook(hook, prepend=prepend)
+    assert own is not None
+    with closing(own):
+        if not root:
+            own.reset_batch()  # begins a window, as a step does
+        half_square(model(x) if root else model[2](model[1](model[0](x))), y).backward()
+        own.step()
+        a, g = factors(own, "0")
+        exact = layer_fisher(net(Scale(product)), "0", x, half_square, y, kind="empirical")[0]
+        compare(kron(g[0], a[0]), exact, "kron(G, A)")
+
+
+def test_statistics_are_due_at_the_first_step_that_can_have_them() -> None:
+    """Built between a backward pass and its step, beside a method that needs no statistics."""
+    model, x = fill(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))), randn(4, 3)
+    model(x).square().mean().backward()
+    own = preconditioner(model, auxiliary="adamw", statistics_every=10, solve_every=10)
+    with closing(own):
+        with pytest.warns(UserWarning, match="gradients without statistics"):
+            own.step()
+        seen = []
+        for _ in range(3):
+            seen.append(own.takes_statistics)
+            model.zero_grad()
+            model(x).square().mean().backward()
+            raw = [p.grad.clone() for p in model.parameters()]
+            own.step()
+            assert own.updated
+            changed = [
+                not torch.equal(p.grad, g) for p, g in zip(model.parameters(), raw, strict=True)
+            ]
+            assert all(changed)
+        assert seen == [True, False, False]
