@@ -949,9 +949,10 @@ def test_numbers_that_callables_return_need_not_agree() -> None:
             compare(one, other, "factor")
 
 
-def test_one_sample_in_several_calls_is_said_once() -> None:
+@pytest.mark.parametrize("batch", [(1,), ()])
+def test_one_sample_in_several_calls_is_said_once(batch: tuple[int, ...]) -> None:
     """A policy called at each time step: positions of one sample, unless `count` says otherwise."""
-    model, steps = fill(nn.Sequential(nn.Linear(3, 2))), randn(5, 1, 3)
+    model, steps = fill(nn.Sequential(nn.Linear(3, 2))), randn(5, *batch, 3)
 
     def loss(net: nn.Module, step: int) -> Tensor:
         return torch.stack([net(x).square().sum() for x in steps]).mean()
@@ -960,7 +961,7 @@ def test_one_sample_in_several_calls_is_said_once() -> None:
         with pytest.warns(UserWarning, match=r"called 5 times with one sample.*count\(5\)"):
             kit.train(model, loss, range(1), own)
         kit.train(model, loss, range(1), own)  # warnings are errors here
-        rows = torch.cat([steps[:, 0], torch.ones(5, 1).double()], 1)
+        rows = torch.cat([steps.view(5, 3), torch.ones(5, 1).double()], 1)
         compare(factors(own, "0")[0][0], rows.T @ rows, "A of one sample")
     with closing(preconditioner(model)) as own:
         own.count(5)

@@ -285,11 +285,13 @@ class Passes:
             here = sizes[1] if each else sizes[0]
             if told is None and callable(self._setting):
                 told = self._called(self._setting, here)
+            # Gradients reach the layer nearest to the loss first. If it has one sample, the root
+            # was called without a batch; unless the one is of positions, which come first.
+            size = batch.size or sizes[0]
+            self._sizes[number] = size = 1 if sizes[0] == 1 and sizes[1] != size else size
             if told is None and batch.rows is None:
-                told = batch.tokens if each else batch.size
+                told = batch.tokens if each else size
             self.samples[number] = here if told is None else told
-            # Gradients reach the layer nearest to the loss first.
-            self._sizes[number] = batch.size or sizes[0]
         elif told is not None and told != self.samples[number]:
             self.fail(
                 ValueError(
@@ -326,6 +328,6 @@ class Passes:
         calls = [
             len(batches)
             for number, batches in self._batches.items()
-            if self.samples[number] == 1 and all(one.size == 1 for one in batches)
+            if self.samples[number] == self._sizes[number] == 1 and all(b.size for b in batches)
         ]
         return max((n for n in calls if n > 1), default=0)

@@ -257,6 +257,7 @@ def test_one_unbatched_sample_of_one_position_is_the_dense_fisher() -> None:
         compare(kron(g[group], a[group]), dense[order][:, order], f"group {group}")
     with closing(preconditioner(model.attention, layers="all")) as own:
         single = randn(5, EMBED)
+        own.count(1)  # the root's own arguments are taken for five samples
         model.attention(single, single, single)[0].square().sum().backward()
         own.step()
         (block,) = (b for b in own._blocks if "in_proj_weight" in b.parameters)
