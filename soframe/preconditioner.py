@@ -543,7 +543,7 @@ class Preconditioner(Stateful):
         ranks = range(self.placement.world_size)
         memory = max(map(self.placement.memory, ranks), key=lambda usage: usage["total"])
         report = replace(self._report, memory=memory).with_note(
-            "no statistics so far: not used in training", idle
+            "no statistics so far: its modules were not called in training", idle
         )
         for block in self._blocks:
             if failures := block.record.failures:

@@ -52,6 +52,7 @@ class Reason(StrEnum):
         "no layer helper: {0} overrides {2}.{1}, so {3} may not have its rows; if it computes what "
         "{2} does, soframe.register('layer', {0})({4}), else register a helper of its own"
     )
+    SCRIPTED = "no layer helper: TorchScript runs it; {}"
     EMPTY = "it has parameters without elements: {}"
     UNCALLED = "{} uses its weight without calling it"
     SHARED = "its weight is shared with {}, which has no block: {}"
@@ -262,7 +263,7 @@ class Registration:
             if id(module) in done or not self._is_observed(name):
                 continue
             one = self._candidate(name, module)
-            weight = module._parameters.get("weight")
+            weight = parameter_of(module, "weight")
             members = [one]
             if one.helper is not None and one.reason is None and _chooses(one.helper):
                 paths = {key.rpartition(".")[0] for key in one.helper.names(module)}
@@ -693,6 +694,8 @@ def _without_helper(module: nn.Module) -> str:
         return Reason.OPTIONAL.format(known.__name__)
     if (why := without_helper(module)) is not None:
         return Reason.KERNEL.format(why)
+    if isinstance(module, torch.jit.ScriptModule):
+        return Reason.SCRIPTED.format(_REMEDY)
     if isinstance(module, ParametrizationList):
         return Reason.COMPUTED.format(_REMEDY)
     if are_experts(module):

@@ -138,8 +138,9 @@ def _deliver(
 ) -> None:
     # A user's torch function mode follows the model, and this is no part of it.
     with torch._C.DisableTorchFunction():
-        # Tensors within a transformation of torch.func have no graph to put hooks on.
-        if not torch._C._are_functorch_transforms_active():
+        # Tensors within a transformation of torch.func have no graph to put hooks on, and a trace
+        # (torch.jit.trace, TensorBoard's add_graph) would contain what the hooks compute.
+        if not (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()):
             if helper is None:
                 capture._on_root(args, kwargs, output)
             else:

@@ -212,7 +212,6 @@ class CutLayout:
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
     """Return the current parameter of a module, or of a submodule (``"out_proj.weight"``)."""
-    if "." not in name:
-        return module._parameters.get(name)
     path, _, last = name.rpartition(".")
-    return module.get_submodule(path)._parameters.get(last)
+    parameters = (module.get_submodule(path) if path else module)._parameters
+    return parameters[last] if last in parameters else None  # noqa: SIM401  # TorchScript: no get()

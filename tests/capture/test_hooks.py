@@ -94,3 +94,34 @@ def test_statistics_are_due_at_the_first_step_that_can_have_them() -> None:
             ]
             assert all(changed)
         assert seen == [True, False, False]
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_trace_contains_nothing_of_ours(differentiated: bool) -> None:
+    """`torch.jit.trace`, with which TensorBoard's add_graph draws a model, checks its graph."""
+    found = []
+    for traced in (True, False):
+        model, x = net(), randn(4, 3)
+        with closing(preconditioner(model)) as own:
+            if traced:
+                graph = torch.jit.trace(model, x)
+                if differentiated:
+                    graph(x).sum().backward()
+                    model.zero_grad()
+            half_square(model(x), randn(4, 2, seed=1)).backward()
+            own.step()
+            found.append([f.clone() for name in "02" for f in factors(own, name)])
+    for one, other in zip(*found, strict=True):
+        compare(one, other, "factor")
+
+
+def test_scripted_layers_are_rows_of_the_report() -> None:
+    model, x = net(), randn(4, 3)
+    model[0] = torch.jit.script(model[0])
+    with closing(preconditioner(model, auxiliary="adamw")) as own:
+        half_square(model(x), randn(4, 2, seed=1)).backward()
+        own.step()
+        rows = {row.parameter: row for row in own.report()}
+        assert "TorchScript runs it; a method that reads gradients" in rows["0.weight"].note
+        assert rows["0.weight"].method.startswith("adamw")
+        assert rows["2.weight"].method.startswith("kfac")
