@@ -67,13 +67,18 @@ def inspect(
         str, typer.Option(help="Which rank solves, keeps and sends what.")
     ] = "comm-opt",
     method: Annotated[str, typer.Option(help="The curvature method.")] = "kfac",
-    solver: Annotated[str, typer.Option(help="The solver.")] = "eigen",
+    solver: Annotated[
+        str | None, typer.Option(help="The solver; by default that of the model's size.")
+    ] = None,
     all_layers: Annotated[
         bool,
         typer.Option(
             "--all-layers",
             help='As with layers="all": norms, embeddings and others have blocks too.',
         ),
+    ] = False,
+    meta: Annotated[
+        bool, typer.Option("--meta", help="Build the model without memory for its weights.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -84,7 +89,7 @@ def inspect(
     """
     with _user_errors():
         report, placement = inspection.inspect(
-            inspection.build_model(model),
+            inspection.build_model(model, meta=meta),
             world_size=world_size,
             strategy=strategy,
             method=method,

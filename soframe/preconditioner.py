@@ -69,10 +69,12 @@ class Preconditioner(Stateful):
     ``torch.amp.GradScaler`` call ``scaler.unscale_(optimizer)`` first.
 
     Args:
-        model: The model; DistributedDataParallel and compiled wrappers are looked through.
+        model: The model; DistributedDataParallel and compiled wrappers are looked through. On the
+            meta device it is planned: `report` and ``placement`` work, and steps need weights.
         method: The curvature method: a name, class, instance, or a mapping from patterns on module
             names to one of these (first match wins).
-        solver: The solver, specified in the same way.
+        solver: The solver, specified in the same way; None for ``"eigen"``, or ``"inverse"`` if a
+            side of the model is too long for eigendecompositions on a CPU, which `report` says.
         strategy: The distribution strategy: a name, class or instance.
         optimizer: The optimizer whose learning rates the clips read at every step.
         lr: The learning rate for the clips, instead of an ``optimizer``.
@@ -126,7 +128,7 @@ class Preconditioner(Stateful):
         self,
         model: nn.Module,
         method: Choice = "kfac",
-        solver: Choice = "eigen",
+        solver: Choice = None,
         strategy: str | type[Strategy] | Strategy = "comm-opt",
         *,
         optimizer: torch.optim.Optimizer | None = None,
@@ -297,6 +299,8 @@ class Preconditioner(Stateful):
             ValueError: If a setting that may change, such as a schedule, is out of range.
         """
         self._require_open()
+        if self._planned:
+            building.require_materialised(self._model.named_parameters())
         with self.home.shaped(self._model.parameters()):
             self._take_step()
 
@@ -450,10 +454,13 @@ class Preconditioner(Stateful):
             stages=self._stages,
         )
         again, self._built = self._built, True
+        # A choice by size stays when the model changes, with the data that it made.
+        self._choices = replace(self._choices, solver=registration.solver)
         if again:
             # Install background solves in the old blocks, whose state moves below.
             self._land("Preconditioner.step()")
         self._blocks = registration.blocks
+        self._planned = any(block.device.type == "meta" for block in self._blocks)
         self._relatively_damped = any(block.relatively_damped for block in self._blocks)
         placed = PlacedBlocks(registration.blocks, placement, self.backend)
         if again and hand_over(self._placed, placed):
@@ -540,9 +547,7 @@ class Preconditioner(Stateful):
         """
         # Before the first step every block is without statistics.
         idle = {block.name for block in self._blocks if self._steps > 0 and block.mass == 0}
-        ranks = range(self.placement.world_size)
-        memory = max(map(self.placement.memory, ranks), key=lambda usage: usage["total"])
-        report = replace(self._report, memory=memory).with_note(
+        report = replace(self._report, memory=self.placement.fullest).with_note(
             "no statistics so far: its modules were not called in training", idle
         )
         for block in self._blocks:

@@ -44,7 +44,9 @@ class Registry:
 
     def register(self, key: Any, *, override: bool = False) -> Callable[[C], C]:
         """Return a class decorator that adds the class under ``key``."""
-        if not isinstance(key, self.key_type):
+        # A type's package need not be installed if its qualified name is the key.
+        qualified = self.key_type is type and isinstance(key, str) and "." in key
+        if not (qualified or isinstance(key, self.key_type)):
             raise TypeError(
                 f"a {self.kind} is registered under a {self.key_type.__name__}, not {key!r}"
             )
@@ -58,8 +60,7 @@ class Registry:
     def register_optional(self, *keys: type | str) -> Callable[[C], C]:
         """Return a class decorator that adds the class for ``layers="all"``."""
 
-        # Keys are module types or, where the type's package need not be installed, their qualified
-        # names, such as "transformers.pytorch_utils.Conv1D".
+        # Keys are module types or their qualified names.
         def add(component: C) -> C:
             self._optional.update(dict.fromkeys(keys, component))
             return component
@@ -185,7 +186,8 @@ def register(kind: str, key: Any, *, override: bool = False) -> Callable[[C], C]
     Args:
         kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"``, ``"backend"``, ``"loss"`` or
             ``"damping"``.
-        key: The component's name; for ``"layer"`` the module type that it serves.
+        key: The component's name; for ``"layer"`` the module type that it serves, or the type's
+            qualified name, such as ``"transformers.pytorch_utils.Conv1D"``.
         override: Replace a component that is registered under the same key.
 
     Returns:

@@ -104,6 +104,13 @@ def test_inspect_shows_every_parameter_and_the_placement(models):
     assert "placement 'mem-opt' on 4 rank(s)" in out
 
 
+def test_inspect_begins_with_bytes_and_needs_no_memory_for_weights(models):
+    every = [succeeded(models("inspect", "mymodels:make", *option)) for option in ([], ["--meta"])]
+    first, planned = (out.splitlines() for out in every)
+    assert first[0] == planned[0] == "at most 1.49 kB on a rank: factors 696 B, second order 792 B"
+    assert "solver 'eigen' by default" in first[1]
+
+
 def test_inspect_as_json_has_every_parameter_and_every_rank(models):
     arguments = ["mymodels:make", "--world-size", 2, "--strategy", "mem-opt", "--json"]
     read = json.loads(succeeded(models("inspect", *arguments)))

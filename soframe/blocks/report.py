@@ -40,10 +40,12 @@ class Report:
     Attributes:
         rows: The parameters.
         memory: The planned bytes on the rank that holds most, by kind: see `Placement.memory`.
+        solver: The solver by default, and why it is this one; empty if the user chose one.
     """
 
     rows: tuple[ReportRow, ...]
     memory: Mapping[str, int] = field(default_factory=dict)
+    solver: str = ""
 
     def __iter__(self) -> Iterator[ReportRow]:
         return iter(self.rows)
@@ -62,9 +64,7 @@ class Report:
             )
             for row in self.rows
         ]
-        covered = [row for row in self.rows if row.block is not None]
-        blocks = len({row.block for row in covered})
-        title = f"{len(covered)} of {len(self.rows)} parameters in {blocks} block(s)"
+        title = "\n".join(filter(None, (self.solver, self._covered)))
         if self.memory:
             kinds = {kind: number for kind, number in self.memory.items() if number}
             total = format_bytes(kinds.pop("total", 0))
@@ -72,6 +72,23 @@ class Report:
             title = f"at most {total} on a rank: {', '.join(parts)}\n{title}"
         header = ("parameter", "shape", "block", "method", "why / note")
         return f"{title}\n{format_table(header, cells)}"
+
+    @property
+    def _covered(self) -> str:
+        covered = [row for row in self.rows if row.block is not None]
+        blocks = len({row.block for row in covered})
+        return f"{len(covered)} of {len(self.rows)} parameters in {blocks} block(s)"
+
+    def reasons(self, most: int = 12) -> str:
+        """Return the reasons why parameters have no block, each with their number and a name."""
+        names: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.block is None:
+                names.setdefault(row.reason, []).append(row.parameter)
+        ordered = sorted(names.items(), key=lambda one: -len(one[1]))
+        lines = [f"{len(own)}, such as {own[0]}: {reason}" for reason, own in ordered[:most]]
+        lines += [f"and {len(ordered) - most} further reasons"] if len(ordered) > most else []
+        return "\n  ".join([self._covered, *lines])
 
     def with_note(self, note: str, blocks: Collection[str]) -> Report:
         """Return a report with a further note on the blocks of these names."""

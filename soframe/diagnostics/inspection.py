@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import nn
 
 import soframe
@@ -18,8 +20,14 @@ class InspectionError(ValueError):
     """A model could not be found or built; the message has the remedy."""
 
 
-def build_model(path: str) -> nn.Module:
-    """Import a model, or call the function that builds it: ``package.models:make_model``."""
+def build_model(path: str, *, meta: bool = False) -> nn.Module:
+    """Import a model, or call the function that builds it: ``package.models:make_model``.
+
+    With ``meta`` it is built on the meta device, without memory for its weights.
+
+    Raises:
+        InspectionError: If there is no such model.
+    """
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise InspectionError(f"{path!r} is not MODULE:CALLABLE, as in package.models:make_model")
@@ -33,7 +41,8 @@ def build_model(path: str) -> nn.Module:
     if not callable(target):
         raise InspectionError(f"{path} is no callable but a {type(target).__name__}")
     try:
-        model = target()
+        with torch.device("meta") if meta else contextlib.nullcontext():
+            model = target()
     except Exception as error:  # the user's code may raise any error
         raise InspectionError(
             f"{path}() raised {type(error).__name__}: {error}. It is called without arguments."
@@ -68,7 +77,7 @@ def inspect(
     world_size: int,
     strategy: str,
     method: str,
-    solver: str,
+    solver: str | None = None,
     all_layers: bool = False,
 ) -> tuple[soframe.Report, soframe.Placement]:
     """Register a model as a preconditioner would, with simulated ranks."""

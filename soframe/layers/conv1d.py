@@ -17,7 +17,7 @@ from soframe.registry import KINDS
 __all__ = ["TransposedLinearHelper"]
 
 
-@KINDS["layer"].register_optional("transformers.pytorch_utils.Conv1D")
+@KINDS["layer"].register("transformers.pytorch_utils.Conv1D")
 class TransposedLinearHelper(LinearHelper):
     """``y = x W + b`` of ``[batch, ..., in]``: dimensions in between are positions.
 

@@ -201,7 +201,7 @@ class Pipeline(Stages):
         if not any(self._names):
             raise ValueError(
                 f"there is nothing to precondition in any stage; in those of this rank:\n"
-                f"{registration.report}"
+                f"{registration.report.reasons()}"
             )
         unused = set(registration.unused).intersection(*(patterns for _, patterns in every))
         if unused:

@@ -130,16 +130,18 @@ def register(model: nn.Module, choices: Choices) -> Registration:
     # A stage of a pipeline may have no block of its own.
     if not registration.blocks and not choices.staged:
         raise ValueError(
-            f"there is nothing to precondition in {type(model).__name__}:\n{registration.report}"
+            f"there is nothing to precondition in {type(model).__name__}:\n"
+            f"{registration.report.reasons()}"
         )
     if choices.observed and not any(block.captured for block in registration.blocks):
         raise ValueError(
             "this Fisher makes statistics of calls, and no block's method reads any: leave fisher= "
             "out, or choose a method of calls, such as 'kfac', for some layers"
         )
-    for block in registration.blocks:
-        named = block.parameters.items()
-        require_materialised((f"{block.name}.{name}", p) for name, p in named)
+    every = [(f"{b.name}.{n}", p) for b in registration.blocks for n, p in b.parameters.items()]
+    # A model that is on the meta device as a whole can be planned.
+    if not all(parameter.is_meta for _, parameter in every):
+        require_materialised(every)
     return registration
 
 

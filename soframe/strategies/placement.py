@@ -123,6 +123,12 @@ class Placement:
         """
         return plan.memory(self.pairs, self.stacks, rank, used)
 
+    @cached_property
+    def fullest(self) -> dict[str, int]:
+        """The bytes on the rank that holds most, see `memory`."""
+        ranks = map(self.memory, range(self.world_size))
+        return max(ranks, key=lambda usage: usage["total"])
+
     def traffic(
         self,
         rank: int,

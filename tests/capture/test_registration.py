@@ -170,7 +170,7 @@ def test_every_parameter_is_reported_once() -> None:
         assert REASONS.get(name, "") in row.reason
         assert row.method == ("kfac / eigen" if row.block is not None else "")
     text = str(precondition(model).report())
-    assert text.startswith(f"7 of {len(named)} parameters in 5 block(s)")
+    assert f"\n7 of {len(named)} parameters in 5 block(s)\n" in text
     assert all(name in text for name in named)
 
 
@@ -334,12 +334,19 @@ def test_string_for_skip_is_refused() -> None:
         _build(skip="head")
 
 
-def test_nothing_to_precondition_is_an_error_with_the_report() -> None:
+def test_nothing_to_precondition_is_an_error_with_the_reasons() -> None:
+    """One line for each class of modules and reason, however many parameters there are."""
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)) for _ in range(100)]
     with pytest.raises(
-        ValueError, match=r"nothing to precondition in Network:\n0 of 8 .*\n"
+        ValueError, match=r"nothing to precondition in Sequential:\n0 of 400 "
     ) as error:
-        _build(skip=["Linear", "Conv2d"])
-    assert "skipped by 'Linear'" in str(error.value)
+        precondition(nn.Sequential(*layers), skip=["Linear"])
+    _, _, *lines = str(error.value).splitlines()
+    OPTIONAL = "no layer helper by default; layers='all' adds LayerNormHelper"
+    assert lines == [
+        "  200, such as 0.0.weight: Linear: skipped by 'Linear'",
+        f"  200, such as 0.1.weight: LayerNorm: {OPTIONAL}",
+    ]
 
 
 def test_skipped_lazy_module_is_no_error() -> None:
