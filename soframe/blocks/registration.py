@@ -26,7 +26,7 @@ from soframe.blocks.report import FROZEN, Report, ReportRow
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
 from soframe.layers.experts import are_experts
-from soframe.layers.layout import CutLayout, GroupedLayout, Layout, PlainLayout, parameter_of
+from soframe.layers.layout import CutLayout, Layout, PlainLayout, parameter_of, plain_layout
 from soframe.layers.recurrent import without_helper
 from soframe.methods.base import SMALL, Candidate, Method
 from soframe.methods.returned import require_declared
@@ -211,6 +211,8 @@ class Registration:
         self._used: set[str] = set()
         self._reasons: dict[int, str] = {}
         self._notes: dict[str, str] = {}
+        # By pattern of `layers`, for each parameter: why the helper does not serve it, or "".
+        self._unserved: dict[str, list[str]] = {}
         given: Mapping[str, object] = choices.layers
         for pattern, helper in given.items():
             known = isinstance(helper, type) and issubclass(helper, LayerHelper)
@@ -239,6 +241,7 @@ class Registration:
         for layer in list(self._collect()):
             self._decide(layer)
         self._register_parameters()
+        self._require_served()
         why = self._settle() if choices.solver is None else ""
         self.report = self._make_report(why)
         self.unused = sorted({*choices.skip, *choices.layers, *choices.cut} - self._used)
@@ -545,6 +548,10 @@ class Registration:
         layout = self._cut(name, full, self._layout(name, module, full.rpartition(".")[2]))
         if (reason := self._unsuited(full, method, layout)) is not None:
             return reason
+        groups, out, into = layout.shape
+        if parameter.dim() > 2 and min(out, into) > 1:
+            matrices = f"taken as {groups} matrices" if groups > 1 else "flattened to a matrix"
+            self._notes.setdefault(full, f"{matrices} {out}x{into}")
         sharers = [n for n, _ in self._sharers[id(parameter)]]
         if len(set(sharers)) > 1:
             self._notes[full] = "shared by " + ", ".join(dict.fromkeys(sharers))
@@ -574,22 +581,33 @@ class Registration:
 
     def _layout(self, name: str, module: nn.Module, key: str) -> Layout:
         """Return the layout of one parameter: its helper's if its shape differs, else plain."""
-        if are_experts(module) and module.get_parameter(key).dim() > 1:
-            return GroupedLayout(module, key)
-        plain = PlainLayout(module, key)
+        plain = plain_layout(module, key)
         helper = self._helper_class(name, module)
         if helper is None:
             known = KINDS["layer"].lookup(type(module), optional=True)
             if known is not None and issubclass(known, LayerHelper) and known.transposed:
                 helper = known
-        if helper is None or key not in helper.names(module) or helper.unsupported(module):
+        if helper is None:
             return plain
-        for one in helper.of(module, [key], joint=False):
-            if set(one.parameters) != {key}:
-                continue
-            if helper.transposed or tuple(one.shape) != tuple(plain.shape):
-                return one
-        return plain
+        why = None if key in helper.names(module) else f"names() leaves out {key}"
+        why = why or helper.unsupported(module)
+        alone = [] if why else helper.of(module, [key], joint=False)
+        one = next((one for one in alone if set(one.parameters) == {key}), None)
+        if (pattern := first_match(self._choices.layers, name)) is not None:
+            why = f"{name}.{key}: {why or 'it has no block of this parameter alone'}"
+            self._unserved.setdefault(pattern, []).append("" if one is not None else why)
+        differs = one is not None and (helper.transposed or one.shape != plain.shape)
+        return one if one is not None and differs else plain
+
+    def _require_served(self) -> None:
+        """Raise ValueError if a helper of ``layers`` serves no parameter of its pattern."""
+        for pattern, why in self._unserved.items():
+            chosen = self._choices.layers[pattern]
+            if chosen != "all" and all(why):
+                raise ValueError(
+                    f"layers[{pattern!r}]={chosen.__name__} changes nothing, since methods that "
+                    f"read gradients alone take parameters one by one: {why[0]}. Leave it out"
+                )
 
     def _cut(self, name: str, full: str, layout: Layout) -> Layout:
         """Cut a layout if a pattern of ``cut`` matches its module; vectors stay whole."""

@@ -6,6 +6,7 @@ layout, and `PlainLayout` fits any parameter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from math import prod
@@ -13,6 +14,10 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+_BIAS = re.compile(r"b\d*|.*bias.*")
+"""Names of two-dimensional parameters that are a vector for each matrix of a stack."""
 
 
 class BlockShape(NamedTuple):
@@ -172,12 +177,47 @@ class PlainLayout:
 
 
 class GroupedLayout(PlainLayout):
-    """The layout ``[groups, out, in]`` of a parameter that stacks matrices, or vectors (in = 1)."""
+    """The layout ``[groups, out, in]`` of a parameter that stacks matrices, or vectors (in = 1).
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    Args:
+        module: The module.
+        name: The name of the parameter.
+        vectors: Whether it stacks vectors, ``[groups, out]``.
+    """
+
+    def __init__(self, module: nn.Module, name: str, *, vectors: bool = False) -> None:
         super().__init__(module, name)
-        groups, out, *others = self._parameter.shape
-        self.shape = BlockShape(groups, out, prod(others))
+        *groups, out, into = (*self._parameter.shape, 1) if vectors else self._parameter.shape
+        self.shape = BlockShape(prod(groups), out, into)
+
+
+def plain_layout(module: nn.Module, name: str) -> PlainLayout:
+    """Return the layout of one parameter by its own shape, for methods that read gradients alone.
+
+    The last two of three or more dimensions are a matrix, and the first ones groups (experts,
+    heads), but for the kernels of convolutions, and for parameters behind a parametrization.
+    """
+    if _stacks(module, name):
+        return GroupedLayout(module, name)
+    parameter = module._parameters[name]
+    assert parameter is not None
+    stacks = [p for n, p in module._parameters.items() if p is not None and _stacks(module, n)]
+    bias = parameter.dim() == 2 and _BIAS.fullmatch(name) is not None
+    if bias and any(len(parameter) == len(stack) for stack in stacks):
+        return GroupedLayout(module, name, vectors=True)
+    return PlainLayout(module, name)
+
+
+def _stacks(module: nn.Module, name: str) -> bool:
+    """Return whether a parameter is a stack of matrices."""
+    parameter = module._parameters[name]
+    if parameter is None or parameter.dim() < 3 or isinstance(module, ParametrizationList):
+        return False
+    if any(hasattr(module, setting) for setting in ("kernel_size", "stride", "padding")):
+        return False  # a convolution, of torch or home-made
+    *groups, out, into = parameter.shape
+    # One group is a table for all samples, such as positions [1, T, features].
+    return prod(groups) > 1 and min(out, into) > 1
 
 
 class CutLayout:

@@ -1,6 +1,7 @@
 """The head is left out where the model shows it; elsewhere the report asks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,15 @@ from tests import kit
 class Model(nn.Module):
     """Children by name, in the order of their definition; `getters` return some of them."""
 
-    def __init__(self, getters: dict[str, str | tuple[str, ...]] | None = None, **children) -> None:
+    def __init__(
+        self, getters: dict[str, str | tuple[str, ...]] | None = None, **children: nn.Module
+    ) -> None:
         super().__init__()
         for name, child in children.items():
             self.add_module(name, child)
         for getter, names in (getters or {}).items():
-            found = self.get_submodule(names) if isinstance(names, str) else names
-            if isinstance(found, tuple):
-                found = tuple(self.get_submodule(name) for name in found)
+            every = tuple(map(self.get_submodule, [names] if isinstance(names, str) else names))
+            found = every[0] if isinstance(names, str) else every
             setattr(self, getter, lambda found=found: found)
 
 
@@ -29,9 +31,9 @@ def linear(out: int = 4) -> nn.Linear:
 
 
 def tied() -> nn.Module:
-    model = Model(embedding=nn.Embedding(5, 4), decoder=linear(5), after=linear())
-    model.decoder.weight = model.embedding.weight
-    return model
+    embedding, decoder = nn.Embedding(5, 4), linear(5)
+    decoder.weight = embedding.weight
+    return Model(embedding=embedding, decoder=decoder, after=linear())
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
@@ -72,7 +74,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 }
 
 
-def routed(model: nn.Module, **settings) -> tuple[dict[str, str], soframe.Report]:
+def routed(model: nn.Module, **settings: Any) -> tuple[dict[str, str], soframe.Report]:
     optimizer = soframe.Optimizer(model, "muon", lr=0.1, **settings)
     report = optimizer.report()
     optimizer.close()
@@ -126,7 +128,8 @@ def test_frozen_and_thawed_heads_stay_heads() -> None:
 
     def loss(net: nn.Module, step: int) -> Tensor:
         model[2].requires_grad_(step != 1)
-        return net(torch.ones(2, 4) + step).square().mean()
+        outputs: Tensor = net(torch.ones(2, 4) + step)
+        return outputs.square().mean()
 
     before = [len(group["params"]) for group in optimizer.param_groups]
     kit.train(model, loss, range(3), optimizer)
