@@ -210,7 +210,9 @@ class Preconditioner(Stateful):
                 cut=dict(cut),
                 staged=self._stages.backend is not None,
             )
-            self._capture = Capture(probing=self._fisher.probed, model=self._model)
+            self._capture = Capture(
+                probing=self._fisher.probed, model=self._model, alone=self.backend.alone
+            )
             self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
             self._measuring = Measuring(self.backend.phases)
             self._blocks: list[Block] = []
@@ -468,6 +470,7 @@ class Preconditioner(Stateful):
             # window too, since the hooks may have missed the calls of this one.
             self._refresh.owe(2)
         if again:
+            placed.errors.extend(self._placed.errors)
             warn_of_lost_blocks(self._report, registration.report, stacklevel=9)
         self._placed, self.placement = placed, placement
         self._report: Report = registration.report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from soframe.blocks.stack import Stack
 from soframe.comm.base import Backend
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement
+
+log = logging.getLogger("soframe")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,12 +26,14 @@ class PlacedBlocks:
         placement: The owner, gradient workers and receivers of each block.
         backend: The collectives between them.
         stacks: The blocks that are alike, batched.
+        errors: The first error of this rank since the last status, where all ranks raise it.
     """
 
     blocks: Sequence[Block]
     placement: Placement
     backend: Backend
     stacks: tuple[Stack, ...] = field(init=False, repr=False)
+    errors: list[Exception] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         blocks, places = self.blocks, self.placement.blocks
@@ -46,6 +51,20 @@ class PlacedBlocks:
         chosen = set(blocks)
         found = {s: tuple(i for i, b in enumerate(s.blocks) if b in chosen) for s in self.stacks}
         return {stack: members for stack, members in found.items() if members}
+
+    def keep(self, error: Exception, stack: Stack) -> None:
+        """Raise an error of the middle of a step; with other ranks keep it: they go on."""
+        if self.backend.alone:
+            raise error
+        if not self.errors:
+            names = ", ".join(block.name for block in stack.blocks)
+            error.add_note(
+                f"in the step before, of {names}: weights may differ between ranks since, so load "
+                f"the last checkpoint"
+            )
+            # Now too: after the last step there is no status.
+            log.error("soframe: rank %d", self.rank, exc_info=error)
+            self.errors.append(error)
 
     @property
     def rank(self) -> int:

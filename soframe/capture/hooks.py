@@ -140,11 +140,15 @@ def _deliver(
     with torch._C.DisableTorchFunction():
         # Tensors within a transformation of torch.func have no graph to put hooks on, and a trace
         # (torch.jit.trace, TensorBoard's add_graph) would contain what the hooks compute.
-        if not (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()):
-            if helper is None:
-                capture._on_root(args, kwargs, output)
-            else:
-                capture._on_forward(helper, args, kwargs, output)
+        if torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
+            return
+        if helper is None:
+            capture._on_root(args, kwargs, output)
+            return
+        try:
+            capture._on_forward(helper, args, kwargs, output)
+        except Exception as error:  # of any kind: all ranks raise together
+            capture.keep(error, helper)
 
 
 @cache
@@ -203,6 +207,7 @@ class Capture:
         shares: Whether a layer was called without the batch since the last probe.
         failure: The error that the step raises on every rank.
         half: Whether a layer with float32 parameters had a float16 gradient in this window.
+        alone: Whether no other rank waits for this one.
     """
 
     sink: Sink | None = None
@@ -221,6 +226,7 @@ class Capture:
     shares: bool = False
     failure: Exception | None = None
     half: bool = False
+    alone: bool = True
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -276,6 +282,13 @@ class Capture:
     def fail(self, error: Exception) -> None:
         """Keep an error, perhaps of this rank alone, for the step, where ranks agree on it."""
         self.failure = error
+
+    def keep(self, error: Exception, helper: LayerHelper) -> None:
+        """Raise an error of a hook; with other ranks keep it: they wait in the backward pass."""
+        if self.alone:
+            raise error
+        error.add_note(f"in a call of {self.names.get(helper, type(helper.module).__name__)!r}")
+        self.failure = self.failure or error
 
     def know(self, terms: int | None) -> None:
         """Set the terms of the last forward pass, from an observation, and end its batch."""
@@ -536,21 +549,24 @@ class Capture:
         if gradient.dtype == torch.float16:
             single = (p.dtype == torch.float32 for p in helper.parameters.values())
             self.half = self.half or any(single)
-        device = gradient.device.type
-        ours = torch.autocast(device, enabled=False)  # entering it takes a while
-        with torch.no_grad(), ours if torch.is_autocast_enabled(device) else nullcontext():
-            inputs: tuple[Tensor, ...] = ()
-            again = self._probe is not None and not self._probe.first
-            if kept is not None and (not again or helper in self.rereading):
-                # The tensor is held, not its node alone: torch 2.12 frees one without its output.
-                # Its node has the tensors that `_Keep` saved; torch does not type that.
-                inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]  # of `_Keep`
-                inputs = tuple(map(sharding.whole, inputs))
-            gradient = sharding.whole(gradient, read=helper not in self.idle)
-            gradient = gradient if call.view is None else call.view(gradient)
-            complete = LayerCall(helper, inputs, gradient, number, self._probe, batch, earlier)
-            with sharding.shaped(helper.module._parameters.values()):
-                self.sink(complete)
+        try:
+            device = gradient.device.type
+            ours = torch.autocast(device, enabled=False)  # entering it takes a while
+            with torch.no_grad(), ours if torch.is_autocast_enabled(device) else nullcontext():
+                inputs: tuple[Tensor, ...] = ()
+                again = self._probe is not None and not self._probe.first
+                if kept is not None and (not again or helper in self.rereading):
+                    # The tensor is held, not its node alone, which torch 2.12 frees without its
+                    # output. Its node has the tensors that `_Keep` saved; torch does not type that.
+                    inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]  # of `_Keep`
+                    inputs = tuple(map(sharding.whole, inputs))
+                gradient = sharding.whole(gradient, read=helper not in self.idle)
+                gradient = gradient if call.view is None else call.view(gradient)
+                complete = LayerCall(helper, inputs, gradient, number, self._probe, batch, earlier)
+                with sharding.shaped(helper.module._parameters.values()):
+                    self.sink(complete)
+        except Exception as error:  # of any kind: all ranks raise together
+            self.keep(error, helper)
 
 
 @dataclass(eq=False, slots=True)

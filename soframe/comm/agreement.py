@@ -80,8 +80,8 @@ def say_failed(backend: Backend, error: BaseException) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error in one line."""
-    return f"{type(error).__name__}: {error}"
+    """Return an error and its notes in one line."""
+    return "; ".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
 
 
 def agree_on_state(backend: Backend, state: str | None) -> None:

@@ -83,6 +83,11 @@ class Backend(ABC):
         return tuple(range(self.world_size))
 
     @property
+    def alone(self) -> bool:
+        """Whether no other process waits for this rank."""
+        return self.world_size == 1 or self.on_paper
+
+    @property
     def process_group(self) -> Any:
         """The process group of torch.distributed, or None."""
         return None

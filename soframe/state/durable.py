@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.stateful import Stateful
 
 from soframe.state import checksums
 
@@ -65,14 +66,22 @@ def save(
         The folder of the checkpoint, within ``folder``.
 
     Raises:
-        ValueError: If ``keep`` is below 1.
         RuntimeError: On every rank, if one could not write its part, for example because the disk
-            is full.
+            is full, or has a ``keep`` below 1.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, not {keep!r}")
     ranks, root = _Ranks.of(process_group), Path(folder)
-    name = ranks.first("no checkpoint was saved", lambda: _begin(root))
+    entries: dict[str, Any] = {}
+
+    def begin() -> str:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep!r}")
+        # DCP would call `state_dict` where other ranks are in a collective already.
+        for name, entry in state.items():
+            whole = sharded and isinstance(entry, Stateful)
+            entries[name] = entry.state_dict() if whole else entry
+        return _begin(root) if ranks.rank == 0 else ""
+
+    name = ranks.all("no checkpoint was saved", begin)[0]
     beside, final = root / f".{name}.tmp", root / name
     failure = f"{final} was not saved; the checkpoints before it are as they were"
 
@@ -82,13 +91,13 @@ def save(
                 # DCP warns of a missing process group, which is intended here.
                 warnings.filterwarnings("ignore", ".*to save in a single process")
                 dcp_save(
-                    dict(state),
+                    entries,
                     storage_writer=FileSystemWriter(beside),
                     process_group=process_group,
                     no_dist=ranks.size == 1,
                 )
         elif ranks.rank == 0:
-            _write(beside / STATE, lambda file: torch.save(dict(state), file))
+            _write(beside / STATE, lambda file: torch.save(entries, file))
 
     def finish() -> None:
         files = {name: digest for own in digests for name, digest in own.items()}

@@ -138,6 +138,7 @@ class Stateful(Engine):
                 stacklevel=3,
             )
         state.load_history(saved["history"], self._blocks)
+        self._placed.errors.clear()
         # The metrics of the last step are of another run.
         self._measuring.note(None)
         self._begin()

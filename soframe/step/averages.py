@@ -234,7 +234,11 @@ def observe(
                     # The tensors of a method are checked at its first call only.
                     first = stack.blocks[chosen[0]].mass == 0
                     data = stack.data_of(chosen)
-                    factors = observed_by(like.method, specs, matrix, data, check=first)
+                    try:
+                        factors = observed_by(like.method, specs, matrix, data, check=first)
+                    except Exception as error:  # of any kind: all ranks raise together
+                        placed.keep(error, stack)
+                        factors = {spec.name: matrix.new_zeros(spec.shape) for spec in specs}
                 _observe(stack, chosen, factors, rank=placed.rank, decay=decay, step=step)
 
 

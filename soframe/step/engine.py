@@ -235,6 +235,8 @@ class Engine:
         """Return the step's settings, the values that ranks must share, and an error or None."""
         step = self._steps
         try:
+            if self._placed.errors:
+                raise self._placed.errors[0]
             self._loss_scale.check(self._optimizer, half=self._capture.half)
             self._statistics.require_counted()
             self._effect.check(self._statistics.due)

@@ -298,7 +298,8 @@ class Solution:
         step: int | None,
         worker: Worker | None = None,
     ) -> None:
-        self.blocks, self._step, self._backend = tuple(due), step, placed.backend
+        self.blocks, self._step = tuple(due), step
+        self._placed, self._backend = placed, placed.backend
         members = placed.members(due)
         settle(placed, members)
         self._runs = [run for s, m in members.items() for run in _runs(s, m, damping, placed.rank)]
@@ -385,7 +386,10 @@ class Solution:
             if solved:
                 good.setdefault(run.stack, []).append((run, tuple(solved)))
         for stack, runs in good.items():
-            _install(stack, runs, self._step)
+            try:
+                _install(stack, runs, self._step)
+            except Exception as error:  # of any kind: all ranks raise together
+                self._placed.keep(error, stack)
 
 
 def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> list[Run]:
@@ -666,5 +670,8 @@ def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
         data = _second_order(stack, members)
         for _, factor, solver in stack.like.solved_here:
             if solver.follows:
-                new = solver.follow(stack.matrices(factor, members), data[factor.name])
-                stack.set_data(factor.name, members, new or {})
+                try:
+                    new = solver.follow(stack.matrices(factor, members), data[factor.name])
+                    stack.set_data(factor.name, members, new or {})
+                except Exception as error:  # of any kind: all ranks raise together
+                    placed.keep(error, stack)

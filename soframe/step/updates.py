@@ -75,7 +75,11 @@ def precondition(placed: PlacedBlocks, gradients: Gradients, damping: float) -> 
                 matrix = gradient.of(members)
                 update = Update(stack, members, matrix)
                 if matrix is not None and placed.rank in stack.place.gradient_workers:
-                    _direct(update, matrix, damping)
+                    try:
+                        _direct(update, matrix, damping)
+                    except Exception as error:  # of any kind: all ranks raise together
+                        placed.keep(error, stack)
+                        update.matrix = torch.zeros_like(matrix)
                 updates.append(update)
     return updates
 
@@ -94,6 +98,7 @@ def _direct(update: Update, gradient: Tensor, damping: float) -> None:
             )
             for name, spec in one.states.items()
         }
+    update.states = state
     given = Given(
         gradient=gradient,
         incoming=gradient,

@@ -80,7 +80,7 @@ def test_what_else_is_in_the_folder_stays(tmp_path):
 
 
 def test_misuse_is_told(tmp_path):
-    with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
+    with pytest.raises(RuntimeError, match="keep must be at least 1, not 0"):
         save(tmp_path, 0, keep=0)
     assert names_in(tmp_path) == []
     with pytest.raises(ValueError, match=r"is no checkpoint of soframe\.checkpoint\.save"):
