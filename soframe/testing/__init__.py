@@ -1,5 +1,6 @@
 """The public test kit: exact curvature as a reference for approximations, and checks of parts."""
 
+from soframe.testing.backends import check_backend, compare_weights
 from soframe.testing.checks import check_layer_helper, check_solver, check_strategy
 from soframe.testing.compare import compare, dense_preconditioned, kron, kron_loops, trace_ratio
 from soframe.testing.damping import check_damping
@@ -23,12 +24,14 @@ __all__ = [
     "BlockError",
     "Cosines",
     "block_errors",
+    "check_backend",
     "check_damping",
     "check_layer_helper",
     "check_method",
     "check_solver",
     "check_strategy",
     "compare",
+    "compare_weights",
     "dense_blocks",
     "dense_fisher",
     "dense_preconditioned",
