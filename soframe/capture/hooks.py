@@ -140,7 +140,7 @@ def _deliver(
     with torch._C.DisableTorchFunction():
         # Tensors within a transformation of torch.func have no graph to put hooks on, and a trace
         # (torch.jit.trace, TensorBoard's add_graph) would contain what the hooks compute.
-        if torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
+        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return
         if helper is None:
             capture._on_root(args, kwargs, output)
