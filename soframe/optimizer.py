@@ -22,10 +22,8 @@ import inspect
 import io
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +37,7 @@ from soframe.checks.arguments import check_model
 from soframe.checks.numbers import require_numbers
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes
+from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.state import checksums
@@ -147,12 +146,20 @@ class Optimizer(torch.optim.Optimizer):
         self._radii: dict[str, Tensor] = {}
         self._moved: Mapping[str, Tensor] = {}
         self._new: list[dict[str, Any]] = []
-        self._members: list[list[int]] = []
+        self._placed: Placement | None = None
+        self._read: tuple[object, ...] = ()
+        cast(dict[Any, Any], self.state)[KEY] = {}  # until it is cleared
         self.preconditioner = Preconditioner(
             model, method=method, auxiliary=auxiliary, optimizer=self, **preconditioner
         )
         self._new.clear()
         self.defaults.update(_of_method(self._settings, ""))
+        # OneCycleLR and CyclicLR change "betas" of all groups if it is a default, else "momentum".
+        of_groups = [self._settings_of(group) for group in self.param_groups]
+        if all("betas" in of and "momentum" not in of for of in of_groups):
+            self.defaults["betas"] = None
+        elif any("betas" in of or "momentum" in of for of in of_groups):
+            self.defaults["momentum"] = None
         try:
             # An error on one stage of a pipeline is raised on all of them.
             with self.preconditioner.together():
@@ -193,6 +200,8 @@ class Optimizer(torch.optim.Optimizer):
             same = [g for g in self.param_groups if (g.get("given"), g.get("method")) == key]
             group = same[0] if same else self._begin(*key, block)
             group["params"].append(parameter)
+        methods = {id(block.method): block.method for block in blocks}.values()
+        self._options = sorted({"momentum", *(k for one in methods for k in one.settings())})
         self._balls = [ball for block in blocks if (ball := Ball(block, self._names)).matrices]
 
     def _begin(self, number: int, method: str, block: Block) -> dict[str, Any]:
@@ -200,7 +209,8 @@ class Optimizer(torch.optim.Optimizer):
         given = {k: v for k, v in self._given[number].items() if k not in ("params", "param_names")}
         settings = _of_method({**self._settings, **given}, "auxiliary_" * block.auxiliary)
         rest = {name: given[name] for name in given.keys() - self._settings.keys()}
-        group = {**settings, **rest, "method": method, "given": number, "params": []}
+        own = {**block.method.settings(), **rest}
+        group = {**settings, **own, "method": method, "given": number, "params": []}
         Move.of(group)  # checks them
         self.param_groups.append(group)
         self._new.append(group)
@@ -290,6 +300,9 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self.state:  # cleared, to begin anew
+            self.preconditioner.forget()
+            cast(dict[Any, Any], self.state)[KEY] = {}
         self.preconditioner.step()
         self._moved = {}
         if self.preconditioner.updated:
@@ -328,18 +341,45 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             Move.of(group)
         members = [list(map(id, group["params"])) for group in self.param_groups]
-        if members != self._members and not self.preconditioner.changed:
-            each = Counter(chain.from_iterable(members))
-            for block in self.preconditioner.blocks:
-                for p in block.parameters.values():
-                    if each[id(p)] != 1:
-                        raise ValueError(
-                            f"{self._names[id(p)]} is in {each[id(p)] or 'no'} param group(s): "
-                            f"every trainable parameter is in one, so give it to one by "
-                            f"add_param_group, or freeze it"
-                        )
-            self._members = members
+        settings = [self._settings_of(group) for group in self.param_groups]
+        same = self._placed is self.preconditioner.placement and self._read == (members, settings)
+        if not same and not self.preconditioner.changed:
+            self._hand(settings)
+            self._placed, self._read = self.preconditioner.placement, (members, settings)
         self._measure()
+
+    def _settings_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of methods in a param group."""
+        return {name: group[name] for name in self._options if name in group}
+
+    def _hand(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Check that blocks are in one group each, and hand its settings to their methods."""
+        group_of: dict[int, list[int]] = {}
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                group_of.setdefault(id(parameter), []).append(number)
+        made: dict[tuple[int, str], Method] = {}
+        texts = list(map(repr, settings))
+        for block in self.preconditioner.blocks:
+            for p in block.parameters.values():
+                numbers = group_of.get(id(p), [])
+                if len(numbers) != 1:
+                    raise ValueError(
+                        f"{self._names[id(p)]} is in {len(numbers) or 'no'} param group(s): every "
+                        f"trainable parameter is in one, so give it to one by add_param_group, or "
+                        f"freeze it"
+                    )
+            # A block has one method: the group of its first parameter decides.
+            number = group_of[id(next(iter(block.parameters.values())))][0]
+            key = (id(block.method), texts[number])
+            if key not in made:
+                values, own = settings[number], block.method.settings()
+                if "momentum" in values and "momentum" not in own and "betas" in values:
+                    # As schedulers write it that cycle the momentum of all groups by one name.
+                    values = {**values, "betas": (values["momentum"], *values["betas"][1:])}
+                made[key] = block.method.with_settings(values)
+            # None for blocks whose method is as it was built: such stay in one batch.
+            block.acting = None if made[key] is block.method else made[key]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.

@@ -395,6 +395,13 @@ class Preconditioner(Stateful):
         # All stages take statistics at the same steps: the most that any of them needs.
         self._refresh.owe(int(self._stages.largest(self._refresh.owed)))
 
+    def forget(self) -> None:
+        """Drop all statistics, second-order data and states at the next step, on all ranks.
+
+        :meta private:
+        """
+        self._watch.forgets = True
+
     @property
     def changed(self) -> bool:
         """Whether parameters were frozen, thawed or replaced since the last step."""
@@ -465,7 +472,7 @@ class Preconditioner(Stateful):
         self._planned = any(block.device.type == "meta" for block in self._blocks)
         self._relatively_damped = any(block.relatively_damped for block in self._blocks)
         placed = PlacedBlocks(registration.blocks, placement, self.backend)
-        if again and hand_over(self._placed, placed):
+        if again and hand_over(self._placed, placed, forgets=self._watch.forgets):
             # Blocks without statistics take them now, not at the next interval; and in the next
             # window too, since the hooks may have missed the calls of this one.
             self._refresh.owe(2)

@@ -202,3 +202,151 @@ def test_every_entry_of_a_saved_group_is_under_a_checksum(seed: int) -> None:
     with pytest.raises(ValueError, match="damaged"):
         optimizer.load_state_dict(state)
     assert str(optimizer.param_groups) == str(before)
+
+
+# -- settings of methods --------------------------------------------------------------------------
+
+
+def warmed(step: int) -> float:
+    return 0.85 + 0.01 * step
+
+
+BUILT: dict[str, Any] = {
+    "muon": soframe.methods.Muon,
+    "sgd": lambda m: soframe.methods.SGD(m, nesterov=True),
+    "soap-muon": soframe.methods.SOAPMuon,
+    "adamw": lambda m: soframe.methods.AdamW(betas=(m, 0.99)),
+    "soap": lambda m: soframe.methods.SOAP(betas=(m, 0.99)),
+    "blocked": lambda m: soframe.methods.Blocked(soframe.methods.SOAP(betas=(m, 0.99)), 3),
+}
+
+
+@pytest.mark.parametrize("method", BUILT)
+def test_a_momentum_that_changes_is_what_a_method_built_with_it_takes(method: str) -> None:
+    """A step with another momentum is one of a method that was built so, from the same state."""
+    model, other = net(), net()
+    options: dict[str, Any] = {"lr": 0.1, "auxiliary": "sgd", "solve_every": 2}
+    optimizer = soframe.Optimizer(model, BUILT[method](warmed(0)), **options)
+    for step in range(4):
+        for group in optimizer.param_groups:
+            if "momentum" in group:
+                group["momentum"] = warmed(step)
+            elif "betas" in group:
+                group["betas"] = (warmed(step), *group["betas"][1:])
+        again = soframe.Optimizer(other, BUILT[method](warmed(step)), **options)
+        again.preconditioner._steps = step
+        for mine, theirs in zip(
+            optimizer.preconditioner.blocks, again.preconditioner.blocks, strict=True
+        ):
+            theirs.record = copy.deepcopy(mine.record)
+        for mine, theirs in zip(
+            optimizer.preconditioner._placed.stacks,
+            again.preconditioner._placed.stacks,
+            strict=True,
+        ):
+            theirs.state = copy.deepcopy(mine.state)
+            theirs.data = copy.deepcopy(mine.data)
+            theirs.factors.update(copy.deepcopy(mine.factors))
+        kit.train(model, loss_of, range(step, step + 1), optimizer)
+        kit.train(other, loss_of, range(step, step + 1), again)
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("schedule", ["one cycle", "cyclic"])
+def test_schedulers_cycle_the_momentum_by_default(schedule: str) -> None:
+    """Of Muon by its name, of AdamW as the first beta: as of torch's AdamW."""
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        if schedule == "one cycle":
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=8)
+        return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, step_size_up=3)
+
+    for method in ("adamw", "muon", "kfac"):
+        ours, theirs = net(), net()
+        optimizer = soframe.Optimizer(ours, {"^2$": method}, lr=0.01)
+        reference = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0)
+        schedulers = scheduler(optimizer), scheduler(reference)
+        for step in range(6):
+            for model, one in ((ours, optimizer), (theirs, reference)):
+                model.zero_grad()
+                loss_of(net(), step).backward()
+                generator = torch.Generator().manual_seed(step)
+                for p in model.parameters():
+                    p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+                if method == "kfac" and model is ours:
+                    loss_of(model, step).backward()
+                one.step()
+            for one in schedulers:
+                one.step()
+            if method == "muon":
+                momenta = [g["momentum"] for g in optimizer.param_groups]
+                assert momenta == [reference.param_groups[0]["betas"][0]] * 2
+        if method == "adamw":
+            for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+def test_groups_of_one_method_may_have_other_betas() -> None:
+    """Layers of one shape, one batch as long as they agree; held to torch's AdamW."""
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+
+    def of(model: nn.Module) -> list[dict[str, Any]]:
+        return [
+            {"params": list(model[0].parameters()), "betas": (0.5, 0.9), "eps": 1e-3},
+            {"params": list(model[2].parameters()), "lr": 0.02},
+        ]
+
+    ours, theirs = layers(), layers()
+    optimizer = soframe.Optimizer(ours, "adamw", lr=0.01, param_groups=of(ours))
+    reference = torch.optim.AdamW(of(theirs), lr=0.01, weight_decay=0)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(torch.eye(3).double() * (step + 1)).square().mean()
+
+    for step in range(5):
+        if step == 3:
+            for one in (optimizer, reference):
+                one.param_groups[1]["betas"] = (0.1, 0.5)
+        kit.train(ours, loss, range(step, step + 1), optimizer)
+        kit.train(theirs, loss, range(step, step + 1), reference)
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value", "problem"),
+    [
+        ("adamw", "betas", (1.0, 0.9), "betas must be at least 0 and less than 1"),
+        ("muon", "momentum", float("nan"), "beta must be at least 0"),
+        ("soap-muon", "betas", (0.5, 0.9), "keeps no state for"),
+    ],
+)
+def test_settings_of_methods_are_checked_at_the_step(
+    method: str, name: str, value: Any, problem: str
+) -> None:
+    model = net()
+    optimizer = soframe.Optimizer(model, method, lr=0.1)
+    for group in optimizer.param_groups:
+        if not group["method"].startswith("auxiliary"):
+            group[name] = value
+    with pytest.raises(ValueError, match=problem):
+        kit.train(model, loss_of, range(1), optimizer)
+
+
+@pytest.mark.parametrize("method", ["adamw", "soap", "kfac"])
+def test_a_cleared_state_begins_anew(method: str) -> None:
+    options: dict[str, Any] = {"lr": 0.05, "statistics_every": 1, "solve_every": 3}
+    model, other = net(), net()
+    optimizer = soframe.Optimizer(model, method, **options)
+    kit.train(model, loss_of, range(3), optimizer)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    optimizer.state.clear()
+    fresh = soframe.Optimizer(other, method, **options)
+    kit.train(model, loss_of, range(3, 7), optimizer)
+    kit.train(other, loss_of, range(3, 7), fresh)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)

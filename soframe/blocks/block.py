@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from soframe.blocks.spec import BlockSpec
 from soframe.blocks.stack import Record, RunningFactors, SecondOrderData, Solved, Stack, State
+from soframe.methods.base import Method
 
 
 @dataclass(eq=False)
@@ -20,10 +21,12 @@ class Block(BlockSpec):
     Attributes:
         record: Its numbers.
         member: Its index in its stack.
+        acting: The method with the settings of a param group; None for those it was built with.
     """
 
     record: Record = field(default_factory=Record, repr=False)
     member: int = 0
+    acting: Method | None = field(default=None, repr=False)
     _stack: Stack | None = field(default=None, repr=False)
 
     # -- state ------------------------------------------------------------------------------------

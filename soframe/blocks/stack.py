@@ -171,7 +171,7 @@ class Stack:
             block = self.blocks[member]
             record = block.record
             known = tuple(factor.name in record.masses for factor in block.unsolved)
-            key = (record.updates, record.damping, block.solved, known)
+            key = (record.updates, record.damping, block.solved, known, id(block.acting))
             same.setdefault(key, []).append(member)
         return list(map(tuple, same.values()))
 

@@ -15,6 +15,7 @@ class Watch:
         self._children = [module._modules for module in model.modules()]
         self._sharded = sharding.sharded_modules(model)
         self._seen = self._look()
+        self.forgets = False  # whether the blocks are to be made anew, without their state
 
     def _look(self) -> tuple[list[tuple[object, ...]], list[int], int]:
         parameters = self.parameters()
@@ -39,4 +40,4 @@ class Watch:
         Parameters may be frozen, thawed, renamed, cast, moved, replaced or added, and DeepSpeed's
         ZeRO may have taken over the gradients.
         """
-        return self._look() != self._seen
+        return self.forgets or self._look() != self._seen

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -44,6 +45,7 @@ class AdamW(Method):
     clipped = False
     damped = False
     starts_at_once = True
+    options: ClassVar[Mapping[str, str]] = {"betas": "betas", "eps": "eps"}
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -88,6 +90,7 @@ class SGD(Method):
     clipped = False
     damped = False
     starts_at_once = True
+    options: ClassVar[Mapping[str, str]] = {"momentum": "momentum"}
 
     momentum: float = 0.0
     nesterov: bool = False
@@ -104,8 +107,12 @@ class SGD(Method):
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         return self._momentum.state(shape) if self.momentum else {}
 
+    def settings(self) -> dict[str, Any]:
+        return super().settings() if self.momentum else {}
+
     def direct(self, given: Given) -> Direction:
-        return self._momentum.direct(given) if self.momentum else Direction(given.incoming.clone())
+        # A momentum that a param group sets to 0 leaves a buffer.
+        return self._momentum.direct(given) if given.state else Direction(given.incoming.clone())
 
     def effort(self, shape: BlockShape) -> float:
         return entries(shape)

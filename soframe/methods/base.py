@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -266,6 +266,8 @@ class Method(ABC):
         empirical_only: True if its statistics of calls are defined only for gradients of the loss
             itself, not for targets drawn from the model or columns of a type-2 Fisher.
         scalings: The conventions of `soframe.methods.scaling` under which it is defined.
+        options: The attributes that a param group of `soframe.Optimizer` may change from step to
+            step, by their names there. Only `direct` reads the changed values.
     """
 
     reduces: ClassVar[bool] = False
@@ -277,6 +279,32 @@ class Method(ABC):
     observes_with_data: bool = False
     empirical_only: bool = False
     scalings: ClassVar[tuple[str, ...]] = ("fisher", "kaisa")
+    options: ClassVar[Mapping[str, str]] = {}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that a param group may change, by their names there."""
+        return {name: getattr(self, attribute) for name, attribute in self.options.items()}
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Method:
+        """Return this method with other values of some of its `settings`.
+
+        Args:
+            settings: Values by their names in a param group; others are left out.
+
+        Returns:
+            This method if nothing differs, else a new one, with the same factors and states.
+
+        Raises:
+            ValueError: If a value is out of range, or needs a state that this method lacks.
+        """
+        now = self.settings()
+        new = {k: v for k, v in settings.items() if k in now and v != now[k]}
+        if not new:
+            return self
+        made: Method = replace(cast(Any, self), **{self.options[k]: v for k, v in new.items()})
+        if not made.state_names() <= self.state_names():
+            raise ValueError(f"{self!r} keeps no state for {new}: build the method with it")
+        return made
 
     def _declare_as(self, inner: Method) -> None:
         """Copy the declarations of an inner method; self is a frozen dataclass."""

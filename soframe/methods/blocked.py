@@ -181,6 +181,12 @@ class Blocked(Method):
                 return reason
         return None
 
+    def settings(self) -> dict[str, Any]:
+        return self._method.settings()
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Method:
+        return replace(self, method=self._method.with_settings(settings))
+
     def effort(self, shape: BlockShape) -> float:
         regions = self._regions(shape)
         return sum(self._method.effort(region.shape(shape.groups)) for region in regions)

@@ -8,9 +8,10 @@ its own second-order data and state under its own names, as if it were alone::
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -74,6 +75,7 @@ class Chain(Method):
     stages: tuple[Method, ...]
     _factor_names: _Names = field(init=False, repr=False, compare=False)
     _state_names: _Names = field(init=False, repr=False, compare=False)
+    _option_names: _Names = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         choices: object = self.stages
@@ -111,6 +113,7 @@ class Chain(Method):
             "empirical_only": any(stage.empirical_only for stage in stages),
             "_factor_names": _Names(factors),
             "_state_names": _Names(states),
+            "_option_names": _Names(frozenset(stage.settings()) for stage in stages),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -188,6 +191,23 @@ class Chain(Method):
         return rebased
 
     # -- declarations -----------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            self._option_names.outer(number, name): value
+            for number, stage in enumerate(self.stages)
+            for name, value in stage.settings().items()
+        }
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Method:
+        names = self._option_names
+        new = copy.copy(self)
+        stages = tuple(
+            stage.with_settings(_chosen(settings, names.of(number)))
+            for number, stage in enumerate(self.stages)
+        )
+        object.__setattr__(new, "stages", stages)
+        return self if stages == self.stages else new
 
     def unsuited(self, candidate: Candidate) -> str | None:
         for stage in self.stages:

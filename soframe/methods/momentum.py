@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class Momentum(Method):
     clipped = False
     damped = False
     starts_at_once = True
+    options: ClassVar[Mapping[str, str]] = {"momentum": "beta"}
 
     beta: float = 0.9
     nesterov: bool = False

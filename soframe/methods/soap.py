@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ class SOAP(Method):
     damped = False
     starts_at_once = True
     refreshes_after = True
+    options: ClassVar[Mapping[str, str]] = {"betas": "betas", "eps": "eps"}
 
     betas: tuple[float, float] = (0.95, 0.95)
     eps: float = 1e-8
@@ -131,7 +132,7 @@ class SOAP(Method):
         state = {"square": second_moment(given.state["square"], new, second)}
         alone = given.incoming is given.gradient
         mean = new if alone else into_basis(given.incoming, given.data)
-        if first:
+        if "rotated_mean" in given.state:
             mean = state["rotated_mean"] = given.state["rotated_mean"].lerp(mean, 1 - first)
         root = state["square"].sqrt().add_(self.eps)
         matrix = _out_of(torch.div(mean, root, out=root), given.data)

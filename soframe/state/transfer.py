@@ -22,18 +22,18 @@ from soframe.step.averages import settle
 from soframe.strategies.work import BlockPlacement
 
 
-def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
+def hand_over(before: PlacedBlocks, after: PlacedBlocks, *, forgets: bool = False) -> bool:
     """Return whether some blocks lack statistics, after moving state to a changed model's blocks.
 
     A collective, with a backend prepared for both placements. A block that lost its bias or its
     weight keeps the remaining rows and columns of its factors, and is solved again. A block that
     gained a parameter starts anew. Statistics of the current accumulator cannot move to other
-    contributors.
+    contributors. With ``forgets`` only these move.
     """
     # Accumulators do not move: their statistics are reduced first.
     settle(before, {stack: stack.all for stack in before.stacks})
     by_name = {block.name: (block, place) for block, place in before}
-    lacking = False
+    lacking = forgets
     for block, place in after:
         old, was = by_name.get(block.name, (None, place))
         columns = None
@@ -54,7 +54,8 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks) -> bool:
             _move_window(old, block, keep)
         else:
             lacking = True
-        _move(after.backend, (old, was), (block, place), keep, same=same)
+        if not forgets:
+            _move(after.backend, (old, was), (block, place), keep, same=same)
     return lacking
 
 

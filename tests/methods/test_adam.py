@@ -76,7 +76,7 @@ def test_adamw_is_torchs(betas: Any, dtype: torch.dtype, rtol: float) -> None:
 
 def test_adamw_with_decay_is_torchs() -> None:
     one, other = Everything().double(), Everything().double()
-    own = soframe.Optimizer(one, AdamW(eps=1e-3), lr=0.02, weight_decay=0.3, kl_clip=None)
+    own = soframe.Optimizer(one, AdamW(eps=1e-3), lr=0.02, weight_decay=0.3, decay_vectors=True)
     peer = torch.optim.AdamW(other.parameters(), lr=0.02, eps=1e-3, weight_decay=0.3)
     for model, optimizer in ((one, own), (other, peer)):
         kit.train(
@@ -200,7 +200,7 @@ def test_twenty_steps_of_torchs(name: str, dtype: torch.dtype, rtol: float) -> N
     """With a schedule; of parameters of every shape, which are all in param groups."""
     method, peer_of, decay = TWENTY[name]
     models = [Everything().to(dtype) for _ in range(2)]
-    own = soframe.Optimizer(models[0], method, lr=0.05, weight_decay=decay)
+    own = soframe.Optimizer(models[0], method, lr=0.05, weight_decay=decay, decay_vectors=True)
     peer = peer_of(models[1].parameters())
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step / 10))
@@ -228,7 +228,7 @@ def test_decoupled_decay_is_pytorch_optimizers() -> None:
     from pytorch_optimizer import SGDW
 
     models = [Everything().double() for _ in range(2)]
-    own = soframe.Optimizer(models[0], SGD(0.9), lr=0.05, weight_decay=0.2)
+    own = soframe.Optimizer(models[0], SGD(0.9), lr=0.05, weight_decay=0.2, decay_vectors=True)
     peer = SGDW(models[1].parameters(), lr=0.05, momentum=0.9, weight_decay=0.2)
     for model, optimizer in zip(models, (own, peer), strict=True):
         kit.train(
