@@ -42,16 +42,20 @@ if TYPE_CHECKING:
     from soframe import checkpoint as checkpoint
     from soframe import testing as testing
     from soframe import trust_region as trust_region
+    from soframe.diagnostics.recommendation import Recommendation as Recommendation
+    from soframe.diagnostics.recommendation import recommend as recommend
     from soframe.trust_region import StochasticTrustRegion as StochasticTrustRegion
     from soframe.trust_region import TrustRegion as TrustRegion
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import rarely used modules on first access: DCP, component checks, extensions."""
+        """Import rarely used modules on first access: DCP, component checks, advice, extensions."""
         if name in ("checkpoint", "testing", "trust_region"):
             return importlib.import_module(f"soframe.{name}")
         if name in ("StochasticTrustRegion", "TrustRegion"):
             return getattr(importlib.import_module("soframe.trust_region"), name)
+        if name in ("Recommendation", "recommend"):
+            return getattr(importlib.import_module("soframe.diagnostics.recommendation"), name)
         raise AttributeError(f"module 'soframe' has no attribute {name!r}")
 
 
@@ -70,6 +74,7 @@ __all__ = [
     "Placement",
     "PlainGrad",
     "Preconditioner",
+    "Recommendation",
     "Registry",
     "Report",
     "Shards",
@@ -83,6 +88,7 @@ __all__ = [
     "layers",
     "losses",
     "methods",
+    "recommend",
     "register",
     "schedules",
     "solvers",

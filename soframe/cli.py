@@ -66,10 +66,10 @@ def inspect(
     strategy: Annotated[
         str, typer.Option(help="Which rank solves, keeps and sends what.")
     ] = "comm-opt",
-    method: Annotated[str, typer.Option(help="The curvature method.")] = "kfac",
-    solver: Annotated[
-        str | None, typer.Option(help="The solver; by default that of the model's size.")
+    method: Annotated[
+        str | None, typer.Option(help="The method of the plan, in place of the recommended one.")
     ] = None,
+    solver: Annotated[str | None, typer.Option(help="The solver of the plan.")] = None,
     all_layers: Annotated[
         bool,
         typer.Option(
@@ -82,24 +82,29 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a preconditioner's plan for your model: every parameter, and every rank.
+    """Recommend a method for your model, and show a plan: every parameter, and every rank.
 
     The callable is imported and called without arguments. Nothing is trained, and the ranks exist
     on paper only.
     """
     with _user_errors():
+        built = inspection.build_model(model, meta=meta)
+        advice = soframe.recommend(built, ranks=world_size)
+        plan = dict(advice.plan) if method is None else {"method": method}
+        if solver is not None:
+            plan["solver"] = solver
         report, placement = inspection.inspect(
-            inspection.build_model(model, meta=meta),
+            built,
             world_size=world_size,
             strategy=strategy,
-            method=method,
-            solver=solver,
             all_layers=all_layers,
+            **plan,
         )
     if as_json:
-        _print_json(inspection.as_dict(report, placement))
+        plain = {name: value for name, value in vars(advice).items() if name != "plan"}
+        _print_json({"recommendation": plain, **inspection.as_dict(report, placement)})
     else:
-        typer.echo(f"{report}\n\n{placement}")
+        typer.echo(f"{advice}\n\n{report}\n\n{placement}")
 
 
 @app.command()

@@ -102,6 +102,17 @@ def test_inspect_shows_every_parameter_and_the_placement(models):
     assert "4 of 6 parameters in 2 block(s)" in out
     assert "1.weight" in out
     assert "placement 'mem-opt' on 4 rank(s)" in out
+    assert out.startswith("optimizer = torch.optim.SGD(")
+    assert "measured in: docs/benchmarks/defaults.md" in out
+
+
+def test_inspect_plans_the_recommended_method_or_another(models):
+    read = json.loads(succeeded(models("inspect", "mymodels:make", "--json")))
+    assert read["recommendation"]["kind"] == "dense"
+    assert read["recommendation"]["memory"] == {"comm-opt": read["ranks"][0]["total"]}
+    assert read["parameters"][0]["method"] == "kfac / inverse"
+    read = json.loads(succeeded(models("inspect", "mymodels:make", "--method", "soap", "--json")))
+    assert read["parameters"][0]["method"].startswith("soap")
 
 
 def test_inspect_begins_with_bytes_and_needs_no_memory_for_weights(models):

@@ -71,23 +71,31 @@ def _import(name: str) -> Any:
         ) from error
 
 
+class _Plan(soframe.Preconditioner):
+    """A preconditioner that leaves another one's hooks on the model."""
+
+    _beside = True
+
+
 def inspect(
     model: nn.Module,
     *,
     world_size: int,
     strategy: str,
-    method: str,
-    solver: str | None = None,
+    method: Any,
+    solver: Any = None,
+    auxiliary: str | None = None,
     all_layers: bool = False,
 ) -> tuple[soframe.Report, soframe.Placement]:
     """Register a model as a preconditioner would, with simulated ranks."""
     if world_size < 1:
         raise InspectionError(f"the world size must be at least 1, not {world_size}")
     try:
-        preconditioner = soframe.Preconditioner(
+        preconditioner = _Plan(
             model,
             method=method,
             solver=solver,
+            auxiliary=auxiliary,
             strategy=strategy,
             distribution=soframe.Distribution(backend=Recording(world_size=world_size)),
             kl_clip=None,

@@ -1,0 +1,177 @@
+"""A recommended method for a model: a call to paste, its memory, the reason and the page for it.
+
+`ADVICE` has all values, one entry for each kind of model; `_kind` recognises the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from soframe.blocks.registration import unwrap
+from soframe.diagnostics import inspection
+from soframe.methods import SOAP
+from soframe.registry import KINDS
+from soframe.strategies.base import Strategy
+from soframe.strategies.placement import complete
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The result of `recommend`; print it.
+
+    Attributes:
+        kind: The kind of model: ``"transformer"``, ``"convolutional"``, ``"recurrent"``,
+            ``"dense"`` or ``"adapters"``.
+        call: Lines to paste, for a variable ``model``: they make ``optimizer``, and perhaps
+            ``preconditioner``, whose `step` comes before the optimizer's.
+        lrs: The lowest and the highest learning rate that were good; None without one.
+        reason: Why.
+        page: The page that measured it; empty if none did.
+        plan: The method, solver and auxiliary method, as `soframe.Preconditioner` takes them.
+        strategy: The strategy for several ranks; on one rank all are alike.
+        on_gpu: Further settings for a model on a GPU, as in the call.
+        memory: Bytes of factors and second-order data on the fullest rank, by strategy; moments of
+            methods and of optimizers come on top.
+    """
+
+    kind: str
+    call: str
+    lrs: tuple[float, float] | None
+    reason: str
+    page: str
+    plan: Mapping[str, Any]
+    strategy: str = "comm-opt"
+    on_gpu: str = ""
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in self.memory.items())
+        lines = {
+            "model": self.kind,
+            "learning rates": "none" if self.lrs is None else "{:g} to {:g}".format(*self.lrs),
+            "reason": self.reason,
+            "measured in": self.page or "no page",
+            "memory of a rank, without moments": held,
+        }
+        return f"{self.call}\n\n" + "\n".join(f"{name}: {text}" for name, text in lines.items())
+
+
+# In a call, "{more}" is the place of the strategy and of the settings on a GPU.
+ADVICE = (
+    Recommendation(
+        "adapters",
+        "optimizer = soframe.Optimizer(model, method=soframe.methods.SOAP(max_ratio=2), lr=3e-4, "
+        "statistics_every=1, solve_every=10{more})",
+        (1e-4, 1e-3),
+        "most parameters are frozen. Fine-tuning is not measured: compare it with AdamW. Thin "
+        "matrices have a factor on their short side alone, so the memory is about AdamW's",
+        "",
+        {"method": SOAP(max_ratio=2), "auxiliary": "adamw"},
+    ),
+    Recommendation(
+        "transformer",
+        'optimizer = soframe.Optimizer(model, method="soap-normuon", lr=0.04, auxiliary_lr=8e-3, '
+        "statistics_every=1, solve_every=10{more})",
+        (0.02, 0.06),
+        "on a byte-level GPT it has tuned Muon's loss in fewer steps and seconds. On other "
+        "transformers it is not measured",
+        "docs/benchmarks/methods.md",
+        {"method": "soap-normuon", "auxiliary": "adamw"},
+        strategy="mem-opt",
+        on_gpu=", background=9",
+    ),
+    Recommendation(
+        "convolutional",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, "
+        "weight_decay=5e-4)\n"
+        'preconditioner = soframe.Preconditioner(model, optimizer=optimizer, solver="inverse", '
+        "damping=3e-3, kl_clip=1e-3, statistics_every=10, solve_every=100, "
+        'clips=soframe.Clips(clip_lr="initial"){more})',
+        (0.05, 0.2),
+        "a ResNet-20 has SGD's final accuracy in 0.53 to 0.72 of SGD's time, with learning rates "
+        "that fall to zero on a line",
+        "docs/benchmarks/kaisa.md",
+        {"method": "kfac", "solver": "inverse"},
+    ),
+    Recommendation(
+        "recurrent",
+        "optimizer = soframe.StochasticTrustRegion(model)",
+        None,
+        "an LSTM has tuned AdamW's loss in 0.61 to 0.72 of its time with nothing tuned. "
+        "optimizer.step(closure) takes a closure that returns the loss, without backward()",
+        "docs/benchmarks/suite.md",
+        {"method": "adamw"},
+    ),
+    Recommendation(
+        "dense",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+        'preconditioner = soframe.Preconditioner(model, optimizer=optimizer, solver="inverse", '
+        "statistics_every=10, solve_every=10{more})",
+        (3e-3, 1.0),
+        "an autoencoder of digits has its target in half the steps of the solver 'eigen', and the "
+        "clip makes learning rates alike. For full batches, soframe.TrustRegion needs none",
+        "docs/benchmarks/defaults.md",
+        {"method": "kfac", "solver": "inverse"},
+    ),
+)
+
+
+def recommend(model: nn.Module, *, ranks: int = 1) -> Recommendation:
+    """Recommend a method, its settings and a strategy for a model, from its modules alone.
+
+    Args:
+        model: The model, on the device where it is trained.
+        ranks: The number of ranks; from two on the call names a strategy.
+
+    Returns:
+        The recommendation. Nothing runs, and the model does not change.
+
+    Raises:
+        ValueError: If ``ranks`` is not positive, or the model has nothing to precondition.
+    """
+    model, kind = unwrap(model), _kind(unwrap(model))
+    advice = next(one for one in ADVICE if one.kind == kind)
+    more = advice.on_gpu if any(p.is_cuda for p in model.parameters()) else ""
+    if ranks > 1:
+        more += f', strategy="{advice.strategy}"'
+    memory = _memory(model, advice, ranks)
+    return replace(advice, call=advice.call.replace("{more}", more), memory=memory)
+
+
+def _kind(model: nn.Module) -> str:
+    """Return the kind of a model."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    if sum(size for size, trained in sizes if trained) < sum(size for size, _ in sizes) / 2:
+        return "adapters"
+    modules = list(model.named_modules())
+    classes = {type(module).__name__.lower() for _, module in modules}
+    names = {name.rpartition(".")[2].lower() for name, _ in modules}
+    norms = any(name.endswith(("layernorm", "rmsnorm")) for name in classes)
+    embeds = any(isinstance(module, nn.Embedding) for _, module in modules)
+    attends = any("attention" in name or name.startswith("attn") for name in classes | names)
+    if attends or (norms and embeds):
+        return "transformer"
+    if any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for _, module in modules):
+        return "recurrent"
+    kinds = (_ConvNd, nn.Linear)
+    convolutions, linear = (sum(isinstance(m, kind) for _, m in modules) for kind in kinds)
+    return "convolutional" if convolutions > linear else "dense"
+
+
+def _memory(model: nn.Module, advice: Recommendation, ranks: int) -> dict[str, int]:
+    """Return the bytes of the fullest rank, by strategy, the recommended one first."""
+    chosen = advice.strategy
+    _, placement = inspection.inspect(model, world_size=ranks, strategy=chosen, **advice.plan)
+    placements = {chosen: placement}
+    for name in ("comm-opt", "mem-opt", "sharded") if ranks > 1 else ():
+        other: Strategy = KINDS["strategy"].build(name, Strategy)
+        placements.setdefault(name, complete(other.place(placement.work, ranks)))
+    return {
+        name: max(placed.memory(rank)["total"] for rank in range(ranks))
+        for name, placed in placements.items()
+    }

@@ -1,0 +1,158 @@
+"""Recommendations run as they are printed, name their page, and plan the memory of the call."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.diagnostics.recommendation import ADVICE
+from tests import kit
+from tests.curvature import closing, randn
+
+ROOT = Path(soframe.__file__).parents[1]
+CLASSES = 3
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v))  # type: ignore[no-any-return]
+
+
+class First(nn.Module):
+    """The first of several outputs."""
+
+    def forward(self, outputs: tuple[Tensor, ...]) -> Tensor:
+        return outputs[0]
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a trained product of two thin ones, as LoRA has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(16, 16).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_B(self.lora_A(x))  # type: ignore[no-any-return]
+
+
+def block() -> list[nn.Module]:
+    return [Attention(), nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)]
+
+
+def patches(width: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, width, 4, 4), nn.Flatten(2))
+
+
+def vit() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(patches(8), *block(), nn.Flatten(), nn.Linear(64, CLASSES)), images()
+
+
+def gpt() -> tuple[nn.Module, Tensor]:
+    model = nn.Sequential(nn.Embedding(11, 8), *block(), nn.Flatten(), nn.Linear(40, CLASSES))
+    return model, torch.arange(30).view(6, 5) % 11
+
+
+def images() -> Tensor:
+    return randn(6, 3, 16, 8).float()
+
+
+def resnet() -> tuple[nn.Module, Tensor]:
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), images()
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)), randn(6, 5).float()
+
+
+def lora() -> tuple[nn.Module, Tensor]:
+    head = nn.Linear(16, CLASSES).requires_grad_(False)
+    return nn.Sequential(Adapted(), nn.GELU(), Adapted(), head), randn(6, 16).float()
+
+
+def rnn() -> tuple[nn.Module, Tensor]:
+    lstm = nn.LSTM(4, 5, batch_first=True)
+    return nn.Sequential(lstm, First(), nn.Flatten(), nn.Linear(15, 3)), randn(6, 3, 4).float()
+
+
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
+    "vit": (vit, "transformer"),
+    "gpt": (gpt, "transformer"),
+    "resnet": (resnet, "convolutional"),
+    "mlp": (mlp, "dense"),
+    "lora": (lora, "adapters"),
+    "rnn": (rnn, "recurrent"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_call_runs_as_it_is_printed(name: str) -> None:
+    torch.manual_seed(0)
+    build, kind = MODELS[name]
+    model, inputs = build()
+    found = soframe.recommend(model)
+    assert found.kind == kind
+    assert str(found).startswith(found.call)
+    scope: dict[str, Any] = {"model": model, "torch": torch, "soframe": soframe}
+    exec(found.call, scope)
+    optimizer, before = scope["optimizer"], [p.detach().clone() for p in model.parameters()]
+    targets = torch.arange(len(inputs)) % CLASSES
+
+    def closure() -> Tensor:
+        return nn.functional.cross_entropy(model(inputs), targets)
+
+    start = closure().item()
+    if hasattr(optimizer, "preconditioner") or "preconditioner" in scope:
+        own = scope.get("preconditioner") or optimizer.preconditioner
+        with closing(kit.precondition(copy.deepcopy(model), **found.plan)) as planned:
+            used = [[(b.method, b.solver) for b in one.blocks] for one in (own, planned)]
+        assert used[0] == used[1]
+    steps = [scope["preconditioner"]] if "preconditioner" in scope else []
+    if isinstance(optimizer, soframe.StochasticTrustRegion):
+        for _ in range(3):
+            optimizer.step(closure)
+    else:
+        kit.train(model, lambda *_: closure(), range(3), *steps, optimizer)
+    assert closure().item() < start
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert moved == [p.requires_grad for p in model.parameters()]
+    (steps[0] if steps else optimizer).close()
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet", "lora"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_memory_is_that_of_the_plan(name: str, ranks: int) -> None:
+    model, _ = MODELS[name][0]()
+    found = soframe.recommend(model, ranks=ranks)
+    assert ("strategy=" in found.call) == (ranks > 1)
+    strategies = ["comm-opt", "mem-opt", "sharded"] if ranks > 1 else [found.strategy]
+    assert sorted(found.memory) == sorted(strategies)
+    for strategy, size in found.memory.items():
+        settings: dict[str, Any] = {**found.plan, "strategy": strategy}
+        settings["backend"] = soframe.comm.recording.Recording(world_size=ranks)
+        with closing(kit.precondition(model, **settings)) as own:
+            assert size == max(own.placement.memory(rank)["total"] for rank in range(ranks))
+
+
+def test_a_preconditioner_of_the_model_stays() -> None:
+    model, inputs = mlp()
+    with closing(kit.precondition(model)) as own:
+        soframe.recommend(model)
+        kit.train(model, lambda net, _: net(inputs).square().mean(), range(1), own)
+
+
+def test_pages_exist_and_no_page_is_said_in_the_reason() -> None:
+    for advice in ADVICE:
+        assert (ROOT / advice.page).is_file() if advice.page else "not measured" in advice.reason
