@@ -41,6 +41,7 @@ from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.state import checksums
+from soframe.state.stateful import unpicklable
 from soframe.step import moving
 from soframe.step.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.strategies.placement import Placement
@@ -395,6 +396,8 @@ class Optimizer(torch.optim.Optimizer):
         others = (p for p in self._model.parameters() if id(p) not in known)
         home.empty(self.preconditioner.home, grouped, others, set_to_none=set_to_none)
         self.preconditioner.gradients_were_zeroed()
+
+    __getstate__ = unpicklable
 
     # -- state --------------------------------------------------------------------------------
 

@@ -103,16 +103,14 @@ class _Hook:
     Of a layer; without a helper, of the root module, before and after its forward pass.
     """
 
-    def __init__(self, capture: Capture | None, helper: LayerHelper | None) -> None:
-        self._capture = None if capture is None else weakref.ref(capture)
-        self._helper = None if helper is None else weakref.ref(helper)
+    def __init__(self, capture: Capture, helper: LayerHelper) -> None:
+        self._capture, self._helper = weakref.ref(capture), weakref.ref(helper)
         self._deliver = _eagerly()
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
-        capture = self._capture() if self._capture is not None else None
-        helper = self._helper() if self._helper is not None else None
+        capture, helper = self._capture(), self._helper()
         # torch.compile traces this much: only at statistics steps do layers break the graph.
         if capture is not None and (helper is None) == (self._helper is None) and capture.enabled:
             if helper is not None and getattr(module, "_is_replica", False):
@@ -125,8 +123,9 @@ class _Hook:
             self._deliver(capture, helper, args, kwargs, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or pickled model is another model: its hooks do nothing.
-        return (_Hook, (None, None))
+        # A copied or pickled model is another model, perhaps of a machine without soframe: its
+        # hook is a function of the standard library that takes any arguments and does nothing.
+        return (getattr, (nullcontext(), "__exit__"))
 
 
 def _deliver(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -18,6 +18,14 @@ from soframe.state import saving as state
 from soframe.step.engine import Engine
 
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
+
+
+def unpicklable(self: object) -> NoReturn:
+    """Raise a TypeError: an object that is tied to a model is saved by its state."""
+    raise TypeError(
+        f"a {type(self).__name__} belongs to its model, and is not pickled or copied: save its "
+        f"state_dict(), build another one for the other model, and load the state there"
+    )
 
 
 class Stateful(Engine):

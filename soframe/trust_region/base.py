@@ -22,6 +22,7 @@ from soframe.comm.agreement import (
 from soframe.damping.policies import DampingChoice
 from soframe.damping.saved import check_damping, damping_at
 from soframe.losses.base import Loss
+from soframe.state.stateful import unpicklable
 from soframe.trust_region import param_groups, settings
 from soframe.trust_region.forward import Closure, Forward, evaluated, first_pass
 from soframe.trust_region.readout import OnStep, Readout
@@ -160,6 +161,8 @@ class ClosureOptimizer(torch.optim.Optimizer):
             self._on_step(readout)
 
     # -- state --------------------------------------------------------------------------------
+
+    __getstate__ = unpicklable
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, for ``torch.save``."""

@@ -301,6 +301,25 @@ def test_copy_is_inert(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     assert_same(snapshot(model, preconditioner), expected(CASE)[0])
 
 
+def test_a_pickled_model_does_not_need_soframe() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    own = soframe.Preconditioner(model, kl_clip=None)
+    assert b"soframe" not in pickle.dumps(model)
+    own.close()
+    soframe.Optimizer(model, "kfac-muon", lr=0.1)
+    assert b"soframe" not in pickle.dumps(model)
+
+
+@pytest.mark.parametrize(
+    "kind", [soframe.Preconditioner, soframe.Optimizer, soframe.StochasticTrustRegion]
+)
+def test_what_belongs_to_a_model_is_not_pickled(kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    own = kind(model, **{"lr": 0.1} if kind is not soframe.StochasticTrustRegion else {})
+    with pytest.raises(TypeError, match=rf"a {kind.__name__} .* save its state_dict\(\)"):
+        torch.save(own, io.BytesIO())
+
+
 def test_state_dict_of_the_model_does_not_change() -> None:
     model, plain = CASE.build(), CASE.build()
     preconditioner = precondition(model)
