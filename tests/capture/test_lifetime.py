@@ -121,6 +121,48 @@ def test_a_newer_preconditioner_replaces_an_older_one() -> None:
     assert hooks(model) == 0
 
 
+@pytest.mark.parametrize("where", ["backward", "step", "move"])
+def test_a_cell_that_was_interrupted_runs_again(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer optimizer takes over, wherever Ctrl-C was, and steps as one of a fresh copy."""
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    def cell(model: nn.Module) -> soframe.Optimizer:
+        optimizer = soframe.Optimizer(model, "kfac", lr=0.1, statistics_every=1, solve_every=1)
+        for step in range(STEPS):
+            model.zero_grad()
+            softplus(model(vectors(step))).backward()
+            optimizer.step()
+        return optimizer
+
+    model = CASE.build()
+    with monkeypatch.context() as patch:
+        handle = None
+        if where == "backward":
+            handle = model.first.weight.register_hook(interrupt)
+        elif where == "step":
+            patch.setattr(soframe.methods.KFAC, "precondition", interrupt)
+        else:
+            patch.setattr(soframe.step.moving, "descend", interrupt)
+        with pytest.raises(KeyboardInterrupt) as kept:  # as a notebook keeps the last error
+            cell(model)
+    if handle is not None:
+        handle.remove()
+    fresh = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="replaces an older one"):
+        newer = cell(model)
+    cell(fresh)
+    assert kept is not None
+    assert hooks(model) == 2
+    for mine, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
+    newer.close()
+    assert hooks(model) == 0
+
+
 def test_a_trust_region_replaces_and_is_replaced() -> None:
     model = CASE.build()
     with pytest.warns(UserWarning, match="replaces an older one"):
