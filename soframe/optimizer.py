@@ -41,7 +41,7 @@ from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.state import checksums
-from soframe.state.stateful import unpicklable
+from soframe.state.stateful import OfModel
 from soframe.step import moving
 from soframe.step.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.strategies.placement import Placement
@@ -52,7 +52,7 @@ SETTINGS = ("lr", "weight_decay", "weight_decay_kind", "constraint", "decay_vect
 """The settings of a param group that say how its parameters move."""
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(OfModel, torch.optim.Optimizer):
     """Updates the parameters of a model with any method.
 
     Param groups are those of ``param_groups``, each divided by method: ``group["method"]`` is the
@@ -396,8 +396,6 @@ class Optimizer(torch.optim.Optimizer):
         others = (p for p in self._model.parameters() if id(p) not in known)
         home.empty(self.preconditioner.home, grouped, others, set_to_none=set_to_none)
         self.preconditioner.gradients_were_zeroed()
-
-    __getstate__ = unpicklable
 
     # -- state --------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Clips, Curvature, Distribution, defaults, flat, group_of
 from soframe.setup import building, describing
 from soframe.state import saving as state
-from soframe.state.stateful import COUNTERS, Stateful, unpicklable
+from soframe.state.stateful import COUNTERS, Stateful
 from soframe.state.transfer import hand_over
 from soframe.step import gradients as averaging
 from soframe.step.clip import Bounds, Clipped
@@ -642,12 +642,6 @@ class Preconditioner(Stateful):
     def loss(self) -> Loss | None:
         """The loss that defines the Fisher; None for the empirical one."""
         return self._fisher.loss
-
-    __getstate__ = unpicklable
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Preconditioner:
-        """Return an empty object: a copy (with a module that holds this) belongs to no model."""
-        return object.__new__(type(self))
 
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards.

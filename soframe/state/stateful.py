@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from torch import Tensor
 
@@ -20,15 +20,26 @@ from soframe.step.engine import Engine
 COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
 
-def unpicklable(self: object) -> NoReturn:
-    """Raise a TypeError: an object that is tied to a model is saved by its state."""
-    raise TypeError(
-        f"a {type(self).__name__} belongs to its model, and is not pickled or copied: save its "
-        f"state_dict(), build another one for the other model, and load the state there"
-    )
+class OfModel:
+    """An object that is tied to a model: it is saved by its state, and copies are empty."""
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse a pickle, which would lack the state.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} belongs to its model and is not pickled: save its "
+            f"state_dict(), build another one for the other model, and load the state there"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return an empty object: a copy (with a module that holds this) belongs to no model."""
+        return object.__new__(type(self))
 
 
-class Stateful(Engine):
+class Stateful(OfModel, Engine):
     """An engine with ``state_dict`` and ``load_state_dict``, on one rank or many."""
 
     _measuring: Measuring

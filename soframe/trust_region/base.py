@@ -22,7 +22,7 @@ from soframe.comm.agreement import (
 from soframe.damping.policies import DampingChoice
 from soframe.damping.saved import check_damping, damping_at
 from soframe.losses.base import Loss
-from soframe.state.stateful import unpicklable
+from soframe.state.stateful import OfModel
 from soframe.trust_region import param_groups, settings
 from soframe.trust_region.forward import Closure, Forward, evaluated, first_pass
 from soframe.trust_region.readout import OnStep, Readout
@@ -39,7 +39,7 @@ HINT = (
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class ClosureOptimizer(torch.optim.Optimizer):
+class ClosureOptimizer(OfModel, torch.optim.Optimizer):
     """An optimizer whose step runs closures, at several points and on all ranks together."""
 
     _backend: Backend
@@ -161,8 +161,6 @@ class ClosureOptimizer(torch.optim.Optimizer):
             self._on_step(readout)
 
     # -- state --------------------------------------------------------------------------------
-
-    __getstate__ = unpicklable
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, for ``torch.save``."""
