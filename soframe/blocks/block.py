@@ -180,4 +180,4 @@ def factor_dtype(parameters: Sequence[nn.Parameter], wanted: torch.dtype | None)
     """Return the dtype of a block's factors: ``wanted``, or the parameters', at least float32."""
     if wanted is not None:
         return wanted
-    return torch.promote_types(parameters[0].dtype, torch.float32)
+    return torch.promote_types(parameters[0].dtype.to_real(), torch.float32)

@@ -528,6 +528,8 @@ class Registration:
             if (why := self._sparse(parameter)) is not None:
                 raise ValueError(f"{full}: {why}, or freeze it")
             layout = PlainLayout(module, full.rpartition(".")[2])
+            if parameter.is_complex() and self._auxiliary.factors(layout.shape):
+                raise ValueError(f"{full} is complex: choose auxiliary='adamw', or freeze it")
             self._notes[full] = reason
             self._append(full, self._auxiliary, (), self._cut(name, full, layout), auxiliary=True)
 
@@ -561,6 +563,8 @@ class Registration:
     def _unsuited(self, name: str, method: Method, layout: Layout) -> str | None:
         """Return why a method does not take a block, or None if it does."""
         parameters = layout.parameters
+        if any(p.is_complex() for p in parameters.values()) and method.factors(layout.shape):
+            return "it is complex, and factors are of real matrices"
         embeds = any(
             isinstance(module, nn.Embedding)
             for parameter in parameters.values()
@@ -723,9 +727,8 @@ class _PerLayer:
 
 def _require_trainable(full: str, parameter: nn.Parameter) -> None:
     """Check that a parameter can have a block of its own."""
-    if parameter.is_complex() or parameter.numel() == 0:
-        what = "is complex" if parameter.is_complex() else "has no elements"
-        raise ValueError(f"{full} {what}, which no method takes: freeze it")
+    if parameter.numel() == 0:
+        raise ValueError(f"{full} has no elements, which no method takes: freeze it")
 
 
 def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) -> None:

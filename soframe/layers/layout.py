@@ -156,7 +156,10 @@ class WeightAndBias:
 
 
 class PlainLayout:
-    """The layout ``[1, shape[0], rest]`` of one parameter; a scalar is ``[1, 1, 1]``."""
+    """The layout ``[1, shape[0], rest]`` of one parameter; a scalar is ``[1, 1, 1]``.
+
+    A complex parameter is the vector of its real and imaginary parts, ``[1, 2 entries, 1]``.
+    """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         parameter = module._parameters[name]
@@ -164,16 +167,25 @@ class PlainLayout:
         self.module, self._name, self._parameter = module, name, parameter
         rows = parameter.shape[0] if parameter.dim() > 0 else 1
         self.shape = BlockShape(1, rows, prod(parameter.shape[1:]))
+        if parameter.is_complex():
+            self.shape = BlockShape(1, 2 * parameter.numel(), 1)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return {self._name: self._parameter}
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return tensors[self._name].reshape(tuple(self.shape))
+        tensor = tensors[self._name]
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        return tensor.reshape(tuple(self.shape))
 
     def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
-        return {self._name: matrix.reshape(self._parameter.shape)}
+        shape = self._parameter.shape
+        if self._parameter.is_complex():
+            pairs = matrix.to(self._parameter.dtype.to_real()).reshape(*shape, 2)
+            return {self._name: torch.view_as_complex(pairs)}
+        return {self._name: matrix.reshape(shape)}
 
 
 class GroupedLayout(PlainLayout):
@@ -197,10 +209,12 @@ def plain_layout(module: nn.Module, name: str) -> PlainLayout:
     The last two of three or more dimensions are a matrix, and the first ones groups (experts,
     heads), but for the kernels of convolutions, and for parameters behind a parametrization.
     """
-    if _stacks(module, name):
-        return GroupedLayout(module, name)
     parameter = module._parameters[name]
     assert parameter is not None
+    if parameter.is_complex():
+        return PlainLayout(module, name)
+    if _stacks(module, name):
+        return GroupedLayout(module, name)
     stacks = [p for n, p in module._parameters.items() if p is not None and _stacks(module, n)]
     bias = parameter.dim() == 2 and _BIAS.fullmatch(name) is not None
     if bias and any(len(parameter) == len(stack) for stack in stacks):

@@ -108,7 +108,7 @@ def check(move: Move, *, name: str, prefix: str) -> None:
 
 def is_matrix(parameter: nn.Parameter) -> bool:
     """Return whether a parameter can be constrained: biases and gains, as vectors, cannot."""
-    return sum(size > 1 for size in parameter.shape) > 1
+    return sum(size > 1 for size in parameter.shape) > 1 and not parameter.is_complex()
 
 
 def descend(parameters: Sequence[nn.Parameter], home: GradientHome, move: Move) -> None:
@@ -121,8 +121,11 @@ def descend(parameters: Sequence[nn.Parameter], home: GradientHome, move: Move) 
             decays = move.weight_decay > 0 and (move.decay_vectors or parameter.dim() > 1)
             key = (parameter.device, parameter.dtype, decays)
             same = alike.setdefault(key, ([], []))
-            same[0].append(home.local(parameter))
-            same[1].append(direction)
+            pair = (home.local(parameter), direction)
+            if parameter.is_complex():
+                pair = (torch.view_as_real(pair[0]), torch.view_as_real(pair[1]))
+            same[0].append(pair[0])
+            same[1].append(pair[1])
     for (_, _, decays), (weights, directions) in alike.items():
         if decays:
             _decay(weights, directions, move)

@@ -239,3 +239,56 @@ def test_decoupled_decay_is_pytorch_optimizers() -> None:
         )
     own.close()
     torch.testing.assert_close(*map(stages.weights, models), rtol=1e-10, atol=1e-12)
+
+
+class Spectral(nn.Module):
+    """A layer of a neural operator: complex weights in frequency space, beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.modes = nn.Parameter(torch.randn(3, 5, dtype=torch.complex128))
+        self.shift = nn.Parameter(torch.randn((), dtype=torch.complex128))
+        self.lift = nn.Linear(4, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.fft.rfft(self.lift(x)).unsqueeze(-2) * self.modes + self.shift
+        return torch.fft.irfft(found, 8)
+
+
+@pytest.mark.parametrize("method", ["adamw", "sgd", "muon", "kfac"])
+def test_complex_weights_move_as_torchs(method: str) -> None:
+    """Real and imaginary parts each have moments of their own, as in torch's AdamW."""
+    own, theirs = Spectral(), Spectral()
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3}
+    plain = method == "sgd"
+    chosen: Any = SGD(0.9) if plain else method
+    ours = soframe.Optimizer(own, chosen, decay_vectors=True, **settings)
+    assert {row.parameter for row in ours.report() if row.block is None} == set()
+    for model in (own, theirs):
+        model.lift.requires_grad_(False)
+    weights = [theirs.modes, theirs.shift]
+    if plain:
+        reference: torch.optim.Optimizer = torch.optim.SGD(weights, 0.02, 0.9)
+        for group in ours.param_groups:
+            group["weight_decay"] = 0.0  # torch's is no decoupled one
+    else:
+        reference = torch.optim.AdamW(weights, **settings)
+    for step in range(6):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        for model, optimizer in ((own, ours), (theirs, reference)):
+            model.zero_grad()
+            model(x).square().sum((-1, -2)).mean().backward()
+            optimizer.step()
+        torch.testing.assert_close(own.modes, theirs.modes, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(own.shift, theirs.shift, rtol=1e-10, atol=1e-12)
+    again = Spectral()
+    again.load_state_dict(own.state_dict())
+    again.lift.requires_grad_(False)
+    other = soframe.Optimizer(again, chosen, lr=1.0)
+    other.load_state_dict(ours.state_dict())
+    for model, optimizer in ((own, ours), (again, other)):
+        model.zero_grad()
+        model(x).square().sum((-1, -2)).mean().backward()
+        optimizer.step()
+    assert torch.equal(own.modes, again.modes)
