@@ -4,9 +4,11 @@ From the basis Q of the last solve (Vyas et al., 2024, algorithm 4): its columns
 descending ``diag(Q^T F Q)``, and ``Q <- qr(F Q).Q``. The permutation is part of the data, since
 methods permute the state that they keep in the basis.
 
-A factor of few gradients is rank-deficient, and rounding would choose the basis of its null space.
-So ``1e-5 tr(F)/n diag(1, ..., 2)`` is added to F, which makes that basis unique in float64; in
-float32 it is below the rounding of the largest eigenvalues.
+A factor of few gradients is rank-deficient, and rounding would choose the basis of its null space:
+the columns N whose eigenvalues are within ``t = 1e-4 tr(F)/n`` of the smallest. So the first basis
+has the columns ``qr(N N^T E)`` there, with a fixed random E, and ``t diag(1, ..., 2)`` is added to F
+in every QR, which makes the order of these columns unique. In float64 the weights then do not
+depend on rounding; in float32 the rounding of the largest eigenvalues may exceed t.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from soframe.registry import register
 from soframe.solvers.base import Solver, mean_trace, whole
 from soframe.solvers.eigen import rayleigh
 from soframe.specs import FactorSpec, TensorSpec
+
+GRADE = 1e-4  # relative to the mean eigenvalue
 
 
 @register("solver", "basis")
@@ -52,13 +56,15 @@ class Basis(Solver):
         return {**vectors, **order} if self.ordered else vectors
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
-        del damping
-        vectors = torch.linalg.eigh(_graded(matrix.clone()))[1].flip(-1)
-        if not self.ordered:
-            return {"vectors": vectors}
-        groups, size, _ = matrix.shape
-        order = torch.arange(size, dtype=matrix.dtype, device=matrix.device)
-        return {"vectors": vectors, "order": order.expand(groups, size).clone()}
+        values, vectors = torch.linalg.eigh(matrix)
+        null = values - values[:, :1] <= GRADE * mean_trace(matrix).unsqueeze(-1)
+        first = {"vectors": _canonical(vectors, null).flip(-1)}
+        data = self.solve_again(matrix, damping, first)
+        if self.ordered:
+            groups, size, _ = matrix.shape
+            order = torch.arange(size, dtype=matrix.dtype, device=matrix.device)
+            data["order"] = order.expand(groups, size).clone()
+        return data
 
     def solve_again(
         self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
@@ -84,8 +90,20 @@ class Basis(Solver):
 
 
 def _graded(matrix: Tensor) -> Tensor:
-    """Add ``1e-5 tr(F)/n diag(1, ..., 2)`` in place, so that eigenvalues differ; return F."""
+    """Add ``1e-4 tr(F)/n diag(1, ..., 2)`` in place, so that eigenvalues differ; return F."""
     size = matrix.shape[-1]
-    grade = torch.linspace(1e-5, 2e-5, size, dtype=matrix.dtype, device=matrix.device)
+    grade = torch.linspace(GRADE, 2 * GRADE, size, dtype=matrix.dtype, device=matrix.device)
     matrix.diagonal(dim1=-2, dim2=-1).add_(mean_trace(matrix).unsqueeze(-1) * grade)
     return matrix
+
+
+def _canonical(vectors: Tensor, null: Tensor) -> Tensor:
+    """Replace columns, ``[groups, n]``, by a basis of their span that depends on the span alone."""
+    size = vectors.shape[-1]
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    fixed = torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu")
+    both = null.unsqueeze(-1) & null.unsqueeze(-2)
+    eye = torch.eye(size, dtype=vectors.dtype, device=vectors.device)
+    turn = torch.linalg.qr((vectors.mT @ fixed.to(vectors)).where(both, eye))[0]
+    turned: Tensor = vectors @ turn
+    return turned

@@ -24,7 +24,12 @@ Matrix = NDArray[np.float64]
 def graded(factor: Matrix) -> Matrix:
     """A factor whose eigenvalues differ, see `Basis`."""
     size = len(factor)
-    return factor + np.trace(factor) / size * 1e-5 * np.diag(np.linspace(1, 2, size))
+    return factor + np.trace(factor) / size * 1e-4 * np.diag(np.linspace(1, 2, size))
+
+
+def first_basis(factor: Matrix) -> Matrix:
+    """Eigenvectors in descending order, and one QR of the graded factor."""
+    return np.linalg.qr(graded(factor) @ np.linalg.eigh(factor)[1][:, ::-1])[0]
 
 
 class Published:
@@ -57,7 +62,7 @@ class Published:
             self.factors = {side: np.zeros((shapes[side],) * 2) for side in self.sides}
             self.gather(gradient)
             for side, factor in self.factors.items():
-                self.bases[side] = np.linalg.eigh(graded(factor))[1][:, ::-1]
+                self.bases[side] = first_basis(factor)
             return np.zeros_like(gradient)
         self.count += 1
         self.mean = o.betas[0] * self.mean + (1 - o.betas[0]) * given
@@ -197,11 +202,12 @@ def test_the_first_gradient_may_pass() -> None:
 def test_basis() -> None:
     rows = randn(2, 9, 4)
     plain = rows.mT @ rows
-    factor = torch.stack([torch.from_numpy(graded(one.numpy())) for one in plain])
     data = Basis().solve(plain, torch.zeros(2))
-    values = data["vectors"].mT @ factor @ data["vectors"]
+    values = data["vectors"].mT @ plain @ data["vectors"]
     diagonal = values.diagonal(dim1=1, dim2=2)
-    compare(torch.diag_embed(diagonal), values, "diagonal", atol=1e-12)
+    compare(
+        torch.diag_embed(diagonal), values, "diagonal", rtol=2e-4
+    )  # as far as the grade lets it
     assert (diagonal.diff() < 0).all()
     assert data["order"].tolist() == [[0, 1, 2, 3]] * 2
     assert Basis().continues
@@ -209,11 +215,11 @@ def test_basis() -> None:
     again = Basis().solve_again(plain, torch.zeros(2), shuffled)
     assert again["order"].tolist() == [[1, 3, 0, 2]] * 2
     signs = (again["vectors"] * data["vectors"]).sum(-2, keepdim=True)
-    compare(again["vectors"] * signs, data["vectors"], "the same basis")
+    compare(again["vectors"] * signs, data["vectors"], "the same basis", rtol=2e-4)
     captured = FactorSpec("A", "right", 1, 3)
     assert "eigen" in str(Basis().unsupported([captured]))
     with pytest.raises(NotImplementedError):
-        Basis().apply(factor, left=data, right=data, damping=0.1)
+        Basis().apply(plain, left=data, right=data, damping=0.1)
     with pytest.raises(ValueError, match="eigen"):
         stages.preconditioner(stages.network(), "kfac", solver="basis")
 
