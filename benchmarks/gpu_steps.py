@@ -62,6 +62,8 @@ from benchmarks.timing import (
 from experiments.display import aligned
 from experiments.libraries import import_kfac_pytorch
 from experiments.models import GPT, Residual, Sizes, convolution, next_token_loss
+from soframe.methods import Shampoo
+from soframe.methods.base import Method
 from soframe.settings import grouped
 
 LR = 1e-5  # so small that weights stay near their start
@@ -250,7 +252,9 @@ def torch_muon(model: GPT) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=LR), fused_adamw(others)]
 
 
-def soframe_method(method: str, model: GPT, **settings: Any) -> list[torch.optim.Optimizer]:
+def soframe_method(
+    method: str | Method, model: GPT, **settings: Any
+) -> list[torch.optim.Optimizer]:
     """Return soframe's optimizer by a method, with AdamW for parameters without a block.
 
     Args:
@@ -306,7 +310,7 @@ GPT2_CONTENDERS: dict[str, Optimizers] = {
     "adamw": adamw,
     "torch-muon": torch_muon,
     "soframe-muon": partial(soframe_method, "muon"),
-    "soframe-shampoo": partial(soframe_method, "shampoo"),
+    "soframe-shampoo": partial(soframe_method, Shampoo(graft=None)),
     "soframe-soap": partial(soframe_method, "soap"),
     "soframe-soap-muon": partial(soframe_method, "soap-muon"),
     "soframe-kfac": partial(soframe_method, "kfac"),
@@ -419,7 +423,7 @@ def shampoo(network: Network, prototype: nn.Module, device: torch.device) -> Con
     inputs, targets = (tensor.to(device) for tensor in network.batch())
     optimizer = soframe.Optimizer(
         model,
-        method="shampoo",
+        method=Shampoo(graft=None),
         lr=LR,
         statistics_every=interval("statistics", "solve"),
         solve_every=interval("solve"),

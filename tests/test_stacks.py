@@ -33,7 +33,7 @@ METHODS = (
     "eva",
     "foof",
     "diagonal",
-    Shampoo(epsilon=0.01),
+    Shampoo(epsilon=0.01, graft_steps=1),
     "kl-shampoo",
     "soap",
 )

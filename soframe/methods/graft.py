@@ -1,9 +1,8 @@
 """Grafting: the direction of one method at the length of another (Agarwal et al., 2020).
 
 With ``u`` the input of the stage and ``m`` the update of another method for the averaged gradient,
-the update is ``u |m| / |u|``, with Frobenius norms of each group. The length of Shampoo's update
-is unrelated to the gradient's. ``Chain(("shampoo", "graft"))`` gives it Adam's length, as in the
-published training curves (Anil et al., 2020), so that Adam's learning rates can be used.
+the update is ``u |m| / |u|``, with Frobenius norms of each group. ``Chain(("kfac", "graft"))`` has
+Adam's length, so that Adam's learning rates can be used; `Shampoo` is grafted by itself.
 """
 
 from __future__ import annotations

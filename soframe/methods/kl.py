@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,6 +68,7 @@ class KLShampoo(Shampoo):
         decay: The decay of the factors per step.
         power: -1/2, or None for the same: the square of the root must be the inverse.
         epsilon: Added to eigenvalues, relative to the largest, in the roots and thus the inverses.
+        graft: None, or as for `Shampoo`.
         start: The multiple of the identity from which the factors start.
 
     Raises:
@@ -76,6 +78,7 @@ class KLShampoo(Shampoo):
     observes_with_data = True
 
     decay: float = 0.95
+    graft: Any = None
     start: float = 0.1
 
     def __post_init__(self) -> None:

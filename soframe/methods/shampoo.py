@@ -6,7 +6,9 @@ With the averaged gradient G, ``[out, in]``, and running averages of
 
 the update of ``X`` is ``L^(-1/4) X R^(-1/4)`` (algorithm 1, with averages in place of sums), or
 with one side only ``L^(-1/2) X`` or ``X R^(-1/2)``. Its length is unrelated to the gradient's;
-*grafting* gives it the length of another method's update (Agarwal et al., 2020).
+*grafting* gives it the length of another method's update (Agarwal et al., 2020), which is also the
+update of the first steps, while few gradients leave the factors without full rank (Shi et al.,
+2023, arXiv 2309.06497, section 3: ``start_preconditioning_step``).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -22,10 +24,10 @@ from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
 from soframe.methods.graft import at_length
 from soframe.methods.momentum import require_beta
-from soframe.registry import register
+from soframe.registry import KINDS, register
 from soframe.solvers.base import Solver
 from soframe.solvers.root import Root
-from soframe.specs import FactorSpec, SecondOrder
+from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 
 Sides = Literal["both", "left", "right"]
 Roots = Mapping[str, Tensor]
@@ -65,15 +67,19 @@ class Shampoo(Method):
     """Precondition with inverse roots of the second moments of the averaged gradient.
 
     Factors are updated with this step's gradient before the update is computed; roots are
-    recomputed every ``solve_every`` steps.
+    recomputed every ``solve_every`` steps. With the defaults the learning rate is Adam's. The
+    published momentum is a stage before: ``Chain(("momentum", "shampoo"))``.
 
     Attributes:
         decay: The decay of the factors per step.
         sides: ``"both"``, or the one side that has a factor.
         power: The power of each factor; None for -1/4 with both sides and -1/2 with one.
         epsilon: Added to eigenvalues, relative to the largest, see `soframe.solvers.Root`.
-        graft: Whether the update is rescaled to the length of its input, in each group. `Graft`
-            takes the length of another method, such as Adam.
+        graft: The method whose length the update has, in each group: a name, class or instance of
+            one without factors, by default AdamW; ``"sgd"`` for the length of the input. None for
+            the update as it is, whose first roots may multiply gradients by thousands.
+        graft_steps: The number of first updates that are ``graft``'s own, so that the roots of one
+            gradient are not used; at least ``solve_every``.
         max_size: The longest side that may have a factor; larger matrices are skipped. `Blocked`
             splits them.
 
@@ -89,7 +95,8 @@ class Shampoo(Method):
     sides: Sides = "both"
     power: float | None = None
     epsilon: float = 1e-6
-    graft: bool = False
+    graft: Any = "adamw"
+    graft_steps: int = 10
     max_size: int = 8192
 
     def __post_init__(self) -> None:
@@ -102,6 +109,11 @@ class Shampoo(Method):
         if self.max_size < 1:
             raise ValueError(f"{name}: max_size must be positive, not {self.max_size!r}")
         self._root  # noqa: B018  # checks epsilon
+        if self.graft is not None:
+            graft: Method = KINDS["method"].build(self.graft, Method)
+            if graft.factor_names():
+                raise ValueError(f"{name}: graft= is a method without factors, not {graft!r}")
+            object.__setattr__(self, "graft", graft)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         left, right = self.sides != "right", self.sides != "left"
@@ -111,17 +123,26 @@ class Shampoo(Method):
         del data
         return gradient_moments(gradient, self._names)
 
+    def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
+        graft: Method | None = self.graft
+        return {} if graft is None else graft.state(shape)
+
     def solver(self, factor: FactorSpec, default: Solver) -> Solver:
         del factor, default
         return self._root
 
     def direct(self, given: Given) -> Direction:
         matrix = given.incoming
+        graft = None if self.graft is None else self.graft.direct(given)
+        if graft is not None and given.updates < self.graft_steps:
+            return Direction(graft.matrix, graft.state)
         if self.sides != "right":
             matrix = given.data["L"]["root"] @ matrix
         if self.sides != "left":
             matrix = matrix @ given.data["R"]["root"]
-        return Direction(at_length(matrix, given.incoming) if self.graft else matrix)
+        if graft is None:
+            return Direction(matrix)
+        return Direction(at_length(matrix, graft.matrix), graft.state)
 
     def unsuited(self, candidate: Candidate) -> str | None:
         for factor in self.factors(candidate.shape):

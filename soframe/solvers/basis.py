@@ -6,8 +6,8 @@ methods permute the state that they keep in the basis.
 
 A factor of few gradients is rank-deficient, and rounding would choose the basis of its null space:
 the columns N whose eigenvalues are within ``t = 1e-4 tr(F)/n`` of the smallest. So the first basis
-has the columns ``qr(N N^T E)`` there, with a fixed random E, and ``t diag(1, ..., 2)`` is added to F
-in every QR, which makes the order of these columns unique. In float64 the weights then do not
+has the columns ``qr(N N^T E)`` there, with a fixed random E, and ``t diag(1, ..., 2)`` is added to
+F in every QR, which makes the order of these columns unique. In float64 the weights then do not
 depend on rounding; in float32 the rounding of the largest eigenvalues may exceed t.
 """
 

@@ -50,7 +50,12 @@ def directions(
 @pytest.mark.parametrize("parts", [3, 3 * HEADS])
 @pytest.mark.parametrize(
     "method",
-    [Muon(dtype="float64"), NorMuon(), Chain((SOAP(), "match-rms")), Shampoo(sides="left")],
+    [
+        Muon(dtype="float64"),
+        NorMuon(),
+        Chain((SOAP(), "match-rms")),
+        Shampoo(sides="left", graft=None),
+    ],
     ids=lambda method: type(method).__name__,
 )
 @pytest.mark.covering(together=2)
@@ -102,7 +107,7 @@ def test_what_is_stored_with_its_inputs_first_has_its_outputs_first() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("method", ["muon", Shampoo(epsilon=0.1)], ids=str)
+@pytest.mark.parametrize("method", ["muon", Shampoo(epsilon=0.1, graft_steps=0)], ids=str)
 def test_ranks_and_micro_batches(method: Any) -> None:
     """Parts are as matrices are: micro-batches, instances, resumption, two ranks.
 

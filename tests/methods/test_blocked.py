@@ -23,12 +23,12 @@ from tests.methods import stages
 from tests.methods.test_shampoo import power_of
 
 METHODS: dict[str, Method] = {
-    "shampoo": Shampoo(graft=True),
-    "one side": Shampoo(sides="left", power=-0.4),
+    "shampoo": Shampoo(graft="sgd", graft_steps=0),
+    "one side": Shampoo(sides="left", power=-0.4, graft=None),
     "soap": SOAP(betas=(0.9, 0.8), shampoo_beta=0.7),
     "kl-shampoo": KLShampoo(),
     "kl-soap": KLSOAP(carry="rotate"),
-    "chain": Chain(("momentum", Shampoo(), "match-rms")),
+    "chain": Chain(("momentum", Shampoo(graft=None), "match-rms")),
     "no factors": AdamW(),
 }
 
@@ -93,9 +93,15 @@ def test_parts_are_parameters(name: str, shape: tuple[int, int]) -> None:
 
 
 def test_it_is_something_else_than_the_whole() -> None:
-    one, other = whole(Blocked(Shampoo(), 3), (5, 7), 2), whole(Shampoo(), (5, 7), 2)
+    one, other = (
+        whole(Blocked(Shampoo(graft_steps=1), 3), (5, 7), 2),
+        whole(Shampoo(graft_steps=1), (5, 7), 2),
+    )
     assert not torch.allclose(one[1], other[1], rtol=0.1)
-    one, other = whole(Blocked(Shampoo(), 7), (5, 7), 2), whole(Shampoo(), (5, 7), 2)
+    one, other = (
+        whole(Blocked(Shampoo(graft_steps=1), 7), (5, 7), 2),
+        whole(Shampoo(graft_steps=1), (5, 7), 2),
+    )
     assert torch.equal(one[1], other[1])
 
 
@@ -159,7 +165,7 @@ def test_what_it_refuses() -> None:
 @pytest.mark.parametrize("sides", ["both", "left"])
 def test_grafting_gives_adams_length(sides: Any) -> None:
     """Of the raw gradient, whatever comes before; torch's Adam says how long it is."""
-    method = Chain((Shampoo(0.7, sides), Graft(AdamW((0.8, 0.9)))))
+    method = Chain((Shampoo(0.7, sides, graft=None), Graft(AdamW((0.8, 0.9)))))
     model = Matrix((3, 4))
     peer = nn.Parameter(torch.zeros(3, 4).double())
     adam = torch.optim.Adam([peer], lr=1.0, betas=(0.8, 0.9))
@@ -222,7 +228,7 @@ def test_blocked_and_grafted_shampoo_is_pytorch_optimizers() -> None:
         matrix_eps=1e-12,
         use_svd=True,
     )
-    method = Chain((Blocked(Shampoo(0.9, epsilon=1e-12), 3), Graft("sgd")))
+    method = Chain((Blocked(Shampoo(0.9, epsilon=1e-12, graft=None), 3), Graft("sgd")))
     for step, found in enumerate(whole(method, (6, 6), 5)):
         before = peer.detach().clone()
         peer.grad = randn(6, 6, seed=step)

@@ -46,7 +46,12 @@ METHODS: list[tuple[list[Any], list[Settings], Settings, Settings]] = [
         EVERY_TWO,
         EVERY_TWO,
     ),
-    ([Shampoo(), Chain(("momentum", Shampoo(graft=True)))], [EVERY_TWO], EVERY_TWO, {}),
+    (
+        [Shampoo(graft=None), Chain(("momentum", Shampoo(graft_steps=2)))],
+        [EVERY_TWO],
+        EVERY_TWO,
+        {},
+    ),
     ([Eva(), Chain((Eva(), "momentum"))], [{"statistics_every": 2, "solve_every": 2}], {}, {}),
 ]
 """Methods; settings of runs that are resumed, of a shared instance, and of a bad batch."""

@@ -57,11 +57,11 @@ def test_apply() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        Shampoo(DECAY),
-        Shampoo(DECAY, graft=True),
-        Shampoo(DECAY, power=-0.4, epsilon=0.01),
-        Shampoo(DECAY, "left"),
-        Shampoo(DECAY, "right"),
+        Shampoo(DECAY, graft=None),
+        Shampoo(DECAY, graft="sgd", graft_steps=2),
+        Shampoo(DECAY, power=-0.4, epsilon=0.01, graft=None),
+        Shampoo(DECAY, "left", graft=None),
+        Shampoo(DECAY, "right", graft=None),
     ],
     ids=repr,
 )
@@ -87,8 +87,9 @@ def test_shampoo(shape: tuple[int, int], method: Shampoo, every: int) -> None:
                 expected = power_of(rows, power, method.epsilon) @ expected
             if method.sides != "left":
                 expected = expected @ power_of(columns, power, method.epsilon)
-            if method.graft:
+            if method.graft is not None:
                 expected = expected * gradient.norm() / expected.norm()
+                expected = gradient if step < method.graft_steps else expected
             compare(model[0].weight.grad, expected, f"step {step}", rtol=1e-8)
 
 
@@ -114,6 +115,7 @@ def test_what_it_is_not_for() -> None:
         ({"power": 0.5}, "power"),
         ({"epsilon": -1.0}, "epsilon"),
         ({"max_size": 0}, "max_size"),
+        ({"graft": "soap"}, "without factors"),
     ],
     ids=str,
 )
@@ -134,7 +136,9 @@ def test_shampoo_is_pytorch_optimizers() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False)).double()
     other = nn.Parameter(model[0].weight.detach().clone())
     peer = Peer([other], lr=1.0, matrix_eps=1e-12)
-    with closing(stages.preconditioner(model, Shampoo(1 - 1e-10, epsilon=1e-12))) as own:
+    with closing(
+        stages.preconditioner(model, Shampoo(1 - 1e-10, epsilon=1e-12, graft=None))
+    ) as own:
         for step in range(5):
             gradient = randn(4, 4, seed=step)
             before = other.detach().clone()
