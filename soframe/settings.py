@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,10 +48,12 @@ class Curvature:
         scaling: ``"fisher"``, or ``"kaisa"`` for the constants of kfac-pytorch.
         dtype: The dtype of factors and second-order data; None for the parameters', at least
             float32.
-        cut: The number of equal parts into which packed matrices are split along their outputs, by
-            patterns on module names: ``{"attn.c_attn": 3}`` for queries, keys and values,
+        cut: The parts into which fused matrices are split along their outputs, by patterns on
+            module names: a number of equal parts, ``{"attn.c_attn": 3}`` for queries, keys and
+            values, or their sizes, ``{"qkv_proj": [4096, 1024, 1024]}`` for grouped queries;
             ``3 * heads`` for each head by itself. For methods that read gradients alone;
-            vectors stay whole.
+            vectors stay whole. Methods that orthogonalise split the fused projections that are
+            known (`soframe.blocks.fused`), unless a pattern matches: 1 leaves them whole.
     """
 
     fisher: str | None = None
@@ -61,7 +63,7 @@ class Curvature:
     rows: Rows = 1.0
     scaling: Scaling = "fisher"
     dtype: torch.dtype | None = None
-    cut: Mapping[str, int] | None = None
+    cut: Mapping[str, int | Sequence[int]] | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from soframe.blocks import sharding
 from soframe.blocks.block import Block, factor_dtype
+from soframe.blocks.fused import fused_sizes
 from soframe.blocks.heads import heads_of
 from soframe.blocks.home import GradientHome
 from soframe.blocks.report import FROZEN, Report, ReportRow
@@ -29,6 +30,8 @@ from soframe.layers.experts import are_experts
 from soframe.layers.layout import CutLayout, Layout, PlainLayout, parameter_of, plain_layout
 from soframe.layers.recurrent import without_helper
 from soframe.methods.base import SMALL, Candidate, Method
+from soframe.methods.blocked import CutRows
+from soframe.methods.orthogonal import orthogonalises
 from soframe.methods.returned import require_declared
 from soframe.registry import KINDS, first_match
 from soframe.solvers.base import Solver
@@ -92,8 +95,8 @@ class Choices:
         observed: Whether the Fisher needs `observe`, which only methods that read calls use.
         draws: Whether that Fisher draws targets, different ones on each rank.
         ranks: The global ranks of the group in which blocks are placed.
-        cut: The number of parts of matrices, along their outputs, by patterns on module names; for
-            methods that read gradients alone.
+        cut: The number of parts of matrices along their outputs, or the sizes of these, by patterns
+            on module names; for methods that read gradients alone.
         staged: Whether the model is a part of a pipeline, so that patterns may match other stages.
         head_in: The module of a staged model that contains the head of the whole model; None if
             another stage has it.
@@ -112,7 +115,7 @@ class Choices:
     observed: bool = False
     draws: bool = False
     ranks: tuple[int, ...] = ()
-    cut: Mapping[str, int] = field(default_factory=dict)
+    cut: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
     staged: bool = False
     head_in: nn.Module | None = None
 
@@ -234,8 +237,10 @@ class Registration:
         self._heads = set() if head is None else {id(w) for w in heads_of(model, head)[0]}
         self._asked = ""  # the last block that would have no place in its method as a head
         self._names: dict[int, list[str]] = {}
+        self._by_name: dict[str, nn.Module] = {}  # of a wrapper and its module the module
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(id(module), []).append(plain_name(name))
+            self._by_name[plain_name(name)] = module
         self._modules = [(plain_name(n), m) for n, m in model.named_modules() if m._parameters]
         self._sharers = self._find_sharers()
         for layer in list(self._collect()):
@@ -527,11 +532,12 @@ class Registration:
             _require_trainable(full, parameter)
             if (why := self._sparse(parameter)) is not None:
                 raise ValueError(f"{full}: {why}, or freeze it")
-            layout = PlainLayout(module, full.rpartition(".")[2])
+            layout: Layout = PlainLayout(module, full.rpartition(".")[2])
             if parameter.is_complex() and self._auxiliary.factors(layout.shape):
                 raise ValueError(f"{full} is complex: choose auxiliary='adamw', or freeze it")
             self._notes[full] = reason
-            self._append(full, self._auxiliary, (), self._cut(name, full, layout), auxiliary=True)
+            method, layout = self._cut(name, full, self._auxiliary, layout)
+            self._append(full, method, (), layout, auxiliary=True)
 
     def _add_parameter(
         self, full: str, parameter: nn.Parameter, name: str, module: nn.Module
@@ -547,7 +553,8 @@ class Registration:
         _require_trainable(full, parameter)
         if (reason := self._sparse(parameter)) is not None:
             return reason
-        layout = self._cut(name, full, self._layout(name, module, full.rpartition(".")[2]))
+        layout = self._layout(name, module, full.rpartition(".")[2])
+        method, layout = self._cut(name, full, method, layout)
         if (reason := self._unsuited(full, method, layout)) is not None:
             return reason
         groups, out, into = layout.shape
@@ -613,19 +620,37 @@ class Registration:
                     f"read gradients alone take parameters one by one: {why[0]}. Leave it out"
                 )
 
-    def _cut(self, name: str, full: str, layout: Layout) -> Layout:
-        """Cut a layout if a pattern of ``cut`` matches its module; vectors stay whole."""
-        pattern = first_match(self._choices.cut, name)
-        if pattern is None or layout.shape.in_features == 1:
-            return layout
-        self._used.add(pattern)
-        parts = self._choices.cut[pattern]
+    def _cut(self, name: str, full: str, method: Method, layout: Layout) -> tuple[Method, Layout]:
+        """Cut a matrix as a pattern of ``cut`` or a known module asks; vectors stay whole."""
+        pattern, key = first_match(self._choices.cut, name), full.rpartition(".")[2]
+        parts: int | Sequence[int] | None = None
+        groups, out, into = layout.shape
+        asked = f"cut[{pattern!r}]"
+        if into == 1:
+            return method, layout
+        if pattern is not None:
+            self._used.add(pattern)
+            parts = self._choices.cut[pattern]
+        elif orthogonalises(method) and groups == 1:
+            owner, _, child = (name if key == "weight" else full).rpartition(".")
+            parts = fused_sizes(self._by_name[owner], child, out)
+            asked = f"as {type(self._by_name[owner]).__name__}"
+        if parts is None:
+            return method, layout
         try:
-            cut = CutLayout(layout, parts)
+            if not isinstance(parts, int) and sum(parts) != out:
+                raise ValueError(f"they add up to {sum(parts)}, and it has {out} outputs")
+            if isinstance(parts, int):
+                layout = CutLayout(layout, parts)
+            elif len(set(parts)) == 1:
+                layout = CutLayout(layout, groups * len(parts))
+            else:
+                method = CutRows(method, tuple(parts))
         except ValueError as error:
-            raise ValueError(f"{full}: cut[{pattern!r}]={parts}: {error}") from None
-        self._notes[full] = f"cut into {parts}"
-        return cut
+            raise ValueError(f"{full}: {asked}={parts}: {error}") from None
+        known = "" if pattern is not None else f", {asked}"
+        self._notes[full] = f"cut into {parts}{known}"
+        return method, layout
 
     def _sparse(self, parameter: nn.Parameter) -> str | None:
         """Return the reason if the gradient of a parameter is sparse, else None."""
@@ -859,6 +884,8 @@ def _require_direction(method: Method) -> None:
 def _name(component: object) -> str:
     if isinstance(component, Relative):
         return f"{_name(component.solver)}, relative damping"
+    if isinstance(component, CutRows):
+        return _name(component.method)
     for kind in ("method", "solver"):
         for key, registered in KINDS[kind].available().items():
             if type(component) is registered:

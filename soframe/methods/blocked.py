@@ -9,7 +9,8 @@ four shapes of parts, and each is one block ``[groups * parts, out, in]`` for th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
@@ -51,6 +52,19 @@ def spans(size: int, limit: int) -> list[Span]:
     return [first, rest] if longer else [rest]
 
 
+def runs(sizes: Sequence[int]) -> list[Span]:
+    """Return pieces of given lengths, in their order; one span for neighbours of one length."""
+    found: list[Span] = []
+    start = 0
+    for length in sizes:
+        if found and found[-1].length == length:
+            found[-1] = found[-1]._replace(pieces=found[-1].pieces + 1)
+        else:
+            found.append(Span(start, 1, length))
+        start += length
+    return found
+
+
 class Region(NamedTuple):
     """The parts of one shape."""
 
@@ -80,42 +94,33 @@ class Region(NamedTuple):
         return parts.transpose(2, 3)
 
 
-@register("method", "blocked")
-@dataclass(frozen=True)
-class Blocked(Method):
-    """Apply a gradient-based method to each part of a matrix independently.
-
-    ::
-
-        Blocked(SOAP(), 512)
-        Chain(("momentum", Blocked(Shampoo(), 256), "graft"))
-
-    Each part is treated like a parameter of its own: a length that the method sets, for example
-    with ``graft=True``, is set for each part. Other stages of a chain work on the whole matrix.
+class Parts(Method):
+    """A method of gradients alone, applied to each part of a matrix independently.
 
     Attributes:
-        method: The inner method, as a name, class or instance; all its factors must be computed
-            from the averaged gradient.
-        block_size: The longest side of a part.
-
-    Raises:
-        ValueError: If the size is not positive, or the method reads calls.
+        method: The inner method.
     """
 
-    method: Any = "shampoo"
-    block_size: int = 1024
+    method: Any
 
     def __post_init__(self) -> None:
         method: Method = KINDS["method"].build(self.method, Method)
-        if isinstance(self.block_size, bool) or self.block_size < 1:
-            raise ValueError(f"Blocked: block_size must be positive, not {self.block_size!r}")
         if method.captures:
             raise ValueError(
-                f"Blocked: {method!r} reads calls, whose rows belong to whole matrices: choose a "
-                f"method of gradients alone, such as 'shampoo' or 'soap'"
+                f"{type(self).__name__}: {method!r} reads calls, whose rows belong to whole "
+                f"matrices: choose a method of gradients alone, such as 'shampoo' or 'soap'"
             )
         object.__setattr__(self, "method", method)
         self._declare_as(method)
+
+    @abstractmethod
+    def _regions(self, shape: BlockShape) -> list[Region]:
+        """Return the parts of a matrix, by shape."""
+
+    @property
+    @abstractmethod
+    def _most(self) -> int:
+        """The most regions that a matrix has."""
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         factors, known = [], self._method.factor_names()
@@ -165,7 +170,7 @@ class Blocked(Method):
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
     ) -> Mapping[str, Tensor]:
         rebased: dict[str, Tensor] = {}
-        for number in range(_SHAPES):
+        for number in range(self._most):
             of_region = _own(number, self._method.state_names(), state)
             if of_region:
                 made = self._method.rebase(
@@ -198,21 +203,16 @@ class Blocked(Method):
 
     def factor_names(self) -> frozenset[str]:
         names = self._method.factor_names()
-        return frozenset(_outer(n, name) for n in range(_SHAPES) for name in names)
+        return frozenset(_outer(n, name) for n in range(self._most) for name in names)
 
     def state_names(self) -> frozenset[str]:
         names = self._method.state_names()
-        return frozenset(_outer(n, name) for n in range(_SHAPES) for name in names)
+        return frozenset(_outer(n, name) for n in range(self._most) for name in names)
 
     @property
     def _method(self) -> Method:
         method: Method = self.method
         return method
-
-    def _regions(self, shape: BlockShape) -> list[Region]:
-        _, out, into = shape
-        pairs = product(spans(out, self.block_size), spans(into, self.block_size))
-        return [Region(rows, columns) for rows, columns in pairs]
 
     def _regions_of(self, matrix: Tensor) -> list[Region]:
         groups, out, into = matrix.shape
@@ -220,6 +220,67 @@ class Blocked(Method):
 
     def _data(self, number: int, data: SecondOrder) -> SecondOrder:
         return _own(number, self._method.factor_names(), data)
+
+
+@register("method", "blocked")
+@dataclass(frozen=True)
+class Blocked(Parts):
+    """Apply a gradient-based method to each part of a matrix independently.
+
+    ::
+
+        Blocked(SOAP(), 512)
+        Chain(("momentum", Blocked(Shampoo(), 256), "graft"))
+
+    Each part is treated like a parameter of its own: a length that the method sets, for example
+    with ``graft=True``, is set for each part. Other stages of a chain work on the whole matrix.
+
+    Attributes:
+        method: The inner method, as a name, class or instance; all its factors must be computed
+            from the averaged gradient.
+        block_size: The longest side of a part.
+
+    Raises:
+        ValueError: If the size is not positive, or the method reads calls.
+    """
+
+    method: Any = "shampoo"
+    block_size: int = 1024
+
+    def __post_init__(self) -> None:
+        if isinstance(self.block_size, bool) or self.block_size < 1:
+            raise ValueError(f"Blocked: block_size must be positive, not {self.block_size!r}")
+        super().__post_init__()
+
+    def _regions(self, shape: BlockShape) -> list[Region]:
+        _, out, into = shape
+        pairs = product(spans(out, self.block_size), spans(into, self.block_size))
+        return [Region(rows, columns) for rows, columns in pairs]
+
+    @property
+    def _most(self) -> int:
+        return _SHAPES
+
+
+@dataclass(frozen=True)
+class CutRows(Parts):
+    """Apply a method to row blocks of given sizes, such as Q, K and V of a fused projection.
+
+    Attributes:
+        method: The inner method.
+        sizes: The numbers of rows, in their order, of each group of the matrix.
+    """
+
+    method: Any
+    sizes: tuple[int, ...]
+
+    def _regions(self, shape: BlockShape) -> list[Region]:
+        columns = Span(0, 1, shape.in_features)
+        return [Region(rows, columns) for rows in runs(self.sizes)]
+
+    @property
+    def _most(self) -> int:
+        return len(runs(self.sizes))
 
 
 def _outer(number: int, name: str) -> str:

@@ -183,6 +183,11 @@ class Orthogonalise(Method):
         return None
 
 
+def orthogonalises(method: Method) -> bool:
+    """Return whether a method has a stage that orthogonalises."""
+    return any(isinstance(stage, Orthogonalise) for stage in getattr(method, "stages", (method,)))
+
+
 @register("method", "match-rms")
 @dataclass(frozen=True)
 class MatchRMS(Method):

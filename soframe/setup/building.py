@@ -269,14 +269,15 @@ def check_home(home: object) -> None:
 
 
 def check_cut(cut: object) -> None:
-    """Raise TypeError or ValueError unless this maps patterns to positive numbers of parts."""
+    """Raise TypeError or ValueError unless this maps patterns to numbers of parts, or sizes."""
     if not isinstance(cut, Mapping):
         raise TypeError(
             f"cut is a mapping from patterns on module names to numbers of parts, such as "
-            f"{{'c_attn': 3}}, not {cut!r}"
+            f"{{'c_attn': 3}}, or to their sizes, not {cut!r}"
         )
-    for pattern, number in cut.items():
-        require_integer(f"cut[{pattern!r}]", number, 1)
+    for pattern, parts in cut.items():
+        for number in parts if isinstance(parts, list | tuple) else (parts,):
+            require_integer(f"cut[{pattern!r}]", number, 1)
 
 
 def check_count(terms: bool, samples: Samples, scaling: str) -> None:

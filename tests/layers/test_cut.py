@@ -79,6 +79,96 @@ def test_parts_are_matrices(kind: str, parts: int, method: Any, layers: Any) -> 
         compare(one.T if flipped else one, torch.cat(others), f"step {step}", rtol=1e-8)
 
 
+@pytest.mark.parametrize("sizes", [(8, 2, 2), (2, 8, 2), (4, 4, 4)], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+@pytest.mark.parametrize(
+    "method",
+    [Muon(dtype="float64"), NorMuon(), Chain((SOAP(), "match-rms")), Shampoo(sides="left")],
+    ids=lambda method: type(method).__name__,
+)
+def test_parts_of_other_sizes_are_matrices(kind: str, sizes: Any, method: Any) -> None:
+    """Queries of all heads, keys and values of fewer: each as the weight of a layer of its own."""
+    model, pattern, name = qkv(kind)
+    model.append(nn.Linear(2, 2))
+    model.double()
+    apart = nn.ModuleList([nn.Linear(WIDTH, size, bias=False) for size in (*sizes, 2)]).double()
+    steps = [randn(3 * WIDTH, WIDTH, seed=step) for step in range(4)]
+    flipped = kind == "conv1d"
+    given = [[g.T if flipped else g] for g in steps]
+    settings = {"solve_every": 2, "names": [name], "cut": {pattern: list(sizes)}}
+    found = directions(model, method, given, **settings)
+    names = [f"{number}.weight" for number in range(len(sizes))]
+    each = [list(g.split(sizes)) for g in steps]
+    expected = directions(apart, method, each, solve_every=2, names=names)
+    for step, ((one,), others) in enumerate(zip(found, expected, strict=True)):
+        compare(one.T if flipped else one, torch.cat(others), f"step {step}", rtol=1e-8)
+
+
+class Attention(nn.Module):
+    """The modules and attributes of a fused attention, under a class of any name."""
+
+    def __init__(self, child: str, out: int) -> None:
+        super().__init__()
+        self.num_key_value_heads, self.head_dim, self.split_size = 1, 2, 4
+        setattr(self, child, nn.Linear(4, out, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def known(path: str, child: str, out: int = 12, base: type = Attention) -> nn.Module:
+    """A model with one attention of a class of this qualified name, and a head."""
+    module, _, name = path.rpartition(".")
+    return nn.Sequential(type(name, (base,), {"__module__": module})(child, out), nn.Linear(4, 2))
+
+
+class Elsewhere(known("timm.layers.attention.Attention", "qkv")[0].__class__):  # type: ignore[misc]
+    """A subclass that splits its projection in another way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(0)
+
+
+HF = "transformers.models."
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "note"),
+    [
+        (known("timm.layers.attention.Attention", "qkv"), (3, 4, 4), "[4, 4, 4], as Attention"),
+        (known(f"{HF}gpt2.modeling_gpt2.GPT2Attention", "c_attn", 8), (2, 4, 4), "[4, 4], as GPT2"),
+        (known(f"{HF}phi3.modeling_phi3.Phi3Attention", "qkv_proj"), (1, 12, 4), "[8, 2, 2], as"),
+        (known(f"{HF}phi3.modeling_phi3.Phi3MLP", "gate_up_proj"), (2, 6, 4), "[6, 6], as Phi3MLP"),
+        (known(f"{HF}phi3.modeling_phi3.Phi3Attention", "qkv_proj", 4), (1, 4, 4), ""),
+        (
+            known(f"{HF}gpt_neox.modeling_gpt_neox.GPTNeoXAttention", "query_key_value"),
+            (1, 12, 4),
+            "",
+        ),
+        (known("home.made.Attention", "qkv"), (1, 12, 4), ""),
+        (nn.Sequential(Elsewhere("qkv", 12), nn.Linear(4, 2)), (1, 12, 4), ""),
+    ],
+)
+def test_known_projections_are_cut_by_methods_that_orthogonalise(
+    model: nn.Module, shape: tuple[int, ...], note: str
+) -> None:
+    with closing(stages.preconditioner(model, "soap-muon")) as own:
+        (block,) = own.blocks
+        (found,) = (row.note for row in own.report() if row.block)
+    assert tuple(block.shape) == shape
+    assert note in found
+    assert note or "cut" not in found
+    with closing(stages.preconditioner(model, "soap")) as own:
+        assert "cut" not in str(own.report())
+
+
+def test_the_projections_of_attention_by_default_and_whole_if_asked() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 2))
+    for settings, shape in (({}, (3, 4, 4)), ({"cut": {"^0$": 1}}, (1, 12, 4))):
+        with closing(stages.preconditioner(model, "muon", **settings)) as own:
+            assert tuple(own.blocks[0].shape) == shape
+
+
 def test_the_rest_of_a_module_stays_whole() -> None:
     model, pattern, _ = qkv("attention")
     with closing(stages.preconditioner(model, "sgd", cut={pattern: 6})) as own:
@@ -107,13 +197,20 @@ def test_what_is_stored_with_its_inputs_first_has_its_outputs_first() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("method", ["muon", Shampoo(epsilon=0.1, graft_steps=0)], ids=str)
-def test_ranks_and_micro_batches(method: Any) -> None:
+@pytest.mark.parametrize(
+    ("method", "cut"),
+    [
+        ("muon", {"^(first|twice)$": 2}),
+        (Shampoo(epsilon=0.1, graft_steps=0), {"^first$": (4, 2), "^twice$": (3, 1)}),
+    ],
+    ids=str,
+)
+def test_ranks_and_micro_batches(method: Any, cut: Any) -> None:
     """Parts are as matrices are: micro-batches, instances, resumption, two ranks.
 
     Not for bases: those of factors of parts are not unique here, where the rank is that of a part.
     """
-    options = {"cut": {"^(first|twice)$": 2}, "ranks": (2,), "launch": run_ranks}
+    options = {"cut": cut, "ranks": (2,), "launch": run_ranks}
     check_method(method, strategies=("mem-opt", Sharded(group=None)), **options)
 
 
@@ -144,6 +241,8 @@ def test_a_constraint_keeps_the_norm_of_each_part() -> None:
         ({"^0$": 0}, ValueError, "at least 1"),
         ({"^0$": 1.5}, ValueError, "integer"),
         ({"^0$": "heads"}, ValueError, "integer"),
+        ({"^0$": [8, 2]}, ValueError, "they add up to 10, and it has 12 outputs"),
+        ({"^0$": [12, 0]}, ValueError, "at least 1"),
         ({"(": 3}, ValueError, "no regular expression"),
         ({3: 3}, TypeError, "must be string or compiled pattern"),
         (3, TypeError, "mapping from patterns"),
