@@ -168,6 +168,7 @@ class Preconditioner(Stateful):
                 optimizer=optimizer,
                 grad_scaler=grad_scaler,
                 dtype=curve.dtype,
+                state_dtype=curve.state_dtype,
                 skip=skip,
                 mappings=mappings,
             )
@@ -200,6 +201,7 @@ class Preconditioner(Stateful):
                 layers=dict(layers),
                 skip=tuple(skip),
                 dtype=curve.dtype,
+                state_dtype=curve.state_dtype,
                 forward_only=self._fisher.kind == "forward-only",
                 damping=self._damping,
                 scaling=self._scaling,

@@ -48,6 +48,10 @@ class Curvature:
         scaling: ``"fisher"``, or ``"kaisa"`` for the constants of kfac-pytorch.
         dtype: The dtype of factors and second-order data; None for the parameters', at least
             float32.
+        state_dtype: The dtype in which methods' states, such as momenta, are kept between steps:
+            bfloat16 halves their memory. Updates are computed in the factors' dtype, and states
+            are rounded up or down in turns, so that slow averages do not stall. None for the
+            factors'.
         cut: The parts into which fused matrices are split along their outputs, by patterns on
             module names: a number of equal parts, ``{"attn.c_attn": 3}`` for queries, keys and
             values, or their sizes, ``{"qkv_proj": [4096, 1024, 1024]}`` for grouped queries;
@@ -63,6 +67,7 @@ class Curvature:
     rows: Rows = 1.0
     scaling: Scaling = "fisher"
     dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
     cut: Mapping[str, int | Sequence[int]] | None = None
 
 

@@ -88,6 +88,7 @@ class Choices:
             ``"all"``, for the optional helpers of the registry too.
         skip: Patterns of modules to leave alone.
         dtype: The dtype of factors; None for the parameters', at least float32.
+        state_dtype: The dtype in which states are kept; None for the factors'.
         forward_only: Whether the factors of the outputs are the identity.
         damping: The damping policy, which may wrap each block's solver.
         scaling: The convention of scale, for which not every method is defined.
@@ -108,6 +109,7 @@ class Choices:
     layers: Mapping[str, type[LayerHelper] | Literal["all"]] = field(default_factory=dict)
     skip: Sequence[str] = ()
     dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
     forward_only: bool = False
     damping: DampingPolicy | None = None
     scaling: str = "fisher"
@@ -453,12 +455,14 @@ class Registration:
             )
         if self._choices.forward_only and method.captures:
             method = method.forward_only()
+        dtype = factor_dtype(list(layout.parameters.values()), self._choices.dtype)
         block = Block(
             name=name or sharding.class_name(layout.module),
             helpers=helpers,
             method=method,
             solver=solver if damping is None else damping.solver(solver),
-            dtype=factor_dtype(list(layout.parameters.values()), self._choices.dtype),
+            dtype=dtype,
+            state_dtype=self._choices.state_dtype or dtype,
             layout=layout,
             home=self._choices.home,
             ranks=self._choices.ranks,

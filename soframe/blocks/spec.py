@@ -33,6 +33,7 @@ class BlockSpec:
         home: Where the parameters' gradients live.
         ranks: The global ranks of the group in which the block is placed.
         auxiliary: Whether its method is the auxiliary one.
+        state_dtype: The dtype in which the method's state is kept.
     """
 
     name: str
@@ -44,6 +45,7 @@ class BlockSpec:
     home: GradientHome
     ranks: tuple[int, ...] = ()
     auxiliary: bool = False
+    state_dtype: torch.dtype = torch.float32
 
     @cached_property
     def shape(self) -> BlockShape:
@@ -185,6 +187,7 @@ class BlockSpec:
                 tuple(self.tensors.get(factor.name, {}).values()) for factor in self.factors
             ),
             dtype=str(self.dtype).removeprefix("torch."),
+            state_dtype=str(self.state_dtype).removeprefix("torch."),
             device=str(self.device),
             parameters=len(self.parameters),
             resident=resident if any(resident) else (),

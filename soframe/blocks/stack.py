@@ -20,6 +20,7 @@ from torch import Tensor
 from soframe.comm.fused import Pending
 from soframe.comm.packing import packed_diagonal, unpack_triangle
 from soframe.kernels.gram import mirror
+from soframe.kernels.halves import dithered
 from soframe.methods.base import Addend
 from soframe.methods.scaling import Counts
 from soframe.specs import VALUE, FactorSpec
@@ -149,16 +150,22 @@ class Stack:
         """Return a tensor of the stack with other values for some blocks, in other memory."""
         if len(members) == len(self.blocks):
             return values
-        new = self.empty(tuple(values.shape), len(members)) if tensor is None else tensor.clone()
+        if tensor is None:
+            new = self.empty(tuple(values.shape), len(members), values.dtype)
+        else:
+            new = tensor.clone()
         self.put(new, members, values)
         return new
 
-    def empty(self, shape: Sequence[int], blocks: int = 1) -> Tensor:
+    def empty(
+        self, shape: Sequence[int], blocks: int = 1, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return zeros for all blocks, given the shape of a tensor of some of them."""
         like = self.like
         if len(self.blocks) > 1:
             shape = (shape[0] // blocks * len(self.blocks), *shape[1:])
-        return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+        kind = like.dtype if dtype is None else dtype
+        return torch.zeros(tuple(shape), dtype=kind, device=like.device)
 
     def of(self, blocks: Sequence[Block]) -> tuple[int, ...]:
         """Return the indices of some blocks in the stack."""
@@ -324,13 +331,23 @@ class Stack:
             tensors[name] = values
             return
         if name not in tensors:
-            tensors[name] = self.empty(tuple(values.shape))
+            tensors[name] = self.empty(tuple(values.shape), dtype=values.dtype)
         self.put(tensors[name], (member,), values)
 
-    def set_state(self, members: Members, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the states of some blocks."""
+    def state_of(self, members: Members) -> dict[str, Tensor]:
+        """Return the states of some blocks, in the dtype in which updates are computed."""
+        dtype = self.like.dtype
+        return {name: self.take(t, members).to(dtype) for name, t in self.state.items()}
+
+    def set_state(
+        self, members: Members, tensors: Mapping[str, Tensor], turn: int | None = None
+    ) -> None:
+        """Replace the states of some blocks; of a turn they are rounded by `dithered`."""
         for name, tensor in tensors.items():
-            self.state[name] = self.with_values(self.state.get(name), members, tensor)
+            kept = tensor.to(self.like.state_dtype)
+            if turn is not None and kept.dtype != tensor.dtype:
+                kept = dithered(tensor, kept.dtype, tensor.numel() // len(members), turn)
+            self.state[name] = self.with_values(self.state.get(name), members, kept)
 
 
 class _View(Mapping[str, Tensor]):

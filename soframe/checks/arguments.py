@@ -19,6 +19,7 @@ def check(
     optimizer: object,
     grad_scaler: object,
     dtype: object,
+    state_dtype: object,
     skip: Sequence[str],
     mappings: Mapping[str, object],
 ) -> None:
@@ -37,6 +38,11 @@ def check(
             f"dtype is the dtype of factors, which are factorised: it must be "
             f"{' or '.join(map(str, FACTOR_DTYPES))}, or None for the one of the parameters but at "
             f"least float32, not {dtype}"
+        )
+    if state_dtype not in (*FACTOR_DTYPES, torch.bfloat16, None):
+        raise ValueError(
+            f"state_dtype must be torch.bfloat16, {' or '.join(map(str, FACTOR_DTYPES))}, or None "
+            f"for the dtype of factors, not {state_dtype}"
         )
     if isinstance(skip, str):
         raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")

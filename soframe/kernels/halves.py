@@ -1,6 +1,7 @@
-"""Products of rows of half precision, as autocast leaves them, summed in single precision.
+"""Half precision: products of rows, as autocast leaves them, and rounding of what is kept in it.
 
-They are exact before they are summed: see `widens`. The plain twin is a product of copies.
+Products are summed in single precision. They are exact before they are summed: see `widens`. The
+plain twin is a product of copies.
 """
 
 from __future__ import annotations
@@ -17,6 +18,23 @@ def widens(rows: Tensor, dtype: torch.dtype) -> bool:
     # it, and the tensor cores of an accelerator multiply them ten times faster and add up in it.
     half = rows.dtype in (torch.bfloat16, torch.float16)
     return half and dtype == torch.float32 and devices.on_gpu(rows)
+
+
+def dithered(values: Tensor, dtype: torch.dtype, period: int, turn: int) -> Tensor:
+    """Round to bfloat16 up or down, so that the errors of many turns cancel; else convert.
+
+    A slow average moves by less than a step of bfloat16, so rounded to nearest it would stand
+    still. The threshold of an element runs through a Weyl sequence over turns. It depends on the
+    element's index modulo ``period`` alone: blocks round alike in any stack, on any rank.
+    """
+    if dtype != torch.bfloat16 or values.dtype == dtype:
+        return values.to(dtype)
+    single = values.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    noise = torch.arange(period, dtype=torch.int32, device=values.device).bitwise_and_(0xFFFF)
+    noise.mul_(30_011).add_(40_503 * turn % 2**16).bitwise_and_(0xFFFF)
+    # The upper half of the bits is bfloat16; the noise carries into it as often as it should.
+    single.view(torch.int32).view(-1, period).add_(noise).bitwise_and_(-(2**16))
+    return torch.where(values.isfinite(), single, values).to(dtype)
 
 
 def inner_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

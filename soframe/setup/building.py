@@ -235,7 +235,7 @@ def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
 def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
     """Return the settings that all ranks must share, except the placement: one per line."""
     # A dict as an ordered set: many blocks have the same components.
-    of_blocks = {describe((b.method, b.solver, b.dtype)): None for b in blocks}
+    of_blocks = {describe((b.method, b.solver, b.dtype, b.state_dtype)): None for b in blocks}
     return "\n".join(map(describe, (*settings, *of_blocks)))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from soframe.blocks.block import Block
@@ -105,6 +106,11 @@ def held(block: Block, factors: Mapping[str, Tensor]) -> dict[Path, Tensor]:
     return found | {("state", name): tensor for name, tensor in block.state.items()}
 
 
+def stored_dtype(block: Block, path: Path) -> torch.dtype:
+    """Return the dtype in which a tensor of a block is kept."""
+    return block.state_dtype if path[0] == "state" else block.dtype
+
+
 def gather(
     backend: Backend, block: Block, wanted: Sequence[Entry], found: Tensors, phase: str
 ) -> dict[Path, Tensor]:
@@ -115,7 +121,7 @@ def gather(
             entry.source,
             everyone,
             specs=(entry.spec,),
-            dtype=block.dtype,
+            dtype=stored_dtype(block, entry.path),
             device=block.device,
             tensors=[found[entry.path]] if backend.rank == entry.source else None,
         )

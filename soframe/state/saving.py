@@ -30,6 +30,7 @@ from soframe.state.entries import (
     put,
     same_solvers,
     solvers,
+    stored_dtype,
 )
 from soframe.step.averages import settled
 from soframe.step.rates import LearningRates
@@ -231,7 +232,7 @@ def _load_block(
         entry.path: tensors["/".join((block.name, *entry.path))]
         .detach()
         # A copy: steps change tensors in place, and the state is the caller's.
-        .to(device=block.device, dtype=block.dtype, copy=True)
+        .to(device=block.device, dtype=stored_dtype(block, entry.path), copy=True)
         for entry in wanted
         if rank in entry.holders
     }

@@ -17,7 +17,7 @@ from soframe.comm.packing import pack_triangle
 from soframe.layers.base import LayerHelper
 from soframe.layers.layout import Layout
 from soframe.registry import describe
-from soframe.state.entries import entries, gather, held, put
+from soframe.state.entries import entries, gather, held, put, stored_dtype
 from soframe.step.averages import settle
 from soframe.strategies.work import BlockPlacement
 
@@ -94,7 +94,10 @@ def _move(
         if not now.holders <= then.holders
     ]
     factors = {name: keep(name, stored) for name, stored in old.running.items()}
-    found = {path: _like(block, tensor) for path, tensor in held(old, factors).items()}
+    found = {
+        path: tensor.to(block.device, stored_dtype(block, path))
+        for path, tensor in held(old, factors).items()
+    }
     found.update(gather(backend, block, sent, found, "move"))
     mine = {e.path: found[e.path] for e in wanted if backend.rank in e.holders}
     put(block, place, mine, masses=masses, solved=solved, updates=updates)

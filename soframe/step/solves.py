@@ -501,9 +501,8 @@ def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: in
     for block in blocks:
         block.record.solved = True
     if rebased:
-        state = {name: stack.take(tensor, kept) for name, tensor in stack.state.items()}
-        method = stack.like.method
-        stack.set_state(kept, method.rebase(state, old, _second_order(stack, kept)))
+        moved = stack.like.method.rebase(stack.state_of(kept), old, _second_order(stack, kept))
+        stack.set_state(kept, moved)
 
 
 def _second_order(stack: Stack, members: Sequence[int]) -> dict[str, dict[str, Tensor]]:

@@ -90,7 +90,7 @@ def _direct(update: Update, gradient: Tensor, damping: float) -> None:
     one = update.blocks[0]
     # The stack has no state tensors before the first update.
     if one.record.updates:
-        state = {name: stack.take(tensor, members) for name, tensor in stack.state.items()}
+        state = stack.state_of(members)
     else:
         state = {
             name: torch.zeros(
@@ -225,6 +225,7 @@ def _named(update: Update) -> Iterator[tuple[Block, Mapping[str, Tensor]]]:
 def commit(updates: Sequence[Update]) -> None:
     """Store the new states, and count the updates; every rank must call."""
     for update in updates:
-        update.stack.set_state(update.members, update.states)
+        turn = update.blocks[0].record.updates  # alike for all of them
+        update.stack.set_state(update.members, update.states, turn)
         for block in update.blocks:
             block.record.updates += 1

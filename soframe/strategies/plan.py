@@ -49,7 +49,8 @@ def memory(
             if rank in place.needing(index):
                 usage["second_order"] += item * sum(prod(spec.shape) for spec in specs)
         if rank in place.gradient_workers and work.state:
-            usage["state"] += item * sum(prod(spec.shape) for spec in work.state)
+            state = ITEM_BYTES[work.state_dtype]
+            usage["state"] += state * sum(prod(spec.shape) for spec in work.state)
     return {**usage, "total": sum(usage.values())}
 
 

@@ -39,6 +39,7 @@ class BlockWork:
         second_order: The solver's tensors for each factor; only plans of memory and traffic need
             them, so the placement's digest leaves them out.
         dtype: The dtype of factors and second-order data, by its name; not in the digest.
+        state_dtype: The dtype of the method's state; not in the digest.
         device: Their device; not in the digest.
         parameters: The number of the block's parameters; not in the digest.
         resident: For each factor whether a gradient worker must own it, because it is made of the
@@ -59,6 +60,7 @@ class BlockWork:
     factors: tuple[FactorSpec, ...]
     second_order: tuple[tuple[TensorSpec, ...], ...] = field(default=(), compare=False)
     dtype: str = field(default="float32", compare=False)
+    state_dtype: str = field(default="float32", compare=False)
     device: str = field(default="cpu", compare=False)
     parameters: int = field(default=1, compare=False)
     resident: tuple[bool, ...] = ()
@@ -87,7 +89,8 @@ class BlockWork:
     @property
     def alike(self) -> tuple[object, ...]:
         """The properties that blocks of one stack share, beside their place."""
-        tensors = (self.second_order, self.state, self.dtype, self.device, self.shards)
+        dtypes = (self.dtype, self.state_dtype)
+        tensors = (self.second_order, self.state, dtypes, self.device, self.shards)
         return (self.kind, self.shape, self.factors, self.resident, self.after, *tensors)
 
     @property
