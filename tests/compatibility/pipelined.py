@@ -6,6 +6,7 @@ Everything is float64. Parts of the model have the names that its layers have in
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -77,11 +78,11 @@ class Part(nn.Module):
 
     def __init__(self, layers: Mapping[str, nn.Module], *, checkpoints: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict(dict(layers))
+        self.layers = nn.Sequential(OrderedDict(layers))
         self._checkpoints = checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers.values():
+        for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self._checkpoints else layer(x)
         return x
 
@@ -221,7 +222,7 @@ class Run:
         stages = case.pipe * (2 if several else 1)
         mine = [index for index in range(stages) if index % case.pipe == rank]
         each = LAYERS // stages
-        layers = self.whole.layers
+        layers = dict(self.whole.layers.named_children())
         of_stage = [
             {str(n): layers[str(n)] for n in range(index * each, (index + 1) * each)}
             for index in mine

@@ -419,7 +419,7 @@ def part_of_stages(rank: int, ranks: int) -> None:
     run = Run(Case(schedule="interleaved"), ranks)
     run.preconditioner.close()
     soframe.Preconditioner(
-        run.model.layers[str(rank)],
+        run.model.get_submodule(f"layers.{rank}"),
         kl_clip=None,
         distribution=soframe.Distribution(pipeline=run.schedule),
     )
