@@ -424,6 +424,8 @@ class Registration:
         if reason is None:
             if len(layer) > 1:
                 self._notes[full] = "shared by " + ", ".join(one.name for one in layer)
+            if (pattern := first_match(self._choices.layers, name)) is not None:
+                self._unserved.setdefault(pattern, []).append("")
             self._append(full, method, helpers)
             return
         for helper in helpers:

@@ -147,3 +147,7 @@ def test_a_helper_that_changes_nothing_is_an_error() -> None:
         delattr(alone["experts"], name)
     with closing(kit.precondition(alone, "muon", layers={"experts": First})) as own:
         assert [tuple(block.shape) for block in own.blocks] == [(EXPERTS, HIDDEN, WIDTH)]
+    both = nn.ModuleDict({"experts": alone["experts"], "other": Experts()})
+    settings = {"method": {"^experts$": "kfac", "": "soap"}, "layers": {"": First}}
+    with closing(kit.precondition(both, samples=lambda: 1, **settings)) as own:
+        assert "experts" in [block.name for block in own.blocks]
