@@ -103,14 +103,16 @@ class _Hook:
     Of a layer; without a helper, of the root module, before and after its forward pass.
     """
 
-    def __init__(self, capture: Capture, helper: LayerHelper) -> None:
-        self._capture, self._helper = weakref.ref(capture), weakref.ref(helper)
+    def __init__(self, capture: Capture, helper: LayerHelper | None) -> None:
+        self._capture = weakref.ref(capture)
+        self._helper = None if helper is None else weakref.ref(helper)
         self._deliver = _eagerly()
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
-        capture, helper = self._capture(), self._helper()
+        capture = self._capture()
+        helper = None if self._helper is None else self._helper()
         # torch.compile traces this much: only at statistics steps do layers break the graph.
         if capture is not None and (helper is None) == (self._helper is None) and capture.enabled:
             if helper is not None and getattr(module, "_is_replica", False):

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -190,7 +190,8 @@ class Parts(Method):
         return self._method.settings()
 
     def with_settings(self, settings: Mapping[str, Any]) -> Method:
-        return replace(self, method=self._method.with_settings(settings))
+        new: Parts = replace(cast(Any, self), method=self._method.with_settings(settings))
+        return new
 
     def effort(self, shape: BlockShape) -> float:
         regions = self._regions(shape)
