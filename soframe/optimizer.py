@@ -17,7 +17,6 @@ or one that `soframe.step.moving` defines: cautious decay, a constraint.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import io
 import math
@@ -144,6 +143,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._divides = param_groups is None  # a parameter that is added later has a group, too
         # As given; `group` makes the param groups of them, once the methods are known.
         self._given, self.param_groups = self.param_groups, []
+        self._names: dict[int, str] = {}
         self._radii: dict[str, Tensor] = {}
         self._moved: Mapping[str, Tensor] = {}
         self._new: list[dict[str, Any]] = []
@@ -179,11 +179,19 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         :meta private:
         """
         sharding.require_own_step(self._model.parameters())
-        self._names = {id(p): plain_name(name) for name, p in self._model.named_parameters()}
+        former = self._names
+        named = {plain_name(name): p for name, p in self._model.named_parameters()}
+        self._names = {id(p): name for name, p in named.items()}
         given = {id(p): i for i, group in enumerate(self._given) for p in group["params"]}
-        for group in self.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in self._names]
         grouped = {id(p) for group in self.param_groups for p in group["params"]}
+        for group in self.param_groups:
+            # Where a parameter was replaced, as by fully_shard, the new one has its place.
+            now = [p if id(p) in self._names else named.get(former[id(p)]) for p in group["params"]]
+            pairs = zip(group["params"], now, strict=True)
+            group["params"] = [
+                p for old, p in pairs if p is not None and (p is old or id(p) not in grouped)
+            ]
+            grouped.update(map(id, group["params"]))
         missing = [
             (block, p)
             for block in blocks
@@ -351,7 +359,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
     def _settings_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of methods in a param group."""
-        return {name: group[name] for name in self._options if name in group}
+        found = {name: group[name] for name in self._options if name in group}
+        return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
 
     def _hand(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Check that blocks are in one group each, and hand its settings to their methods."""
@@ -413,10 +422,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         # Norms of matrices that are frozen or gone are not saved.
         keys = {ball.key for ball in self._balls}
         radii = {key: radius.clone() for key, radius in self._radii.items() if key in keys}
-        sums = checksums.seal({"radii": radii, "groups": _sealed(saved["param_groups"])})
+        groups = list(map(_without_params, saved["param_groups"]))
+        own = checksums.seal({"radii": radii, "groups": groups})
         whole = io.BytesIO()
-        own = {"radii": radii, checksums.KEY: sums[checksums.KEY]}
-        torch.save({**own, "preconditioner": self.preconditioner.state_dict()}, whole)
+        torch.save({"own": own, "preconditioner": self.preconditioner.state_dict()}, whole)
         # Bytes: torch.distributed.checkpoint reads into the tensors of a state, and before its
         # first step an optimizer has few. It wants an entry for each trained parameter, and a
         # tensor in it.
@@ -442,10 +451,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         Raises:
             ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
         """
-        self._names = {id(p): plain_name(name) for name, p in self._model.named_parameters()}
-        named = {self._names[id(p)]: p for p in self._model.parameters()}
+        named = {plain_name(name): p for name, p in self._model.named_parameters()}
         balls = {ball.key: ball for ball in self._balls}
-        own: dict[str, Any] = {}
+        found: dict[str, Any] = {}
 
         def check() -> None:
             entries = (e for e in state_dict.get("state", {}).values() if isinstance(e, Mapping))
@@ -453,26 +461,37 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             if whole is None:
                 raise ValueError("this is not the state of a soframe.Optimizer")
             try:
-                own.update(torch.load(io.BytesIO(whole), map_location="cpu", weights_only=True))
+                found.update(torch.load(io.BytesIO(whole), map_location="cpu", weights_only=True))
             except Exception as error:  # of any kind: these are bytes of a file
                 raise ValueError(f"the state is damaged: {error}") from error
-            groups = {"groups": _sealed(state_dict.get("param_groups"))}
-            sums = {key: own.get(key) for key in ("radii", checksums.KEY)}
-            remedy = "load it as it was saved, then change optimizer.param_groups"
-            checksums.verify({**sums, **groups}, "the state of the param groups", remedy)
+            own = found["own"]
+            checksums.verify(own, "the state of the optimizer")
+            by_names = {tuple(group["names"]): group for group in own["groups"]}
+            for group in map(_without_params, state_dict.get("param_groups", ())):
+                # DCP leaves out entries that the loading optimizer lacks, such as a scheduler's.
+                saved = by_names.get(tuple(group.get("names", ())), {})
+                if _sealed(group) != _sealed({key: saved.get(key) for key in group}):
+                    raise ValueError(
+                        "the state is damaged: its param groups are not those that were saved; to "
+                        "change one, load the state first, then change optimizer.param_groups"
+                    )
             moving.require_radii(own["radii"], list(balls.values()))
-            names = [name for group in state_dict["param_groups"] for name in group["names"]]
-            if strange := sorted(set(names) - named.keys()):
+            names = {name for group in own["groups"] for name in group["names"]}
+            if strange := sorted(names - named.keys()):
                 raise ValueError(f"this model has no {', '.join(strange)}, which the state groups")
 
         # Ranks agree before anything changes: all load the state, or none does.
-        self.preconditioner.agree_on_state(check, lambda: checksums.text(own[checksums.KEY]))
-        self.preconditioner.load_state_dict(own["preconditioner"])
+        self.preconditioner.agree_on_state(
+            check, lambda: checksums.text(found["own"][checksums.KEY])
+        )
+        self.preconditioner.load_state_dict(found["preconditioner"])
+        own = found["own"]
         self._radii = {key: balls[key].loaded(radius) for key, radius in own["radii"].items()}
         self.param_groups = [
-            {**copy.deepcopy(_without(group)), "params": [named[name] for name in group["names"]]}
-            for group in state_dict["param_groups"]
+            {**group, "params": [named[name] for name in group["names"]]} for group in own["groups"]
         ]
+        for group in self.param_groups:
+            del group["names"]
         self.group(self.preconditioner.blocks)
         self._new.clear()
 
@@ -557,14 +576,11 @@ def _of_method(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {k: settings[k] if v is None and k != "constraint" else v for k, v in own.items()}
 
 
-def _without(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a saved param group."""
-    return {key: value for key, value in group.items() if key not in ("params", "names")}
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
-def _sealed(groups: Any) -> Any:
-    """Return the entries of saved param groups that have a checksum; sequences become lists."""
-    return [
-        {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
-        for group in groups
-    ]
+def _sealed(group: Mapping[str, Any]) -> object:
+    """Return the checksums of a param group, with lists for tuples, as DCP makes them."""
+    plain = {key: list(v) if isinstance(v, tuple) else v for key, v in group.items()}
+    return checksums.seal(plain)[checksums.KEY]

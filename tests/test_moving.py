@@ -349,7 +349,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(method: str) -> None:
 
 def kept(state: dict[str, Any]) -> dict[str, Tensor]:
     whole = next(entry["soframe"] for entry in state["state"].values() if "soframe" in entry)
-    return torch.load(io.BytesIO(whole), weights_only=True)["radii"]
+    return torch.load(io.BytesIO(whole), weights_only=True)["own"]["radii"]
 
 
 def test_the_norm_is_that_of_the_first_step() -> None:

@@ -42,7 +42,9 @@ def options_of(model: nn.Module, optimizer: soframe.Optimizer) -> dict[str, tupl
 
 EDITS = ("split", "merge", "reverse", "lr", "weight_decay")
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from([*EDITS, "resume", "switch", "step"]), st.integers(0, 10**6)),
+    st.tuples(
+        st.sampled_from([*EDITS, "resume", "switch", "replace", "step"]), st.integers(0, 10**6)
+    ),
     max_size=10,
 )
 
@@ -95,7 +97,11 @@ def test_edits_of_groups_survive_and_are_what_a_step_takes(operations: Any) -> N
         if operation == "switch":
             parameter = list(model.parameters())[1 + seed % 7]
             parameter.requires_grad_(not parameter.requires_grad)
-        if operation in ("step", "switch"):  # blocks are made anew in the step
+        if operation == "replace":
+            layer = model[seed % 4]
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+            names[id(layer.weight)] = f"{seed % 4}.weight"
+        if operation in ("step", "switch", "replace"):  # blocks are made anew in the step
             model.zero_grad()
             loss_of(model, number).backward()
             wanted = stepped(model, expected)
