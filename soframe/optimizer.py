@@ -140,7 +140,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._model = unwrap(model)
         every = [p for p in self._model.parameters() if p.requires_grad]
         super().__init__(every if param_groups is None else param_groups, {})
-        self._divides = param_groups is None  # a parameter that is added later has a group, too
+        self._adopts = param_groups is None  # parameters that are added to the model later
         # As given; `group` makes the param groups of them, once the methods are known.
         self._given, self.param_groups = self.param_groups, []
         self._names: dict[int, str] = {}
@@ -182,23 +182,24 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         former = self._names
         named = {plain_name(name): p for name, p in self._model.named_parameters()}
         self._names = {id(p): name for name, p in named.items()}
-        given = {id(p): i for i, group in enumerate(self._given) for p in group["params"]}
-        grouped = {id(p) for group in self.param_groups for p in group["params"]}
-        for group in self.param_groups:
+        for group in (*self.param_groups, *self._given):
             # Where a parameter was replaced, as by fully_shard, the new one has its place.
-            now = [p if id(p) in self._names else named.get(former[id(p)]) for p in group["params"]]
-            pairs = zip(group["params"], now, strict=True)
-            group["params"] = [
-                p for old, p in pairs if p is not None and (p is old or id(p) not in grouped)
+            now = [
+                p if id(p) in self._names else named.get(former.get(id(p), ""))
+                for p in group["params"]
             ]
-            grouped.update(map(id, group["params"]))
+            group["params"] = [p for p in now if p is not None]
+        grouped = {id(p) for group in self.param_groups for p in group["params"]}
+        for group in self._given:
+            group["params"] = [p for p in group["params"] if id(p) not in grouped]
+        given = {id(p): i for i, group in enumerate(self._given) for p in group["params"]}
         missing = [
             (block, p)
             for block in blocks
             for p in block.parameters.values()
             if id(p) not in grouped
         ]
-        lost = [self._names[id(p)] for _, p in missing if id(p) not in given and not self._divides]
+        lost = [self._names[id(p)] for _, p in missing if id(p) not in given and not self._adopts]
         if lost:
             raise ValueError(
                 f"{', '.join(lost)} in no param group: give it to one, by param_groups= or "
@@ -225,18 +226,17 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._new.append(group)
         return group
 
-    def _first_rate(self, group: Mapping[str, Any]) -> float:
-        """Return the initial learning rate of a group."""
-        given = self._given[group["given"]]
-        prefix = "auxiliary_" * group["method"].startswith("auxiliary: ")
-        return float(_of_method({**self._settings, **given}, prefix)["lr"])
-
     def _warn_of_new(self) -> None:
         """Warn of groups that begin where a schedule has changed the rates of the others."""
         new, self._new = self._new, []
         others = [g for g in self.param_groups if not any(g is one for one in new)]
         scheduler = any("initial_lr" in group for group in others)  # wraps step()
-        if new and (scheduler or any(float(g["lr"]) != self._first_rate(g) for g in others)):
+        first = {
+            float(_of_method({**self._settings, **given}, prefix)["lr"])
+            for given in self._given
+            for prefix in ("", "auxiliary_")
+        }
+        if new and (scheduler or any(float(group["lr"]) not in first for group in others)):
             said = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
             warnings.warn(
                 f"soframe: param group(s) of soframe.Optimizer begin, since parameters were thawed "
