@@ -156,7 +156,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._new.clear()
         self.defaults.update(_of_method(self._settings, ""))
         # OneCycleLR and CyclicLR change "betas" of all groups if it is a default, else "momentum".
-        of_groups = [self._settings_of(group) for group in self.param_groups]
+        of_groups = self._settings_of_methods()
         if all("betas" in of and "momentum" not in of for of in of_groups):
             self.defaults["betas"] = None
         elif any("betas" in of or "momentum" in of for of in of_groups):
@@ -330,7 +330,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """Move all parameters along their updates, which are stored as gradients."""
         where, kept = self.preconditioner.home, set[int]()
         rates = {id(p): g["lr"] for g in self.param_groups if g["constraint"] for p in g["params"]}
-        for ball in self._constrained():
+        for ball in self._constrained() if rates else ():
             first, *_ = ids = [id(p) for p in ball.matrices.values()]
             ball.move(where, self._radii[ball.key], float(rates[first]))
             kept.update(ids)
@@ -350,17 +350,23 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         for group in self.param_groups:
             Move.of(group)
         members = [list(map(id, group["params"])) for group in self.param_groups]
-        settings = [self._settings_of(group) for group in self.param_groups]
+        settings = self._settings_of_methods()
         same = self._placed is self.preconditioner.placement and self._read == (members, settings)
         if not same and not self.preconditioner.changed:
             self._hand(settings)
             self._placed, self._read = self.preconditioner.placement, (members, settings)
         self._measure()
 
-    def _settings_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of methods in a param group."""
-        found = {name: group[name] for name in self._options if name in group}
-        return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    def _settings_of_methods(self) -> list[dict[str, Any]]:
+        """Return the settings of methods in each param group."""
+        return [
+            {
+                name: tuple(group[name]) if isinstance(group[name], list) else group[name]
+                for name in self._options
+                if name in group
+            }
+            for group in self.param_groups
+        ]
 
     def _hand(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Check that blocks are in one group each, and hand its settings to their methods."""
@@ -388,8 +394,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                     # As schedulers write it that cycle the momentum of all groups by one name.
                     values = {**values, "betas": (values["momentum"], *values["betas"][1:])}
                 made[key] = block.method.with_settings(values)
-            # None for blocks whose method is as it was built: such stay in one batch.
-            block.acting = None if made[key] is block.method else made[key]
+            block.act(made[key])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.

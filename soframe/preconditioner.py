@@ -402,7 +402,7 @@ class Preconditioner(Stateful):
 
         :meta private:
         """
-        self._watch.forgets = True
+        self._watch.forget()
 
     @property
     def changed(self) -> bool:

@@ -15,7 +15,7 @@ class Watch:
         self._children = [module._modules for module in model.modules()]
         self._sharded = sharding.sharded_modules(model)
         self._seen = self._look()
-        self.forgets = False  # whether the blocks are to be made anew, without their state
+        self.forgets = False
 
     def _look(self) -> tuple[list[tuple[object, ...]], list[int], int]:
         parameters = self.parameters()
@@ -33,6 +33,10 @@ class Watch:
         """Return the current parameters of the registered modules, without walking the model."""
         sharding.reshard(self._sharded)  # parameters gathered for a pass are not compared
         return [p for slots in self._slots for p in slots.values() if p is not None]
+
+    def forget(self) -> None:
+        """Let blocks be made anew, without their state."""
+        self.forgets = True
 
     def changed(self) -> bool:
         """Return whether parameters, modules or the owner of the gradients have changed.
