@@ -156,7 +156,6 @@ def test_a_cell_that_was_interrupted_runs_again(
         newer = cell(model)
     cell(fresh)
     assert kept is not None
-    assert hooks(model) == 2
     for mine, other in zip(model.parameters(), fresh.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
     newer.close()
