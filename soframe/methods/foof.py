@@ -9,7 +9,7 @@ accumulated, solved, sent or saved for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class FOOF(Method):
         max_size: The longest side whose factor is a matrix; a longer one has the factor's diagonal.
     """
 
-    max_size: int = MAX_SIZE
+    max_size: int = field(default=MAX_SIZE, repr=False)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         return (FactorSpec("A", "right", shape.groups, shape.in_features).up_to(self.max_size),)

@@ -9,7 +9,7 @@ reduced to one row (*reduce*).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -34,7 +34,8 @@ class KFAC(Method):
         max_size: The longest side whose factor is a matrix; a longer one has the factor's diagonal.
     """
 
-    max_size: int = MAX_SIZE
+    # Not in the text by which states are compared: they load if their factors have the same shapes.
+    max_size: int = field(default=MAX_SIZE, repr=False)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         return (

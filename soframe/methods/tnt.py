@@ -15,7 +15,7 @@ and R. `soframe.kernels.samples` computes the moments.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class TNT(Method):
 
     scalings = ("fisher",)
 
-    max_size: int = MAX_SIZE
+    max_size: int = field(default=MAX_SIZE, repr=False)
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         groups, out, into = shape
