@@ -482,7 +482,8 @@ class Preconditioner(Stateful):
             placed.errors.extend(self._placed.errors)
             warn_of_lost_blocks(self._report, registration.report, stacklevel=9)
         self._placed, self.placement = placed, placement
-        self._report: Report = registration.report
+        report = registration.report
+        self._report: Report = replace(report, solver=self._report.solver) if again else report
         self._registration = registration
         self._watch = Watch(self._model)
         self._listen(again=again)

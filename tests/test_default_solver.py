@@ -75,6 +75,7 @@ def test_it_stays_when_layers_are_frozen_and_states_load() -> None:
     model[1].weight.requires_grad_(False)  # what is left has sides of two
     kit.train(model, loss, range(1), own)
     assert {type(block.solver) for block in own.blocks} == {Inverse}
+    assert "'inverse' by default" in str(own.report())
     own.close()
     model.requires_grad_(True)
     again = kit.precondition(model)

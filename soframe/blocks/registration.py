@@ -679,12 +679,12 @@ class Registration:
         All blocks alike, by the shapes of the model and its device alone: the same on every rank.
         """
         solved = [block for block in self.blocks if block.method.captures and block.tensors]
-        matrices = [f for b in solved for _, f, _ in b.solved_here if f.kind == "psd"]
+        on_cpu = [block for block in solved if block.device.type == "cpu"]
+        matrices = [f for b in on_cpu for _, f, _ in b.solved_here if f.kind == "psd"]
         largest = max((factor.size for factor in matrices), default=0)
-        on_cpu = any(block.device.type == "cpu" for block in solved)
         if not solved:
             return ""
-        if not on_cpu or largest <= EIGEN_ON_CPU:
+        if largest <= EIGEN_ON_CPU:
             where = f"on the CPU no side is above {EIGEN_ON_CPU}" if on_cpu else "not on a CPU"
             return f"solver 'eigen' by default: {where}"
         why = f"a side of {largest} on the CPU"
