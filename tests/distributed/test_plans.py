@@ -162,7 +162,7 @@ def test_of_every_method_too(method, name, widths, ranks, where, every):
     rank = int(where * ranks)
     intervals = {"statistics_every": every[0], "solve_every": every[1]}
     own, _, _ = train_on_paper(
-        EVERY[name], widths, rank, ranks, "eigen", method=method, steps=6, **intervals
+        EVERY[name], widths, rank, ranks, None, method=method, steps=6, **intervals
     )
     used = [work.name for work in own.placement.work]
     assert own.traffic() == planned(own.placement, rank, 6, every, used)
