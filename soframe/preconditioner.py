@@ -83,7 +83,8 @@ class Preconditioner(Stateful):
         decay: The EMA decay of the running factors, per statistics step.
         kl_clip: Bound on ``sum lr^2 <update, gradient>``, about twice the KL divergence of a step;
             None turns it off.
-        statistics_every: Interval of statistics steps, in steps.
+        statistics_every: Interval of statistics steps, in steps; None for 10 where statistics come
+            from calls (K-FAC), and 1 where they come from the averaged gradient (SOAP, Shampoo).
         solve_every: Interval of solves, in steps.
         background: The number of steps between the start of a solve and the use of its results;
             meanwhile it runs in a thread of its own (on CUDA, on a stream of its own). A number
@@ -136,7 +137,7 @@ class Preconditioner(Stateful):
         damping: DampingChoice = 1e-3,
         decay: Schedule = 0.95,
         kl_clip: Schedule | None = 1e-4,
-        statistics_every: Interval = 10,
+        statistics_every: Interval | None = None,
         solve_every: Interval = 10,
         background: int | Literal["ready"] = 0,
         layers: Mapping[str, type[LayerHelper] | Literal["all"]] | Literal["all"] | None = None,

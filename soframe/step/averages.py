@@ -212,19 +212,28 @@ def _accumulate(one: Contribution, decay: float, rank: int) -> None:
 
 
 def observe(
-    placed: PlacedBlocks, gradients: Gradients, *, decay: float, step: int, after: bool
+    placed: PlacedBlocks,
+    gradients: Gradients,
+    *,
+    due: bool,
+    decay: float,
+    step: int,
+    after: bool,
 ) -> None:
     """Average statistics of the averaged gradients into running factors; every rank must call.
 
     All gradient workers compute the same statistics, so nothing is sent. Methods that wait for the
-    updates (`refreshes_after`) are called with ``after``.
+    updates (`refreshes_after`) are called with ``after``. Blocks without statistics take their
+    first ones in any step, the others if it is ``due``.
     """
     for stack, gradient in gradients.items():
         like = stack.like
         if len(like.captured) == len(like.factors) or like.method.refreshes_after != after:
             continue
         # These statistics need second-order data: a block that lost its own is solved first.
-        members = [member for member in gradient.members if not stack.blocks[member].lost]
+        members = [m for m in gradient.members if not stack.blocks[m].lost]
+        if not due:
+            members = [m for m in members if stack.blocks[m].mass == 0]
         for chosen in stack.alike(members):
             matrix = gradient.of(chosen)
             factors: Mapping[str, Tensor] = {}

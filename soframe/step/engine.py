@@ -105,9 +105,10 @@ class Engine:
                     self._statistics.fold(status.weights, settings.decay, step)
             with phase("average"):
                 gradients = self._raw.raw()
+            due = self._refresh.gradients_every.due(step)
             # A gradient that is not finite would stay in the averages for ever.
             if status.finite:
-                observe(placed, gradients, decay=settings.decay, step=step, after=False)
+                observe(placed, gradients, due=due, decay=settings.decay, step=step, after=False)
             # Blocks whose factors have changed: second-order data may be refreshed without a solve.
             changed = frozenset() if status.weights is None else self._statistics.due
             self._solve(settings, after=False, changed=changed)
@@ -118,7 +119,7 @@ class Engine:
             self._note(gradients, updates, settings, clipped)
             if self.updated:
                 # Before `write`: gradient matrices may be views of the memory that it overwrites.
-                observe(placed, gradients, decay=settings.decay, step=step, after=True)
+                observe(placed, gradients, due=due, decay=settings.decay, step=step, after=True)
                 with phase("write"):
                     write(updates, self.home)
                 commit(updates)
@@ -348,7 +349,7 @@ class Engine:
     @property
     def statistics_every(self) -> int:
         """The interval of statistics at the coming step, in steps."""
-        return self._refresh.statistics_every.at(self._steps)
+        return self._refresh.interval(self._placed, self._steps)
 
     @property
     def solve_every(self) -> int:

@@ -18,13 +18,15 @@ class Refresh:
     """The steps at which blocks take statistics and are solved, the same on every rank.
 
     Attributes:
-        statistics_every: The interval of statistics.
+        statistics_every: The interval of statistics of calls.
+        gradients_every: The interval of statistics of the averaged gradient.
         solve_every: The interval of solves.
         stagger: Whether the solves of an interval are spread over its steps.
         owed: The number of coming steps at which all blocks take statistics, at any interval.
     """
 
     statistics_every: Every
+    gradients_every: Every
     solve_every: Every
     stagger: bool = False
     owed: int = field(default=0, repr=False)
@@ -36,15 +38,18 @@ class Refresh:
             raise TypeError(f"stagger must be True or False, not {self.stagger!r}")
 
     @classmethod
-    def of(cls, statistics_every: Interval, solve_every: Interval, stagger: bool) -> Refresh:
-        """Return the refresh of a preconditioner's settings.
+    def of(cls, statistics_every: Interval | None, solve_every: Interval, stagger: bool) -> Refresh:
+        """Return the refresh of a preconditioner's settings, with None as published: 10 and 1.
 
         Raises:
             ValueError: If an interval is out of range.
             TypeError: If ``stagger`` is not a bool.
         """
-        every = (Every("statistics_every", statistics_every), Every("solve_every", solve_every))
-        return cls(statistics_every=every[0], solve_every=every[1], stagger=stagger)
+        calls, gradients = (
+            Every("statistics_every", default if statistics_every is None else statistics_every)
+            for default in (10, 1)
+        )
+        return cls(calls, gradients, Every("solve_every", solve_every), stagger=stagger)
 
     def owe(self, steps: int) -> None:
         """Let all blocks take statistics at this many steps, the present one included."""
@@ -79,6 +84,11 @@ class Refresh:
             return captured
         turn = step % self.statistics_every.at(step)
         return [block for block in captured if turn == 0 or block.lacks]
+
+    def interval(self, placed: PlacedBlocks, step: int) -> int:
+        """Return the interval of statistics in force: of calls, if any block reads them."""
+        reads = any(block.captured for block in placed.blocks)
+        return (self.statistics_every if reads else self.gradients_every).at(step)
 
     def due(self, placed: PlacedBlocks, step: int) -> list[Block]:
         """Return the blocks with statistics whose turn it is, or that were never solved."""

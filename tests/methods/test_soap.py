@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import soframe
 from soframe.layers.layout import BlockShape
 from soframe.methods import SOAP, Chain, Momentum, Muon, SOAPMuon
 from soframe.solvers import Basis
@@ -35,8 +36,8 @@ def first_basis(factor: Matrix) -> Matrix:
 class Published:
     """Algorithm 3 of Vyas et al. (2024): one matrix, each side with a factor or the identity."""
 
-    def __init__(self, options: SOAP, every: int, sides: str = "LR") -> None:
-        self.options, self.every, self.sides = options, every, sides
+    def __init__(self, options: SOAP, every: int, sides: str = "LR", gather: int = 1) -> None:
+        self.options, self.every, self.sides, self.gathers = options, every, sides, gather
         self.count, self.began = 0, False
         self.factors: dict[str, Matrix] = {}
         self.bases: dict[str, Matrix] = {}
@@ -74,7 +75,8 @@ class Published:
         if o.correct_bias:
             direction = direction * np.sqrt(1 - o.betas[1] ** self.count)
             direction = direction / (1 - o.betas[0] ** self.count)
-        self.gather(gradient)
+        if self.count % self.gathers == 0:
+            self.gather(gradient)
         if self.count % self.every == 0:
             self.refresh()
         return direction
@@ -127,6 +129,35 @@ def test_soap_is_the_published_algorithm(options: dict[str, Any], every: int) ->
             compare(model[0].weight.grad, expected, f"step {step}", rtol=1e-9)
             orders.add(str(own.blocks[0].second_order["L"]["order"].tolist()))
     assert len(orders) > 1
+
+
+@pytest.mark.parametrize("method", ["soap", "shampoo"])
+def test_statistics_have_an_interval(method: str) -> None:
+    """It is 1 by default; longer ones are the published loop without the gradients between."""
+    found = []
+    for interval in (None, 1, 2, 10):
+        reference = Published(SOAP(), 2, gather=interval or 1)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False)).double()
+        own = stages.preconditioner(model, method, statistics_every=interval, solve_every=2)
+        with closing(own):
+            assert own.statistics_every == (interval or 1)
+            assert f"statistics_every: {interval or 1}" in repr(own)
+            for step, gradient in enumerate(gradients((4, 4), 15)):
+                model[0].weight.grad = gradient.clone()
+                own.step()
+                if method == "soap":
+                    expected = torch.from_numpy(reference.step(gradient.numpy()))
+                    compare(model[0].weight.grad, expected, f"{interval}, step {step}")
+            found.append(model[0].weight.grad)
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[1], found[2])
+    assert not torch.allclose(found[2], found[3])
+
+
+def test_statistics_of_calls_keep_their_interval() -> None:
+    methods = {"0": "kfac", "": "soap"}
+    with closing(soframe.Preconditioner(stages.network(), methods, kl_clip=None)) as own:
+        assert own.statistics_every == 10
 
 
 @pytest.mark.parametrize("every", [1, 3])
