@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from soframe.registry import register
-from soframe.solvers.base import Solver, mean_trace, whole
+from soframe.solvers.base import Solver, mean_trace, multiply, whole
 from soframe.solvers.eigen import rayleigh
 from soframe.specs import FactorSpec, TensorSpec
 
@@ -71,7 +71,7 @@ class Basis(Solver):
     ) -> dict[str, Tensor]:
         del damping
         vectors = last["vectors"]
-        product = _graded(whole(matrix)) @ vectors
+        product = multiply(_graded(whole(matrix)), vectors)
         if not self.ordered:
             return {"vectors": torch.linalg.qr(product)[0]}
         order = rayleigh(vectors, product).argsort(descending=True, stable=True)
@@ -104,6 +104,5 @@ def _canonical(vectors: Tensor, null: Tensor) -> Tensor:
     fixed = torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu")
     both = null.unsqueeze(-1) & null.unsqueeze(-2)
     eye = torch.eye(size, dtype=vectors.dtype, device=vectors.device)
-    turn = torch.linalg.qr((vectors.mT @ fixed.to(vectors)).where(both, eye))[0]
-    turned: Tensor = vectors @ turn
-    return turned
+    seen = multiply(vectors.mT.contiguous(), fixed.to(vectors).expand_as(vectors).contiguous())
+    return multiply(vectors, torch.linalg.qr(seen.where(both, eye))[0])

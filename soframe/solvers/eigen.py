@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from soframe.registry import register
-from soframe.solvers.base import Solver, whole
+from soframe.solvers.base import Solver, multiply, whole
 from soframe.specs import FactorSpec, TensorSpec
 
 _SIZES = 2.0**20  # assumed bound of l_max(A) l_max(G) over the product of mean traces
@@ -71,7 +71,7 @@ class Eigen(Solver):
         if matrix.dim() == 2:
             return {"values": matrix.clamp(min=0)}
         vectors = data["vectors"]
-        return {"values": rayleigh(vectors, whole(matrix) @ vectors).clamp_(min=0)}
+        return {"values": rayleigh(vectors, multiply(whole(matrix), vectors)).clamp_(min=0)}
 
     def apply(
         self,

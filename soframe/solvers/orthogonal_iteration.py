@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from soframe.registry import register
-from soframe.solvers.base import replace_groups, whole
+from soframe.solvers.base import multiply, replace_groups, whole
 from soframe.solvers.eigen import Eigen, rayleigh
 
 
@@ -59,10 +59,10 @@ class OrthogonalIteration(Eigen):
         if matrix.dim() == 2:
             return self.solve(matrix, damping)
         factor, vectors = whole(matrix), last["vectors"]
-        product = factor @ vectors
+        product = multiply(factor, vectors)
         for _ in range(self.iterations):
             vectors = torch.linalg.qr(product)[0]
-            product = factor @ vectors
+            product = multiply(factor, vectors)
         values = rayleigh(vectors, product)
         # Scaled to at most one, so that squares neither underflow nor overflow.
         scale = factor.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(factor.dtype).tiny)
