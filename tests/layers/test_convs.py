@@ -14,6 +14,7 @@ from soframe.layers import Conv2dHelper, LayerHelper
 from soframe.layers.conv import ConvTranspose2dHelper
 from soframe.registry import KINDS
 from soframe.testing import check_layer_helper, compare, dense_fisher
+from tests import kit
 from tests.curvature import (
     blocks,
     check_exact,
@@ -224,3 +225,32 @@ def test_they_join_where_a_user_asks_for_them() -> None:
         assert "layers='all' adds Conv1dHelper" in reasons["0.weight"]
     with closing(preconditioner(model, layers="all")) as own:
         assert set(blocks(own)) == {"0", "1", "2"}
+
+
+def test_convolutions_of_one_input_with_other_paddings() -> None:
+    """Their factors of inputs are not shared: zeros and the other edge are other rows."""
+
+    class Two(nn.Module):
+        def __init__(self, *modes: str) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList(
+                nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode) for mode in modes
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(conv(x).square().sum() for conv in self.convs)  # type: ignore[return-value]
+
+    def factors(*modes: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Two(*modes).double()
+        own = kit.precondition(model)
+        model(randn(4, 2, 5, 5)).backward()
+        own.step()
+        found = [block.running["A"].clone() for block in own.blocks]
+        own.close()
+        return found
+
+    both = factors("zeros", "circular")
+    assert torch.equal(both[0], factors("zeros")[0])
+    torch.testing.assert_close(both[1], factors("circular")[0])
+    assert not torch.allclose(both[0], both[1])
