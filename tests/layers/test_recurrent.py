@@ -42,7 +42,7 @@ class Unrolled(nn.Module):
             if self.checkpointed:
                 state = checkpoint(self.cell, step, state, use_reentrant=False)
             else:
-                state = self.cell(step, state)
+                state = self.cell(step, hx=state)
         return self.head(state[0] if isinstance(state, tuple) else state)
 
 
@@ -57,8 +57,8 @@ class WrittenOut(nn.Module):
                 linear.weight.copy_(cell.get_parameter(f"weight_{part}"))
                 linear.bias.copy_(cell.get_parameter(f"bias_{part}"))
 
-    def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
-        state = x.new_zeros(len(x), 4) if state is None else state
+    def forward(self, x: Tensor, hx: Tensor | None) -> Tensor:
+        state = x.new_zeros(len(x), 4) if hx is None else hx
         (r, z, n), (hr, hz, hn) = self.ih(x).chunk(3, 1), self.hh(state).chunk(3, 1)
         r, z = (r + hr).sigmoid(), (z + hz).sigmoid()
         return (1 - z) * (n + r * hn).tanh() + z * state
