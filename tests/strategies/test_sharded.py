@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,15 @@ def test_the_largest_factors_are_solved_apart_from_where_they_precondition():
     big, small = Sharded(colocate=True).place(work, 2).blocks
     assert (big.gradient_workers, big.owners) == ((0,), (0, 0))
     assert (small.gradient_workers, small.owners) == ((1,), (1, 1))
+
+
+def test_statistics_with_a_decay_of_their_own_do_not_wait():
+    """An accumulator has the decay of the preconditioner."""
+    (work,) = work_of((1, 8, 8))
+    own = replace(work, factors=tuple(replace(factor, decay=0.5) for factor in work.factors))
+    first, second = Sharded(deferred=True).place([work, own], 2).blocks
+    assert first.deferred
+    assert not second.deferred
 
 
 def test_one_rank_does_everything_where_statistics_are_the_owners():
