@@ -72,7 +72,7 @@ class NormHelper(LayerHelper):
         return total
 
 
-@KINDS["layer"].register_optional(nn.LayerNorm)
+@KINDS["layer"].register_optional(nn.LayerNorm, "timm.layers.norm.LayerNorm")
 class LayerNormHelper(NormHelper):
     """``nn.LayerNorm`` over the last dimensions of ``[batch, ...]``."""
 
@@ -124,10 +124,12 @@ class RMSNormHelper(LayerNormHelper):
     *(
         f"transformers.models.{name}.modeling_{name}.{kind}"
         for name, kind in {
+            "granite": "GraniteRMSNorm",
             "llama": "LlamaRMSNorm",
             "mamba": "MambaRMSNorm",
             "mistral": "MistralRMSNorm",
             "mixtral": "MixtralRMSNorm",
+            "olmo2": "Olmo2RMSNorm",
             "phi3": "Phi3RMSNorm",
             "qwen2": "Qwen2RMSNorm",
             "qwen2_moe": "Qwen2MoeRMSNorm",

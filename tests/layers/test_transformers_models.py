@@ -110,8 +110,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
     "Wav2Vec2": (wav2vec2, sound),
 }
 
-# Tables that are called with indices that have no batch; methods of gradients take them.
-POSITIONS = r"\.wpe$|position_embeddings$|relative_attention_bias$"
 # Of a model's elements the share that K-FAC has, and why others have none of its blocks.
 TIED = "its weight is shared with a layer of another geometry"
 COVERED: dict[str, tuple[float, set[str]]] = {
@@ -187,10 +185,7 @@ def test_an_optimizer_moves_every_parameter(name: str, method: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_preconditioner_has_a_block_or_a_reason(name: str, method: str) -> None:
     model, loss = built(name)
-    methods = {POSITIONS: "soap", "": method}
-    own = soframe.Preconditioner(
-        model, method=methods if name in {"GPT-2", "BERT", "T5"} else method, layers="all", lr=1e-3
-    )
+    own = soframe.Preconditioner(model, method=method, layers="all", lr=1e-3)
     least, reasons = COVERED[name]
     share = shares(model, own.report())
     assert share[method] >= least
