@@ -171,8 +171,12 @@ class Statistics:
 
     def _take(self, call: LayerCall) -> None:
         """Add one call, in the phase "accumulate"."""
-        with self._backend.phases("accumulate"):
-            self.add(call)
+        try:
+            with self._backend.phases("accumulate"):
+                self.add(call)
+        except Exception as error:
+            error.add_note(f"soframe: in the statistics of {self._block_of[call.helper].name!r}")
+            raise
 
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""

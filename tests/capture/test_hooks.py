@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from soframe.layers import LinearHelper
 from soframe.testing import compare, kron, layer_fisher
 from tests.curvature import closing, factors, fill, half_square, preconditioner, randn
 from tests.examples import examples
@@ -125,3 +126,32 @@ def test_scripted_layers_are_rows_of_the_report() -> None:
         assert "TorchScript runs it; a method that reads gradients" in rows["0.weight"].note
         assert rows["0.weight"].method.startswith("adamw")
         assert rows["2.weight"].method.startswith("kfac")
+
+
+def test_an_error_in_a_helper_names_the_layer() -> None:
+    class Broken(LinearHelper):
+        def output_rows(self, grad_output: Tensor) -> Tensor:
+            return grad_output @ torch.ones(7, 1)
+
+    model = net()
+    with closing(preconditioner(model, layers={"^2$": Broken})), pytest.raises(RuntimeError) as e:
+        model(randn(4, 3)).sum().backward()
+    assert e.value.__notes__ == ["soframe: in the statistics of '2'"]
+
+
+def test_a_weight_that_a_function_uses_is_left_alone() -> None:
+    """Its gradient stays, with a warning and a row of the report, while others have statistics."""
+
+    class ByFunction(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](nn.functional.linear(x, self[0].weight))
+
+    model = fill(ByFunction(nn.Linear(3, 4, bias=False), nn.Linear(4, 2)))
+    with closing(preconditioner(model)) as own:
+        model(randn(4, 3)).square().sum().backward()
+        raw = model[0].weight.grad.clone()
+        with pytest.warns(UserWarning, match="gradients without statistics.*'0'"):
+            own.step()
+        assert torch.equal(model[0].weight.grad, raw)
+        notes = {row.parameter: row.note for row in own.report()}
+        assert "its modules were not called in training" in notes["0.weight"]
