@@ -51,7 +51,7 @@ def backward(model: Callable[..., Tensor], step: int = 0, **options: Any) -> Non
 
 
 def unused(preconditioner: soframe.Preconditioner) -> set[str]:
-    return {row.block for row in preconditioner.report() if row.block and "not used" in row.note}
+    return {row.block for row in preconditioner.report() if row.block and "not called" in row.note}
 
 
 def raises_and_changes_nothing(
