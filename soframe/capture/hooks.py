@@ -149,6 +149,9 @@ def _deliver(
         try:
             capture._on_forward(helper, args, kwargs, output)
         except Exception as error:  # of any kind: all ranks raise together
+            # A checkpoint ends the calls that it repeats in the backward pass by an exception.
+            if torch._C._current_graph_task_id() != -1:
+                raise
             capture.keep(error, helper)
 
 

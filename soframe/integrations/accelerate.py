@@ -123,12 +123,15 @@ def unscale(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
         scaler.unscale_(inner)
 
 
-def save(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None:
-    """Save a preconditioner into the folder of a trainer's checkpoint; call on every rank."""
-    checkpoint.save(Path(folder) / FOLDER, {KEY: preconditioner.state_dict()}, keep=1)
+def save(stateful: Any, folder: str | os.PathLike[str]) -> None:
+    """Save the state of a preconditioner or an optimizer into the folder of a trainer's checkpoint.
+
+    Call on every rank.
+    """
+    checkpoint.save(Path(folder) / FOLDER, {KEY: stateful.state_dict()}, keep=1)
 
 
-def load(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None:
+def load(stateful: Any, folder: str | os.PathLike[str]) -> None:
     """Load a state that `save` wrote; call on every rank."""
     last = checkpoint.latest(Path(folder) / FOLDER)
     if last is None:
@@ -136,4 +139,4 @@ def load(preconditioner: Preconditioner, folder: str | os.PathLike[str]) -> None
             f"{folder} has no state of a preconditioner (a folder {FOLDER!r}), so that a resumed "
             f"run would not be the one that was interrupted: it was saved without soframe"
         )
-    preconditioner.load_state_dict(checkpoint.read(last)[KEY])
+    stateful.load_state_dict(checkpoint.read(last)[KEY])

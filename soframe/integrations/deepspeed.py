@@ -45,14 +45,11 @@ class DeepSpeedPreconditioner:
     """
 
     def __init__(self, engine: Any, **settings: Any) -> None:
-        if engine.fp16_enabled() or (
-            engine.zero_optimization_stage() == 0 and engine.bfloat16_enabled()
-        ):
-            raise ValueError(
-                "DeepSpeed's fp16, and bf16 under ZeRO stage 0, keep gradients in copies of their "
-                "own, or scale them: use bf16 under ZeRO stage 1 to 3, or train in float32, by "
-                "torch_autocast of DeepSpeed's settings in bfloat16 if that is wanted"
-            )
+        require_unscaled(
+            fp16=engine.fp16_enabled(),
+            bf16=engine.bfloat16_enabled(),
+            stage=engine.zero_optimization_stage(),
+        )
         require_plain(engine.optimizer)
         self._engine = engine
         settings = {"optimizer": engine.optimizer, **settings}
@@ -96,3 +93,13 @@ class DeepSpeedPreconditioner:
             )
         if self._engine.is_gradient_accumulation_boundary():
             self.preconditioner.step()
+
+
+def require_unscaled(*, fp16: bool, bf16: bool, stage: int) -> None:
+    """Raise a ValueError if DeepSpeed scales gradients, or keeps them in copies of its own."""
+    if fp16 or (bf16 and stage == 0):
+        raise ValueError(
+            "DeepSpeed's fp16, and bf16 under ZeRO stage 0, keep gradients in copies of their own, "
+            "or scale them: use bf16 under ZeRO stage 1 to 3, or train in float32, by "
+            "torch_autocast of DeepSpeed's settings in bfloat16 if that is wanted"
+        )

@@ -6,18 +6,28 @@
     trainer.train()
 
 The ``Trainer`` calls it once per optimizer step, after the gradients of all micro-batches have been
-accumulated and clipped (``max_grad_norm``), and before the optimizer steps.
+accumulated and clipped (``max_grad_norm``), and before the optimizer steps. With ``deepspeed=`` the
+engine steps within the trainer's backward pass, and the engine's optimizer calls it.
+
+With a `soframe.Optimizer` the callback, without settings, saves the optimizer's state on all ranks;
+the ``Trainer`` alone saves it from rank 0, which only has all of it under ``comm-opt``.
 """
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from accelerate.utils import DeepSpeedOptimizerWrapper
 from transformers import TrainerCallback
 
-from soframe.integrations.accelerate import load, require_plain, save, unscale
+from soframe.integrations.accelerate import load, plain, require_plain, save, unscale
+from soframe.integrations.deepspeed import require_unscaled
+from soframe.optimizer import Optimizer
 from soframe.preconditioner import Preconditioner
 
 
@@ -37,11 +47,12 @@ class SoframeCallback(TrainerCallback):
         preconditioner: The preconditioner; None until training begins.
 
     Raises:
-        TypeError: When training begins, if the optimizer is a `soframe.Optimizer`, which needs no
-            callback.
+        TypeError: If the optimizer is a `soframe.Optimizer` and there are settings, or was not
+            passed to the trainer in ``optimizers=``.
         FileNotFoundError: If the checkpoint to resume from has no state of a preconditioner, or the
             trainer saves its checkpoints elsewhere than in ``output_dir``.
-        ValueError: If a setting is out of range, or the state belongs to another model.
+        ValueError: If a setting is out of range, the state belongs to another model, or DeepSpeed
+            trains in float16, or without ZeRO in bfloat16.
     """
 
     def __init__(
@@ -50,26 +61,67 @@ class SoframeCallback(TrainerCallback):
         self.preconditioner: Preconditioner | None = None
         self._settings, self._resume_from = settings, resume_from
         self._scaler: Any = None
+        self._engines: Any = None  # the optimizer of DeepSpeed's engine
+        self._stateful: Any = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take over the state of a `soframe.Optimizer`."""
+        own = plain(kwargs["optimizer"])
+        if not isinstance(own, Optimizer):
+            return
+        if self._settings:
+            require_plain(own)
+        self.preconditioner = own.preconditioner
+        self._stateful = SimpleNamespace(
+            state_dict=own.state_dict, load_state_dict=own.load_state_dict
+        )
+        # The trainer saves from rank 0 alone, while ranks have to gather the state: see `on_save`.
+        vars(own)["state_dict"] = partial(torch.optim.Optimizer.state_dict, own)
+        vars(own)["load_state_dict"] = _nothing
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Build the preconditioner, and load its state if a run resumes."""
-        optimizer = kwargs["optimizer"]
+        if not isinstance(self._stateful, SimpleNamespace):
+            self._build(args, kwargs["model"], kwargs["optimizer"])
+        elif getattr(plain(kwargs["optimizer"]), "preconditioner", None) is not self.preconditioner:
+            raise TypeError(
+                "the trainer does not use the soframe.Optimizer of optimizers=, as with deepspeed: "
+                "leave it out, and give SoframeCallback the settings of a preconditioner"
+            )
+        if state.global_step > 0:
+            load(self._stateful, self._resume_from or _folder(args, state))
+
+    def _build(self, args: Any, model: Any, optimizer: Any) -> None:
         require_plain(optimizer)
         if self.preconditioner is not None:
             self.preconditioner.close()
-        self._scaler = getattr(optimizer, "scaler", None)
-        self.preconditioner = Preconditioner(
-            kwargs["model"],
-            **{"optimizer": optimizer, "grad_scaler": self._scaler, **self._settings},
+        engines = isinstance(optimizer, DeepSpeedOptimizerWrapper)
+        if engines:
+            config = args.hf_deepspeed_config
+            fp16, bf16 = (config.is_true(f"{name}.enabled") for name in ("fp16", "bf16"))
+            stage = config.get_value("zero_optimization.stage", 0)
+            require_unscaled(fp16=fp16, bf16=bf16, stage=stage)
+            optimizer = optimizer.optimizer
+        self._scaler = None if engines else getattr(optimizer, "scaler", None)
+        self._stateful = self.preconditioner = Preconditioner(
+            model, **{"optimizer": optimizer, "grad_scaler": self._scaler, **self._settings}
         )
-        if state.global_step > 0:
-            load(self.preconditioner, self._resume_from or _folder(args, state))
+        if engines and optimizer is not self._engines:  # else its step is this already
+            self._engines, step = optimizer, optimizer.step
+
+            def precondition_and_step(*args: Any, **keywords: Any) -> Any:
+                assert self.preconditioner is not None
+                self.preconditioner.step()
+                return step(*args, **keywords)
+
+            optimizer.step = precondition_and_step
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Precondition the gradients."""
-        assert self.preconditioner is not None
-        unscale(kwargs["optimizer"], self._scaler)
-        self.preconditioner.step()
+        """Precondition the gradients, unless an engine or a `soframe.Optimizer` has done so."""
+        if self._stateful is self.preconditioner and self._engines is None:
+            assert self.preconditioner is not None
+            unscale(kwargs["optimizer"], self._scaler)
+            self.preconditioner.step()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the preconditioner's state into the checkpoint that the trainer has written."""
@@ -78,8 +130,12 @@ class SoframeCallback(TrainerCallback):
             raise FileNotFoundError(
                 f"the trainer has saved no {folder}: its checkpoint is elsewhere"
             )
-        if self.preconditioner is not None:
-            save(self.preconditioner, folder)
+        if self._stateful is not None:
+            save(self._stateful, folder)
+
+
+def _nothing(state: Any) -> None:
+    """Load nothing: the callback loads the state when training begins."""
 
 
 def _folder(args: Any, state: Any) -> Path:

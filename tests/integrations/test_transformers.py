@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,18 @@ def trainer_of(folder: str, model: nn.Module, optimizer: Any, data: Any, **setti
         def _get_train_sampler(self, *args: Any) -> Any:
             return SequentialSampler(self.train_dataset)
 
+        def create_optimizer(self, *args: Any) -> Any:  # DeepSpeed leaves out the given one
+            self.optimizer = optimizer
+            return optimizer
+
     callbacks = settings.pop("callbacks")
     arguments = TrainingArguments(
         output_dir=folder,
-        use_cpu=True,
+        use_cpu="deepspeed" not in settings,  # else it leaves DeepSpeed out
         max_steps=STEPS,
         gradient_accumulation_steps=MICRO,
         save_steps=SAVED,
+        lr_scheduler_type="constant",
         logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
@@ -80,6 +86,7 @@ def train(
     ranks: int = 1,
     resume_from: str | None = None,
     placed: str = "comm-opt",
+    engine: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Train by the Trainer; save into the folder on the way, or begin there."""
     from soframe.integrations.transformers import SoframeCallback
@@ -94,6 +101,8 @@ def train(
     if not case.own if with_callback is None else with_callback:
         settings = {"method": case.method, **case.settings, "strategy": placed}
         callbacks.append(SoframeCallback(**grouped(settings), resume_from=resume_from))
+    elif case.own and placed != "comm-opt":
+        callbacks.append(SoframeCallback(resume_from=resume_from))  # saves the optimizer's state
     trainer = trainer_of(
         folder,
         model,
@@ -103,9 +112,11 @@ def train(
         per_device_train_batch_size=BATCH // ranks,
         max_grad_norm=case.clip or 0.0,
         bf16=case.bf16,
+        **({} if engine is None else {"deepspeed": engine}),
     )
     assert trainer.args.world_size == ranks
     trainers.append(trainer)
+    assert trainer.is_deepspeed_enabled == (engine is not None)
     if case.fp16:
         let_scale(trainer.accelerator)
     trainer.train(resume_from_checkpoint=resume or None)
@@ -218,25 +229,73 @@ def test_optimizers_that_it_is_not_for(tmp_path: Path) -> None:
 
 
 def on_ranks(rank: int, ranks: int, folder: str) -> list[Any]:
+    """Every case, and two that resume, with states that are spread over the ranks."""
     as_launched(rank, ranks)
-    plain, *cases = (
-        train(
-            f"{folder}/{name}", case, ranks=ranks, placed="mem-opt" if not case.own else "comm-opt"
+    every = {"plain": Case(), "owned": Case(own=True), **CASES}
+    found: dict[str, Any] = {}
+    for name, case in every.items():
+        found[name] = train(f"{folder}/{name}", case, ranks=ranks, placed="mem-opt")
+    resumed = []
+    for name in ("plain", "owned"):
+        last = f"{folder}/{name}/checkpoint-{SAVED}"
+        resumed.append(
+            train(f"{folder}/{name}", every[name], ranks=ranks, resume=last, placed="mem-opt")
         )
-        for name, case in {"plain": Case(), **CASES}.items()
-    )
-    last = f"{folder}/plain/checkpoint-{SAVED}"
-    resumed = train(f"{folder}/plain", ranks=ranks, resume=last, placed="mem-opt")
-    return [plain, resumed, cases]
+    return [found, *resumed]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks(tmp_path: Path) -> None:
-    """By DDP, with a state that is spread over the ranks, and a bad sample on one of them."""
+    """By DDP, with states that are spread over the ranks, and a bad sample on one of them."""
     pytest.importorskip("transformers")
-    for whole, resumed, cases in run_ranks(on_ranks, 2, str(tmp_path), timeout=240):
-        assert_plain(whole, Case(), 1e-8)
+    for found, plain, owned in run_ranks(on_ranks, 2, str(tmp_path), timeout=240):
+        assert_equal(plain, found["plain"], 0)
+        assert_equal(owned, found["owned"], 0)
+        for name, case in {"plain": Case(), "owned": Case(own=True), **CASES}.items():
+            assert_plain(found[name], case, 1e-8)
+
+
+def let_engines_run_on_cpus() -> None:
+    """Let Accelerate choose Gloo for DeepSpeed, which it leaves out on CPUs."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "false"}
+    import deepspeed.ops
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it is compiled for a minute
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+
+
+def by_engine(rank: int, ranks: int, folder: str, stage: int) -> list[Any]:
+    as_launched(rank, ranks)
+    let_engines_run_on_cpus()
+    case = Case(dtype=torch.float32)  # it reduces no float64
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    engine = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    each = []
+    for resume in (False, f"{folder}/checkpoint-{SAVED}"):
+        auto = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+        each.append(
+            train(
+                folder,
+                case,
+                ranks=ranks,
+                resume=resume,
+                placed="mem-opt",
+                engine={**engine, **auto, "gradient_clipping": "auto"},
+            )
+        )
+    return each
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_deepspeed(tmp_path: Path, stage: int) -> None:
+    """The trainer's ``deepspeed=``, whose engine steps within the backward pass."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("deepspeed")
+    for whole, resumed in run_ranks(by_engine, 2, str(tmp_path), stage, timeout=240):
+        assert_plain(whole, Case(dtype=torch.float32), 2e-5)
         assert_equal(resumed, whole, 0)
-        for found, case in zip(cases, CASES.values(), strict=True):
-            assert_plain(found, case, 1e-8)

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import soframe
 from soframe.layers import LinearHelper
 from soframe.methods import KFAC, SOAP
 from soframe.solvers import Eigen
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import Case, Run, mean_over
+from tests.distributed.training import Case, Run, mean_over, train_alone
 
 pytestmark = pytest.mark.distributed
 
@@ -106,6 +107,19 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks, names):
                 assert any(f"{layer}" in error for layer in ("hidden", "head", "conv", "grouped"))
             if part == MIDDLE:
                 assert "load the last checkpoint" in error, (name, error)
+
+
+def train_checkpointed(rank: int, ranks: int) -> Tensor:
+    run = Run(Case(steps=2), rank, ranks, average=mean_over())
+    whole = run.model.forward
+    run.model.forward = lambda x: checkpoint(whole, x, use_reentrant=False)  # type: ignore[method-assign]
+    return run.train().weights()
+
+
+def test_a_checkpoint_ends_the_calls_that_it_repeats():
+    """By an exception that passes through the hooks, and is no error of a rank."""
+    for weights in run_ranks(train_checkpointed, 2):
+        torch.testing.assert_close(weights, train_alone(Case(steps=2)), rtol=0, atol=1e-10)
 
 
 class Unsaveable:
