@@ -54,7 +54,7 @@ def fail(rank: int, ranks: int, names: list[str]) -> list[tuple[str, int, int, s
         if place == "follow" and strategy != "comm-opt":
             continue
         odd = len(found) % ranks
-        broken = mock.patch.object(kind, method, side_effect=OutOfLuckError(place))
+        broken = mock.patch.object(kind, method, side_effect=OutOfLuckError(f"{place} at λ = 10⁻³"))
         usual = {"solve_every": 1, "solver": "eigen", "strategy": strategy}
         run = Run(Case({**usual, **options}), rank, ranks, average=mean_over())
         for step in range(BAD):

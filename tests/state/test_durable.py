@@ -99,6 +99,16 @@ def test_where_no_checkpoint_is_whole_nobody_begins_anew_in_silence(tmp_path):
         checkpoint.latest(tmp_path)
 
 
+def test_the_whole_of_a_large_file_is_under_its_checksum(tmp_path):
+    """It is read in pieces of 16 MB; the damage is in the first of two."""
+    saved = checkpoint.save(tmp_path, {"x": torch.zeros(5_000_000)})
+    with (saved / "state.pt").open("r+b") as file:
+        file.seek(2_000_000)
+        file.write(b"!")
+    with pytest.raises(ValueError, match=r"state\.pt is not what was saved"):
+        checkpoint.read(saved)
+
+
 def test_a_checkpoint_runs_nothing_when_it_is_read(tmp_path):
     marker = tmp_path / "was here"
 

@@ -53,6 +53,20 @@ def test_a_resumed_run_is_the_run_that_saved(runs, solver, stagger):
         assert same(triangles(resumed), triangles(whole)), at
 
 
+def test_landing_refreshes_data_that_follow_their_factors(runs):
+    """The solve began from older factors: eigenvalues are those of the present ones."""
+    run = runs(background=3, solver=Eigen(follows=True)).train(range(EVERY + 2))
+    assert under_way(run) > 0
+    run.preconditioner.state_dict()
+    data = snapshot(run.preconditioner)
+    names = [name.removesuffix(".values") for name in data if name.endswith(".values")]
+    assert names
+    for name in names:
+        vectors = data[f"{name}.vectors"]
+        expected = (vectors * (data[name] @ vectors)).sum(-2)
+        torch.testing.assert_close(data[f"{name}.values"], expected, rtol=1e-9, atol=1e-12)
+
+
 def test_a_sharded_checkpoint_has_what_was_under_way(runs):
     own, plain = still(runs(background=3)), still(runs())
     for run in (own, plain):
