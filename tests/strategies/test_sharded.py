@@ -9,6 +9,7 @@ import pytest
 
 from soframe.strategies import OwnerLocal, Sharded
 from soframe.strategies.balance import assign_to_groups, compute_cost
+from soframe.strategies.placement import complete
 from tests.strategies.test_balance import work_of
 
 
@@ -58,9 +59,9 @@ def test_the_largest_factors_are_solved_apart_from_where_they_precondition():
 
 def test_statistics_with_a_decay_of_their_own_do_not_wait():
     """An accumulator has the decay of the preconditioner."""
-    (work,) = work_of((1, 8, 8))
-    own = replace(work, factors=tuple(replace(factor, decay=0.5) for factor in work.factors))
-    first, second = Sharded(deferred=True).place([work, own], 2).blocks
+    work, own = work_of((1, 8, 8), (1, 8, 8))
+    own = replace(own, factors=tuple(replace(factor, decay=0.5) for factor in own.factors))
+    first, second = complete(Sharded(deferred=True).place([work, own], 2)).blocks
     assert first.deferred
     assert not second.deferred
 
