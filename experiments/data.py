@@ -82,21 +82,30 @@ def standard_library() -> tuple[Examples, Examples]:
     The text is the running interpreter's: losses compare within one version of Python. Every 20th
     module is held out, and 128 windows of those, spread evenly, are the test set.
     """
-    trained, held_out = _windows(sysconfig.get_path("stdlib"))
+    return _next_bytes(*_windows(Path(sysconfig.get_path("stdlib")), "*.py", CONTEXT))
+
+
+def scipy_sources() -> tuple[Examples, Examples]:
+    """Return windows of SciPy's modules, `(windows, 64)`, and the next bytes, as from the above."""
+    folder = Path(require("scipy").__file__).parent
+    return _next_bytes(*_windows(folder, "*/_*.py", CONTEXT // 2))
+
+
+def _next_bytes(trained: Tensor, held_out: Tensor) -> tuple[Examples, Examples]:
     return (trained[:, :-1], trained[:, 1:]), (held_out[:, :-1], held_out[:, 1:])
 
 
-@lru_cache(maxsize=1)
-def _windows(folder: str) -> tuple[Tensor, Tensor]:
-    modules = sorted(Path(folder).glob("*.py"))
+@lru_cache(maxsize=2)
+def _windows(folder: Path, pattern: str, length: int) -> tuple[Tensor, Tensor]:
+    modules = sorted(folder.glob(pattern))
     held_out = modules[::HELD_OUT_EVERY]
-    test = _cut(held_out)
-    trained = _cut([module for module in modules if module not in held_out])
+    test = _cut(held_out, length)
+    trained = _cut([module for module in modules if module not in held_out], length)
     return trained, test[:: max(1, len(test) // HELD_OUT_WINDOWS)][:HELD_OUT_WINDOWS]
 
 
-def _cut(modules: list[Path]) -> Tensor:
+def _cut(modules: list[Path], length: int) -> Tensor:
     """Join modules and cut them into windows and the byte after each, int64."""
     text = b"".join(module.read_bytes() for module in modules)
     values = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return values.unfold(0, CONTEXT + 1, CONTEXT).long()
+    return values.unfold(0, length + 1, length).long()

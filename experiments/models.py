@@ -1,4 +1,4 @@
-"""Models: autoencoders, convolutional networks, ResNets, GPTs."""
+"""Models: autoencoders, convolutional networks, ResNets, GPTs, a Llama and a ViT."""
 
 from __future__ import annotations
 
@@ -281,6 +281,115 @@ def byte_gpt(seed: int = 0, dtype: torch.dtype = torch.float32) -> GPT:
     """Return a `GPT` over bytes, of width 128 with four layers."""
     with own_randomness():
         return GPT(seed=seed).to(dtype)
+
+
+class Gated(nn.Module):
+    """A Llama's layer: grouped-query attention with rotated positions, and a gated perceptron.
+
+    Args:
+        width: Width of the stream.
+        heads: Heads of the queries.
+        shared: Heads of keys and values; each serves ``heads / shared`` queries.
+        hidden: Width of the perceptron.
+    """
+
+    def __init__(self, width: int, heads: int, shared: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.shared, self.size = heads, shared, width // heads
+        self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, shared * self.size, bias=False)
+        self.value = nn.Linear(width, shared * self.size, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        normed = self.norm_attention(x)
+        q, k, v = (
+            part(normed).view(batch, length, -1, self.size).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        k, v = (part.repeat_interleave(self.heads // self.shared, 1) for part in (_rotated(k), v))
+        mixed = F.scaled_dot_product_attention(_rotated(q), k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        normed = self.norm_mlp(x)
+        out: Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return out
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Rotate pairs of features by their position (Su et al., 2021); ``[..., length, features]``."""
+    length, half = x.shape[-2], x.shape[-1] // 2
+    rates = 10_000.0 ** -(torch.arange(half, dtype=x.dtype, device=x.device) / half)
+    angles = torch.arange(length, dtype=x.dtype, device=x.device)[:, None] * rates
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Llama(nn.Module):
+    """A small Llama over bytes (Touvron et al., 2023): `(batch, length)` to logits, as `GPT`."""
+
+    def __init__(self, seed: int, width: int = 96, layers: int = 6, hidden: int = 256) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(BYTES, width)
+        self.layers = nn.Sequential(*(Gated(width, 6, 2, hidden) for _ in range(layers)))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, BYTES, bias=False)
+        _normal(self, seed)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.layers(self.tokens(tokens))))
+        return logits.transpose(1, 2)
+
+
+class ViT(nn.Module):
+    """A small vision transformer (Dosovitskiy et al., 2021), for images of `Scaled`'s bytes.
+
+    From `(batch, 3, 32, 32)`, uint8, to `(batch, 10)`: patches of 4 x 4, the mean of all tokens.
+    """
+
+    def __init__(self, seed: int, width: int = 64, layers: int = 5, heads: int = 4) -> None:
+        super().__init__()
+        self.scaled = Scaled()
+        self.patches = nn.Conv2d(3, width, 4, stride=4)
+        self.positions = nn.Parameter(torch.empty(64, width))
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 3 * width, 0.0, F.gelu, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10)
+        _normal(self, seed)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(self.scaled(images)).flatten(2).mT + self.positions
+        logits: Tensor = self.head(self.norm(self.layers(tokens)).mean(1))
+        return logits
+
+
+def _normal(model: nn.Module, seed: int) -> None:
+    """Draw matrices from a normal distribution of deviation 0.02; biases are zero, gains one."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+
+
+def byte_llama(seed: int, dtype: torch.dtype) -> Llama:
+    """Return a `Llama` over bytes, of width 96 with six layers."""
+    with own_randomness():
+        return Llama(seed).to(dtype)
+
+
+def vit(seed: int, dtype: torch.dtype) -> ViT:
+    """Return a `ViT` of width 64 with five layers."""
+    with own_randomness():
+        return ViT(seed).to(dtype)
 
 
 def bert_large_layer() -> nn.Sequential:

@@ -106,6 +106,16 @@ def _byte_gpt(seed: int, dtype: torch.dtype) -> Task:
     return Task(model, "cross-entropy", cross_entropy, *examples)
 
 
+def _byte_llama(seed: int, dtype: torch.dtype) -> Task:
+    model, examples = models.byte_llama(seed, dtype), data.scipy_sources()
+    return Task(model, "cross-entropy", cross_entropy, *examples)
+
+
+def _vit(seed: int, dtype: torch.dtype) -> Task:
+    examples = clutter.cluttered_digits(10_000)
+    return Task(models.vit(seed, dtype), "cross-entropy", cross_entropy, *examples)
+
+
 def _cluttered(count: int, seed: int, dtype: torch.dtype) -> Task:
     held_out = min(clutter.HELD_OUT_IMAGES, max(1, count // 5))
     examples = clutter.cluttered_digits(count, held_out)
@@ -162,6 +172,23 @@ _WORKLOADS = {
         targets=(2.5,),
         evaluate_every=20,
         loss_name="loss on held-out modules (cross entropy per byte, nats)",
+        held_out=True,
+    ),
+    "byte-llama": Workload(
+        title="Byte-level Llama on SciPy's sources",
+        make=_byte_llama,
+        batch_size=16,
+        evaluate_every=20,
+        loss_name="loss on held-out modules (cross entropy per byte, nats)",
+        held_out=True,
+    ),
+    "cluttered-vit": Workload(
+        title="ViT on 10,000 cluttered digits",
+        make=_vit,
+        batch_size=64,
+        evaluate_every=20,
+        loss_name="loss on held-out digits (cross entropy per image, nats)",
+        classifies=True,
         held_out=True,
     ),
     "digits-cnn": Workload(

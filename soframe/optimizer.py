@@ -2,8 +2,7 @@
 
 ::
 
-    optimizer = soframe.Optimizer(model, method="soap-muon", lr=0.02, auxiliary="adamw",
-                                  auxiliary_lr=3e-3, strategy="sharded")
+    optimizer = soframe.Optimizer(model, method="soap-normuon", lr=0.03, strategy="sharded")
     ...
     loss.backward()
     optimizer.step()
@@ -39,6 +38,7 @@ from soframe.diagnostics.norms import changes
 from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
+from soframe.setup.building import methods
 from soframe.state import checksums
 from soframe.state.stateful import OfModel
 from soframe.step import moving
@@ -80,7 +80,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             angle, of the order of 0.01, the length of updates does not matter, and weights do not
             decay. Vectors, such as biases and gains of norms, move without. None for none.
         auxiliary: The method of all other trainable parameters.
-        auxiliary_lr: Its learning rate; None for ``lr``.
+        auxiliary_lr: Its learning rate; None for a multiple of ``lr`` that suits the method
+            (`soframe.methods.Method.auxiliary_ratio`): a fifth for Muon and its kin.
         auxiliary_weight_decay: Its weight decay; None for ``weight_decay``.
         auxiliary_weight_decay_kind: Its kind of weight decay; None for ``weight_decay_kind``.
         auxiliary_constraint: Its constraint; by default none, with any ``constraint``.
@@ -103,7 +104,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        method: Choice = "soap-muon",
+        method: Choice = "soap-normuon",
         *,
         lr: float,
         weight_decay: float = 0.0,
@@ -132,8 +133,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 "auxiliary= names the method of parameters that method= leaves out; freeze those "
                 "that are not to be trained"
             )
+        self._ratio = _ratio(method)
         for prefix in ("", "auxiliary_"):
-            settings = _of_method(self._settings, prefix)
+            settings = self._of_method(self._settings, prefix)
             rates = {prefix + name: settings[name] for name in ("lr", "weight_decay")}
             require_numbers("soframe.Optimizer", **rates)
             moving.check(Move.of(settings), name="", prefix=prefix)
@@ -154,7 +156,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             model, method=method, auxiliary=auxiliary, optimizer=self, **preconditioner
         )
         self._new.clear()
-        self.defaults.update(_of_method(self._settings, ""))
+        self.defaults.update(self._of_method(self._settings, ""))
         # OneCycleLR and CyclicLR change "betas" of all groups if it is a default, else "momentum".
         of_groups = self._settings_of_methods()
         if all("betas" in of and "momentum" not in of for of in of_groups):
@@ -214,10 +216,18 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._options = sorted({"momentum", *(k for one in methods for k in one.settings())})
         self._balls = [ball for block in blocks if (ball := Ball(block, self._names)).matrices]
 
+    def _of_method(self, settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Return the settings of a param group, given those of the constructor."""
+        own = {name: settings.get(f"{prefix}{name}") for name in SETTINGS}
+        if own["lr"] is None:
+            own["lr"] = settings["lr"] * self._ratio
+        # The auxiliary method is constrained by a setting of its own alone.
+        return {k: settings[k] if v is None and k != "constraint" else v for k, v in own.items()}
+
     def _begin(self, number: int, method: str, block: Block) -> dict[str, Any]:
         """Add a param group without parameters."""
         given = {k: v for k, v in self._given[number].items() if k not in ("params", "param_names")}
-        settings = _of_method({**self._settings, **given}, "auxiliary_" * block.auxiliary)
+        settings = self._of_method({**self._settings, **given}, "auxiliary_" * block.auxiliary)
         rest = {name: given[name] for name in given.keys() - self._settings.keys()}
         own = {**block.method.settings(), **rest}
         group = {**settings, **own, "method": method, "given": number, "params": []}
@@ -232,7 +242,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         others = [g for g in self.param_groups if not any(g is one for one in new)]
         scheduler = any("initial_lr" in group for group in others)  # wraps step()
         first = {
-            float(_of_method({**self._settings, **given}, prefix)["lr"])
+            float(self._of_method({**self._settings, **given}, prefix)["lr"])
             for given in self._given
             for prefix in ("", "auxiliary_")
         }
@@ -569,16 +579,14 @@ def _require_known(names: Iterable[str]) -> None:
             )
 
 
+def _ratio(method: Choice) -> float:
+    """Return the learning rate of the auxiliary method over that of a method, or of several."""
+    return min(one.auxiliary_ratio for one in methods(method))
+
+
 def _group_of(block: Block) -> str:
     """Return the name of a block's method in its param group."""
     return f"{'auxiliary: ' * block.auxiliary}{describe(block.method)}"
-
-
-def _of_method(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the settings of a param group, given those of the constructor."""
-    own = {name: settings.get(f"{prefix}{name}") for name in SETTINGS}
-    # The auxiliary method is constrained by a setting of its own alone.
-    return {k: settings[k] if v is None and k != "constraint" else v for k, v in own.items()}
 
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,8 @@ class Preconditioner(Stateful):
             None turns it off.
         statistics_every: Interval of statistics steps, in steps; None for 10 where statistics come
             from calls (K-FAC), and 1 where they come from the averaged gradient (SOAP, Shampoo).
-        solve_every: Interval of solves, in steps.
+        solve_every: Interval of solves, in steps; None for 10, which becomes 100 after 100 steps
+            if all methods read calls.
         background: The number of steps between the start of a solve and the use of its results;
             meanwhile it runs in a thread of its own (on CUDA, on a stream of its own). A number
             gives the same results in every run; ``"ready"`` uses them at the first step that finds
@@ -138,7 +139,7 @@ class Preconditioner(Stateful):
         decay: Schedule = 0.95,
         kl_clip: Schedule | None = 1e-4,
         statistics_every: Interval | None = None,
-        solve_every: Interval = 10,
+        solve_every: Interval | None = None,
         background: int | Literal["ready"] = 0,
         layers: Mapping[str, type[LayerHelper] | Literal["all"]] | Literal["all"] | None = None,
         skip: Sequence[str] = (),
@@ -180,7 +181,12 @@ class Preconditioner(Stateful):
             self._damping = building.choose_damping(damping)
             self._decay = Scheduled("decay", decay, high=1.0)
             self._bounds = Bounds.of(kl_clip, limits.norm_clip)
-            self._refresh = Refresh.of(statistics_every, solve_every, ranks.stagger)
+            self._refresh = Refresh.of(
+                statistics_every,
+                solve_every,
+                ranks.stagger,
+                reads_calls=all(one.captures for one in building.methods(method)),
+            )
             self._scaling, self._samples = curve.scaling, curve.samples
             self._loss_average = curve.loss_average
             self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer

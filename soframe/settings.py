@@ -104,11 +104,12 @@ class Clips:
     Attributes:
         norm_clip: Bound on the Euclidean length of a step; None turns it off.
         clip_lr: ``"initial"`` lets the length of a clipped step follow a schedule of the learning
-            rate down from its peak; with ``"live"`` it has the bound's length at any rate.
+            rate down from its peak; with ``"live"`` it has the bound's length at any rate, as in
+            kfac-pytorch.
     """
 
     norm_clip: Schedule | None = None
-    clip_lr: ClipLR = "live"
+    clip_lr: ClipLR = "initial"
 
 
 Group = Curvature | Distribution | Clips

@@ -65,8 +65,8 @@ class Recommendation:
 ADVICE = (
     Recommendation(
         "adapters",
-        "optimizer = soframe.Optimizer(model, method=soframe.methods.SOAP(max_ratio=2), lr=3e-4, "
-        "statistics_every=1, solve_every=10{more})",
+        "optimizer = soframe.Optimizer(model, method=soframe.methods.SOAP(max_ratio=2), "
+        "lr=3e-4{more})",
         (1e-4, 1e-3),
         "most parameters are frozen. Fine-tuning is not measured: compare it with AdamW. Thin "
         "matrices have a factor on their short side alone, so the memory is about AdamW's",
@@ -75,12 +75,10 @@ ADVICE = (
     ),
     Recommendation(
         "transformer",
-        'optimizer = soframe.Optimizer(model, method="soap-normuon", lr=0.04, auxiliary_lr=8e-3, '
-        "statistics_every=1, solve_every=10{more})",
+        "optimizer = soframe.Optimizer(model, lr=0.03{more})",
         (0.02, 0.06),
-        "on a byte-level GPT it has tuned Muon's loss in fewer steps and seconds. On other "
-        "transformers it is not measured",
-        "docs/benchmarks/methods.md",
+        "PENDING",
+        "docs/benchmarks/defaults.md",
         {"method": "soap-normuon", "auxiliary": "adamw"},
         strategy="mem-opt",
         on_gpu=", background=9",
@@ -90,8 +88,7 @@ ADVICE = (
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, "
         "weight_decay=5e-4)\n"
         'preconditioner = soframe.Preconditioner(model, optimizer=optimizer, solver="inverse", '
-        "damping=3e-3, kl_clip=1e-3, statistics_every=10, solve_every=100, "
-        'clips=soframe.Clips(clip_lr="initial"){more})',
+        "damping=3e-3, kl_clip=1e-3, solve_every=100{more})",
         (0.05, 0.2),
         "a ResNet-20 has SGD's final accuracy in 0.53 to 0.72 of SGD's time, with learning rates "
         "that fall to zero on a line",
@@ -110,8 +107,7 @@ ADVICE = (
     Recommendation(
         "dense",
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
-        'preconditioner = soframe.Preconditioner(model, optimizer=optimizer, solver="inverse", '
-        "statistics_every=10, solve_every=10{more})",
+        'preconditioner = soframe.Preconditioner(model, optimizer=optimizer, solver="inverse"{more})',
         (3e-3, 1.0),
         "an autoencoder of digits has its target in half the steps of the solver 'eigen', and the "
         "clip makes learning rates alike. For full batches, soframe.TrustRegion needs none",

@@ -25,7 +25,7 @@ from soframe.comm.packing import pack_triangle
 from soframe.methods.kfac import KFAC
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
-from soframe.settings import Curvature
+from soframe.settings import Clips, Curvature
 from soframe.solvers import Eigen, Inverse, Solver
 from soframe.state import checksums
 from soframe.state.saving import agree
@@ -117,6 +117,7 @@ def settings(**arguments: Any) -> dict[str, Any]:
         "skip": tuple(given["skip_layers"] or ()),
         "grad_scaler": given["grad_scaler"],
         "curvature": Curvature(scaling="kaisa", dtype=_dtype(arguments)),
+        "clips": Clips(clip_lr="live"),
     }
 
 

@@ -237,6 +237,7 @@ DECLARED = (
     "observes_with_data",
     "empirical_only",
     "scalings",
+    "auxiliary_ratio",
 )
 """The attributes by which a method declares its properties, see `Method`."""
 
@@ -268,6 +269,8 @@ class Method(ABC):
         scalings: The conventions of `soframe.methods.scaling` under which it is defined.
         options: The attributes that a param group of `soframe.Optimizer` may change from step to
             step, by their names there. Only `direct` reads the changed values.
+        auxiliary_ratio: The learning rate of an auxiliary AdamW over this method's, where a
+            `soframe.Optimizer` is given the latter alone.
     """
 
     reduces: ClassVar[bool] = False
@@ -279,6 +282,7 @@ class Method(ABC):
     observes_with_data: bool = False
     empirical_only: bool = False
     scalings: ClassVar[tuple[str, ...]] = ("fisher", "kaisa")
+    auxiliary_ratio: float = 1.0
     options: ClassVar[Mapping[str, str]] = {}
 
     def settings(self) -> dict[str, Any]:

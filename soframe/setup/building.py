@@ -18,7 +18,7 @@ from soframe import combinations
 from soframe.blocks import sharding
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
-from soframe.blocks.registration import Choices, Registration
+from soframe.blocks.registration import Choice, Choices, Registration
 from soframe.capture.counting import Samples
 from soframe.capture.hooks import Capture
 from soframe.capture.sampling import check_rows
@@ -119,6 +119,12 @@ def choose_damping(choice: DampingChoice) -> DampingPolicy:
             f"Preconditioner takes a number, a callable of the step, or a policy without it"
         )
     return policy
+
+
+def methods(choice: Choice) -> list[Method]:
+    """Return the methods of a choice."""
+    every = choice.values() if isinstance(choice, Mapping) else (choice,)
+    return [KINDS["method"].build(one, Method) for one in every]
 
 
 def register(model: nn.Module, choices: Choices) -> Registration:

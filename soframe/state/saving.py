@@ -33,7 +33,6 @@ from soframe.state.entries import (
     stored_dtype,
 )
 from soframe.step.averages import settled
-from soframe.step.rates import LearningRates
 from soframe.strategies.work import BlockPlacement
 
 FORMAT = "soframe.Preconditioner"
@@ -126,7 +125,7 @@ def header(
     }
 
 
-def check_header(state: Any, blocks: Sequence[Block], scaling: str, lrs: LearningRates) -> None:
+def check_header(state: Any, blocks: Sequence[Block], scaling: str) -> None:
     """Raise ValueError unless a state, perhaps without tensors, is complete and fits the blocks."""
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise ValueError("this is not the state of a soframe.Preconditioner")
@@ -150,7 +149,6 @@ def check_header(state: Any, blocks: Sequence[Block], scaling: str, lrs: Learnin
             f"the state was made with scaling={state['scaling']!r}, not {scaling!r}: the factors "
             f"differ by constants"
         )
-    lrs.check_state(state["initial_lrs"])
     for block in blocks:
         _check_block(state["blocks"][block.name], block)
 

@@ -81,7 +81,7 @@ class Stateful(OfModel, Engine):
 
         :meta private:
         """
-        state.check_header(saved, self._blocks, self._scaling, self._lrs)
+        state.check_header(saved, self._blocks, self._scaling)
         if self._damping.state() and "damping" in saved:
             check_damping(saved["damping"], self._damping, saved["step"])
 

@@ -156,22 +156,16 @@ class LearningRates:
         """Return the references with ``"initial"``: a resumed optimizer no longer has them."""
         return list(self._initial) if self.which == "initial" else []
 
-    def check_state(self, state: Sequence[float | Tensor]) -> None:
-        """Raise ValueError if a state is of an optimizer with another number of param groups."""
-        if self._takes(state) and len(state) != len(self._initial):
-            raise ValueError(
-                f"the state has the initial learning rates of {len(state)} param groups, the "
-                f"optimizer has {len(self._initial)}"
-            )
-
     def load(self, state: Sequence[float | Tensor]) -> None:
-        """Continue from the result of `state`, which `check_state` has checked; it may be empty."""
+        """Continue from the result of `state`, if it has as many groups."""
+        # Groups that were split or merged since have the rates that schedulers record in them.
         if self._takes(state):
             self._initial = list(state)
             self._followed = len(state)
 
     def _takes(self, state: Sequence[float | Tensor]) -> bool:
-        return self.which == "initial" and self._optimizer is not None and len(state) > 0
+        taken = self.which == "initial" and self._optimizer is not None
+        return taken and 0 < len(state) == len(self._initial)
 
     def _rate_of(self, index: int, group: dict[str, Any]) -> float | Tensor:
         rate: float | Tensor = group["lr"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
-from soframe.schedules import Every, Interval
+from soframe.schedules import Every, Interval, WarmInterval
 from soframe.strategies.turns import turns
 
 
@@ -38,8 +38,18 @@ class Refresh:
             raise TypeError(f"stagger must be True or False, not {self.stagger!r}")
 
     @classmethod
-    def of(cls, statistics_every: Interval | None, solve_every: Interval, stagger: bool) -> Refresh:
-        """Return the refresh of a preconditioner's settings, with None as published: 10 and 1.
+    def of(
+        cls,
+        statistics_every: Interval | None,
+        solve_every: Interval | None,
+        stagger: bool,
+        *,
+        reads_calls: bool,
+    ) -> Refresh:
+        """Return the refresh of a preconditioner's settings, with None for the usual intervals.
+
+        Statistics of calls are taken every 10 steps, of gradients at every step. Solves are 10
+        steps apart; if all methods read calls, from step 100 on 100 steps.
 
         Raises:
             ValueError: If an interval is out of range.
@@ -49,6 +59,8 @@ class Refresh:
             Every("statistics_every", default if statistics_every is None else statistics_every)
             for default in (10, 1)
         )
+        if solve_every is None:
+            solve_every = WarmInterval(100, steps=100, first=10) if reads_calls else 10
         return cls(calls, gradients, Every("solve_every", solve_every), stagger=stagger)
 
     def owe(self, steps: int) -> None:
