@@ -104,7 +104,7 @@ def inspect(
         plain = {name: value for name, value in vars(advice).items() if name != "plan"}
         _print_json({"recommendation": plain, **inspection.as_dict(report, placement)})
     else:
-        typer.echo(f"{advice}\n\n{report}\n\n{placement}")
+        typer.echo(f"{report}\n\n{placement}\n\n{advice}")
 
 
 @app.command()

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import soframe
+from soframe.methods import FOOF, KFAC, Chain
 from soframe.settings import grouped
+from soframe.setup.building import methods
 
 
 class Steps(Protocol):
@@ -34,9 +36,16 @@ class Averaging:
                 parameter.grad /= ranks
 
 
+def exact(method: Any = "kfac") -> dict[str, Any]:
+    """The solver whose damping is exact, as a dense twin has it, for K-FAC and its kin."""
+    stages = [s for m in methods(method) for s in (m.stages if isinstance(m, Chain) else (m,))]
+    own = any(isinstance(stage, KFAC | FOOF) for stage in stages)
+    return {"solver": "eigen"} if own else {}
+
+
 def precondition(model: nn.Module, method: Any = "kfac", **settings: Any) -> soframe.Preconditioner:
     """A preconditioner with statistics and solves at every step and no clip, but for `settings`."""
-    every = {"statistics_every": 1, "solve_every": 1, "kl_clip": None}
+    every = {"statistics_every": 1, "solve_every": 1, "kl_clip": None, **exact(method)}
     return soframe.Preconditioner(model, method, **grouped({**every, **settings}))
 
 

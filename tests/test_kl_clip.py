@@ -17,6 +17,8 @@ from soframe.testing import compare
 from tests.curvature import closing, fill, half_square, randn
 from tests.examples import examples
 
+LIVE = soframe.Clips(clip_lr="live")
+
 
 def net() -> nn.Sequential:
     return fill(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)))
@@ -50,7 +52,9 @@ def test_live_learning_rates_of_several_groups(
     groups = [{"params": list(model[i].parameters()), "lr": 99.0} for i in (0, 3)]
     optimizer = torch.optim.SGD(groups, lr=99.0)
     unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
-    own = soframe.Preconditioner(model, kl_clip=kappa, optimizer=optimizer, statistics_every=1)
+    own = soframe.Preconditioner(
+        model, kl_clip=kappa, optimizer=optimizer, statistics_every=1, clips=LIVE
+    )
     with closing(unclipped), closing(own):
         for number in range(2):
             now = [lr / (1 + number) for lr in lrs]
@@ -69,7 +73,7 @@ def test_a_schedule_of_the_learning_rate(rates: list[float]) -> None:
     lr = rates[0] if len(rates) == 1 else lambda number: rates[number]
     unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
     own = soframe.Preconditioner(
-        model, kl_clip=lambda number: 1e-4 / (1 + number), lr=lr, statistics_every=1
+        model, kl_clip=lambda number: 1e-4 / (1 + number), lr=lr, statistics_every=1, clips=LIVE
     )
     with closing(unclipped), closing(own):
         for number, rate in enumerate(rates):
@@ -205,7 +209,9 @@ def test_learning_rates_of_an_optimizer_that_has_loaded_its_state() -> None:
     plain, model = net(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=99.0)
     unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
-    own = soframe.Preconditioner(model, kl_clip=1e-4, optimizer=optimizer, statistics_every=1)
+    own = soframe.Preconditioner(
+        model, kl_clip=1e-4, optimizer=optimizer, statistics_every=1, clips=LIVE
+    )
     optimizer.load_state_dict(torch.optim.SGD(plain.parameters(), lr=0.3).state_dict())
     with closing(unclipped), closing(own):
         raw, p = step(plain, unclipped)

@@ -49,7 +49,9 @@ def test_eight_billion_parameters_on_eight_ranks(strategy: str) -> None:
     with torch.device("meta"):
         model = Llama()
     ranks = soframe.Distribution(backend=Recording(world_size=8))
-    own = soframe.Preconditioner(model, strategy=strategy, kl_clip=None, distribution=ranks)
+    own = soframe.Preconditioner(
+        model, solver="eigen", strategy=strategy, kl_clip=None, distribution=ranks
+    )
     own.close()
     memory = [own.placement.memory(rank)["total"] for rank in range(8)]
     sides = [size for matrix in (*MATRICES, HEAD) for size in matrix]

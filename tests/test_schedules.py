@@ -126,7 +126,7 @@ def test_due_at_zero_and_every_multiple(value: Any, expected: list[int]) -> None
 def test_factors_and_data_change_when_they_are_due(statistics_every: Any, solve_every: Any) -> None:
     model = fill(nn.Linear(2, 2))
     settings = {"statistics_every": statistics_every, "solve_every": solve_every}
-    own = soframe.Preconditioner(model, lr=0.1, **{"statistics_every": 1, **settings})
+    own = soframe.Preconditioner(model, solver="eigen", lr=0.1, **settings)
     intervals = [Every(name, value) for name, value in settings.items()]
     seen = []
     with closing(own):

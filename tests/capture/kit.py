@@ -29,6 +29,7 @@ from soframe import Preconditioner
 from soframe.settings import grouped
 from soframe.testing import compare, dense_preconditioned, kron
 from tests.distributed.harness import run_ranks
+from tests.kit import exact
 
 WORLDS = [1, pytest.param(2, marks=pytest.mark.distributed)]
 DAMPING, DECAY, LR, STEPS, SAMPLES = 0.1, 0.8, 0.2, 3, 4
@@ -208,8 +209,14 @@ def actual(rank: int, world_size: int, case: Case) -> list[Result]:
 
 def precondition(model: nn.Module, **options: Any) -> Preconditioner:
     """Build a preconditioner with the settings of the reference."""
-    settings = {"damping": DAMPING, "decay": DECAY, "kl_clip": None, "solve_every": 1}
-    return Preconditioner(model, **grouped({"statistics_every": 1, **settings, **options}))
+    settings: dict[str, Any] = {
+        "damping": DAMPING,
+        "decay": DECAY,
+        "kl_clip": None,
+        "solve_every": 1,
+    }
+    settings |= {"statistics_every": 1, **exact(options.get("method", "kfac"))}
+    return Preconditioner(model, **grouped({**settings, **options}))
 
 
 def snapshot(model: nn.Module, preconditioner: Preconditioner) -> Result:

@@ -111,13 +111,13 @@ def test_a_weight_that_is_computed_for_a_while(
         change(model[1])
         optimizer.zero_grad()
         backward(model, seed)
-        lost = r"lost their block: 1 \(kfac / eigen before\): .*computed"
+        lost = r"lost their block: 1 \(kfac / inverse before\): .*computed"
         with pytest.warns(UserWarning, match=lost) if change is compute else nothing_is_said():
             optimizer.step()
         rows = [row for row in optimizer.report() if row.parameter.startswith("1.")]
         assert {row.parameter for row in rows} == {f"1.{n}" for n, _ in model[1].named_parameters()}
         methods += [row.method for row in rows]
-    assert methods == ["kfac / eigen", "adamw", "kfac / eigen"]
+    assert methods == ["kfac / inverse", "adamw", "kfac / inverse"]
 
 
 def freeze(model: nn.Sequential) -> None:
@@ -157,7 +157,7 @@ def test_a_layer_of_another_kind_is_named_where_it_has_no_block() -> None:
     model[0] = nn.Bilinear(3, 3, 4).double()
     x = torch.randn(6, 3, dtype=torch.float64)
     model[2](model[1](model[0](x, x))).square().mean().backward()
-    lost = r"lost their block: 0 \(kfac / eigen before\): Bilinear: no layer helper"
+    lost = r"lost their block: 0 \(kfac / inverse before\): Bilinear: no layer helper"
     with pytest.warns(UserWarning, match=lost) as said:
         preconditioner.step()
     assert [one.filename for one in said] == [__file__]

@@ -25,7 +25,7 @@ SHAPES = {
 METHODS: dict[str, Method] = {
     "muon": Muon(dtype="float64"),
     "soap": SOAP(),
-    "shampoo": Shampoo(0.7, epsilon=0.01),
+    "shampoo": Shampoo(0.7, epsilon=0.01, graft=None),
 }
 
 

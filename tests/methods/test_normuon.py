@@ -100,7 +100,7 @@ def test_zero_rows_stay_zero() -> None:
         (KFACMuon(), (KFAC(), MOMENTUM, Orthogonalise(), MatchRMS())),
         (NewtonMuon(), (FOOF(), MOMENTUM, Orthogonalise(), MatchRMS())),
         (
-            SOAPNorMuon(max_ratio=4.0),
+            SOAPNorMuon(0.95, max_ratio=4.0, steps=5),
             (
                 MOMENTUM,
                 SOAP(betas=(0.0, 0.95), skip_first=False, max_ratio=4.0),

@@ -314,7 +314,7 @@ def test_soap_muon_is_its_stages() -> None:
     reference = Published(SOAP((0.0, beta)), 1)
     buffer = torch.zeros(4, 4, dtype=torch.float64)
     with (
-        closing(stages.preconditioner(model, "soap-muon")) as own,
+        closing(stages.preconditioner(model, SOAPMuon(beta, steps=5))) as own,
         closing(stages.preconditioner(other, Muon())) as muon,
     ):
         assert [block.name for block in own.blocks] == ["0.weight"]

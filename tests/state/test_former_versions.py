@@ -24,7 +24,8 @@ def resumed(state: dict[str, Any]) -> tuple[nn.Module, soframe.Preconditioner]:
     model.load_state_dict(state["model"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     method = soframe.methods.Chain(("momentum", "kfac"))
-    settings: dict[str, Any] = {"damping": 0.02, "statistics_every": 2, "solve_every": 3}
+    settings: dict[str, Any] = {"solver": "eigen", "damping": 0.02}
+    settings |= {"statistics_every": 2, "solve_every": 3}
     preconditioner = soframe.Preconditioner(model, method, optimizer=optimizer, **settings)
     preconditioner.load_state_dict(state["preconditioner"])
 

@@ -22,6 +22,7 @@ from soframe.testing import (
     natural_gradient_cosines,
 )
 from tests.curvature import fill, half_square, log_cosh, randn
+from tests.kit import exact
 from tests.methods.stages import damping_for
 
 DAMPING = 0.05
@@ -41,7 +42,7 @@ def taken(
 ) -> soframe.Preconditioner:
     """A preconditioner after two steps on one batch, between which no weight has moved."""
     settings = {"kl_clip": None, "statistics_every": 1, "solve_every": 9}
-    settings |= damping_for(method, damping=DAMPING)
+    settings |= damping_for(method, damping=DAMPING) | exact(method)
     own = soframe.Preconditioner(model, method, **grouped({**settings, **options}))
     for _ in range(2):
         model.zero_grad()
