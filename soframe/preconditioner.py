@@ -73,8 +73,8 @@ class Preconditioner(Stateful):
             meta device it is planned: `report` and ``placement`` work, and steps need weights.
         method: The curvature method: a name, class, instance, or a mapping from patterns on module
             names to one of these (first match wins).
-        solver: The solver, specified in the same way; None for ``"eigen"``, or ``"inverse"`` if a
-            side of the model is too long for eigendecompositions on a CPU, which `report` says.
+        solver: The solver, specified in the same way; None for ``"inverse"``, or ``"eigen"`` if a
+            method needs eigenvectors, which `report` says.
         strategy: The distribution strategy: a name, class or instance.
         optimizer: The optimizer whose learning rates the clips read at every step.
         lr: The learning rate for the clips, instead of an ``optimizer``.

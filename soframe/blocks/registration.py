@@ -77,7 +77,7 @@ class Choices:
 
     Attributes:
         method: The curvature method.
-        solver: The solver; None for the choice of `Registration.settle`.
+        solver: The solver; None for ``"inverse"``, or ``"eigen"`` if a method needs it.
         home: Where gradients live.
         layers: Helper classes by patterns on module names, which come before the registry; or
             ``"all"``, for the optional helpers of the registry too.
