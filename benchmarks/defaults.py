@@ -35,8 +35,9 @@ STEPS = 240
 PARTS = (0.75, 1.0)
 WORKLOADS = ("byte-gpt", "byte-llama", "cluttered-vit")
 MOMENTA = (0.85, 0.9, 0.95)
-MUON = [("soframe:muon", lr, {"momentum": m}) for m in MOMENTA for lr in (0.02, 0.03, 0.04)]
-DEFAULT = [("soframe:soap-normuon", lr, {}) for lr in (0.02, 0.03, 0.04, 0.06)]
+LRS = (0.02, 0.03, 0.04, 0.06)
+MUON = [("soframe:muon", lr, {"momentum": m}) for m in MOMENTA for lr in LRS]
+DEFAULT = [("soframe:soap-normuon", lr, {}) for lr in LRS]
 _TURN = 20  # steps, after which the other is timed
 
 Setting = tuple[str, float, dict[str, Any]]

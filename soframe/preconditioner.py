@@ -490,7 +490,9 @@ class Preconditioner(Stateful):
             warn_of_lost_blocks(self._report, registration.report, stacklevel=9)
         self._placed, self.placement = placed, placement
         report = registration.report
-        self._report: Report = replace(report, solver=self._report.solver) if again else report
+        if again:
+            report = replace(report, solver=self._report.solver or report.solver)
+        self._report: Report = report
         self._registration = registration
         self._watch = Watch(self._model)
         self._listen(again=again)

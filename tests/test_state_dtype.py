@@ -157,7 +157,7 @@ def test_ranks_round_alike(strategy: str) -> None:
     alone = _on_ranks(0, 1, "comm-opt")
     for result in run_ranks(_on_ranks, 2, strategy):
         for name, tensor in result.items():
-            torch.testing.assert_close(tensor, alone[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(tensor, alone[name], rtol=1e-3, atol=1e-4)
 
 
 def test_others_are_refused() -> None:

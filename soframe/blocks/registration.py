@@ -198,7 +198,7 @@ class Registration:
     Attributes:
         blocks: The blocks, in the order of ``named_modules``.
         report: Every parameter.
-        solver: The solver's choice; if the user left it open, its name.
+        solver: The solver's choice; if the user left it open, its name, or None if no block has it.
         unused: The patterns that match no module.
 
     Raises:
@@ -221,8 +221,9 @@ class Registration:
                     f"layers[{pattern!r}] must be a LayerHelper class or 'all', not {helper!r}"
                 )
         self._methods = _PerLayer("method", choices.method, Method)
-        self.solver = "eigen" if choices.solver is None else choices.solver
-        self._solvers = _PerLayer("solver", self.solver, Solver)
+        self.solver = choices.solver
+        default = "eigen"  # until `_settle` chooses
+        self._solvers = _PerLayer("solver", default if self.solver is None else self.solver, Solver)
         self._auxiliary: Method | None = None
         if choices.auxiliary is not None:
             self._auxiliary = KINDS["method"].build(choices.auxiliary, Method)
@@ -684,6 +685,7 @@ class Registration:
         except ValueError:  # of a method that needs eigenvectors
             unable = True
         if unable:
+            self.solver = "eigen"
             return "solver 'eigen' by default, since a method does not take 'inverse'"
         self.blocks, self.solver = blocks, "inverse"
         return "solver 'inverse' by default"

@@ -1,7 +1,7 @@
 """Counting: the terms that the loss is a mean of, and the rows that are data.
 
 The number of samples is the root module's batch: the first dimension that the tensors among its
-arguments share, else its outputs; with ``samples="positions"`` the tokens of integer inputs
+arguments share; with ``samples="positions"`` the tokens of integer inputs
 ``[N, T]``. A layer may see some of the samples (a mixture of experts), or pieces of them (windows
 of an image): its sums are still divided by N. A layer that is called without the batch, such as a
 table of positions with ``[1, T]``, is shared by all samples (`LayerHelper.lacks_batch`). If the

@@ -129,10 +129,10 @@ def _signed(
     """Yield the columns with each sample's multiplied by a sign, the same for all outputs."""
     # Where a layer is shared by all samples, autograd adds up their columns. With random signs the
     # products of different samples' columns have mean zero; each sample's own is unchanged.
-    generator = torch.Generator().manual_seed(seed)  # torch's own is the user's
+    generator = torch.Generator(device="cpu").manual_seed(seed)  # torch's own is the user's
     for columns, weight in vectors:
         size = next(len(column) for column in columns if column is not None)
-        signs = 2 * torch.randint(2, (size,), generator=generator) - 1
+        signs = 2 * torch.randint(2, (size,), generator=generator, device="cpu") - 1
         each = [
             c if c is None else c * signs.to(c).view(-1, *(1 for _ in c.shape[1:])) for c in columns
         ]

@@ -100,11 +100,12 @@ class _Keep(torch.autograd.Function):
 class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
-    Of a layer; without a helper, of the root module, before and after its forward pass.
+    Of a layer; without a helper, of the root module, before its forward pass.
     """
 
     def __init__(self, capture: Capture, helper: LayerHelper | None) -> None:
         self._capture = weakref.ref(capture)
+        self._root = helper is None
         self._helper = None if helper is None else weakref.ref(helper)
         self._deliver = _eagerly()
 
@@ -114,7 +115,7 @@ class _Hook:
         capture = self._capture()
         helper = None if self._helper is None else self._helper()
         # torch.compile traces this much: only at statistics steps do layers break the graph.
-        if capture is not None and (helper is None) == (self._helper is None) and capture.enabled:
+        if capture is not None and (self._root or helper is not None) and capture.enabled:
             if helper is not None and getattr(module, "_is_replica", False):
                 raise RuntimeError(
                     f"torch.nn.DataParallel runs copies of a {type(module).__name__}, each on a "
@@ -144,7 +145,7 @@ def _deliver(
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return
         if helper is None:
-            capture._on_root(args, kwargs, output)
+            capture._on_root(args, kwargs)
             return
         try:
             capture._on_forward(helper, args, kwargs, output)
@@ -207,7 +208,6 @@ class Capture:
             with the version of a parameter then: an optimizer that steps changes it.
         batch: The declaration of the forward passes under way.
         told: Whether `Preconditioner.count` was ever called.
-        noted: Whether a warning has said how repeated calls of the root count.
         shares: Whether a layer was called without the batch since the last probe.
         failure: The error that the step raises on every rank.
         half: Whether a layer with float32 parameters had a float16 gradient in this window.
@@ -226,7 +226,6 @@ class Capture:
     called: dict[LayerHelper, int] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)
     told: bool = False
-    noted: bool = False
     shares: bool = False
     failure: Exception | None = None
     half: bool = False
@@ -258,11 +257,9 @@ class Capture:
             hook = _Hook(self, helper)
             self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
         if names and self.model is not None:
-            hook = _Hook(self, None)
-            self._handles += [
-                self.model.register_forward_pre_hook(hook, with_kwargs=True),
-                self.model.register_forward_hook(hook, with_kwargs=True),
-            ]
+            # No hook after it: torch.compile would compile that as a frame of its own.
+            root = _Hook(self, None)
+            self._handles.append(self.model.register_forward_pre_hook(root, with_kwargs=True))
 
     def _precede(self) -> None:
         """Run before the hooks of others, which may replace the output (adapters do)."""
@@ -387,14 +384,10 @@ class Capture:
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def _on_root(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """See the batch of a forward pass in the root's arguments, else in its output."""
+    def _on_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See the batch of a forward pass in the root's arguments."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return  # no training, or a checkpoint that recomputes
-        if output is not None:
-            if self.batch.size is None:
-                self.batch.see(output)
-            return
         self._precede()
         self._begin_call()
         if not self.batch.declared:

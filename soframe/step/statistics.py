@@ -124,6 +124,7 @@ class Statistics:
         self._samples = samples
         self._grad_scale = grad_scale
         self._passes = Passes(samples)
+        self._told = False  # how repeated calls of the root count
         self._part_of = {block: part_of(block) for block in blocks}
         self._one_part = len(set(self._part_of.values())) <= 1
         self._parts: dict[int, int] = {}  # the stage of each pass
@@ -343,10 +344,8 @@ class Statistics:
         if self._capture.failure is not None:
             self._passes.fail(self._capture.failure)
         self._passes.require_counted()
-        if self._capture.noted or not self._passes.samples:
-            return
-        if calls := self._passes.repeated():
-            self._capture.noted = True
+        if not self._told and (calls := self._passes.repeated()):
+            self._told = True
             warnings.warn(
                 f"soframe: the model was called {calls} times with one sample in a backward pass, "
                 f"which are taken as the positions of one sample, with a loss that adds them up; "

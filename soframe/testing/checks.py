@@ -668,6 +668,9 @@ def _check_traces(
     backends = [Recording(rank=rank, world_size=ranks, fused=fused) for rank in range(ranks)]
     for backend in backends:
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 2))
+        with torch.no_grad():  # factors that a strategy rounds stay positive by their damping
+            for parameter in model.parameters():
+                parameter.mul_(0.01)
         preconditioner = Preconditioner(
             model,
             method,

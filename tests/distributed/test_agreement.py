@@ -42,7 +42,7 @@ DIFFERENCES = {
     "model": ({"widths": (3, 5, 2)}, "placement of rank", "placement of rank"),
     "skip": ({"skip": ["0"]}, "placement of rank", "placement of rank"),
     "strategy": ({"strategy": "mem-opt"}, "placement of rank", "placement of rank"),
-    "solver": ({"solver": "inverse"}, "settings of rank", "settings of rank"),
+    "solver": ({"solver": "eigen"}, "settings of rank", "settings of rank"),
     "dtype": ({"dtype": torch.float64}, "settings of rank", "settings of rank"),
     "interval": ({"statistics_every": 2}, "settings of rank", "settings of rank"),
     "damping": ({"damping": 0.5}, "settings of rank", "settings of rank"),
@@ -161,7 +161,7 @@ def train_in_a_group(rank: int, ranks: int, cases: list[Case]) -> list[torch.Ten
 
 def test_disjoint_groups_train_on_their_own():
     cases = [Case({"strategy": s, "solve_every": 2}, HALVES) for s in ("mem-opt", "comm-opt")]
-    cases.append(Case({"solver": "inverse"}, HALVES))
+    cases.append(Case({"solver": "eigen"}, HALVES))
     alone = [train_alone(Case(case.options)) for case in cases]
     for rank, results in enumerate(run_ranks(train_in_a_group, 4, cases)):
         mine = next(i for i, members in enumerate(SUBGROUPS) if rank in members)
