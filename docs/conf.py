@@ -66,7 +66,9 @@ nitpick_ignore_regex = [
     # Aliases, spelt out in the text beside them.
     (r"py:class", r"(Choice|ClipLR|DampingChoice|Interval|LossAverage|Rows|Samples|Scaling)"),
     # Bases of public classes, internal.
-    (r"py:class", r"soframe\.(state\.stateful\.Stateful|layers\.layout\.WeightAndBias)"),
+    (r"py:class", r"soframe\.state\.stateful\.(Stateful|OfModel)"),
+    (r"py:class", r"soframe\.(layers\.layout\.WeightAndBias|methods\.blocked\.Parts)"),
+    (r"py:class", r"soframe\.blocks\.report\.ReportRow"),  # plain data
     (r"py:class", r"soframe\.trust_region\.base\.ClosureOptimizer"),  # of trust regions
     (r"py:class", r"(OnStep|ParamsT|Schedule|Writer)"),
     (r"py:class", r"(RMS|Coefficients|Carry|WeightDecayKind|Constraint)"),

@@ -58,7 +58,7 @@ def weighted_moments(
 @register("method", "kl-shampoo")
 @dataclass(frozen=True)
 class KLShampoo(Shampoo):
-    """Shampoo whose factors are weighted by each other's inverse; it needs no grafting.
+    """Shampoo whose factors are weighted by each other's inverse; it needs no ``graft``.
 
     The update of X ``[groups, out, in]`` is ``L^(-1/2) X R^(-1/2)``. The inverses in the statistics
     are the squares of the roots of the last solve: one step old if ``solve_every`` is 1, up to
@@ -68,7 +68,6 @@ class KLShampoo(Shampoo):
         decay: The decay of the factors per step.
         power: -1/2, or None for the same: the square of the root must be the inverse.
         epsilon: Added to eigenvalues, relative to the largest, in the roots and thus the inverses.
-        graft: None, or as for `Shampoo`.
         start: The multiple of the identity from which the factors start.
 
     Raises:
