@@ -116,7 +116,8 @@ def test_a_call_runs_as_it_is_printed(name: str) -> None:
     start = closure().item()
     if hasattr(optimizer, "preconditioner") or "preconditioner" in scope:
         own = scope.get("preconditioner") or optimizer.preconditioner
-        with closing(kit.precondition(copy.deepcopy(model), **found.plan)) as planned:
+        plan = {"solver": None, **found.plan}
+        with closing(kit.precondition(copy.deepcopy(model), **plan)) as planned:
             used = [[(b.method, b.solver) for b in one.blocks] for one in (own, planned)]
         assert used[0] == used[1]
     steps = [scope["preconditioner"]] if "preconditioner" in scope else []
@@ -140,7 +141,7 @@ def test_the_memory_is_that_of_the_plan(name: str, ranks: int) -> None:
     strategies = ["comm-opt", "mem-opt", "sharded"] if ranks > 1 else [found.strategy]
     assert sorted(found.memory) == sorted(strategies)
     for strategy, size in found.memory.items():
-        settings: dict[str, Any] = {**found.plan, "strategy": strategy}
+        settings: dict[str, Any] = {"solver": None, **found.plan, "strategy": strategy}
         settings["backend"] = soframe.comm.recording.Recording(world_size=ranks)
         with closing(kit.precondition(model, **settings)) as own:
             assert size == max(own.placement.memory(rank)["total"] for rank in range(ranks))
