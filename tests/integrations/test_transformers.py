@@ -39,6 +39,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:(?!soframe)")
 
 TOKENS = 11
 
+# The Trainer zeroes gradients by the model: a step that its scaler skips costs the statistics of
+# the next batch, see docs/guides/unchecked.md.
+EXACT = {name: case for name, case in CASES.items() if name != "own fp16"}
+
 
 def trainer_of(folder: str, model: nn.Module, optimizer: Any, data: Any, **settings: Any) -> Any:
     """A Trainer that takes samples in their order, at one learning rate."""
@@ -133,10 +137,10 @@ def train(
         return weights(model)
 
 
-@pytest.mark.parametrize("name", ["clip", *CASES])
+@pytest.mark.parametrize("name", ["clip", *EXACT])
 def test_equal_to_the_plain_loop(tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers")
-    case = {"clip": Case(clip=0.05), **CASES}[name]
+    case = {"clip": Case(clip=0.05), **EXACT}[name]
     assert_plain(train(str(tmp_path), case), case, TIGHT)
 
 
@@ -236,7 +240,7 @@ def test_optimizers_that_it_is_not_for(tmp_path: Path) -> None:
 def on_ranks(rank: int, ranks: int, folder: str) -> list[Any]:
     """Every case, and two that resume, with states that are spread over the ranks."""
     as_launched(rank, ranks)
-    every = {"plain": Case(), "owned": Case(own=True), **CASES}
+    every = {"plain": Case(), "owned": Case(own=True), **EXACT}
     found: dict[str, Any] = {}
     for name, case in every.items():
         found[name] = train(f"{folder}/{name}", case, ranks=ranks, placed="mem-opt")
@@ -257,7 +261,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     for found, plain, owned in run_ranks(on_ranks, 2, str(tmp_path), timeout=240):
         assert_equal(plain, found["plain"], 0)
         assert_equal(owned, found["owned"], 0)
-        for name, case in {"plain": Case(), "owned": Case(own=True), **CASES}.items():
+        for name, case in {"plain": Case(), "owned": Case(own=True), **EXACT}.items():
             assert_plain(found[name], case, 1e-8)
 
 
