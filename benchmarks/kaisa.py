@@ -33,6 +33,7 @@ import torch
 import typer
 from rich.table import Table
 
+from benchmarks.methods import USUAL
 from experiments import display, runs
 from experiments.clutter import TRAINING_IMAGES
 from experiments.config import ClockName, RunConfig
@@ -96,6 +97,7 @@ CONTENDERS: Mapping[str, Contender] = {
         "soframe:soap-muon",
         (0.01, 0.02, 0.04),
         options={"auxiliary_lr": AUXILIARY_LR, **every(1, 10)},
+        method=USUAL,
     ),
 }
 

@@ -114,7 +114,11 @@ def every(steps: int) -> dict[str, int]:
 
 WITHIN = r"^layers\."
 """The modules within the model: for methods that would take embeddings and the head, too."""
-_SHORT: Mapping[str, Any] = {"max_ratio": 2.0}
+WIDE = 1e9
+"""A ratio of sides that no matrix has: all of them have a basis."""
+USUAL: Mapping[str, Any] = {"momentum": 0.95, "steps": 5, "max_ratio": WIDE}
+"""SOAP-Muon without the settings that its defaults have by now."""
+_SHORT: Mapping[str, Any] = {**USUAL, "max_ratio": 2.0}
 _APART: Mapping[str, Any] = {"cut": {"qkv": 3}}
 _LIGHT: Mapping[str, Any] = {"statistics_every": 2, "solve_every": 20, **_APART}
 """Half of the statistics and of the bases; three Newton-Schulz iterations go with it, of five."""
@@ -139,9 +143,9 @@ CONTENDERS: Mapping[str, Contender] = {
     ),
     "muon, q k v apart": Contender("soframe:muon", options=_APART),
     "normuon, q k v apart": Contender("soframe:normuon", options=_APART),
-    "soap-muon": Contender("soframe:soap-muon", options=every(5)),
+    "soap-muon": Contender("soframe:soap-muon", method=USUAL, options=every(5)),
     "soap-muon, max_ratio=4": Contender(
-        "soframe:soap-muon", method={"max_ratio": 4.0}, options=every(5)
+        "soframe:soap-muon", method={**USUAL, "max_ratio": 4.0}, options=every(5)
     ),
     "normuon": Contender("soframe:normuon"),
     **{
@@ -193,7 +197,11 @@ CONTENDERS: Mapping[str, Contender] = {
         "soframe:ekfac+momentum+graft", _AVERAGED, _CALLS, modules=WITHIN, lrs=_ADAM
     ),
     "shampoo, at Adam's length": Contender(
-        "soframe:momentum+shampoo+graft", _AVERAGED, every(10), modules=WITHIN, lrs=_ADAM
+        "soframe:momentum+shampoo+graft",
+        {**_AVERAGED, "shampoo": {"graft": None}},
+        every(10),
+        modules=WITHIN,
+        lrs=_ADAM,
     ),
     "kl-shampoo": Contender(
         "soframe:momentum+kl-shampoo", _AVERAGED, every(10), modules=WITHIN, lrs=_SOAP
