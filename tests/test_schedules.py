@@ -51,8 +51,9 @@ def one_step(**settings: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "bad"), OUT_OF_RANGE, ids=str)
 def test_out_of_range_names_the_setting(name: str, bad: object) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be"):
-        one_step(**{name: bad})
+    if bad is not None or name not in INTERVALS:  # None leaves an interval to the methods
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            one_step(**{name: bad})
     with pytest.raises(ValueError, match=f"{name} must be"):
         one_step(**{name: lambda step: bad})
 

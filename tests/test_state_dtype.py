@@ -87,7 +87,7 @@ def learn(method: Any, dtype: torch.dtype | None, lr: float) -> tuple[float, flo
 
 
 @pytest.mark.parametrize(
-    ("method", "lr"), [("adamw", 0.02), ("muon", 0.02), ("soap", 0.02), ("soap-muon", 0.05)]
+    ("method", "lr"), [("adamw", 0.02), ("muon", 0.05), ("soap", 0.02), ("soap-muon", 0.05)]
 )
 def test_training_does_not_suffer(method: str, lr: float) -> None:
     before, single = learn(method, None, lr)

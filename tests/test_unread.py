@@ -21,7 +21,7 @@ from soframe.specs import FactorSpec
 from tests import kit
 
 CHOSEN: dict[str, dict[str, Any]] = {
-    "solver": {"solver": "inverse"},
+    "solver": {"solver": "newton-schulz"},
     "damping": {"damping": 1.0},
     "decay": {"decay": 0.5},
     "kl_clip": {"kl_clip": 1e-7},

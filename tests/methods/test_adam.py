@@ -261,9 +261,10 @@ def test_complex_weights_move_as_torchs(method: str) -> None:
     """Real and imaginary parts each have moments of their own, as in torch's AdamW."""
     own, theirs = Spectral(), Spectral()
     settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3}
+    rates = {**settings, "auxiliary_lr": 0.02}
     plain = method == "sgd"
     chosen: Any = SGD(0.9) if plain else method
-    ours = soframe.Optimizer(own, chosen, decay_vectors=True, **settings)
+    ours = soframe.Optimizer(own, chosen, decay_vectors=True, **rates)
     assert {row.parameter for row in ours.report() if row.block is None} == set()
     for model in (own, theirs):
         model.lift.requires_grad_(False)

@@ -53,7 +53,7 @@ BROKEN: dict[str, tuple[Callable[[State], None], str]] = {
     "no format": (drop("format"), "not the state of a soframe.Preconditioner"),
     "no block": (drop(*HEAD), r"lacks \['head'\] and has nothing"),
     "no factor": (drop(*HEAD, "factors", "A"), "damaged: head/factors/A is missing"),
-    "no data": (drop(*HEAD, "second_order", "A", "values"), "head/second_order/A/values is miss"),
+    "no data": (drop(*HEAD, "second_order", "A", "inverse"), "head/second_order/A/inverse is miss"),
     "other scaling": (change("scaling", to="kaisa"), "made with scaling='kaisa', not 'fisher'"),
     "other method": (change(*HEAD, "method", to="Other()"), "was made by Other()"),
     "other shape": (change(*HEAD, "shape", to=[1, 3, 7]), r"shape \[1, 3, 7\] in the state and"),

@@ -49,7 +49,7 @@ def poison(part: dict[str, Any]) -> None:
 
 
 def drop(part: dict[str, Any]) -> None:
-    del part["head/second_order/A/values"]
+    del part["head/second_order/A/inverse"]
 
 
 def shorten(part: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], Callable[[Path], None]
     "other model": (in_header("blocks", to={}), nothing, "of another model or another choice"),
     "damaged header": (in_header("step", to=7), nothing, "its numbers and names"),
     "garbled": (garble, nothing, "its header cannot be read"),
-    "lacks a tensor": (drop, nothing, "Missing key .*head/second_order/A/values"),
+    "lacks a tensor": (drop, nothing, "Missing key .*head/second_order/A/inverse"),
     "other size": (shorten, nothing, "Size mismatch .*head/factors/A"),
     "damaged tensor": (poison, nothing, "damaged: head/factors/G has another checksum"),
 }
