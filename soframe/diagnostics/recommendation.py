@@ -78,7 +78,7 @@ ADVICE = (
         "optimizer = soframe.Optimizer(model, lr=0.03{more})",
         (0.02, 0.06),
         "on a byte-level GPT and a small Llama it has the loss of Muon, whose momentum and rate "
-        "were tuned, in fewer steps; on a small ViT it is a little behind",
+        "were tuned, in fewer steps; on a small ViT it is behind",
         "docs/benchmarks/defaults.md",
         {"method": "soap-normuon", "auxiliary": "adamw"},
         strategy="mem-opt",
