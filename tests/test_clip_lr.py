@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import lr_scheduler as torch_lr
 
 import soframe
@@ -41,14 +41,18 @@ BOUNDS: list[dict[str, Any]] = [{"kl_clip": 1e-5}, {"kl_clip": None, "norm_clip"
     [(float, by_hand), (lambda lr: torch.tensor(lr, dtype=torch.float64), in_place)],
     ids=["number", "tensor"],
 )
+@pytest.mark.parametrize("by_default", [{}, {"clip_lr": "initial"}], ids=["default", "initial"])
 def test_the_factor_is_that_of_the_first_rate(
-    bounds: dict[str, Any], number: Any, assign: Callable[[dict[str, Any], float], None]
+    bounds: dict[str, Any],
+    number: Any,
+    assign: Callable[[dict[str, Any], float], None],
+    by_default: dict[str, Any],
 ) -> None:
     plain, model = net(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=number(0.4))
     unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
     own = soframe.Preconditioner(
-        model, optimizer=optimizer, statistics_every=1, **grouped({"clip_lr": "initial", **bounds})
+        model, optimizer=optimizer, statistics_every=1, **grouped({**by_default, **bounds})
     )
     lengths = []
     with closing(unclipped), closing(own):
@@ -323,8 +327,37 @@ def test_a_schedule_that_warms_up_without_an_optimizer() -> None:
     own.close()
 
 
-def test_live_is_the_default_and_other_words_are_refused() -> None:
-    with closing(soframe.Preconditioner(net(), lr=0.1)) as own:
-        assert own.state_dict()["initial_lrs"] == []
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_that_were_merged_since_have_what_their_scheduler_recorded(groups: int) -> None:
+    """As many groups as were saved have the saved references."""
+
+    def optimizer_of(model: nn.Sequential, count: int) -> torch.optim.Optimizer:
+        parts = [list(model[i].parameters()) for i in (0, 3)]
+        parts = parts if count == 2 else [parts[0] + parts[1]]
+        return torch.optim.SGD([{"params": part, "lr": 0.4} for part in parts])
+
+    model, plain = net(), net()
+    with closing(
+        soframe.Preconditioner(model, kl_clip=KAPPA, optimizer=optimizer_of(model, 2))
+    ) as own:
+        step(model, own)
+        saved = own.state_dict()
+    optimizer = optimizer_of(model, groups)
+    for group in optimizer.param_groups:
+        group.update(lr=0.1, initial_lr=0.3)
+    unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
+    again = soframe.Preconditioner(model, kl_clip=KAPPA, optimizer=optimizer)
+    with closing(again), closing(unclipped):
+        again.load_state_dict(saved)
+        for one in range(2):  # the loaded statistics and data are of the first step
+            raw, p = step(plain, unclipped, 0)
+            if one == 0:
+                _, clipped = step(model, again, 0)
+    reference = 0.4 if groups == 2 else 0.3
+    for one_tensor, other in zip(clipped, p, strict=True):
+        compare(one_tensor, clip(raw, p, [reference] * 4, KAPPA) * other, "clipped")
+
+
+def test_other_words_are_refused() -> None:
     with pytest.raises(ValueError, match="clip_lr must be one of 'live', 'initial', not 'first'"):
         soframe.Preconditioner(net(), lr=0.1, clips=soframe.Clips(clip_lr="first"))  # type: ignore[arg-type]
