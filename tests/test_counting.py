@@ -307,6 +307,57 @@ def test_layers_without_a_batch_are_shared_by_all_samples(
         compare(means[0][0], counts[None], "places.A")
 
 
+class Context(nn.Module):
+    """Called with samples and with more rows of a context, so that its inputs do not show N."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 3, bias=False), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return self.head(self.inner(x) + context.mean(0))
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+def test_inputs_that_differ_leave_n_to_the_layer_nearest_to_the_loss(rows: int) -> None:
+    model, x = fill(Context()), randn(4, 3)
+    with closing(preconditioner(model)) as own:
+        model(x, randn(rows, 3)).mean(0).sum().backward()
+        own.step()
+        compare(factors(own, "inner")[0][0], x.T @ x / 4, "A")
+
+
+class Steps(nn.Module):
+    """A table that is called with ids of each sample, or of each step.
+
+    Args:
+        steps_first: Whether the steps are the first dimension.
+    """
+
+    def __init__(self, *, steps_first: bool) -> None:
+        super().__init__()
+        self.steps_first = steps_first
+        self.table, self.head = nn.Embedding(5, 3), nn.Linear(3, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.table(ids.T).transpose(0, 1) if self.steps_first else self.table(ids)
+        return self.head(rows.tanh().mean(1))
+
+
+def test_a_table_whose_second_dimension_is_the_batch_is_not_shared() -> None:
+    found = []
+    for steps_first in (False, True):
+        model = fill(Steps(steps_first=steps_first))
+        with closing(preconditioner(model, layers="all")) as own:
+            model(torch.tensor([[0, 1, 2], [4, 4, 1], [1, 0, 0], [3, 2, 2]])).mean(
+                0
+            ).sum().backward()
+            own.step()
+            found.append([f.clone() for f in blocks(own)["table"].running.values()])
+    for name, one, other in zip("AG", *found, strict=True):
+        compare(other, one, name)
+
+
 def test_shared_layers_under_type_2_are_exact_in_expectation() -> None:
     """The signs of columns differ from step to step: without them G would be twice as large."""
     found = []
