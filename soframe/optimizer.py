@@ -2,7 +2,7 @@
 
 ::
 
-    optimizer = soframe.Optimizer(model, method="soap-normuon", lr=0.03, strategy="sharded")
+    optimizer = soframe.Optimizer(model, method="soap-normuon", lr=0.04, strategy="sharded")
     ...
     loss.backward()
     optimizer.step()
@@ -54,7 +54,7 @@ SETTINGS = ("lr", "weight_decay", "weight_decay_kind", "constraint", "decay_vect
 class Optimizer(OfModel, torch.optim.Optimizer):
     """Updates the parameters of a model with any method.
 
-    Param groups are those of ``param_groups``, each divided by method: ``group["method"]`` is the
+    Each entry of ``param_groups`` is divided by method into groups: ``group["method"]`` is the
     name of the method, with the prefix ``"auxiliary: "`` for ``auxiliary``. All settings in a group
     are read at every step, and may be changed there at any time, alike on all ranks. Groups may be
     split, merged, reordered and added, too: every trainable parameter has to be in one group, which
@@ -217,7 +217,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._balls = [ball for block in blocks if (ball := Ball(block, self._names)).matrices]
 
     def _of_method(self, settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        """Return the settings of a param group, given those of the constructor."""
+        """Return the settings of a param group, from the constructor's."""
         own = {name: settings.get(f"{prefix}{name}") for name in SETTINGS}
         if own["lr"] is None:
             own["lr"] = settings["lr"] * self._ratio
@@ -489,7 +489,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 saved = by_names.get(tuple(group.get("names", ())), {})
                 if _sealed(group) != _sealed({key: saved.get(key) for key in group}):
                     raise ValueError(
-                        "the state is damaged: its param groups are not those that were saved; to "
+                        "the state is damaged: its param groups were changed after saving; to "
                         "change one, load the state first, then change optimizer.param_groups"
                     )
             moving.require_radii(own["radii"], list(balls.values()))
@@ -582,7 +582,7 @@ def _require_known(names: Iterable[str]) -> None:
 
 
 def _ratio(method: Choice) -> float:
-    """Return the learning rate of the auxiliary method over that of a method, or of several."""
+    """Return the auxiliary learning rate over the method's; the least of several methods."""
     return min(one.auxiliary_ratio for one in methods(method))
 
 

@@ -71,7 +71,7 @@ class Batch:
         mask: The terms of the model's outputs that count; None for all.
         rows: The rows that are data; None for all.
         size: The batch of the root module; None if it was not called, or did not show it.
-        tokens: The number of tokens of its integer inputs; None likewise.
+        tokens: The number of tokens of its integer inputs, or None.
         declared: True if set by `Preconditioner.count`.
         closed: Whether the next forward pass is of another batch.
     """

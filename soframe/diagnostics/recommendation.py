@@ -75,7 +75,7 @@ ADVICE = (
     ),
     Recommendation(
         "transformer",
-        "optimizer = soframe.Optimizer(model, lr=0.03{more})",
+        "optimizer = soframe.Optimizer(model, lr=0.04{more})",
         (0.02, 0.06),
         "on a byte-level GPT and a small Llama it has the loss of Muon, whose momentum and rate "
         "were tuned, in fewer steps; on a small ViT it is behind",
@@ -109,7 +109,7 @@ ADVICE = (
         "dense",
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
         "preconditioner = soframe.Preconditioner(model, optimizer=optimizer{more})",
-        (3e-3, 1.0),
+        (0.01, 0.1),
         "an autoencoder of digits has its target in the same steps at rates of 0.01 and 0.1, since "
         "the clip decides the length. For full batches, soframe.TrustRegion needs no rate",
         "docs/benchmarks/defaults.md",

@@ -1,4 +1,4 @@
-"""Half precision: products of rows, as autocast leaves them, and rounding of what is kept in it.
+"""Half precision: products of rows, as autocast leaves them, and rounding of states.
 
 Products are summed in single precision. They are exact before they are summed: see `widens`. The
 plain twin is a product of copies.

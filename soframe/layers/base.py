@@ -186,7 +186,7 @@ class LayerHelper(WeightAndBias, ABC):
 
     @cached_property
     def counts_inputs(self) -> bool:
-        """Whether its moments of inputs are diagonals, as those of indices are; see `factor`."""
+        """Whether the moments of its inputs are diagonals, as with indices; see `factor`."""
         return self.factor(FactorSpec("A", "right", 1, 1)).kind == "diagonal"
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:

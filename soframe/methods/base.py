@@ -77,7 +77,7 @@ class Call:
 
     @cached_property
     def _long(self) -> tuple[bool, bool]:
-        """Whether the moments of outputs, and those of inputs, are made as diagonals here."""
+        """Whether moments of outputs, and of inputs, are diagonals in this call."""
         _, out, into = self.helper.shape
         # An embedding makes the diagonal itself, of indices.
         right = into > self.max_size and not self.helper.counts_inputs

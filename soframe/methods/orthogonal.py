@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -291,29 +291,21 @@ class NewtonMuon(Muon):
         **settings: As for `Muon`.
     """
 
+    _curvature: ClassVar[type[FOOF | KFAC]] = FOOF
+
     def __init__(
         self, momentum: float = 0.95, *, max_size: int = MAX_SIZE, **settings: Any
     ) -> None:
         super().__init__(momentum, **settings)
-        Chain.__init__(self, (FOOF(max_size), *self.stages))
+        Chain.__init__(self, (self._curvature(max_size), *self.stages))
 
 
 @register("method", "kfac-muon")
 @dataclass(frozen=True, init=False)
-class KFACMuon(Muon):
+class KFACMuon(NewtonMuon):
     """Muon of the gradient that K-FAC has preconditioned.
 
-    The stages are `KFAC`, momentum and Muon's last ones. It accepts the hidden weights of layers
-    that K-FAC supports, without biases.
-
-    Args:
-        momentum: The decay of `Momentum`.
-        max_size: The longest side whose factor is a matrix, see `KFAC`.
-        **settings: As for `Muon`.
+    The stages are `KFAC`, momentum and Muon's last ones; arguments as for `NewtonMuon`.
     """
 
-    def __init__(
-        self, momentum: float = 0.95, *, max_size: int = MAX_SIZE, **settings: Any
-    ) -> None:
-        super().__init__(momentum, **settings)
-        Chain.__init__(self, (KFAC(max_size), *self.stages))
+    _curvature: ClassVar[type[FOOF | KFAC]] = KFAC

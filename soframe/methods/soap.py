@@ -178,8 +178,8 @@ class SOAPMuon(Chain):
     """SOAP applied to the Nesterov momentum, orthogonalised, scaled by the shape.
 
     Vectors, embeddings and the head are skipped: use ``auxiliary="adamw"`` for them. The defaults
-    are the best settings of a byte-level GPT among those that cost little (docs/benchmarks): three
-    iterations are enough in the bases, where a direction has been divided by its sizes.
+    are the best of the cheap settings on a byte-level GPT (docs/benchmarks/defaults.md): in the
+    bases, where a direction has been divided by its sizes, three iterations are enough.
 
     Args:
         momentum: The decay of `Momentum`.
