@@ -239,6 +239,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     def _warn_of_new(self) -> None:
         """Warn of groups that begin where a schedule has changed the rates of the others."""
         new, self._new = self._new, []
+        if not new:
+            return
         others = [g for g in self.param_groups if not any(g is one for one in new)]
         scheduler = any("initial_lr" in group for group in others)  # wraps step()
         first = {
@@ -246,7 +248,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             for given in self._given
             for prefix in ("", "auxiliary_")
         }
-        if new and (scheduler or any(float(group["lr"]) not in first for group in others)):
+        if scheduler or any(float(group["lr"]) not in first for group in others):
             said = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
             warnings.warn(
                 f"soframe: param group(s) of soframe.Optimizer begin, since parameters were thawed "
