@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.blocks.stack import Stack
 from soframe.layers import LinearHelper
-from soframe.methods import Shampoo
+from soframe.methods import AdamW, Chain, Direction, Given, Shampoo
 from soframe.settings import grouped
 from soframe.solvers import Eigen, Inverse, solve_stack
 from soframe.solvers.base import Problem
@@ -111,6 +112,31 @@ def test_every_method_is_that_of_blocks_apart(method: Any, apart: Callable[[], N
     same(together, alone)
 
 
+def test_elementwise_methods_have_one_stack_of_any_shapes(apart: Callable[[], None]) -> None:
+    settings: dict[str, Any] = {"method": Chain(("sgd", "adamw")), "state_dtype": torch.bfloat16}
+    together = trained(**settings)
+    assert sizes(together) == [len(list(together.parameters()))]
+    state = {b.name: dict(b.state) for b in together.own.preconditioner.blocks}
+    apart()
+    alone = trained(**settings)
+    for block in alone.own.preconditioner.blocks:
+        assert state[block.name].keys() == block.state.keys()
+        for name, tensor in block.state.items():
+            assert torch.equal(state[block.name][name], tensor), "rounding depends on the stack"
+    same(together, alone)
+
+
+def test_a_subclass_with_an_update_of_its_own_is_not_elementwise() -> None:
+    class Centred(AdamW):
+        def direct(self, given: Given) -> Direction:
+            made = super().direct(given)
+            return Direction(made.matrix - made.matrix.mean(), made.state)
+
+    assert AdamW.elementwise
+    assert not Centred.elementwise
+    assert not Chain(("sgd", Centred())).elementwise
+
+
 @pytest.mark.parametrize("solver", [Inverse(), Eigen(follows=True), "orthogonal-iteration"])
 @pytest.mark.parametrize("more", [{"stagger": True}, {"background": 1}, {"rows": 0.5}])
 @pytest.mark.covering(together=1)
@@ -189,7 +215,7 @@ def test_a_failed_solve_costs_its_block_alone(apart: Callable[[], None]) -> None
         assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-10)
 
 
-@pytest.mark.parametrize("method", ["kfac", "ekfac", "soap"])
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "soap", "adamw"])
 @pytest.mark.slow
 def test_a_state_of_stacks_continues_apart(method: str, apart: Callable[[], None]) -> None:
     whole = trained(steps=8, method=method)
@@ -289,14 +315,21 @@ class Padded:
 
 def test_gradients_of_padded_matrices() -> None:
     gradients = [randn(3, 2, seed=seed) for seed in range(2)]
-    blocks = [
-        SimpleNamespace(layout=Padded(), gradients=lambda g=g: {"weight": g}) for g in gradients
+    plain = {"elementwise": False, "dtype": torch.float64, "device": torch.device("cpu")}
+    blocks: Any = [
+        SimpleNamespace(
+            layout=Padded(),
+            gradients=lambda g=g: {"weight": g},
+            shape=(1, 3, 3),
+            join=lambda *_: None,
+            **plain,
+        )
+        for g in gradients
     ]
-    like = SimpleNamespace(shape=(1, 3, 3), dtype=torch.float64, device=torch.device("cpu"))
-    stack: Any = SimpleNamespace(blocks=blocks, like=like)
+    stack = Stack(blocks, blocks)
     torch.full((2, 3, 3), torch.nan, dtype=torch.float64)  # what the allocator may hand out again
     expected = torch.stack([nn.functional.pad(g, (0, 1)) for g in gradients])
-    assert torch.equal(_gathered(stack, (0, 1)), expected)
+    assert torch.equal(_gathered({stack: (0, 1)})[stack], expected)
 
 
 def on_ranks(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
@@ -310,7 +343,7 @@ def on_ranks(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["kfac", "ekfac", "diagonal", "soap", "muon"])
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "diagonal", "soap", "muon", "adamw"])
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "hybrid-opt", "sharded"])
 @pytest.mark.covering(together=1)
 def test_ranks_take_the_steps_of_one_process(strategy: str, method: str) -> None:

@@ -133,6 +133,12 @@ class BlockSpec:
         return bool(self.states) or len(self.captured) < len(self.factors)
 
     @cached_property
+    def elementwise(self) -> bool:
+        """Whether a stack may hold it as a vector of its entries."""
+        whole = all(spec.shape == tuple(self.shape) for spec in self.states.values())
+        return self.method.elementwise and whole and not self.factors and not self.shards
+
+    @cached_property
     def takes_samples(self) -> bool:
         """Whether samples are drawn for ``Curvature(rows=...)`` rather than rows."""
         return self.method.reduces or any(factor.reads == "both" for factor in self.factors)
@@ -196,4 +202,5 @@ class BlockSpec:
             shards=tuple(self.shards.values()),
             effort=self.method.effort(self.shape),
             after=self.method.refreshes_after,
+            elementwise=self.elementwise,
         )

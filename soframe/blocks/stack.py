@@ -3,8 +3,9 @@
 Blocks of the same matrix shape, factors, method, solver, dtype and place form a stack. It keeps one
 tensor for each accumulator, factor, second-order datum and method state, with the groups of all its
 blocks side by side: a tensor ``[g, ...]`` of one block is a slice of the stack's ``[blocks * g,
-...]``. Each phase of the step is then one batched call for a stack, or for some of its blocks
-(*members*, ascending indices). Numbers that differ by block are in `Record`.
+...]``. Blocks of an elementwise method need not be alike in shape: several of them are one vector,
+``[entries, 1, 1]``. Each phase of the step is then one batched call for a stack, or for some of its
+blocks (*members*, ascending indices). Numbers that differ by block are in `Record`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,12 +113,16 @@ class Stack:
         self.state: dict[str, Tensor] = {}
         self._pending: list[Pending] = []
         self.all = tuple(range(len(self.blocks)))
+        self._flat = len(self.blocks) > 1 and self.like.elementwise
+        # The first entry of each block in a flat stack, and the end.
+        self._starts = [0, *accumulate(prod(block.shape) for block in self.blocks)]
         for index, block in enumerate(self.blocks):
             block.join(self, index)
 
     def __repr__(self) -> str:
-        groups, out, into = self.like.shape
-        return f"Stack({len(self.blocks)} x {groups} x {out} x {into}, {self.like.method!r})"
+        shapes = Counter(" x ".join(map(str, block.shape)) for block in self.blocks)
+        text = ", ".join(f"{number} x {shape}" for shape, number in shapes.items())
+        return f"Stack({text}, {self.like.method!r})"
 
     def clear(self) -> None:
         """Drop all tensors, once pending collectives have finished."""
@@ -131,6 +138,9 @@ class Stack:
         """Return the slices of some blocks, one for each run of neighbours."""
         if len(members) == len(self.blocks):
             return [tensor]
+        if self._flat:
+            starts = self._starts
+            return [tensor[starts[first] : starts[last]] for first, last in _runs(members)]
         size = len(tensor) // len(self.blocks)
         return [tensor[first * size : last * size] for first, last in _runs(members)]
 
@@ -145,6 +155,27 @@ class Stack:
         parts = values.split([len(view) for view in views]) if len(views) > 1 else [values]
         for view, part in zip(views, parts, strict=True):
             view.copy_(part)
+
+    def shape_of(self, members: Members) -> tuple[int, ...]:
+        """Return the shape of the gradients of some blocks as one tensor."""
+        if self._flat:
+            return sum(prod(self.blocks[member].shape) for member in members), 1, 1
+        groups, out, into = self.like.shape
+        return len(members) * groups, out, into
+
+    def split(self, tensor: Tensor, members: Members) -> list[Tensor]:
+        """Return views of the gradients or updates of some blocks, ``[groups, out, in]`` each."""
+        if not self._flat:
+            return list(tensor.chunk(len(members)))
+        shapes = [self.blocks[member].shape for member in members]
+        parts = tensor.split([prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def join(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Undo `split`; one matrix is not copied."""
+        if self._flat:
+            matrices = [matrix.reshape(-1, 1, 1) for matrix in matrices]
+        return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
 
     def with_values(self, tensor: Tensor | None, members: Members, values: Tensor) -> Tensor:
         """Return a tensor of the stack with other values for some blocks, in other memory."""
@@ -162,7 +193,9 @@ class Stack:
     ) -> Tensor:
         """Return zeros for all blocks, given the shape of a tensor of some of them."""
         like = self.like
-        if len(self.blocks) > 1:
+        if self._flat:
+            shape = self.shape_of(self.all)
+        elif len(self.blocks) > 1:
             shape = (shape[0] // blocks * len(self.blocks), *shape[1:])
         kind = like.dtype if dtype is None else dtype
         return torch.zeros(tuple(shape), dtype=kind, device=like.device)
@@ -330,13 +363,24 @@ class Stack:
         if len(self.blocks) == 1:
             tensors[name] = values
             return
+        if self._flat:
+            values = values.reshape(-1, 1, 1)
         if name not in tensors:
             tensors[name] = self.empty(tuple(values.shape), dtype=values.dtype)
         self.put(tensors[name], (member,), values)
 
     def state_of(self, members: Members) -> dict[str, Tensor]:
-        """Return the states of some blocks, in the dtype in which updates are computed."""
-        dtype = self.like.dtype
+        """Return the states of some blocks, zeros at first, as updates are computed with them."""
+        like, dtype = self.like, self.like.dtype
+        # The stack has no state tensors before the first update.
+        if not self.blocks[members[0]].record.updates:
+            shapes = {
+                name: self.shape_of(members)
+                if self._flat
+                else (len(members) * spec.shape[0], *spec.shape[1:])
+                for name, spec in like.states.items()
+            }
+            return {n: torch.zeros(s, dtype=dtype, device=like.device) for n, s in shapes.items()}
         return {name: self.take(t, members).to(dtype) for name, t in self.state.items()}
 
     def set_state(
@@ -346,7 +390,12 @@ class Stack:
         for name, tensor in tensors.items():
             kept = tensor.to(self.like.state_dtype)
             if turn is not None and kept.dtype != tensor.dtype:
-                kept = dithered(tensor, kept.dtype, tensor.numel() // len(members), turn)
+                # Alike for a block in any stack.
+                if self._flat:
+                    parts = self.split(tensor, members)
+                    kept = self.join([dithered(p, kept.dtype, p.numel(), turn) for p in parts])
+                else:
+                    kept = dithered(tensor, kept.dtype, tensor.numel() // len(members), turn)
             self.state[name] = self.with_values(self.state.get(name), members, kept)
 
 
@@ -422,7 +471,8 @@ class State(_View):
     def __getitem__(self, name: str) -> Tensor:
         if not self._block.record.updates:
             raise KeyError(name)
-        return self._stack.take(self._stack.state[name], self._members)
+        stored = self._stack.take(self._stack.state[name], self._members)
+        return stored.view(self._block.states[name].shape)
 
     @property
     def updates(self) -> int:

@@ -26,16 +26,17 @@ class Norms:
 
 def measure(blocks: Sequence[Block], gradients: Gradients, updates: Sequence[Update]) -> Norms:
     """Return the norms of a step, without waiting for the device and without communication."""
-    used = [(s, [s.blocks[m] for m in gradient.members]) for s, gradient in gradients.items()]
     known = [
-        (block, matrix)
-        for (_, members), gradient in zip(used, gradients.values(), strict=True)
+        (stack.blocks[member], matrix)
+        for stack, gradient in gradients.items()
         if gradient.matrix is not None
-        for block, matrix in zip(members, gradient.matrix.chunk(len(members)), strict=True)
+        for member, matrix in zip(
+            gradient.members, stack.split(gradient.matrix, gradient.members), strict=True
+        )
     ]
     written = [each for u in updates if not u.stack.like.shards for each in u.each()]
     return Norms(
-        used=frozenset(block.name for _, members in used for block in members),
+        used=frozenset(s.blocks[m].name for s, each in gradients.items() for m in each.members),
         gradient={block.name: _norm(matrix) for block, matrix in known},
         direction={block.name: _norm(matrix) for block, matrix in written},
         weight={block.name: norm for block in blocks if (norm := _weight(block)) is not None},

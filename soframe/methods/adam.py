@@ -45,6 +45,7 @@ class AdamW(Method):
     clipped = False
     damped = False
     starts_at_once = True
+    elementwise = True
     options: ClassVar[Mapping[str, str]] = {"betas": "betas", "eps": "eps"}
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -90,6 +91,7 @@ class SGD(Method):
     clipped = False
     damped = False
     starts_at_once = True
+    elementwise = True
     options: ClassVar[Mapping[str, str]] = {"momentum": "momentum"}
 
     momentum: float = 0.0

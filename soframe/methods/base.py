@@ -236,6 +236,7 @@ DECLARED = (
     "refreshes_after",
     "observes_with_data",
     "empirical_only",
+    "elementwise",
     "scalings",
     "auxiliary_ratio",
 )
@@ -266,6 +267,9 @@ class Method(ABC):
             made by another solver, `observe` is not called until the next solve.
         empirical_only: True if its statistics of calls are defined only for gradients of the loss
             itself, not for targets drawn from the model or columns of a type-2 Fisher.
+        elementwise: True if each entry of its update and its states depends on that entry alone,
+            and it has no factors: blocks of any shapes then share a stack, as one long vector
+            ``[entries, 1, 1]``. A subclass with a `direct` of its own declares it anew.
         scalings: The conventions of `soframe.methods.scaling` under which it is defined.
         options: The attributes that a param group of `soframe.Optimizer` may change from step to
             step, by their names there. Only `direct` reads the changed values.
@@ -281,9 +285,15 @@ class Method(ABC):
     refreshes_after: bool = False
     observes_with_data: bool = False
     empirical_only: bool = False
+    elementwise: bool = False
     scalings: ClassVar[tuple[str, ...]] = ("fisher", "kaisa")
     auxiliary_ratio: float = 1.0
     options: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "direct" in vars(cls) and "elementwise" not in vars(cls):
+            cls.elementwise = False
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a param group may change, by their names there."""

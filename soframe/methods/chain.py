@@ -110,6 +110,7 @@ class Chain(Method):
                 "takes all positions of a sample as one row, and another one as rows",
             ),
             "observes_with_data": any(stage.observes_with_data for stage in stages),
+            "elementwise": all(stage.elementwise for stage in stages),
             "auxiliary_ratio": min(stage.auxiliary_ratio for stage in stages),
             "empirical_only": any(stage.empirical_only for stage in stages),
             "_factor_names": _Names(factors),

@@ -43,6 +43,7 @@ class Momentum(Method):
     clipped = False
     damped = False
     starts_at_once = True
+    elementwise = True
     options: ClassVar[Mapping[str, str]] = {"momentum": "beta"}
 
     beta: float = 0.9

@@ -235,7 +235,7 @@ def observe(
         if not due:
             members = [m for m in members if stack.blocks[m].mass == 0]
         for chosen in stack.alike(members):
-            matrix = gradient.of(chosen)
+            matrix = gradient.of(stack, chosen)
             factors: Mapping[str, Tensor] = {}
             with placed.backend.phases("observe"):
                 if matrix is not None and placed.rank in stack.place.gradient_workers:

@@ -155,12 +155,11 @@ def _terms(
     if all(lr is first or (isinstance(lr, float) and lr == first) for lr in lrs):
         yield matrix, gradient, first
         return
-    for number, lr in enumerate(lrs):
-        yield _chunk(matrix, number, len(lrs)), _chunk(gradient, number, len(lrs)), lr
-
-
-def _chunk(tensor: Tensor | None, number: int, chunks: int) -> Tensor | None:
-    return None if tensor is None else tensor.chunk(chunks)[number]
+    split, members = update.stack.split, update.members
+    nothing = [None] * len(lrs)
+    matrices = nothing if matrix is None else split(matrix, members)
+    gradients = nothing if gradient is None else split(gradient, members)
+    yield from zip(matrices, gradients, lrs, strict=True)
 
 
 def _scale(every: list[Tensor], factor: Tensor) -> None:

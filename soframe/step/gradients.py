@@ -36,18 +36,19 @@ class Gradient:
 
     Attributes:
         members: The blocks, the same on every rank.
-        matrix: ``[groups, out, in]`` in the factors' dtype; None if this rank does not have it.
+        matrix: ``[groups, out, in]`` in the factors' dtype, of a stack of an elementwise method
+            ``[entries, 1, 1]``; None if this rank does not have it.
     """
 
     members: tuple[int, ...]
     matrix: Tensor | None
 
-    def of(self, members: Sequence[int]) -> Tensor | None:
+    def of(self, stack: Stack, members: Sequence[int]) -> Tensor | None:
         """Return the gradient of some of the blocks."""
         if self.matrix is None or len(members) == len(self.members):
             return self.matrix
-        each = dict(zip(self.members, self.matrix.chunk(len(self.members)), strict=True))
-        return torch.cat([each[member] for member in members])
+        each = dict(zip(self.members, stack.split(self.matrix, self.members), strict=True))
+        return stack.join([each[member] for member in members])
 
 
 Gradients = Mapping[Stack, Gradient]
@@ -110,12 +111,12 @@ class AveragedGradients:
 
     def now(self) -> dict[Stack, Gradient]:
         """Return the gradients that are in their home now."""
-        found = {}
-        for stack in self._stacks:
-            members = tuple(i for i, b in enumerate(stack.blocks) if b.has_gradient)
-            if members:
-                found[stack] = Gradient(members, _gathered(stack, members))
-        return found
+        every = {
+            s: tuple(i for i, b in enumerate(s.blocks) if b.has_gradient) for s in self._stacks
+        }
+        used = {stack: members for stack, members in every.items() if members}
+        matrices = _gathered(used)
+        return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
 
     def leads(self, stack: Stack) -> bool:
         """Return whether this rank adds the term of a stack in `total`."""
@@ -139,33 +140,36 @@ class AveragedGradients:
         return stack.place.gradient_workers[0] == self._backend.rank
 
 
-def _gathered(stack: Stack, members: Sequence[int]) -> Tensor:
-    """Return gradients of some blocks as one matrix, ``[groups, out, in]``."""
-    blocks, like = [stack.blocks[member] for member in members], stack.like
-    # One block: its own matrix, without a copy.
-    if len(blocks) == 1:
-        (matrix,) = (block.gradient() for block in blocks)
-        assert matrix is not None
-        return matrix
-    groups, out, into = like.shape
-    whole = torch.empty(len(blocks) * groups, out, into, dtype=like.dtype, device=like.device)
-    memory = whole.untyped_storage().data_ptr()
+def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
+    """Return gradients of some blocks of each stack, see `Gradient.matrix`."""
+    found: dict[Stack, Tensor] = {}
     targets: list[Tensor] = []
     values: list[Tensor] = []
-    for block, part in zip(blocks, whole.split(groups), strict=True):
-        gradients, named = block.gradients(), block.layout.unpack(part)
-        # Copy straight into the stack's matrix where `unpack` gives views of it.
-        views = [named[name] for name in gradients]
-        # Helpers may unpack copies, or pad matrices with elements of no parameter.
-        plain = sum(view.numel() for view in views) == part.numel()
-        if plain and all(view.untyped_storage().data_ptr() == memory for view in views):
-            targets += views
-            values += gradients.values()
-        else:
-            targets.append(part)
-            values.append(block.layout.pack(gradients))
-    torch._foreach_copy_(targets, values)
-    return whole
+    for stack, members in used.items():
+        blocks, like = [stack.blocks[member] for member in members], stack.like
+        # One block: its own matrix, without a copy.
+        if len(blocks) == 1:
+            (matrix,) = (block.gradient() for block in blocks)
+            assert matrix is not None
+            found[stack] = stack.join([matrix])
+            continue
+        whole = torch.empty(stack.shape_of(members), dtype=like.dtype, device=like.device)
+        found[stack], memory = whole, whole.untyped_storage().data_ptr()
+        for block, part in zip(blocks, stack.split(whole, members), strict=True):
+            gradients, named = block.gradients(), block.layout.unpack(part)
+            # Copy straight into the stack's matrix where `unpack` gives views of it.
+            views = [named[name] for name in gradients]
+            # Helpers may unpack copies, or pad matrices with elements of no parameter.
+            plain = sum(view.numel() for view in views) == part.numel()
+            if plain and all(view.untyped_storage().data_ptr() == memory for view in views):
+                targets += views
+                values += gradients.values()
+            else:
+                targets.append(part)
+                values.append(block.layout.pack(gradients))
+    if targets:
+        torch._foreach_copy_(targets, values)
+    return found
 
 
 class LocalGradients(AveragedGradients):
@@ -209,32 +213,32 @@ class LocalGradients(AveragedGradients):
                 # Zeros, if this rank has none: every rank must take part in the reduction.
                 self._home.fill(parameter)
         everywhere = [p for p in self._rest if p in known]
-        sums: list[tuple[int | None, Tensor]] = []
         used: dict[Stack, tuple[int, ...]] = {}
-        matrices: dict[Stack, Tensor] = {}
+        apart: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
             own = [[p for p in self._of_block[b] if p in known] for b in stack.blocks]
             members = tuple(i for i, parameters in enumerate(own) if parameters)
             if not members:
                 continue
             used[stack] = members
-            workers = stack.place.gradient_workers
             if all(stack.blocks[i].active for i in members):
-                matrices[stack] = _gathered(stack, members)
-                sums.append((workers[0] if len(workers) == 1 else None, matrices[stack]))
+                apart[stack] = members
             else:
                 # Without an update to receive, every rank needs the averaged gradient itself.
                 everywhere += [p for i in members for p in own[i]]
+        matrices: dict[Stack, Tensor | None] = {**_gathered(apart)}
+        sums: list[tuple[int | None, Tensor]] = []
+        for stack, matrix in matrices.items():
+            workers = stack.place.gradient_workers
+            assert matrix is not None
+            sums.append((workers[0] if len(workers) == 1 else None, matrix))
         sums += [(None, gradient) for gradient in self._home.of(everywhere)]
         _average(self._backend, sums)
-        found = {}
-        for stack, members in used.items():
-            if stack not in matrices:
-                found[stack] = Gradient(members, _gathered(stack, members))
-                continue
-            mine = self._backend.rank in stack.place.gradient_workers
-            found[stack] = Gradient(members, matrices[stack] if mine else None)
-        return found
+        for stack in apart:
+            if self._backend.rank not in stack.place.gradient_workers:
+                matrices[stack] = None
+        matrices |= _gathered({s: members for s, members in used.items() if s not in apart})
+        return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
 
     def leads(self, stack: Stack) -> bool:
         """Return whether this rank is the stack's first gradient worker."""
@@ -325,12 +329,13 @@ class ShardedGradients(AveragedGradients):
                 }
         every = [split for by_name in splits.values() for split in by_name.values()]
         gather(self._backend, every, "gradients")
+        whole = _gathered({s: m for s, m in used.items() if m and not s.like.shards})
         found = {}
         for stack, members in used.items():
             if not members:
                 continue
-            if not stack.like.shards:
-                found[stack] = Gradient(members, _gathered(stack, members))
+            if stack in whole:
+                found[stack] = Gradient(members, whole[stack])
                 continue
             matrix = None
             if self._backend.rank in stack.place.gradient_workers:
@@ -338,7 +343,7 @@ class ShardedGradients(AveragedGradients):
                 for block in (stack.blocks[i] for i in members):
                     named = {n: split.whole for n, split in splits[block].items()}
                     wholes.append(block.assemble({n: w for n, w in named.items() if w is not None}))
-                matrix = wholes[0] if len(wholes) == 1 else torch.cat(wholes)
+                matrix = stack.join(wholes)
             found[stack] = Gradient(members, matrix)
         return found
 

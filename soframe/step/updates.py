@@ -32,9 +32,9 @@ class Update:
     Attributes:
         stack: The stack.
         members: The blocks, which all have a gradient.
-        gradient: Their averaged gradients, ``[groups, out, in]``; None if this rank does not have
-            them.
-        matrix: Their updates, ``[groups, out, in]``: on gradient workers, and on receivers after
+        gradient: Their averaged gradients, ``[groups, out, in]``, or ``[entries, 1, 1]`` of an
+            elementwise method; None if this rank does not have them.
+        matrix: Their updates, of the same shape: on gradient workers, and on receivers after
             `exchange`; of sharded parameters on gradient workers alone.
         states: The new state of the method, on gradient workers.
         parts: This rank's parts of sharded parameters, by block and name.
@@ -61,7 +61,7 @@ class Update:
     def each(self) -> Iterator[tuple[Block, Tensor]]:
         """Yield each block with its update, if this rank has the whole matrix."""
         if self.matrix is not None:
-            yield from zip(self.blocks, self.matrix.chunk(len(self.members)), strict=True)
+            yield from zip(self.blocks, self.stack.split(self.matrix, self.members), strict=True)
 
 
 def precondition(placed: PlacedBlocks, gradients: Gradients, damping: float) -> list[Update]:
@@ -72,7 +72,7 @@ def precondition(placed: PlacedBlocks, gradients: Gradients, damping: float) -> 
             active = [m for m in gradient.members if stack.blocks[m].active]
             # A batched call needs equal counters and dampings.
             for members in stack.alike(active):
-                matrix = gradient.of(members)
+                matrix = gradient.of(stack, members)
                 update = Update(stack, members, matrix)
                 if matrix is not None and placed.rank in stack.place.gradient_workers:
                     try:
@@ -88,17 +88,7 @@ def _direct(update: Update, gradient: Tensor, damping: float) -> None:
     """Compute the update and the new state by the method."""
     stack, members = update.stack, update.members
     one = update.blocks[0]
-    # The stack has no state tensors before the first update.
-    if one.record.updates:
-        state = stack.state_of(members)
-    else:
-        state = {
-            name: torch.zeros(
-                (len(members) * spec.shape[0], *spec.shape[1:]), dtype=one.dtype, device=one.device
-            )
-            for name, spec in one.states.items()
-        }
-    update.states = state
+    state = update.states = stack.state_of(members)
     given = Given(
         gradient=gradient,
         incoming=gradient,
@@ -131,10 +121,9 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
         if not active or stack.like.shards:
             continue
         like = stack.like
-        groups, out, into = like.shape
         for worker in stack.place.gradient_workers:
             group = exchange_group(worker, stack.place.sources)
-            spec = TensorSpec((len(active) * groups, out, into))
+            spec = TensorSpec(stack.shape_of(active))
             parcel = Parcel(worker, group, (spec,), dtype=like.dtype, device=like.device)
             if not parcel.travels or backend.rank not in group:
                 continue
@@ -162,16 +151,17 @@ def _all_of(stack: Stack, active: tuple[int, ...], updates: Sequence[Update]) ->
         return updates[0].matrix
     each = {block: matrix for update in updates for block, matrix in update.each()}
     like = stack.like
-    zeros = torch.zeros(tuple(like.shape), dtype=like.dtype, device=like.device)
-    return torch.cat([each.get(stack.blocks[member], zeros) for member in active])
+    zeros = torch.zeros(stack.shape_of(active), dtype=like.dtype, device=like.device)
+    parts = zip((stack.blocks[m] for m in active), stack.split(zeros, active), strict=True)
+    return stack.join([each.get(block, zero) for block, zero in parts])
 
 
 def _receive(update: Update, active: tuple[int, ...], parcel: Parcel) -> None:
     assert parcel.tensors is not None
     (update.matrix,) = parcel.tensors
     if update.members != active:
-        each = dict(zip(active, update.matrix.chunk(len(active)), strict=True))
-        update.matrix = torch.cat([each[member] for member in update.members])
+        each = dict(zip(active, update.stack.split(update.matrix, active), strict=True))
+        update.matrix = update.stack.join([each[member] for member in update.members])
 
 
 def _scatter(placed: PlacedBlocks, of_stack: Mapping[Stack, Sequence[Update]]) -> None:

@@ -84,7 +84,7 @@ class Placement:
     def digest(self) -> bytes:
         """The placement's SHA-256; must be equal on all ranks."""
         left_out = {"second_order", "dtype", "device", "parameters", "state", "after", "kind"}
-        left_out.add("state_dtype")
+        left_out |= {"state_dtype", "elementwise"}
         names = [one.name for one in fields(BlockWork) if one.name not in left_out]
         work = [[getattr(block, name) for name in names] for block in self.work]
         everything = [self.strategy, self.world_size, work, self.blocks, self.notes]

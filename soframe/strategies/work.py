@@ -52,6 +52,8 @@ class BlockWork:
         after: Whether the block's update precedes its statistics of the averaged gradient and its
             solves; for plans.
         shards: The sharding of each of its parameters; empty if all are whole.
+        elementwise: Whether each entry of its update and its states depends on that entry alone, so
+            that it shares a stack with blocks of any shape; for stacks alone.
         kind: A number that blocks with the same method and solver share; for stacks alone.
     """
 
@@ -69,11 +71,14 @@ class BlockWork:
     effort: float = 0.0
     after: bool = field(default=False, compare=False)
     shards: tuple[Shards, ...] = ()
+    elementwise: bool = field(default=False, compare=False)
     kind: int = field(default=0, compare=False)
 
     @property
     def stackable(self) -> bool:
         """Whether it may share a stack, as every tensor's first dimension is the block's groups.
+
+        Or as its method is elementwise.
 
         On CPUs large matrices stay by themselves: a batched product of them is slower than a loop,
         and copies into the batch come on top.
@@ -81,6 +86,8 @@ class BlockWork:
         groups, out, into = self.shape
         if self.device == "cpu" and out * into > SMALL:
             return False
+        if self.elementwise:
+            return True
         specs = [*self.state, *(spec for specs in self.second_order for spec in specs)]
         return all(factor.groups == groups for factor in self.factors) and all(
             spec.shape and spec.shape[0] == groups for spec in specs
@@ -90,6 +97,8 @@ class BlockWork:
     def alike(self) -> tuple[object, ...]:
         """The properties that blocks of one stack share, beside their place."""
         dtypes = (self.dtype, self.state_dtype)
+        if self.elementwise:
+            return (self.kind, len(self.state), self.after, *dtypes, self.device)
         tensors = (self.second_order, self.state, dtypes, self.device, self.shards)
         return (self.kind, self.shape, self.factors, self.resident, self.after, *tensors)
 

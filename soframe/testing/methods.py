@@ -292,7 +292,7 @@ def _checked(method: Method) -> Method:
         check_state(method, "rebase()", rebased, state)
         return rebased
 
-    return _variant(method, direct=direct, rebase=rebase)
+    return _variant(method, direct=direct, rebase=rebase, elementwise=method.elementwise)
 
 
 def _average(gradients: Sequence[Tensor | None], ranks: int) -> None:

@@ -24,10 +24,10 @@ ROOT = Path(__file__).parents[2]
 # The most operators and waits of a step.
 BOUNDS = {
     "gpt2": {
-        "muon": {"plain": (120, 1)},
-        "adamw": {"plain": (70, 1)},
-        "soap": {"plain": (100, 1), "solve": (250, 2)},
-        "soap-muon": {"plain": (170, 1), "solve": (260, 2)},
+        "muon": {"plain": (90, 1)},
+        "adamw": {"plain": (20, 1)},
+        "soap": {"plain": (80, 1), "solve": (250, 2)},
+        "soap-muon": {"plain": (110, 1), "solve": (170, 2)},
         "kfac": {"plain": (60, 1), "statistics": (500, 2), "solve": (600, 3)},
     },
     "resnet50": {"kfac": {"plain": (100, 1), "statistics": (700, 2), "solve": (1000, 3)}},
