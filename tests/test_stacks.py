@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.blocks.home import PlainGrad
 from soframe.blocks.stack import Stack
 from soframe.layers import LinearHelper
 from soframe.methods import AdamW, Chain, Direction, Given, Shampoo
@@ -110,6 +111,33 @@ def test_every_method_is_that_of_blocks_apart(method: Any, apart: Callable[[], N
     alone = trained(method=method)
     assert set(sizes(alone)) == {1}
     same(together, alone)
+
+
+def test_layers_of_one_shape_that_unpack_differently(apart: Callable[[], None]) -> None:
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = [
+            nn.Conv2d(4, 4, 1),
+            nn.Flatten(),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 1),
+        ]
+        model = nn.Sequential(*layers).double()
+        own = soframe.Optimizer(model, "muon", lr=0.02)
+        for seed in range(2):
+            own.zero_grad()
+            model(randn(5, 4, 1, 1, seed=seed)).square().mean().backward()
+            own.step()
+        shared = {len(stack.blocks) for stack in own.preconditioner._placed.stacks}
+        return [torch.tensor(max(shared)), *(p.detach() for p in model.parameters())]
+
+    together = run()
+    apart()
+    alone = run()
+    assert (int(together[0]), int(alone[0])) == (5, 1)
+    for one, other in zip(together[1:], alone[1:], strict=True):
+        assert torch.allclose(one, other, rtol=1e-10)
 
 
 def test_elementwise_methods_have_one_stack_of_any_shapes(apart: Callable[[], None]) -> None:
@@ -314,21 +342,26 @@ class Padded:
 
 
 def test_gradients_of_padded_matrices() -> None:
-    gradients = [randn(3, 2, seed=seed) for seed in range(2)]
-    plain = {"elementwise": False, "dtype": torch.float64, "device": torch.device("cpu")}
+    layout, parameters = Padded(), [nn.Parameter(randn(3, 2, seed=seed)) for seed in range(2)]
+    for parameter in parameters:
+        parameter.grad = parameter.detach() + 1
     blocks: Any = [
         SimpleNamespace(
-            layout=Padded(),
-            gradients=lambda g=g: {"weight": g},
+            layout=layout,
+            parameters={"weight": parameter},
+            gradient=lambda p=parameter: layout.pack({"weight": p.grad}),
+            home=PlainGrad(),
             shape=(1, 3, 3),
+            elementwise=False,
+            dtype=torch.float64,
+            device=torch.device("cpu"),
             join=lambda *_: None,
-            **plain,
         )
-        for g in gradients
+        for parameter in parameters
     ]
     stack = Stack(blocks, blocks)
     torch.full((2, 3, 3), torch.nan, dtype=torch.float64)  # what the allocator may hand out again
-    expected = torch.stack([nn.functional.pad(g, (0, 1)) for g in gradients])
+    expected = torch.cat([layout.pack({"weight": p.detach() + 1}) for p in parameters])
     assert torch.equal(_gathered({stack: (0, 1)})[stack], expected)
 
 

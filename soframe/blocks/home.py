@@ -73,13 +73,17 @@ class GradientHome(ABC):
         home = sharding.home_of(parameter)
         return None if home is None else home.shards(parameter, ranks)
 
+    def each(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Return the gradient of each parameter, as `read` does."""
+        return [self.read(parameter) for parameter in parameters]
+
     def has(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter has a gradient."""
         return self.read(parameter) is not None
 
     def of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return the gradients of those parameters that have one, in their order."""
-        return [g for p in parameters if (g := self.read(p)) is not None]
+        return [gradient for gradient in self.each(list(parameters)) if gradient is not None]
 
     def write(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Overwrite a gradient in place; do nothing without one.
@@ -193,7 +197,6 @@ class PlainGrad(GradientHome):
         self._sources = [one for one in sources if one is not None]
 
     def _elsewhere(self, parameter: nn.Parameter) -> GradientHome | None:
-        # The exact type, since this runs for every parameter, several times in a step.
         if not self._zero and type(parameter) is nn.Parameter:
             return None
         return self._zero.get(parameter) or sharding.home_of(parameter)
@@ -201,6 +204,12 @@ class PlainGrad(GradientHome):
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         home = self._elsewhere(parameter)
         return parameter.grad if home is None else home.read(parameter)
+
+    def each(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        if self._zero:
+            return super().each(parameters)
+        # The plain case without a call for each, since this runs several times in a step.
+        return [p.grad if type(p) is nn.Parameter else self.read(p) for p in parameters]
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         """Set the gradient of a parameter; ZeRO's partitions store a copy, and zeros for None."""

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from soframe.comm.fused import Pending
 from soframe.comm.packing import packed_diagonal, unpack_triangle
@@ -113,6 +115,7 @@ class Stack:
         self.state: dict[str, Tensor] = {}
         self._pending: list[Pending] = []
         self.all = tuple(range(len(self.blocks)))
+        self._windows: frozenset[_Windows | None] | None = None
         self._flat = len(self.blocks) > 1 and self.like.elementwise
         # The first entry of each block in a flat stack, and the end.
         self._starts = [0, *accumulate(prod(block.shape) for block in self.blocks)]
@@ -176,6 +179,44 @@ class Stack:
         if self._flat:
             matrices = [matrix.reshape(-1, 1, 1) for matrix in matrices]
         return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all blocks, in their order."""
+        return [p for block in self.blocks for p in block.parameters.values()]
+
+    def used(self) -> tuple[int, ...]:
+        """Return the blocks with a gradient."""
+        if all(gradient is not None for gradient in self.like.home.each(self.parameters)):
+            return self.all
+        return tuple(i for i, block in enumerate(self.blocks) if block.has_gradient)
+
+    def parts(self, tensor: Tensor) -> list[Tensor] | None:
+        """Return each parameter's part of the gradients or updates of all blocks, as views.
+
+        They are in the order of `parameters`. None where a layout unpacks copies or pads matrices,
+        or where blocks of one shape unpack differently.
+        """
+        if not tensor.is_contiguous():
+            return None
+        if self._windows is None:  # the first time
+            parts = zip(self.blocks, self.split(tensor, self.all), strict=True)
+            self._windows = frozenset(_windows(block, part) for block, part in parts)
+        if None in self._windows:
+            return None
+        if self._flat:
+            return list(_unflatten_dense_tensors(tensor.view(-1), self.parameters))
+        if len(self._windows) > 1:
+            return None
+        (windows,) = self._windows
+        start, blocks = tensor.storage_offset(), len(self.blocks)
+        each = [
+            tensor.as_strided(
+                (blocks, *size), (tensor.numel() // blocks, *stride), start + offset
+            ).unbind(0)
+            for size, stride, offset in windows or ()
+        ]
+        return [part for of_block in zip(*each, strict=True) for part in of_block]
 
     def with_values(self, tensor: Tensor | None, members: Members, values: Tensor) -> Tensor:
         """Return a tensor of the stack with other values for some blocks, in other memory."""
@@ -478,6 +519,25 @@ class State(_View):
     def updates(self) -> int:
         """The number of updates of the method."""
         return self._block.record.updates
+
+
+_Windows = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+"""The size, strides and offset of each parameter in its block's matrix."""
+
+
+def _windows(block: Block, matrix: Tensor) -> _Windows | None:
+    """Return the windows of a block's parameters in its matrix, which is contiguous.
+
+    None unless all are views, of the matrix's dtype, and together all of it.
+    """
+    named = block.layout.unpack(matrix)
+    parts = [named[name] for name in block.parameters]
+    memory = matrix.untyped_storage().data_ptr()
+    plain = all(p.untyped_storage().data_ptr() == memory and p.dtype == matrix.dtype for p in parts)
+    if not plain or sum(part.numel() for part in parts) != matrix.numel():
+        return None
+    start = matrix.storage_offset()
+    return tuple((tuple(p.shape), p.stride(), int(p.storage_offset() - start)) for p in parts)
 
 
 def unpack(stored: Tensor, spec: FactorSpec) -> Tensor:

@@ -91,6 +91,8 @@ class AveragedGradients:
 
         States, and averages of averaged gradients, would differ if only some ranks updated them.
         """
+        if self._backend.world_size == 1:
+            return ()
         return tuple(block.name for block in self._remembering if block.has_gradient)
 
     def present(self) -> list[float]:
@@ -111,10 +113,7 @@ class AveragedGradients:
 
     def now(self) -> dict[Stack, Gradient]:
         """Return the gradients that are in their home now."""
-        every = {
-            s: tuple(i for i, b in enumerate(s.blocks) if b.has_gradient) for s in self._stacks
-        }
-        used = {stack: members for stack, members in every.items() if members}
+        used = {stack: members for stack in self._stacks if (members := stack.used())}
         matrices = _gathered(used)
         return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
 
@@ -149,27 +148,25 @@ def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
         blocks, like = [stack.blocks[member] for member in members], stack.like
         # One block: its own matrix, without a copy.
         if len(blocks) == 1:
-            (matrix,) = (block.gradient() for block in blocks)
-            assert matrix is not None
-            found[stack] = stack.join([matrix])
+            found[stack] = stack.join([_matrix(blocks[0])])
             continue
         whole = torch.empty(stack.shape_of(members), dtype=like.dtype, device=like.device)
-        found[stack], memory = whole, whole.untyped_storage().data_ptr()
-        for block, part in zip(blocks, stack.split(whole, members), strict=True):
-            gradients, named = block.gradients(), block.layout.unpack(part)
-            # Copy straight into the stack's matrix where `unpack` gives views of it.
-            views = [named[name] for name in gradients]
-            # Helpers may unpack copies, or pad matrices with elements of no parameter.
-            plain = sum(view.numel() for view in views) == part.numel()
-            if plain and all(view.untyped_storage().data_ptr() == memory for view in views):
-                targets += views
-                values += gradients.values()
-            else:
-                targets.append(part)
-                values.append(block.layout.pack(gradients))
+        found[stack] = whole
+        present, parts = like.home.of(stack.parameters), None
+        if len(present) == len(stack.parameters) and len(blocks) == len(stack.blocks):
+            parts = stack.parts(whole)
+        targets += stack.split(whole, members) if parts is None else parts
+        # Matrices of single blocks have zeros for missing gradients.
+        values += present if parts is not None else [_matrix(block) for block in blocks]
     if targets:
         torch._foreach_copy_(targets, values)
     return found
+
+
+def _matrix(block: Block) -> Tensor:
+    matrix = block.gradient()
+    assert matrix is not None
+    return matrix
 
 
 class LocalGradients(AveragedGradients):

@@ -115,8 +115,7 @@ def descend(parameters: Sequence[nn.Parameter], home: GradientHome, move: Move) 
     """Move parameters along their updates, without a constraint; others stay."""
     # `_foreach` kernels are fused for tensors of one device and dtype.
     alike: dict[tuple[torch.device, torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
-    for parameter in parameters:
-        direction = home.read(parameter)
+    for parameter, direction in zip(parameters, home.each(parameters), strict=True):
         if direction is not None:
             decays = move.weight_decay > 0 and (move.decay_vectors or parameter.dim() > 1)
             key = (parameter.device, parameter.dtype, decays)

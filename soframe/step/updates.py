@@ -115,7 +115,7 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
     for update in updates:
         of_stack.setdefault(update.stack, []).append(update)
     parcels: list[tuple[Stack, tuple[int, ...], Parcel]] = []
-    for stack in placed.stacks:
+    for stack in () if backend.world_size == 1 else placed.stacks:
         active = tuple(i for i, block in enumerate(stack.blocks) if block.active)
         # Updates of sharded parameters are scattered below.
         if not active or stack.like.shards:
@@ -192,6 +192,14 @@ def write(updates: Sequence[Update], home: GradientHome) -> None:
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for update in updates:
+        stack, matrix = update.stack, update.matrix
+        whole = len(update.members) == len(stack.blocks) > 1
+        if whole and matrix is not None and (parts := stack.parts(matrix)) is not None:
+            for target, value in zip(home.each(stack.parameters), parts, strict=True):
+                if target is not None:
+                    targets.append(target)
+                    values.append(value)
+            continue
         for block, named in _named(update):
             for name, value in named.items():
                 target = home.read(block.parameters[name])
