@@ -266,11 +266,12 @@ class Engine:
         """Return this rank's status, its flags of gradients and of blocks, and its error."""
         due = self._statistics.due
         # The defaults of a rank that fails: all ranks must reduce equally many numbers.
-        size, bad_statistics = math.nan, False
+        size, finite = math.nan, True
         present, reached = self._raw.none_present(), self._effect.nothing_said(due)
         try:
-            size = magnitude.magnitude(self._watch.parameters(), self.home)
-            bad_statistics = bool(due) and not self._statistics.finite()
+            largest = self._statistics.largest() if due else ()
+            parameters = self._watch.parameters()
+            size, finite = magnitude.magnitude(parameters, self.home, largest)
             present, reached = self._raw.present(), self._effect.said(due)
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
@@ -282,7 +283,7 @@ class Engine:
             bad_gradient=float(bad_gradient),
             # Damping relative to a small curvature is small: updates may be large for any gradient.
             large=float(size > 0 or self._relatively_damped),
-            bad_statistics=float(bad_statistics or (bool(due) and bad_gradient)),
+            bad_statistics=float(not finite or (bool(due) and bad_gradient)),
             due=float(bool(due)),
             curved=float(self._curved()),
             passes=float(passes),

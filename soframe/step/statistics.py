@@ -353,20 +353,21 @@ class Statistics:
                 stacklevel=7,
             )
 
-    def finite(self) -> bool:
-        """Return whether every sum is finite (by its diagonal, which bounds the rest)."""
-        largest = [
-            torch.linalg.vector_norm(
-                total.diagonal(dim1=-2, dim2=-1) if name in stack.like.psd else total, math.inf
-            )
-            for stack in self._placed.stacks
-            for name, total in stack.sums.items()
-        ]
-        if not largest:
-            return True
-        # In one tensor, so that the host waits once; a NaN compares as not less.
-        wide = max(largest, key=lambda one: one.dtype.itemsize)
-        return bool((torch.stack([one.to(wide) for one in largest]) < math.inf).all())
+    def largest(self) -> list[Tensor]:
+        """Return scalars on the devices of the sums, which are not finite where a sum is not."""
+        scalars: list[Tensor] = []
+        for device in {stack.like.device for stack in self._placed.stacks}:
+            of_device = [stack for stack in self._placed.stacks if stack.like.device == device]
+            totals, diagonals = list[Tensor](), list[Tensor]()
+            for stack in of_device:
+                for name, total in stack.sums.items():
+                    if name in stack.like.psd:  # its diagonal bounds the rest
+                        diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
+                    else:
+                        totals.append(total)
+            totals += [torch.cat(diagonals)] if diagonals else []
+            scalars += torch._foreach_norm(totals, math.inf) if totals else ()
+        return scalars
 
     def weights(self) -> list[float]:
         """Return this rank's `BlockWeights.numbers` of all due blocks, for a sum over ranks."""

@@ -123,7 +123,14 @@ def test_magnitude(
     monkeypatch.setattr(gradients, "on_gpu", lambda _: gpu)
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(0))]
     parameters[0].grad, parameters[1].grad = torch.tensor(values), torch.zeros(0)
-    assert gradients.magnitude(parameters, PlainGrad()) == pytest.approx(expected)
+    for statistics, finite in ([], True), ([1e30, 2.0], True), ([1.0, -math.inf], False):
+        scalars = [torch.tensor(number, dtype=torch.float64) for number in statistics]
+        size, seen = gradients.magnitude(parameters, PlainGrad(), scalars)
+        assert size == pytest.approx(expected)
+        assert seen == finite
+        assert gradients.magnitude([], PlainGrad(), scalars) == (0.0, finite)
     parameters[0].grad[0] = math.nan
-    assert math.isnan(gradients.magnitude(parameters, PlainGrad()))
-    assert gradients.magnitude([], PlainGrad()) == 0.0
+    nan = torch.tensor(math.nan)
+    size, finite = gradients.magnitude(parameters, PlainGrad(), [nan])
+    assert math.isnan(size)
+    assert not finite
