@@ -13,10 +13,12 @@ torch multiplies the images of a batch into one matrix one after the other there
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from soframe.kernels import devices, halves
@@ -87,7 +89,7 @@ def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0)
     dtype of the total (`halves.widens`).
     """
     if rows.dtype != total.dtype:
-        add(total, halves.inner_in(rows, rows, total.dtype), scale, beta)
+        halves.add_inner(total, rows, rows, scale, beta)
         return
     shared = torch.get_num_threads() > 1 and not devices.on_gpu(rows)
     shared = shared and rows.shape[1] >= 4 * SMALL
@@ -132,7 +134,12 @@ def add_maps(total: Tensor, maps: Tensor, scale: float = 1.0, beta: float = 1.0)
     """Add ``scale sum_b maps[b] maps[b]^T``, of images ``[batch, n, positions]``."""
     batch, size, positions = maps.shape
     if size < SMALL or (devices.on_gpu(maps) and size <= positions):
-        add(total, torch.bmm(maps, maps.mT).sum(0), scale, beta)
+        products = torch.bmm(maps, maps.mT)
+        if total.is_contiguous():  # by one operator, as a product with ones
+            flat, every = products.flatten(1).T, ones(batch, total.device, total.dtype)
+            total.view(-1).addmv_(flat, every, beta=beta, alpha=scale)
+        else:
+            add(total, products.sum(0), scale, beta)
     elif positions < size or devices.on_gpu(maps):
         # Many short products into one large matrix: its memory traffic costs more than a copy, of
         # whole maps rather than of their transposes.
@@ -173,6 +180,22 @@ def add_squares(
     norms: Tensor = torch.linalg.vector_norm(rows, dim=(1, 2), dtype=dtype)
     squares = norms.square_().mul_(scale)
     return squares if total is None else total.add_(squares)
+
+
+@lru_cache(maxsize=64)
+def ones(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return ones, ``[count]``, which must not be changed."""
+    return torch.ones(count, device=device, dtype=dtype)
+
+
+def with_ones(rows: Tensor) -> Tensor:
+    """Append a column of ones to ``[..., n]``."""
+    if not devices.on_gpu(rows):
+        return F.pad(rows, (0, 1), value=1.0)
+    # Tensor cores multiply rows that begin at multiples of 16 bytes.
+    size = rows.shape[-1]
+    columns = ones(8 - size % 8, rows.device, rows.dtype).expand(*rows.shape[:-1], -1)
+    return torch.cat([rows, columns], -1)[..., : size + 1]
 
 
 def add_bias(

@@ -37,8 +37,10 @@ def dithered(values: Tensor, dtype: torch.dtype, period: int, turn: int) -> Tens
     return torch.where(values.isfinite(), single, values).to(dtype)
 
 
-def inner_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``left^T right`` of ``[rows, m]`` and ``[rows, n]``, summed in another dtype."""
+def add_inner(total: Tensor, left: Tensor, right: Tensor, scale: float, beta: float) -> None:
+    """Write ``beta total + scale left^T right`` to ``[m, n]``, of rows of half precision."""
     if left.is_cuda and torch.version.hip is None:  # torch has ``out_dtype`` for CUDA only
-        return torch.mm(left.T, right, out_dtype=dtype)
-    return left.T.to(dtype) @ right.to(dtype)
+        kind = total.dtype
+        torch.addmm(total, left.T, right, kind, beta=beta, alpha=scale, out=total)
+    else:
+        total.addmm_(left.T.to(total.dtype), right.to(total.dtype), beta=beta, alpha=scale)

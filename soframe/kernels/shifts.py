@@ -96,7 +96,8 @@ def _add_products(
         b = _rows_of(right, rows.start + rows.shift, rows.count, step)
         added = blocks(rows, columns, geometry).of(total)
         if a.dtype != total.dtype:
-            product = halves.inner_in(a.flatten(0, 1), b.flatten(0, 1), total.dtype)
+            product = total.new_empty(a.shape[2], b.shape[2])
+            halves.add_inner(product, a.flatten(0, 1), b.flatten(0, 1), 1.0, 0.0)
             added.add_(product[None, None, None], alpha=scale)
             continue
         if by_row and len(a) > 1:

@@ -22,11 +22,11 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from soframe.kernels.gram import add_bias, add_moment, empty
+from soframe.kernels import devices
+from soframe.kernels.gram import add_bias, add_moment, empty, with_ones
 from soframe.kernels.samples import sample_moments, squared_gradients
 from soframe.layers.layout import BlockShape, WeightAndBias
 from soframe.specs import FactorSpec
@@ -57,7 +57,7 @@ class InnerCall:
 
 
 FEW = 2**15
-"""Up to so many numbers, rows are concatenated with ones for the bias rather than summed apart."""
+"""Up to so many numbers, a CPU concatenates rows with ones for the bias; more it sums apart."""
 
 
 class LayerHelper(WeightAndBias, ABC):
@@ -429,8 +429,8 @@ class LayerHelper(WeightAndBias, ABC):
         rows = self._weight_rows(inputs, output_rows)
         if self.bias is None:
             add_moment(total, rows, scale, beta)
-        elif rows.numel() <= FEW:
-            add_moment(total, F.pad(rows, (0, 1), value=1.0), scale, beta)
+        elif rows.numel() <= FEW or devices.on_gpu(rows):
+            add_moment(total, with_ones(rows), scale, beta)
         else:
             add_moment(total[:, :-1, :-1], rows, scale, beta)
             add_bias(total, rows.sum((1, 2), dtype=total.dtype), batch * shared, scale, beta)

@@ -384,9 +384,9 @@ def test_rows_of_half_precision_are_not_copied_on_an_accelerator(
 ) -> None:
     """Their products are exact in single precision, so that sums are those of copies."""
     found, multiplied = [], []
-    inner_in = halves.inner_in
+    add_inner = halves.add_inner
     monkeypatch.setattr(
-        halves, "inner_in", lambda *own: multiplied.append(own[0].dtype) or inner_in(*own)
+        halves, "add_inner", lambda *own: multiplied.append(own[1].dtype) or add_inner(*own)
     )
     for gpu in (False, True):
         monkeypatch.setattr(devices, "on_gpu", lambda _, gpu=gpu: gpu)
@@ -444,9 +444,9 @@ def test_convolutions_in_half_precision_on_an_accelerator(
         monkeypatch.setattr(conv, "choose", lambda *_, gpu: path)
     form = torch.channels_last if last else torch.contiguous_format
     found, multiplied = [], []
-    inner_in = halves.inner_in
+    add_inner = halves.add_inner
     monkeypatch.setattr(
-        halves, "inner_in", lambda *own: multiplied.append(own[0].dtype) or inner_in(*own)
+        halves, "add_inner", lambda *own: multiplied.append(own[1].dtype) or add_inner(*own)
     )
     torch.manual_seed(0)
     layer = CONVOLUTIONS[name]()

@@ -52,8 +52,8 @@ def results(
     """Return how weights have moved, and factors; the state; the number of products of halves."""
     for module in (devices, magnitude, inverse):
         module.on_gpu = lambda _: gpu  # type: ignore[attr-defined]
-    multiplied, inner_in = [], halves.inner_in
-    halves.inner_in = lambda *own: multiplied.append(own[0].dtype) or inner_in(*own)  # type: ignore[func-returns-value]
+    multiplied, add_inner = [], halves.add_inner
+    halves.add_inner = lambda *own: multiplied.append(own[1].dtype) or add_inner(*own)  # type: ignore[func-returns-value]
     torch.manual_seed(0)
     model = Net()
     optimizer = soframe.Optimizer(

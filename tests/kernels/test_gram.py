@@ -184,6 +184,18 @@ def test_sums_begin_where_vectors_do(
             kept.append(total)
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("size", [1, 7, 8])
+def test_ones_beside_rows(size: int, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator rows are multiples of 16 bytes apart, which its products need."""
+    monkeypatch.setattr(devices, "on_gpu", lambda _: gpu)
+    rows = randn(2, 3, 4, size)
+    got = gram.with_ones(rows)
+    assert torch.equal(got, torch.cat([rows, torch.ones(2, 3, 4, 1, dtype=rows.dtype)], 3))
+    assert not gpu or got.stride(2) % 8 == 0
+    assert torch.equal(gram.with_ones(rows[:, :, 1:]), got[:, :, 1:]), "again"
+
+
 def test_bias_row() -> None:
     rows = randn(2, 3, 4, 5)
     total = torch.zeros(2, 6, 6, dtype=torch.float64)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from soframe.kernels import devices
 from soframe.layers import LinearHelper, base
 from soframe.testing import compare
 from tests.curvature import fill, randn
@@ -54,7 +55,7 @@ def test_the_moment_of_inputs_is_that_of_the_rows_of_the_block(
     """Few inputs are copied beside ones for the bias; of many only the sum gets a border."""
     monkeypatch.setattr(base, "FEW", few)
     if not few:
-        monkeypatch.setattr(base.F, "pad", lambda *args, **kwargs: pytest.fail("a copy"))
+        monkeypatch.setattr(base, "with_ones", lambda *args, **kwargs: pytest.fail("a copy"))
     layer, x = fill(nn.Linear(3, 2)), randn(4, 5, 3)
     helper = LinearHelper(layer, **({frozen: False} if frozen else {}))
     rows = helper.output_rows(randn(4, 5, 2))
@@ -93,12 +94,13 @@ def test_rows_that_do_not_belong_together_name_both() -> None:
         helper.block_rows((randn(4, 5),), helper.output_rows(randn(4, 3)))
 
 
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize(("few", "gpu"), [(True, False), (False, False), (False, True)])
 def test_moments_of_rows_of_half_precision_are_of_single(
-    few: bool, monkeypatch: pytest.MonkeyPatch
+    few: bool, gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum for the bias as well, which half precision would have three digits of."""
     monkeypatch.setattr(base, "FEW", 2**30 if few else 0)
+    monkeypatch.setattr(devices, "on_gpu", lambda _: gpu)
     helper = LinearHelper(nn.Linear(5, 3))
     x, g = (torch.randn(400, n, generator=torch.Generator().manual_seed(n)) for n in (5, 3))
     x, g = (x + 1).bfloat16(), g.bfloat16()
