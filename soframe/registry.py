@@ -134,8 +134,9 @@ class Registry:
     def has(self, module_type: type) -> bool:
         """Return whether a module type is itself a key, optional ones included."""
         name = f"{module_type.__module__}.{module_type.__qualname__}"
-        known = {**self._optional, **self._components}
-        return module_type in known or name in known
+        return any(
+            key in of for key in (module_type, name) for of in (self._optional, self._components)
+        )
 
     def build(self, choice: Any, base: type) -> Any:
         """Return an instance of ``base`` from a registered name, a class or an instance."""

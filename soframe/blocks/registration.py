@@ -8,7 +8,7 @@ gradients alone, on every parameter that is in no block of a layer.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -221,32 +221,40 @@ class Registration:
                     f"layers[{pattern!r}] must be a LayerHelper class or 'all', not {helper!r}"
                 )
         self._methods = _PerLayer("method", choices.method, Method)
+        if choices.forward_only:
+            self._methods.change(lambda one: one.forward_only() if one.captures else one)
         self.solver = choices.solver
-        default = "eigen"  # until `_settle` chooses
-        self._solvers = _PerLayer("solver", default if self.solver is None else self.solver, Solver)
+        # All blocks alike, if the user left it open. Where both were measured Cholesky takes no
+        # more steps than eigendecompositions, and a sixth to a tenth of their time for long sides.
+        self._by_default = "inverse"
+        self._solvers = self._solve_by(self._by_default if self.solver is None else self.solver)
+        self._eigen = self._solve_by("eigen").choose("")
         self._auxiliary: Method | None = None
         if choices.auxiliary is not None:
             self._auxiliary = KINDS["method"].build(choices.auxiliary, Method)
         for method in (*self._methods.all(), *filter(None, [self._auxiliary])):
             _require_direction(method)
         self.blocks: list[Block] = []
+        self._kinds: dict[object, Block] = {}  # the first block of each kind
         self._in_block: set[int] = set()
         head = choices.head_in if choices.staged else model
         self._heads = set() if head is None else {id(w) for w in heads_of(model, head)[0]}
         self._asked = ""  # the last block that would have no place in its method as a head
         self._names: dict[int, list[str]] = {}
         self._by_name: dict[str, nn.Module] = {}  # of a wrapper and its module the module
-        for name, module in model.named_modules(remove_duplicate=False):
-            self._names.setdefault(id(module), []).append(plain_name(name))
-            self._by_name[plain_name(name)] = module
-        self._modules = [(plain_name(n), m) for n, m in model.named_modules() if m._parameters]
+        modules: dict[int, nn.Module] = {}
+        for full, module in model.named_modules(remove_duplicate=False):
+            name = plain_name(full)
+            self._names.setdefault(id(module), []).append(name)
+            self._by_name[name] = modules[id(module)] = module
+        self._modules = [(self._names[i][0], m) for i, m in modules.items() if m._parameters]
+        self._parameters = [(plain_name(name), p) for name, p in model.named_parameters()]
         self._sharers = self._find_sharers()
         for layer in list(self._collect()):
             self._decide(layer)
         self._register_parameters()
         self._require_served()
-        why = self._settle() if choices.solver is None else ""
-        self.report = self._make_report(why)
+        self.report = self._make_report(self._note_default() if choices.solver is None else "")
         self.unused = sorted({*choices.skip, *choices.layers, *choices.cut} - self._used)
         self.unused += self._methods.unused() + self._solvers.unused()
         if self.unused and not choices.staged:
@@ -284,7 +292,10 @@ class Registration:
                 done.update(id(module.get_submodule(path)) for path in paths)
             elif weight is not None:
                 shared = {id(m): (n, m) for n, m in self._sharers[id(weight)]}
-                members = [self._candidate(n, m) for n, m in shared.values()]
+                members = [
+                    one if member is module else self._candidate(its_name, member)
+                    for its_name, member in shared.values()
+                ]
             done.update(id(member.module) for member in members)
             yield members
 
@@ -438,10 +449,9 @@ class Registration:
         auxiliary: bool = False,
     ) -> None:
         """Add a block."""
-        damping = self._choices.damping
         # Methods that read gradients alone choose their solvers themselves, as a rule.
-        asked = method.captures or self._solvers.find(name) is not None
-        solver = self._solvers.choose(name) if asked else _eigen()
+        asked = self._choices.solver is not None and self._solvers.find(name) is not None
+        solver = self._solvers.choose(name) if method.captures or asked else self._eigen
         of_calls = layout is None
         layout = helpers[0] if layout is None else layout
         cut = first_match(self._choices.cut, *self._names[id(layout.module)])
@@ -451,14 +461,12 @@ class Registration:
                 f"reads calls: choose another method for this module by a pattern of method=, or "
                 f"leave it out of cut="
             )
-        if self._choices.forward_only and method.captures:
-            method = method.forward_only()
         dtype = factor_dtype(list(layout.parameters.values()), self._choices.dtype)
         block = Block(
             name=name or sharding.class_name(layout.module),
             helpers=helpers,
             method=method,
-            solver=solver if damping is None else damping.solver(solver),
+            solver=solver,
             dtype=dtype,
             state_dtype=self._choices.state_dtype or dtype,
             layout=layout,
@@ -466,15 +474,44 @@ class Registration:
             ranks=self._choices.ranks,
             auxiliary=auxiliary,
         )
-        for one in helpers:
-            _require_matrix(block.name, one)
-        require_declared(method, block.factors, block.shape)
-        for why in self._refusals(block):
-            raise ValueError(f"{block.name}: {why}")
-        if notes := [*filter(None, [self._notes.get(block.name)]), *_reduced(block)]:
-            self._notes[block.name] = "; ".join(notes)
-        self.blocks.append(block)
+        self._admit(block)
         self._in_block.update(map(id, block.parameters.values()))
+
+    def _admit(self, block: Block) -> None:
+        """Add a block; of blocks of one kind the first is checked, and the others share its specs.
+
+        Raises:
+            ValueError: If its method, solvers or helpers do not serve it.
+        """
+        first = self._kinds.setdefault(block.kind, block)
+        if first is not block:
+            block.share(first)
+            self.blocks.append(block)
+            return
+        for one in block.helpers:
+            _require_matrix(block.name, one)
+        require_declared(block.method, block.factors, block.shape)
+        try:
+            for why in self._refusals(block):
+                raise ValueError(f"{block.name}: {why}")
+        except ValueError:  # of a method that needs eigenvectors, too
+            settled = self.solver is not None or self._by_default == "eigen"
+            if settled or not block.method.captures:
+                raise
+            self._by_default, self._solvers = "eigen", self._solve_by("eigen")
+            earlier, self.blocks, self._kinds = self.blocks, [], {}
+            for each in (*earlier, block):
+                solver = self._solvers.choose("") if each.method.captures else each.solver
+                self._admit(replace(each, solver=solver))
+        else:
+            self.blocks.append(block)
+
+    def _solve_by(self, choice: Choice) -> _PerLayer:
+        """Return a choice of solvers, to which the damping policy gives its interpretation."""
+        solvers, damping = _PerLayer("solver", choice, Solver), self._choices.damping
+        if damping is not None:
+            solvers.change(damping.solver)
+        return solvers
 
     def _refusals(self, block: Block) -> Iterator[str]:
         """Yield why the method, its solvers or its factors do not serve the chosen settings."""
@@ -516,16 +553,13 @@ class Registration:
 
     def _register_parameters(self) -> None:
         """Add blocks of single parameters, for methods that read gradients alone."""
-        owners = {id(m): plain_name(n) for n, m in self._model.named_modules()}
-        for name_now, parameter in self._model.named_parameters():
+        for full, parameter in self._parameters:
             if id(parameter) in self._in_block:
                 continue
             if not parameter.requires_grad:
                 self._reasons.setdefault(id(parameter), FROZEN)
                 continue
-            full = plain_name(name_now)
-            _, module = self._sharers[id(parameter)][0]
-            name = owners[id(module)]
+            name, module = self._sharers[id(parameter)][0]
             if (reason := self._add_parameter(full, parameter, name, module)) is None:
                 continue
             reason = self._reasons.setdefault(id(parameter), reason)
@@ -667,50 +701,39 @@ class Registration:
                 frozen = not parameter.requires_grad
                 self._reasons.setdefault(id(parameter), FROZEN if frozen else reason)
 
-    # -- the solver -----------------------------------------------------------------------------
-
-    def _settle(self) -> str:
-        """Solve by Cholesky if all methods take it; return a line on the choice.
-
-        All blocks alike. Where both were measured it takes no more steps than eigendecompositions,
-        and a sixth to a tenth of their time for long sides.
-        """
-        if not any(block.method.captures and block.tensors for block in self.blocks):
-            return ""
-        inverse, damping = KINDS["solver"].build("inverse", Solver), self._choices.damping
-        solver = inverse if damping is None else damping.solver(inverse)
-        blocks = [replace(b, solver=solver) if b.method.captures else b for b in self.blocks]
-        try:
-            unable = any(problem for block in blocks for problem in self._refusals(block))
-        except ValueError:  # of a method that needs eigenvectors
-            unable = True
-        if unable:
-            self.solver = "eigen"
-            return "solver 'eigen' by default, since a method does not take 'inverse'"
-        self.blocks, self.solver = blocks, "inverse"
-        return "solver 'inverse' by default"
-
     # -- report -------------------------------------------------------------------------------
+
+    def _note_default(self) -> str:
+        """Name the solver that was left open; return a line on the choice, if any block has it."""
+        if not any(block.method.captures and block.tensors for block in self._kinds.values()):
+            return ""
+        self.solver = self._by_default
+        why = "" if self.solver == "inverse" else ", since a method does not take 'inverse'"
+        return f"solver {self.solver!r} by default{why}"
 
     def _make_report(self, solver: str) -> Report:
         block_of = {id(p): block for block in self.blocks for p in block.parameters.values()}
-        rows = []
-        for name, parameter in self._model.named_parameters():
+        rows, texts = [], dict[int, tuple[str, list[str]]]()
+        for name, parameter in self._parameters:
             block = block_of.get(id(parameter))
             lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
             shape = () if lazy else tuple(parameter.shape)
             if block is None:
                 reason = self._reasons[id(parameter)]
-                rows.append(ReportRow(plain_name(name), shape, None, reason=reason))
+                rows.append(ReportRow(name, shape, None, reason=reason))
             else:
-                solvers = [_name(solver) for _, _, solver in block.solved_here]
-                method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
-                note = self._notes.get(block.name, "")
+                kind = id(block.tensors)  # which blocks of one kind share
+                if kind not in texts:
+                    solvers = [_name(solver) for _, _, solver in block.solved_here]
+                    method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
+                    texts[kind] = method, list(_reduced(block))
+                method, reduced = texts[kind]
+                notes = [self._notes.get(block.name, ""), *reduced]
                 if block.name == self._asked:
                     owner = self._names[id(block.layout.module)][0]
-                    ask = _ASK.format(_name(block.method), f"^{owner}$")
-                    note = "; ".join(filter(None, (note, ask)))
-                rows.append(ReportRow(plain_name(name), shape, block.name, method, note=note))
+                    notes.append(_ASK.format(_name(block.method), f"^{owner}$"))
+                note = "; ".join(filter(None, notes))
+                rows.append(ReportRow(name, shape, block.name, method, note=note))
         return Report(tuple(rows), solver=solver)
 
 
@@ -723,6 +746,10 @@ class _PerLayer:
         patterns = choice if isinstance(choice, Mapping) else {"": choice}
         self._by_pattern = {key: registry.build(value, base) for key, value in patterns.items()}
         self._used: set[str] = set()
+
+    def change(self, change: Callable[[Any], Any]) -> None:
+        """Replace each component by another one."""
+        self._by_pattern = {key: change(one) for key, one in self._by_pattern.items()}
 
     def all(self) -> list[Any]:
         return list(self._by_pattern.values())
@@ -758,12 +785,6 @@ def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) 
             f"module {name!r} ({type(module).__name__}) is lazy and not initialised yet: run one "
             f"forward pass before building the Preconditioner, or skip the module"
         )
-
-
-def _eigen() -> Solver:
-    """Return the solver of blocks that no pattern of ``solver=`` names, and that may need none."""
-    solver: Solver = KINDS["solver"].build("eigen", Solver)
-    return solver
 
 
 def _without_helper(module: nn.Module) -> str:

@@ -47,6 +47,21 @@ class BlockSpec:
     auxiliary: bool = False
     state_dtype: torch.dtype = torch.float32
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """A key: blocks with equal keys have the same factors, solvers and states, see `share`."""
+        layout, parts = self.layout, (self.method, self.solver)
+        shapes = tuple((name, parameter.shape) for name, parameter in self.parameters.items())
+        # A helper that overrides `factor` may do so by any setting of its module.
+        adapts = isinstance(layout, LayerHelper) and type(layout).factor is not LayerHelper.factor
+        types = (type(layout), *map(type, self.helpers))
+        factors = self.factors if adapts else ()
+        return (types, *map(id, parts), self.dtype, self.state_dtype, self.shape, shapes, factors)
+
+    def share(self, first: BlockSpec) -> None:
+        """Take the specs of a block of the same kind."""
+        vars(self).update((name, getattr(first, name)) for name in _OF_KIND)
+
     @cached_property
     def shape(self) -> BlockShape:
         """The shape of the gradient matrix."""
@@ -204,3 +219,11 @@ class BlockSpec:
             after=self.method.refreshes_after,
             elementwise=self.elementwise,
         )
+
+
+_OF_KIND = [
+    name
+    for name, value in vars(BlockSpec).items()
+    if isinstance(value, cached_property) and name not in ("device", "shards")
+]
+"""What blocks of one kind share."""

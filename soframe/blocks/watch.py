@@ -11,8 +11,9 @@ class Watch:
     """Compares the parameters of a model with the registered ones."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots = [module._parameters for module in model.modules()]
-        self._children = [module._modules for module in model.modules()]
+        modules = list(model.modules())
+        self._slots = [module._parameters for module in modules]
+        self._children = [module._modules for module in modules]
         self._sharded = sharding.sharded_modules(model)
         self._seen = self._look()
         self.forgets = False

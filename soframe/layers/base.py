@@ -85,10 +85,6 @@ class LayerHelper(WeightAndBias, ABC):
     unit: ClassVar[Unit | None] = None
     widens: ClassVar[bool] = False
 
-    def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
-        super().__init__(module, weight=weight, bias=bias)
-        self._signature = inspect.signature(module.forward)
-
     # -- required ---------------------------------------------------------------------------
 
     @abstractmethod
@@ -248,6 +244,10 @@ class LayerHelper(WeightAndBias, ABC):
         if kwargs:
             args = tuple(self._signature.bind(*args, **kwargs).arguments.values())
         return tuple(value for value in args if isinstance(value, Tensor))
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.module.forward)
 
     def lacks_batch(self, batch: int, shared: int, size: int) -> bool:
         """Return whether a call has no batch dimension, so that all samples share its rows.
