@@ -134,7 +134,8 @@ def check_blocks(
 ) -> None:
     """Raise the ValueError of the first row of `BLOCKS` that applies to a block."""
     every = 0 if callable(solve_every) else int(solve_every)
-    for block, place in zip(blocks, placement.blocks, strict=True):
+    for first, *_ in placement.kinds:
+        block, place = blocks[first], placement.blocks[first]
         of = Placed(block, place, placement.strategy, background, every)
         for find, message in BLOCKS:
             if found := find(of):

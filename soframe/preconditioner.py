@@ -238,9 +238,10 @@ class Preconditioner(Stateful):
         with self.home.shaped(self._model.parameters()), self._stages.together():
             self._build()
         usual = {**defaults(Preconditioner), "fisher": "empirical"}
+        kinds = [self._blocks[first] for first, *_ in self.placement.kinds]
         try:
             # A setting that no block reads would be ignored silently.
-            combinations.require_read(self._settings, usual, self._blocks, self._stages.totals)
+            combinations.require_read(self._settings, usual, kinds, self._stages.totals)
         except ValueError:
             self.close()  # no caller gets this object, and its hooks would stay
             raise

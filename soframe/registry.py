@@ -249,5 +249,8 @@ def _is_plain(value: object) -> bool:
 
 def first_match(patterns: Iterable[str], *names: str) -> str | None:
     """Return the first pattern that ``re.search`` finds in one of the names, or None."""
-    found = (one for one in patterns if any(re.search(one, name) for name in names))
-    return next(found, None)
+    for pattern in patterns:
+        for name in names:
+            if re.search(pattern, name):
+                return pattern
+    return None

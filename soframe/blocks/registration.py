@@ -232,8 +232,10 @@ class Registration:
         self._auxiliary: Method | None = None
         if choices.auxiliary is not None:
             self._auxiliary = KINDS["method"].build(choices.auxiliary, Method)
-        for method in (*self._methods.all(), *filter(None, [self._auxiliary])):
-            _require_direction(method)
+        every = (*self._methods.all(), *filter(None, [self._auxiliary]))
+        for each in every:
+            _require_direction(each)
+        self._captures = {id(each): each.captures for each in every}
         self.blocks: list[Block] = []
         self._kinds: dict[object, Block] = {}  # the first block of each kind
         self._in_block: set[int] = set()
@@ -266,9 +268,10 @@ class Registration:
         """Return the modules that have each parameter, by its id."""
         sharers: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, module in self._modules:
+            skipped = self._skipping(module) is not None
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    if self._skipping(module) is None:
+                    if not skipped:
                         _require_initialised(name, module, parameter)
                     sharers.setdefault(id(parameter), []).append((name, module))
         return sharers
@@ -357,7 +360,7 @@ class Registration:
     def _is_observed(self, name: str) -> bool:
         """Return whether a module's method reads calls; without one, True if none is auxiliary."""
         method: Method | None = self._methods.find(name)
-        return self._auxiliary is None if method is None else method.captures
+        return self._auxiliary is None if method is None else self._captures[id(method)]
 
     # -- decisions ------------------------------------------------------------------------------
 
@@ -451,7 +454,8 @@ class Registration:
         """Add a block."""
         # Methods that read gradients alone choose their solvers themselves, as a rule.
         asked = self._choices.solver is not None and self._solvers.find(name) is not None
-        solver = self._solvers.choose(name) if method.captures or asked else self._eigen
+        captures = self._captures.get(id(method), False)  # not of a method for a cut matrix
+        solver = self._solvers.choose(name) if captures or asked else self._eigen
         of_calls = layout is None
         layout = helpers[0] if layout is None else layout
         cut = first_match(self._choices.cut, *self._names[id(layout.module)])
@@ -583,7 +587,7 @@ class Registration:
             return Reason.SKIPPED.format(pattern)
         if (method := self._methods.find(name)) is None:
             return Reason.NO_METHOD
-        if method.captures:
+        if self._captures[id(method)]:
             return Reason.NO_BLOCK
         self._methods.choose(name)  # its pattern has matched, whether or not the method takes it
         _require_trainable(full, parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -55,12 +55,16 @@ class BlockSpec:
         # A helper that overrides `factor` may do so by any setting of its module.
         adapts = isinstance(layout, LayerHelper) and type(layout).factor is not LayerHelper.factor
         types = (type(layout), *map(type, self.helpers))
-        factors = self.factors if adapts else ()
-        return (types, *map(id, parts), self.dtype, self.state_dtype, self.shape, shapes, factors)
+        shape = (self.shape, shapes, bool(self.shards), self.factors if adapts else ())
+        return (types, *map(id, parts), self.dtype, self.state_dtype, *shape)
 
     def share(self, first: BlockSpec) -> None:
         """Take the specs of a block of the same kind."""
-        vars(self).update((name, getattr(first, name)) for name in _OF_KIND)
+        vars(self).update(first._of_kind)
+
+    @cached_property
+    def _of_kind(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in _OF_KIND}
 
     @cached_property
     def shape(self) -> BlockShape:
@@ -195,13 +199,23 @@ class BlockSpec:
             shares.update(zip(numbers, split, strict=True))
         return [shares[number] for number in range(len(traces))]
 
-    @property
-    def work(self) -> BlockWork:
-        """The block's work, for its placement."""
+    def work(self, kind: int) -> BlockWork:
+        """Return the block's work, for its placement; for ``kind`` see `BlockWork`."""
+        return replace(
+            self._work,
+            name=self.name,
+            kind=kind,
+            device=str(self.device),
+            parameters=len(self.parameters),
+            shards=tuple(self.shards.values()),
+        )
+
+    @cached_property
+    def _work(self) -> BlockWork:
         continued = {factor.name for _, factor, solver in self.solved_here if solver.continues}
         resident = tuple(not f.captured or f.name in continued for f in self.factors)
         return BlockWork(
-            name=self.name,
+            name="",
             shape=self.shape,
             factors=self.factors,
             second_order=tuple(
@@ -209,12 +223,9 @@ class BlockSpec:
             ),
             dtype=str(self.dtype).removeprefix("torch."),
             state_dtype=str(self.state_dtype).removeprefix("torch."),
-            device=str(self.device),
-            parameters=len(self.parameters),
             resident=resident if any(resident) else (),
             unsolved=tuple(factor.name for factor in self.unsolved),
             state=tuple(self.states.values()),
-            shards=tuple(self.shards.values()),
             effort=self.method.effort(self.shape),
             after=self.method.refreshes_after,
             elementwise=self.elementwise,
@@ -224,6 +235,6 @@ class BlockSpec:
 _OF_KIND = [
     name
     for name, value in vars(BlockSpec).items()
-    if isinstance(value, cached_property) and name not in ("device", "shards")
+    if isinstance(value, cached_property) and name not in ("device", "shards", "_of_kind")
 ]
 """What blocks of one kind share."""

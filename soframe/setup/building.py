@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -153,15 +152,15 @@ def register(model: nn.Module, choices: Choices) -> Registration:
 
 def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
     """Place blocks by a strategy; raise ValueError if its placement is not valid for them."""
+    # Equal numbers stand for equal methods and solvers: only such blocks are stacked.
     kinds: list[tuple[Method, Solver]] = []
-    each = []
+    numbers: dict[tuple[int, int], int] = {}
     for block in blocks:
-        # Equal numbers stand for equal methods and solvers: only such blocks are stacked.
         kind = (block.method, block.solver)
-        if kind not in kinds:
-            kinds.append(kind)
-        each.append(replace(block.work, kind=kinds.index(kind)))
-    work = tuple(each)
+        if (id(block.method), id(block.solver)) not in numbers:
+            kinds += [kind] if kind not in kinds else []
+            numbers[id(block.method), id(block.solver)] = kinds.index(kind)
+    work = tuple(block.work(numbers[id(block.method), id(block.solver)]) for block in blocks)
     placement = complete(strategy.place(work, ranks))
     placement.validate()
     if (placement.work, placement.world_size) != (work, ranks):
@@ -241,7 +240,10 @@ def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
 def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
     """Return the settings that all ranks must share, except the placement: one per line."""
     # A dict as an ordered set: many blocks have the same components.
-    of_blocks = {describe((b.method, b.solver, b.dtype, b.state_dtype)): None for b in blocks}
+    parts = {(id(b.method), id(b.solver), b.dtype, b.state_dtype): b for b in reversed(blocks)}
+    of_blocks = {
+        describe((b.method, b.solver, b.dtype, b.state_dtype)): None for b in parts.values()
+    }
     return "\n".join(map(describe, (*settings, *of_blocks)))
 
 

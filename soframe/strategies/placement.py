@@ -17,6 +17,8 @@ from soframe.strategies import plan
 from soframe.strategies.local import LocalPlan
 from soframe.strategies.work import (
     ITEM_BYTES,
+    UNNAMED_PLACE,
+    UNNAMED_WORK,
     BlockPlacement,
     BlockWork,
     Traffic,
@@ -59,7 +61,7 @@ class Placement:
                 f"strategy {self.strategy!r}: the placement's blocks are not those of the work, in "
                 f"its order"
             )
-        for work, block in self.pairs:
+        for work, block in self._firsts:
             checks = [
                 *_workers(block, self.world_size),
                 *_statistics_places(work, block, self.world_size),
@@ -70,24 +72,42 @@ class Placement:
                     raise ValueError(f"strategy {self.strategy!r}, block {work.name!r}: {problem}")
 
     @cached_property
+    def kinds(self) -> list[list[int]]:
+        """Indices of the blocks of each kind, which have the same work and place, but for names."""
+        kinds: dict[object, list[int]] = {}
+        for index, (work, block) in enumerate(self.pairs):
+            kinds.setdefault((UNNAMED_WORK(work), UNNAMED_PLACE(block)), []).append(index)
+        return list(kinds.values())
+
+    @property
+    def _firsts(self) -> list[tuple[BlockWork, BlockPlacement]]:
+        """The first block of each kind."""
+        return [(self.work[first], self.blocks[first]) for first, *_ in self.kinds]
+
+    @cached_property
     def stacks(self) -> list[list[int]]:
         """Indices of the blocks of each stack, which are alike and placed alike but for owners."""
         stacks: dict[object, list[int]] = {}
-        for index, (work, block) in enumerate(self.pairs):
+        for kind, (work, block) in zip(self.kinds, self._firsts, strict=True):
             # Where some ranks hold a factor, its statistics are sent to the owner.
             place = replace(block, block="", owners=block.owners if block.holders else ())
-            key = (work.alike, place) if work.stackable else index
-            stacks.setdefault(key, []).append(index)
-        return list(stacks.values())
+            for index in kind:
+                key = (work.alike, place) if work.stackable else index
+                stacks.setdefault(key, []).append(index)
+        return sorted(map(sorted, stacks.values()))
 
     @property
     def digest(self) -> bytes:
         """The placement's SHA-256; must be equal on all ranks."""
         left_out = {"second_order", "dtype", "device", "parameters", "state", "after", "kind"}
-        left_out |= {"state_dtype", "elementwise"}
+        left_out |= {"name", "state_dtype", "elementwise"}
         names = [one.name for one in fields(BlockWork) if one.name not in left_out]
-        work = [[getattr(block, name) for name in names] for block in self.work]
-        everything = [self.strategy, self.world_size, work, self.blocks, self.notes]
+        text_of = {}
+        for kind, (work, block) in zip(self.kinds, self._firsts, strict=True):
+            text = repr([[getattr(work, name) for name in names], UNNAMED_PLACE(block)])
+            text_of.update(dict.fromkeys(kind, text))
+        blocks = [(work.name, text_of[index]) for index, work in enumerate(self.work)]
+        everything = [self.strategy, self.world_size, blocks, self.notes]
         return hashlib.sha256(repr(everything).encode()).digest()
 
     def groups(self) -> list[tuple[int, ...]]:
@@ -97,7 +117,7 @@ class Placement:
             The sets of two or more ranks.
         """
         groups: set[tuple[int, ...]] = set()
-        for block in self.blocks:
+        for _, block in self._firsts:
             groups.update(map(block.sharing, range(len(block.owners))))
             for worker in block.gradient_workers:
                 groups.add(exchange_group(worker, block.sources))

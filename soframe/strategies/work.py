@@ -8,9 +8,10 @@ statistics step, or accumulated by each contributor and reduced when a solve nee
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 
 from soframe.layers.base import BlockShape
 from soframe.specs import FactorSpec, Shards, TensorSpec
@@ -226,6 +227,11 @@ class BlockPlacement:
         """Whether an owner lacks a factor of the block, so that traces are reduced for solvers."""
         factors = range(len(self.owners))
         return any(not self.holds(owner, factor) for owner in self.owners for factor in factors)
+
+
+UNNAMED_WORK = attrgetter(*(f.name for f in fields(BlockWork) if f.name != "name"))
+UNNAMED_PLACE = attrgetter(*(f.name for f in fields(BlockPlacement) if f.name != "block"))
+"""Return all but the block's name: blocks with equal work and places are of one kind."""
 
 
 def share_group(owner: int, gradient_workers: Sequence[int]) -> tuple[int, ...]:
