@@ -60,12 +60,15 @@ class TorchDistributed(Backend):
         self._everyone = tuple(range(dist.get_world_size(default)))
         self._groups = {self._everyone: weakref.ref(default)}
         self.world_size = dist.get_world_size(self._group)
-        self._engine = str(dist.get_backend(self._group))
-        self.fused = self._engine == "nccl" if fused is None else fused
-        if self.fused and self._engine not in ("gloo", "nccl"):
+        # A group that was made without a backend has one engine for each type of device.
+        pairs = str(dist.get_backend_config(self._group)).split(",")
+        self._engines = dict(pair.split(":") for pair in pairs)
+        engines = set(self._engines.values())
+        self.fused = "nccl" in engines if fused is None else fused
+        if self.fused and not engines <= {"gloo", "nccl"}:
             raise ValueError(
                 f"backend 'torch': fused=True is for Gloo and NCCL, and this process group's "
-                f"engine is {self._engine!r}; pass fused=False"
+                f"engine is {', '.join(map(repr, sorted(engines)))}; pass fused=False"
             )
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self._made: set[tuple[int, ...]] = {self._everyone}
@@ -83,7 +86,7 @@ class TorchDistributed(Backend):
             self._made.add(ranks)
             # Every rank of the world calls `new_group`, a member or not.
             members = [self._global_ranks[rank] for rank in ranks]
-            made = dist.new_group(members, backend=self._engine)
+            made = dist.new_group(members, backend=dist.get_backend(self._group))
             if self.rank in ranks:
                 assert isinstance(made, dist.ProcessGroup)
                 self._groups[ranks] = weakref.ref(made)
@@ -113,17 +116,17 @@ class TorchDistributed(Backend):
         return _existing(group)
 
     def wire_device(self, device: torch.device) -> torch.device:
-        if self._engine == "nccl" and device.type != "cuda":
+        if device.type not in self._engines and "cuda" in self._engines:
             return torch.device("cuda", torch.cuda.current_device())
         return device
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks; only Gloo has a barrier that names the missing ones.
+        """Wait for all ranks; only a group of Gloo has a barrier that names the missing ones.
 
         Raises:
             RuntimeError: If a rank does not come within ``meet_timeout``.
         """
-        if self._engine != "gloo":
+        if dist.get_backend(self._group) != "gloo":
             return
         try:
             dist.monitored_barrier(self._group, timeout=self._meet_timeout, wait_all_ranks=True)
@@ -172,7 +175,7 @@ class TorchDistributed(Backend):
     def _reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         shares = flat.split(list(sizes))
         share = shares[self.rank]
-        if self._engine != "gloo":
+        if self._engines.get(flat.device.type) != "gloo":
             total = torch.empty_like(share)
             work = dist.reduce_scatter(total, list(shares), group=self._group, async_op=True)
             return _then(_handle(work), lambda: share.copy_(total))
@@ -186,7 +189,7 @@ class TorchDistributed(Backend):
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         shares = list(flat.split(list(sizes)))
         share = shares[self.rank]
-        if self._engine != "gloo":
+        if self._engines.get(flat.device.type) != "gloo":
             return _handle(dist.all_gather(shares, share, group=self._group, async_op=True))
         gives = [len(share)] * self.world_size
         copies = share.repeat(self.world_size)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,6 +25,7 @@ from soframe.blocks.watch import Watch
 from soframe.capture.hooks import Capture
 from soframe.capture.loss_scale import LossScale
 from soframe.comm.agreement import (
+    add_over_ranks,
     fingerprint,
     require_all_ranks,
     require_common,
@@ -86,6 +88,7 @@ class Engine:
     _refresh: Refresh
     _solves: Solves
     _lrs: LearningRates
+    _magnitude: magnitude.Magnitude
     _loss_scale: LossScale
     _damping: DampingPolicy
     _decay: Scheduled
@@ -107,13 +110,17 @@ class Engine:
                 gradients = self._raw.raw()
             due = self._refresh.gradients_every.due(step)
             # A gradient that is not finite would stay in the averages for ever.
-            if status.finite:
+            if status.finite is not False:
                 observe(placed, gradients, due=due, decay=settings.decay, step=step, after=False)
             # Blocks whose factors have changed: second-order data may be refreshed without a solve.
             changed = frozenset() if status.weights is None else self._statistics.due
             self._solve(settings, after=False, changed=changed)
             updates = precondition(placed, gradients, settings.damping)
             exchange(placed, updates)
+            if status.finite is None:
+                # Behind the work of this step, which the device has to do meanwhile.
+                status = self._read(status)
+                settings = status.settings
             clipped = self._clip(updates, settings) if status.finite else Clipped(finite=False)
             self.updated = clipped.finite
             self._note(gradients, updates, settings, clipped)
@@ -126,7 +133,7 @@ class Engine:
                 self._solve(settings, after=True)
             else:
                 # Bad gradients were counted by `_agree`; these are updates that are not finite.
-                self.counters["skipped_updates"] += status.finite
+                self.counters["skipped_updates"] += bool(status.finite)
                 magnitude.discard(self._model, self.home)
         except BaseException:
             self.reset_batch()  # the sums of this window may be used up already
@@ -209,28 +216,60 @@ class Engine:
             self._rebuild(changed=status.changed > 0)
             # The new blocks have other weights and flags.
             return self._agree()
-        self.counters["skipped_updates"] += status.bad_gradient > 0
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if status.bad_gradient > 0 else 0
-        # Only the ranks with such gradients warn: the cause is in their own data.
-        if self._skipped_in_a_row == MANY and seen.bad_gradient:
-            warnings.warn(
-                f"soframe: rank {self.backend.rank} had gradients that are not finite in {MANY} "
-                f"steps in a row, whose updates were skipped on all ranks: look at the loss and "
-                f"the data of this rank; counters['skipped_updates'] counts them",
-                stacklevel=6,
-            )
         self.counters["skipped_statistics"] += status.bad_statistics > 0
         if status.bad_statistics and seen.curved == 0:
             self._refresh.owe(2)  # without the statistics of this step no block has curvature
         used = bool(self._statistics.due) and not status.bad_statistics
-        careful = status.large > 0 or settings.damping < UNDAMPED
-        # From reduced flags, so that all ranks compute in the same dtype.
-        limits = replace(settings.limits, careful=careful)
-        return Status(
-            finite=not status.bad_gradient,
-            weights=status.weights if used else None,
-            settings=replace(settings, limits=limits),
+        agreed = Status(None, weights=status.weights if used else None, settings=settings)
+        if self._reads_later():
+            self._magnitude.queue(self.backend)
+            return agreed
+        return self._with_flags(agreed, status.bad_gradient, status.large, own=seen.bad_gradient)
+
+    def _reads_later(self) -> bool:
+        """Return whether the flags of gradients may be read behind the work of this step.
+
+        That is in steps without statistics, on a GPU: nothing that lasts is changed before then.
+        """
+        sends = self.backend.wire_device(torch.device("cpu")).type == "cpu"
+        plain = not self._statistics.due and self._stages.backend is None
+        if not plain or not sends or not self._magnitude.queues:
+            return False
+        due = self._refresh.gradients_every.due(self._steps)
+        return not due or not any(
+            len(stack.like.captured) < len(stack.like.factors)
+            and not stack.like.method.refreshes_after
+            for stack in self._placed.stacks
         )
+
+    def _read(self, status: Status) -> Status:
+        """Return the status with the flags of the gradients of all ranks."""
+        size, moderate = self._magnitude.read_queued()
+        flags = [float(not math.isfinite(size)), self._is_large(size)]
+        bad, large = flags if moderate else add_over_ranks(self.backend, flags)
+        return self._with_flags(status, bad, large, own=flags[0])
+
+    def _is_large(self, size: float) -> float:
+        # Damping relative to a small curvature is small: updates may be large for any gradient.
+        return float(size > 0 or self._relatively_damped)
+
+    def _with_flags(self, status: Status, bad: float, large: float, *, own: float) -> Status:
+        """Return the status, given the sums over ranks of the flags of gradients."""
+        self.counters["skipped_updates"] += bad > 0
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad > 0 else 0
+        # Only the ranks with such gradients warn: the cause is in their own data.
+        if self._skipped_in_a_row == MANY and own:
+            warnings.warn(
+                f"soframe: rank {self.backend.rank} had gradients that are not finite in {MANY} "
+                f"steps in a row, whose updates were skipped on all ranks: look at the loss and "
+                f"the data of this rank; counters['skipped_updates'] counts them",
+                stacklevel=7,
+            )
+        # From reduced flags, so that all ranks compute in the same dtype.
+        careful = large > 0 or status.settings.damping < UNDAMPED
+        limits = replace(status.settings.limits, careful=careful)
+        settings = replace(status.settings, limits=limits)
+        return replace(status, finite=not bad, settings=settings)
 
     def _evaluate(self) -> tuple[Settings, dict[str, object], Exception | None]:
         """Return the step's settings, the values that ranks must share, and an error or None."""
@@ -270,8 +309,8 @@ class Engine:
         present, reached = self._raw.none_present(), self._effect.nothing_said(due)
         try:
             largest = self._statistics.largest() if due else ()
-            parameters = self._watch.parameters()
-            size, finite = magnitude.magnitude(parameters, self.home, largest)
+            self._magnitude = magnitude.Magnitude(self._watch.parameters(), self.home, largest)
+            size, finite = (0.0, True) if self._reads_later() else self._magnitude.read()
             present, reached = self._raw.present(), self._effect.said(due)
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
@@ -281,8 +320,7 @@ class Engine:
             failed=float(error is not None),
             changed=float(self._watch.changed()),
             bad_gradient=float(bad_gradient),
-            # Damping relative to a small curvature is small: updates may be large for any gradient.
-            large=float(size > 0 or self._relatively_damped),
+            large=self._is_large(size),
             bad_statistics=float(not finite or (bool(due) and bad_gradient)),
             due=float(bool(due)),
             curved=float(self._curved()),

@@ -77,11 +77,11 @@ class Status:
     """The status of a step on which all ranks have agreed.
 
     Attributes:
-        finite: Whether the gradients of all ranks are finite.
+        finite: Whether the gradients of all ranks are finite; None if it is read later.
         weights: The weights of the statistics of all ranks; None if statistics are not used.
         settings: The settings of this step.
     """
 
-    finite: bool
+    finite: bool | None
     weights: Sequence[float] | None
     settings: Settings

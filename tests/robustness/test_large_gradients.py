@@ -125,12 +125,12 @@ def test_magnitude(
     parameters[0].grad, parameters[1].grad = torch.tensor(values), torch.zeros(0)
     for statistics, finite in ([], True), ([1e30, 2.0], True), ([1.0, -math.inf], False):
         scalars = [torch.tensor(number, dtype=torch.float64) for number in statistics]
-        size, seen = gradients.magnitude(parameters, PlainGrad(), scalars)
+        size, seen = gradients.Magnitude(parameters, PlainGrad(), scalars).read()
         assert size == pytest.approx(expected)
         assert seen == finite
-        assert gradients.magnitude([], PlainGrad(), scalars) == (0.0, finite)
+        assert gradients.Magnitude([], PlainGrad(), scalars).read() == (0.0, finite)
     parameters[0].grad[0] = math.nan
     nan = torch.tensor(math.nan)
-    size, finite = gradients.magnitude(parameters, PlainGrad(), [nan])
+    size, finite = gradients.Magnitude(parameters, PlainGrad(), [nan]).read()
     assert math.isnan(size)
     assert not finite

@@ -95,6 +95,7 @@ class Turned(TorchDistributed):
 GOOD: dict[str, Any] = {
     "torch": TorchDistributed,
     "fused": lambda: TorchDistributed(fused=True),
+    "by device": lambda: TorchDistributed(dist.new_group(backend="cpu:gloo,cuda:gloo"), fused=True),
     "plain": Plain,
     "recording": lambda: Recording(TorchDistributed()),
 }
