@@ -43,20 +43,13 @@ class Placed:
         block: The block.
         place: Its place.
         strategy: The name of the strategy.
-        background: Whether solves run in the background.
         solve_every: The interval of solves; 0 for a callable.
     """
 
     block: Block
     place: BlockPlacement
     strategy: str
-    background: bool
     solve_every: int
-
-
-def _alone(of: Placed) -> object:
-    solvers = [solver for _, _, solver in of.block.solved_here if solver.alone]
-    return solvers[0] if of.background and solvers else None
 
 
 def _dropped(of: Placed) -> object:
@@ -93,13 +86,6 @@ _FOLLOW = (
 
 BLOCKS: tuple[tuple[Callable[[Placed], object], str], ...] = (
     (
-        _alone,
-        (
-            "{block.name}: {found!r} changes settings of the whole process while it solves, so it "
-            "cannot solve in the background: pass background=0 or another solver"
-        ),
-    ),
-    (
         _dropped,
         (
             "{block.name}: solve_every=1 never uses the factor {found}, and every solve drops it "
@@ -129,14 +115,12 @@ BLOCKS: tuple[tuple[Callable[[Placed], object], str], ...] = (
 """A message contains the result of its predicate as ``{found}``."""
 
 
-def check_blocks(
-    blocks: Sequence[Block], placement: Placement, *, background: bool, solve_every: Interval
-) -> None:
+def check_blocks(blocks: Sequence[Block], placement: Placement, *, solve_every: Interval) -> None:
     """Raise the ValueError of the first row of `BLOCKS` that applies to a block."""
     every = 0 if callable(solve_every) else int(solve_every)
     for first, *_ in placement.kinds:
         block, place = blocks[first], placement.blocks[first]
-        of = Placed(block, place, placement.strategy, background, every)
+        of = Placed(block, place, placement.strategy, every)
         for find, message in BLOCKS:
             if found := find(of):
                 raise ValueError(

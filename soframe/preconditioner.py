@@ -38,6 +38,7 @@ from soframe.damping.policies import DampingChoice
 from soframe.diagnostics.measuring import Measuring
 from soframe.diagnostics.metrics import Spectra, Taken
 from soframe.diagnostics.norms import measure
+from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
 from soframe.methods.scaling import Scale
@@ -188,6 +189,7 @@ class Preconditioner(Stateful):
                 reads_calls=all(one.captures for one in building.methods(method)),
             )
             self._scaling, self._samples = curve.scaling, curve.samples
+            self._precision = curve.precision
             self._loss_average = curve.loss_average
             self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
             self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
@@ -220,7 +222,10 @@ class Preconditioner(Stateful):
                 staged=self._stages.backend is not None,
             )
             self._capture = Capture(
-                probing=self._fisher.probed, model=self._model, alone=self.backend.alone
+                probing=self._fisher.probed,
+                model=self._model,
+                alone=self.backend.alone,
+                precision=self._precision,
             )
             self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
             self._measuring = Measuring(self.backend.phases)
@@ -313,7 +318,7 @@ class Preconditioner(Stateful):
         self._require_open()
         if self._planned:
             building.require_materialised(self._model.named_parameters())
-        with self.home.shaped(self._model.parameters()):
+        with self.home.shaped(self._model.parameters()), within(self._precision):
             self._take_step()
 
     def _require_open(self) -> None:
@@ -374,7 +379,8 @@ class Preconditioner(Stateful):
                 for stack, gradient in self._raw.now().items()
                 if not stack.like.remembers
             }
-            updates = precondition(self._placed, gradients, damping)
+            with within(self._precision):
+                updates = precondition(self._placed, gradients, damping)
             exchange(self._placed, updates)
             write(updates, self.home)
         self._measuring.redamped(damping)
@@ -434,6 +440,7 @@ class Preconditioner(Stateful):
             self._loss_average,
             self._fisher.kind,
             building.describe_samples(self._samples),
+            f"precision={self._precision!r}",
             self._sampler,
         )
 

@@ -19,6 +19,7 @@ from soframe.blocks.home import GradientHome
 from soframe.capture.counting import Samples
 from soframe.capture.sampling import Rows
 from soframe.comm.base import Backend
+from soframe.kernels.precision import Precision
 from soframe.losses.base import Loss
 from soframe.methods.scaling import LossAverage, Scaling
 from soframe.schedules import Schedule
@@ -58,6 +59,8 @@ class Curvature:
             ``3 * heads`` for each head by itself. For methods that read gradients alone;
             vectors stay whole. Methods that orthogonalise split the fused projections that are
             known (`soframe.blocks.fused`), unless a pattern matches: 1 leaves them whole.
+        precision: How NVIDIA's GPUs multiply float32 in statistics and updates, whatever torch's
+            setting: ``"fast"`` in TF32, ``"full"`` in float32. Solves are always in float32.
     """
 
     fisher: str | None = None
@@ -69,6 +72,7 @@ class Curvature:
     dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
     cut: Mapping[str, int | Sequence[int]] | None = None
+    precision: Precision = "fast"
 
 
 @dataclass(frozen=True)

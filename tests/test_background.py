@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from soframe import Preconditioner, TrustRegion
 from soframe.comm import SingleProcess
 from soframe.settings import grouped
-from soframe.solvers import Eigen, Inverse, Lazy, NewtonSchulz, Relative
+from soframe.solvers import Eigen, Inverse, Lazy
 from tests import kit
 from tests.background import (
     EVERY,
@@ -70,6 +70,7 @@ SOLVERS: dict[str, dict[str, Any]] = {
     "lazy": {"solver": Lazy(Eigen(follows=True), tolerance=0.3)},
     "warm": {"solver": "orthogonal-iteration", "stagger": True},
     "relative": {"solver": "inverse", "damping": "relative"},
+    "newton-schulz": {"solver": "newton-schulz"},
 }
 
 
@@ -246,14 +247,6 @@ def test_warnings_are_not_lost(runs):
 def test_values_that_are_none(value, error):
     with pytest.raises(error, match=r"background must be 0 .*, a positive number of steps"):
         Preconditioner(make_net(), kl_clip=None, background=value)
-
-
-@pytest.mark.parametrize("solver", [NewtonSchulz(), Lazy(NewtonSchulz()), Relative(NewtonSchulz())])
-def test_solvers_that_change_the_process_are_refused(solver):
-    message = "conv: .* cannot solve in the background: pass background=0 or another solver"
-    with pytest.raises(ValueError, match=message):
-        Preconditioner(make_net(), kl_clip=None, background=2, solver=solver)
-    Preconditioner(make_net(), kl_clip=None, solver=solver).close()
 
 
 @pytest.mark.parametrize("value", [3, "ready"])

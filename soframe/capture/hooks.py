@@ -38,6 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
+from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
 
@@ -212,6 +213,7 @@ class Capture:
         failure: The error that the step raises on every rank.
         half: Whether a layer with float32 parameters had a float16 gradient in this window.
         alone: Whether no other rank waits for this one.
+        precision: The precision of products of float32.
     """
 
     sink: Sink | None = None
@@ -230,6 +232,7 @@ class Capture:
     failure: Exception | None = None
     half: bool = False
     alone: bool = True
+    precision: Precision = "fast"
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -549,7 +552,8 @@ class Capture:
         try:
             device = gradient.device.type
             ours = torch.autocast(device, enabled=False)  # entering it takes a while
-            with torch.no_grad(), ours if torch.is_autocast_enabled(device) else nullcontext():
+            outside = ours if torch.is_autocast_enabled(device) else nullcontext()
+            with torch.no_grad(), outside, within(self.precision):
                 inputs: tuple[Tensor, ...] = ()
                 again = self._probe is not None and not self._probe.first
                 if kept is not None and (not again or helper in self.rereading):

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from soframe.kernels.precision import within
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import MAX_SIZE, Candidate, Direction, Given, Method
 from soframe.methods.chain import Chain
@@ -168,9 +169,12 @@ class Orthogonalise(Method):
         dtype = torch.bfloat16 if matrix.is_cuda else matrix.dtype
         if self.dtype is not None:
             dtype = getattr(torch, self.dtype)
-        return Direction(
-            nearest_orthogonal(matrix, kind=self.coefficients, steps=self.steps, dtype=dtype)
-        )
+        # The iteration on Gram matrices needs float32 in full.
+        with within("full"):
+            nearest = nearest_orthogonal(
+                matrix, kind=self.coefficients, steps=self.steps, dtype=dtype
+            )
+        return Direction(nearest)
 
     def unsuited(self, candidate: Candidate) -> str | None:
         _, out, into = candidate.shape

@@ -192,12 +192,8 @@ def build(
         rates.check(registration.blocks)
         require_averaged(registration.blocks, gradients)
         placement = place(strategy, registration.blocks, backend.world_size)
-        combinations.check_blocks(
-            registration.blocks,
-            placement,
-            background=background.on,
-            solve_every=refresh.solve_every.value,
-        )
+        every = refresh.solve_every.value
+        combinations.check_blocks(registration.blocks, placement, solve_every=every)
         sharding.require_together(model, registration.blocks, placement, draws=choices.draws)
         stages.require_served(model, registration.blocks)
     except Exception as error:  # of any kind: the other ranks wait in `compare_ranks`
@@ -259,6 +255,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     require("loss_average", settings["loss_average"], ("local", "global", "sum"))
     if not callable(settings["samples"]):
         require("samples", settings["samples"], ("batch", "positions"))
+    require("precision", settings["precision"], ("fast", "full"))
     require("clip_lr", settings["clip_lr"], ("live", "initial"))
     require("gradients", settings["gradients"], tuple(averaging.GRADIENTS))
     combinations.check_settings(settings)

@@ -1,5 +1,6 @@
 """Solvers: compute second-order data from factors, and precondition gradients with them."""
 
+from soframe.kernels.precision import multiply
 from soframe.solvers.around import Around
 from soframe.solvers.base import (
     Problem,
@@ -32,6 +33,7 @@ __all__ = [
     "Root",
     "SolveFailedError",
     "Solver",
+    "multiply",
     "retry",
     "solve_safely",
     "solve_stack",

@@ -22,7 +22,7 @@ class Around(Solver):
     solver: Solver
 
     def __post_init__(self) -> None:
-        for name in ("damps_factors", "follows", "alone"):
+        for name in ("damps_factors", "follows"):
             object.__setattr__(self, name, getattr(self.solver, name))
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:

@@ -35,15 +35,12 @@ class Solver(ABC):
         damps_factors: True if `solve` adds the damping to each factor (its share, see `shares`),
             False if `apply` adds it to their product.
         follows: True if `follow` updates data between solves.
-        alone: True if `solve` temporarily changes settings of the whole process, so that nothing
-            else may be computed at the same time.
         diagonals: True if diagonal factors ``[groups, n]`` are supported, in addition to matrices
             ``[groups, n, n]``.
     """
 
     damps_factors: ClassVar[bool] = False
     follows: bool = False
-    alone: ClassVar[bool] = False
     diagonals: bool = False
 
     @property
@@ -472,18 +469,3 @@ def mean_trace(matrix: Tensor) -> Tensor:
 def whole(matrix: Tensor) -> Tensor:
     """Return the full symmetric matrices ``[groups, n, n]``, given their lower triangles."""
     return matrix.tril() + matrix.tril(-1).mT
-
-
-def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply ``[groups, n, n]`` by ``[groups, n, n]``, with TF32 on to 21 bits in place of 11."""
-    # Not by the setting of the process, on which products of other threads depend.
-    if left.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32":
-        return left @ right
-    (high, low), (first, rest) = _halves(left), _halves(right)
-    return high @ first + (high @ rest + low @ first)
-
-
-def _halves(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 into the 10 bits of mantissa that TF32 keeps and the rest, exactly."""
-    high = matrix.view(torch.int32).bitwise_and(-(1 << 13)).view(torch.float32)
-    return high, matrix - high

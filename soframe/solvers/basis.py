@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.kernels.precision import multiply
 from soframe.registry import register
-from soframe.solvers.base import Solver, mean_trace, multiply, whole
+from soframe.solvers.base import Solver, mean_trace, whole
 from soframe.solvers.eigen import rayleigh
 from soframe.specs import FactorSpec, TensorSpec
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from soframe.kernels.precision import multiply
 from soframe.registry import register
-from soframe.solvers.base import Solver, multiply, whole
+from soframe.solvers.base import Solver, whole
 from soframe.specs import FactorSpec, TensorSpec
 
 _SIZES = 2.0**20  # assumed bound of l_max(A) l_max(G) over the product of mean traces

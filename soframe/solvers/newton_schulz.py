@@ -7,20 +7,19 @@ errors. A Cholesky inverse takes far fewer FLOPs, but in a sequence of small ker
 can be faster if launches dominate, or if it starts from the last inverse of a factor that has
 hardly changed.
 
-It needs IEEE products of float32 or float64. TF32 and bfloat16 round to three digits or fewer,
-which no further iteration recovers; they are disabled here.
+It needs products in full float32 or float64, whatever torch's setting: TF32 and bfloat16 round to
+three digits or fewer, which no further iteration recovers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from soframe.kernels.precision import multiply
 from soframe.registry import register
 from soframe.solvers.base import replace_groups, whole
 from soframe.solvers.inverse import Inverse, damped
@@ -45,7 +44,6 @@ class NewtonSchulz(Inverse):
         ValueError: If a setting is out of range.
     """
 
-    alone: ClassVar[bool] = True
     iterations: int = 40
 
     def __post_init__(self) -> None:
@@ -83,30 +81,15 @@ def invert(matrix: Tensor, start: Tensor, iterations: int) -> tuple[Tensor, Tens
     inverse = start
     tolerance = torch.finfo(matrix.dtype).eps ** 0.5
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    with exact_products(matrix.device.type):
-        residual = eye - matrix @ inverse
+    with torch.autocast(matrix.device.type, enabled=False):
+        residual = eye - multiply(matrix, inverse)
         for count in range(1, iterations + 1):
-            inverse = inverse + inverse @ residual
-            residual = eye - matrix @ inverse
+            inverse = inverse + multiply(inverse, residual)
+            residual = eye - multiply(matrix, inverse)
             if count % _CHUNK and count < iterations:
                 continue
             size = (residual.square().sum((-2, -1)) / len(eye)).sqrt()
             if bool(((size <= tolerance) | ~(size <= 1)).all()):  # all have converged or diverge
                 break
-        inverse = inverse + inverse @ residual
+        inverse = inverse + multiply(inverse, residual)
     return (inverse + inverse.mT) / 2, size <= tolerance
-
-
-@contextmanager
-def exact_products(device: str) -> Iterator[None]:
-    """Disable TF32 and autocast: float32 products are IEEE."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]  # untyped
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        with torch.autocast(device, enabled=False):
-            yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision

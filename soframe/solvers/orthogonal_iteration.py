@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.kernels.precision import multiply
 from soframe.registry import register
-from soframe.solvers.base import multiply, replace_groups, whole
+from soframe.solvers.base import replace_groups, whole
 from soframe.solvers.eigen import Eigen, rayleigh
 
 

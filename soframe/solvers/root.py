@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from soframe.kernels.gram import mirror
+from soframe.kernels.precision import multiply
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, TensorSpec
@@ -68,7 +69,7 @@ class Root(Solver):
             rounding = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * largest
             values = values.where(values > rounding, 0.0)
         powers = values.where(values > 0, 1.0).pow(self.power).where(values > 0, 0.0)
-        return {"root": mirror((vectors * powers.unsqueeze(-2)) @ vectors.mT)}
+        return {"root": mirror(multiply(vectors * powers.unsqueeze(-2), vectors.mT))}
 
     def apply(
         self,

@@ -35,6 +35,7 @@ from soframe.comm.base import Backend
 from soframe.comm.stages import Seen, Stages
 from soframe.damping.policies import DampingPolicy
 from soframe.damping.saved import damping_at
+from soframe.kernels.precision import within
 from soframe.schedules import Scheduled
 from soframe.step import magnitude
 from soframe.step.averages import observe
@@ -108,10 +109,10 @@ class Engine:
                     self._statistics.fold(status.weights, settings.decay, step)
             with phase("average"):
                 gradients = self._raw.raw()
-            due = self._refresh.gradients_every.due(step)
+            due, decay = self._refresh.gradients_every.due(step), settings.decay
             # A gradient that is not finite would stay in the averages for ever.
             if status.finite is not False:
-                observe(placed, gradients, due=due, decay=settings.decay, step=step, after=False)
+                observe(placed, gradients, due=due, decay=decay, step=step, after=False)
             # Blocks whose factors have changed: second-order data may be refreshed without a solve.
             changed = frozenset() if status.weights is None else self._statistics.due
             self._solve(settings, after=False, changed=changed)
@@ -126,7 +127,7 @@ class Engine:
             self._note(gradients, updates, settings, clipped)
             if self.updated:
                 # Before `write`: gradient matrices may be views of the memory that it overwrites.
-                observe(placed, gradients, due=due, decay=settings.decay, step=step, after=True)
+                observe(placed, gradients, due=due, decay=decay, step=step, after=True)
                 with phase("write"):
                     write(updates, self.home)
                 commit(updates)
@@ -152,14 +153,15 @@ class Engine:
     def _solve(self, settings: Settings, *, after: bool, changed: Collection[Block] = ()) -> None:
         """Solve the blocks that are due before updates are made, or after they are written."""
         due = self._refresh.due(self._placed, self._steps)
-        self._solves.update(
-            self._placed,
-            [block for block in due if block.method.refreshes_after == after],
-            damping=settings.damping,
-            counters=self.counters,
-            step=self._steps,
-            changed=changed,
-        )
+        with within("full"):
+            self._solves.update(
+                self._placed,
+                [block for block in due if block.method.refreshes_after == after],
+                damping=settings.damping,
+                counters=self.counters,
+                step=self._steps,
+                changed=changed,
+            )
 
     def _clip(self, updates: Sequence[Update], settings: Settings) -> Clipped:
         return clip(
