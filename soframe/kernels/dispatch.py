@@ -42,9 +42,9 @@ WIDE = 64  # columns of a product: threads share wider ones only
 # Seconds on an H200.
 GPU_MULTIPLY_ADD = 4.5e-14
 GPU_READ = 2e-12  # one element, read and written
-GPU_SCATTERED = 1e-11  # one element of a patch that is written out
+GPU_PATCH = 5e-12  # one element of a patch that is written out; an estimate
 GPU_ROWS = (6e-5, 6e-5)  # calls, and calls for each product
-GPU_UNFOLD = (2e-4, 2.5e-6)  # calls, and calls for each image
+GPU_UNFOLD = 1e-4  # calls
 
 
 @lru_cache(maxsize=1024)
@@ -114,10 +114,8 @@ def _copy(size: int) -> float:
 
 
 def _gpu_unfold(geometry: Geometry) -> float:
-    start, each = GPU_UNFOLD
     elements = float(geometry.positions * geometry.features * geometry.groups)
-    per_element = GPU_SCATTERED + geometry.features * GPU_MULTIPLY_ADD
-    return start + each * geometry.batch + elements * per_element
+    return GPU_UNFOLD + elements * (GPU_PATCH + geometry.features * GPU_MULTIPLY_ADD)
 
 
 def _gpu_rows(geometry: Geometry) -> float:

@@ -88,7 +88,8 @@ def _add_products(
     """Add every product over rows of one segment of columns, or of all columns."""
     step = geometry.rows.stride
     # On an accelerator one long product takes one launch, and no memory for a product per row.
-    by_row = rowwise.serves(geometry) and not devices.on_gpu(total)
+    gpu = devices.on_gpu(total)
+    by_row = rowwise.serves(geometry) and not gpu
     for rows in segments(geometry.rows):
         if rows.other > 0 or (rows.other == 0 and columns is not None and columns.other > 0):
             continue  # above the diagonal
@@ -106,6 +107,10 @@ def _add_products(
         a, b = a.flatten(0, 1), b.flatten(0, 1)
         if geometry.groups == 1 and added.shape[1] == added.shape[2] == 1:
             added[0, 0, 0].addmm_(a.T, b, alpha=scale)
+        elif gpu and geometry.groups == 1 and columns is None and rows.count == 1:
+            # The short product of a border, once for each block: one launch instead of two.
+            every = (added.shape[1], -1, -1)
+            added[0, :, 0].baddbmm_(a.T.expand(every), b.expand(every), alpha=scale)
         else:
             added.add_(_product(a, b, geometry.groups)[:, None, None], alpha=scale)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from soframe.kernels import devices
 from soframe.kernels.geometry import Geometry
 from soframe.kernels.gram import add_moment
 
@@ -28,6 +30,18 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
     return flat.permute(1, 0, 4, 3, 2).flatten(3)
 
 
+def copied(x: Tensor, geometry: Geometry) -> Tensor:
+    """Return the same by one strided copy: on a GPU torch unfolds image by image."""
+    rows, columns = geometry.rows, geometry.columns
+    x = F.pad(x, (columns.before, columns.after, rows.before, rows.after))
+    x = x.contiguous(memory_format=torch.channels_last)
+    for dim, axis in ((2, rows), (3, columns)):
+        x = x.unfold(dim, axis.reach + 1, axis.stride)[..., :: axis.dilation]
+    x = x.unflatten(1, (geometry.groups, geometry.channels))
+    size = (geometry.groups, geometry.batch, rows.out * columns.out, geometry.features)
+    return x.permute(1, 0, 3, 4, 5, 6, 2).reshape(size)
+
+
 def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     """Add the moment of the patches to ``total``, ``[groups, features, features]``."""
-    add_moment(total, patches(x, geometry), scale)
+    add_moment(total, (copied if devices.on_gpu(x) else patches)(x, geometry), scale)

@@ -69,7 +69,7 @@ def test_column_blocks_cover_the_triangle(size: int) -> None:
     assert covered.sum() <= bound * size**2
 
 
-@pytest.mark.parametrize(("size", "most"), [(767, 1), (768, 2), (1536, 4), (4608, 4)])
+@pytest.mark.parametrize(("size", "most"), [(1279, 1), (1280, 2), (3072, 4), (4608, 4)])
 def test_an_accelerator_has_few_column_blocks(size: int, most: int) -> None:
     blocks = column_blocks(size, gpu=True)
     assert len(blocks) == most
