@@ -29,13 +29,16 @@ from soframe.layers.base import LayerHelper
 from soframe.layers.experts import are_experts
 from soframe.layers.layout import CutLayout, Layout, PlainLayout, parameter_of, plain_layout
 from soframe.layers.recurrent import without_helper
+from soframe.layers.tied import tables_and_heads
 from soframe.methods.base import SMALL, Candidate, Method
 from soframe.methods.blocked import CutRows
+from soframe.methods.kfac import TiedKFAC
 from soframe.methods.orthogonal import orthogonalises
 from soframe.methods.returned import require_declared
 from soframe.registry import KINDS, first_match
 from soframe.solvers.base import Solver
 from soframe.solvers.relative import Relative
+from soframe.solvers.rooted import Rooted
 from soframe.specs import FactorSpec
 
 Choice = Any
@@ -429,7 +432,13 @@ class Registration:
         full = f"{name}.{first.part}" if first.part else name
         if any(id(parameter) in self._in_block for parameter in first.parameters.values()):
             raise ValueError(f"{name}: {type(first).__name__}.of() has a parameter twice")
-        reason: str | None = None if _same_matrix(helpers) else Reason.GEOMETRY.format(_REMEDY)
+        reason: str | None = None
+        if not _same_matrix(helpers):
+            tied, both = method.tied(), tables_and_heads(helpers)
+            if tied is not None and both:
+                method, helpers = tied, both
+            else:
+                reason = Reason.GEOMETRY.format(_REMEDY)
         reason = reason or self._unsuited(full, method, first)
         if reason is None:
             if len(layer) > 1:
@@ -454,9 +463,8 @@ class Registration:
         """Add a block."""
         # Methods that read gradients alone choose their solvers themselves, as a rule.
         asked = self._choices.solver is not None and self._solvers.find(name) is not None
-        captures = self._captures.get(id(method), False)  # not of a method for a cut matrix
-        solver = self._solvers.choose(name) if captures or asked else self._eigen
         of_calls = layout is None
+        solver = self._solvers.choose(name) if of_calls or asked else self._eigen
         layout = helpers[0] if layout is None else layout
         cut = first_match(self._choices.cut, *self._names[id(layout.module)])
         if of_calls and cut is not None:
@@ -903,6 +911,10 @@ def _require_direction(method: Method) -> None:
 
 
 def _name(component: object) -> str:
+    if isinstance(component, Rooted):
+        return _name(component.solver)
+    if isinstance(component, TiedKFAC):
+        return "kfac"
     if isinstance(component, Relative):
         return f"{_name(component.solver)}, relative damping"
     if isinstance(component, CutRows):

@@ -47,11 +47,23 @@ def sample_moments(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over samples of ``W_n W_n^T`` and ``W_n^T W_n``, of two sets of rows."""
     shared, into, out = *rows.shape[2:], output_rows.shape[3]
+    if shared == 1:
+        inputs, outputs = rows.squeeze(2), output_rows.squeeze(2)
+        left = _weighted(outputs, inputs, diagonal[0])
+        return left, _weighted(inputs, outputs, diagonal[1])
     last_out, last_in = (1 if diagonal[0] else out), (1 if diagonal[1] else into)
     grams = 2 * shared**2 * (into + out) + shared * (into * last_in + out * last_out)
     if grams <= out * into * (shared + last_in + last_out):
         return moments_by_grams(rows, output_rows, diagonal)
     return moments_by_samples(rows, output_rows, diagonal=diagonal)
+
+
+def _weighted(rows: Tensor, others: Tensor, diagonal: bool) -> Tensor:
+    """Return the moment of ``[groups, rows, n]``, weighted with the squared lengths of others."""
+    weights: Tensor = torch.linalg.vector_norm(others, dim=2, keepdim=True).square()
+    if diagonal:
+        return (weights.mT @ rows.square()).squeeze(1)
+    return (rows * weights).mT @ rows
 
 
 def _products(one: Tensor, other: Tensor, diagonal: bool) -> Tensor:

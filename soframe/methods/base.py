@@ -503,3 +503,12 @@ class Method(ABC):
             ValueError: If the method has no such form; this is the default.
         """
         raise ValueError(f"{self!r} has no form for fisher='forward-only'; K-FAC has")
+
+    def tied(self) -> Method | None:
+        """Return the method of a table that is the weight of an embedding and of its head.
+
+        Returns:
+            A method whose factors add up moments of both sides, since each is inputs for one use
+            and outputs for the other. By default None: such a table has no block.
+        """
+        return None

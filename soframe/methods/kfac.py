@@ -19,6 +19,7 @@ from soframe.methods.base import MAX_SIZE, Addend, Call, Method
 from soframe.methods.foof import FOOF
 from soframe.registry import register
 from soframe.solvers.base import Solver
+from soframe.solvers.rooted import Rooted
 from soframe.specs import FactorSpec, SecondOrder
 
 
@@ -57,6 +58,54 @@ class KFAC(Method):
 
     def forward_only(self) -> Method:
         return FOOF(self.max_size)
+
+    def tied(self) -> Method | None:
+        # Not of a subclass, which defines another curvature.
+        return TiedKFAC(self.max_size) if type(self) is KFAC else None
+
+
+@dataclass(frozen=True)
+class TiedKFAC(Method):
+    """K-FAC of a table that is an embedding and a head: one Kronecker product for all uses.
+
+    Over uses u and positions t of samples n, with the outer product ``W = g a^T`` of each,
+
+        L = (1/N) sum W W^T / in        R = (1/N) sum W^T W / out
+
+    are the partial traces of ``(1/N) sum (a a^T) ⊗ (g g^T)``, and the block is ``L ⊗ R / m`` with
+    their mean trace m: as in K-FAC, products between positions and between uses are left out. The
+    sides trade places between uses, so no sum of A and sum of G would do. R is a diagonal.
+    """
+
+    scalings = ("fisher",)
+
+    max_size: int = field(default=MAX_SIZE, repr=False)
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        groups, out, into = shape
+        return (
+            FactorSpec("L", "left", groups, out, reads="both").up_to(self.max_size),
+            FactorSpec("R", "right", groups, into, reads="both", kind="diagonal"),
+        )
+
+    def statistics(self, call: Call) -> Mapping[str, Tensor]:
+        if call.inputs is None:
+            return {}
+        _, batch, shared, _ = call.rows.shape
+        if shared > 1:  # every position is a sample of its own
+            inputs = tuple(x.reshape(batch * shared, -1) for x in call.inputs)
+            call = replace(call, inputs=inputs, rows=call.rows.flatten(1, 2).unsqueeze(2))
+        left, right = replace(call, max_size=self.max_size).sample_moments()
+        _, out, into = call.helper.shape
+        return {"L": left / into, "R": right / out}
+
+    def solver(self, factor: FactorSpec, default: Solver) -> Solver:
+        return Rooted(default)
+
+    def precondition(
+        self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
+    ) -> Tensor:
+        return solver.apply(gradient, left=data["L"], right=data["R"], damping=damping)
 
 
 @register("method", "kfac-reduce")

@@ -51,6 +51,18 @@ class TiedAcrossPositions(Tied):
         return self.last(self.second(self.first(x).tanh().sum(1)).tanh() + self.second(x[:, 0]))
 
 
+class TiedSideBySide(nn.Module):
+    """Neither square nor in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.second.weight, self.second.bias = self.first.weight, self.first.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).tanh() * self.second(x.square())
+
+
 class TiedConvolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -79,6 +91,7 @@ CASES = {
     "the same bias": Case(Tied),
     "without bias": Case(TiedWithoutBias),
     "calls with different positions": Case(TiedAcrossPositions, data=sequences),
+    "side by side": Case(TiedSideBySide),
     "convolutions": Case(TiedConvolutions, data=images),
     "one module under two names": Case(TwoNames),
 }
@@ -198,11 +211,14 @@ class OtherGeometry(nn.Module):
 
 
 TOKENS = torch.tensor([[0, 1], [2, 3], [3, 3]])
+FORWARD_ONLY = {"layers": "all", "fisher": "forward-only"}
 REFUSED = [
     (LanguageModel, TOKENS, {}, "no layer helper", "shared with embedding, which has no block"),
     (Functional, vectors(0), {}, "no layer helper", "shared with user, which has no block"),
     (Tied, vectors(0), {"skip": ["second"]}, "skipped by 'second'", "shared with second"),
     (OtherGeometry, images(0), {}, "another geometry", "another geometry"),
+    # A ⊗ I of one use is I ⊗ A of the other.
+    (LanguageModel, TOKENS, FORWARD_ONLY, "another geometry", "another geometry"),
 ]
 
 

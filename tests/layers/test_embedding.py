@@ -137,22 +137,6 @@ def test_padding_counts_for_nothing(method: str, fisher: str) -> None:
         compare(found[1][0], found[0][0], "A")
 
 
-def test_tables_that_a_square_head_shares_are_left_alone() -> None:
-    """The shapes agree, the matrices do not: one is the transpose of the other."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(3, 3), nn.Linear(3, 3, bias=False)
-            self.head.weight = self.embedding.weight
-            self.between = nn.Linear(3, 3)
-
-    with closing(preconditioner(Tied(), layers="all")) as own:
-        assert set(blocks(own)) == {"between"}
-        reasons = {row.parameter: row.reason for row in own.report()}
-        assert "another geometry" in reasons["embedding.weight"]
-
-
 @pytest.mark.parametrize(
     ("settings", "word"),
     [

@@ -173,7 +173,7 @@ def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             f"soframe.kernels.samples.{name}", lambda *_, name=name, **__: seen.append(name)
         )
-    sample_moments(randn(1, 2, 1, 9), randn(1, 2, 1, 7))
+    sample_moments(randn(1, 2, 2, 9), randn(1, 2, 2, 7))
     sample_moments(randn(1, 2, 90, 9), randn(1, 2, 90, 7))
     assert seen == ["moments_by_grams", "moments_by_samples"]
 

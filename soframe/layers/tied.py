@@ -1,0 +1,56 @@
+"""A linear layer whose weight is the table of an embedding, laid out as the embedding lays it out.
+
+With the table ``W [num_embeddings, embedding_dim]`` an embedding computes ``e_i^T W`` and the head
+``W h``: what are inputs for one are outputs for the other. The block's matrix is the transposed
+table for both, ``[1, embedding_dim, num_embeddings]``, so a row's gradient here is ``h g^T``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from soframe.kernels.samples import sample_moments
+from soframe.layers.base import BlockShape, LayerHelper
+from soframe.layers.embedding import EmbeddingHelper
+from soframe.layers.linear import LinearHelper
+from soframe.specs import FactorSpec
+
+
+class TiedHeadHelper(LinearHelper):
+    """``nn.Linear`` as the head of an embedding, for methods that read moments of both sides."""
+
+    @property
+    def shape(self) -> BlockShape:
+        """The shape of the transposed table."""
+        groups, out, into = super().shape
+        return BlockShape(groups, into, out)
+
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert weight is not None
+        return weight.T.unsqueeze(0)
+
+    def _weight_of(self, matrix: Tensor) -> Tensor:
+        return matrix[0].T
+
+    def factor(self, spec: FactorSpec) -> FactorSpec:
+        """Keep the diagonal of the side of the table's rows, as the embedding does."""
+        return replace(spec, kind="diagonal") if spec.side == "right" else spec
+
+    def sample_moments(
+        self, inputs: tuple[Tensor, ...], output_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows = self.input_rows(*inputs).to(output_rows.dtype)
+        right, left = sample_moments(rows, output_rows, diagonal=(True, False))
+        return left, right
+
+
+def tables_and_heads(helpers: Sequence[LayerHelper]) -> tuple[LayerHelper, ...]:
+    """Return the helpers of tables and heads with one weight, tables first; none for others."""
+    tables = [helper for helper in helpers if isinstance(helper, EmbeddingHelper)]
+    heads = [helper for helper in helpers if type(helper) is LinearHelper and helper.bias is None]
+    if not tables or len(tables) + len(heads) < len(helpers):
+        return ()
+    return (*tables, *(TiedHeadHelper(helper.module, bias=False) for helper in heads))

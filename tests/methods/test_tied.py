@@ -1,0 +1,223 @@
+"""A table that is an embedding and its head: the dense Fishers of all uses, and their traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import soframe
+from soframe.damping.policies import RelativeDamping
+from soframe.testing import compare, kron
+from tests import kit
+from tests.curvature import closing, preconditioner, randn
+from tests.distributed.harness import run_ranks
+from tests.examples import examples
+
+EVERY: Any = {"statistics_every": 1, "solve_every": 1, "kl_clip": 0.01}
+
+
+class Model(nn.Module):
+    """Tables and heads with one weight, around a layer; more of each, as in T5."""
+
+    def __init__(self, words: int, size: int, more: int = 0, padding: int | None = None) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(size, words, bias=False) for _ in range(1 + more))
+        self.tables = nn.ModuleList(nn.Embedding(words, size, padding) for _ in range(1 + more))
+        self.between = nn.Linear(size, size)
+        for tied in (*self.heads, *self.tables):
+            tied.weight = self.heads[0].weight
+
+    def forward(self, indices: Tensor) -> Tensor:
+        features = sum(table(indices) for table in self.tables)
+        hidden = self.between(features).tanh()
+        return sum(head(hidden + number) for number, head in enumerate(self.heads))
+
+
+def made(words: int, size: int, seed: int, **settings: Any) -> Model:
+    model = Model(words, size, **settings).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(randn(*parameter.shape, seed=seed + number))
+    return model
+
+
+def sample_loss(output: Tensor) -> Tensor:
+    """A loss of one sample, a sum over its positions, whose Hessian is the identity."""
+    wanted = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    return 0.5 * (output - wanted).square().sum()
+
+
+def uses(model: Model, sample: Tensor, fisher: str) -> Iterator[Tensor]:
+    """Yield the gradients ``[words, size]`` of one sample, by each use at each position.
+
+    Each use at each position has a copy of the weight: plain products of one-hot rows. They are of
+    the loss, or of each output, whose squares add up to the type-2 Fisher.
+    """
+    weight, flat = model.heads[0].weight.detach(), sample.flatten()
+    count, padding = len(model.tables), model.tables[0].padding_idx
+    copies = weight.repeat(2 * count, len(flat), 1, 1).requires_grad_()
+    rows = nn.functional.one_hot(flat, len(weight)).to(weight)
+    features: Any = 0
+    for number in range(count):
+        feature = torch.einsum("tw,tws->ts", rows, copies[number])
+        kept = (flat != (-1 if padding is None else padding)).unsqueeze(1)
+        features = features + torch.where(kept, feature, feature.detach())
+    hidden = model.between(features).tanh()
+    outputs: Any = 0
+    for number in range(count):
+        outputs = outputs + torch.einsum("ts,tws->tw", hidden + number, copies[count + number])
+    values = outputs.flatten() if fisher == "type-2" else [sample_loss(outputs)]
+    for value in values:
+        (gradients,) = torch.autograd.grad(value, copies, retain_graph=True)
+        yield from gradients.flatten(0, 1)
+
+
+def traces(model: Model, batches: list[Tensor], fisher: str) -> tuple[Tensor, Tensor]:
+    """The partial traces of the sum of all uses' Fishers, a mean over samples and over batches."""
+    words, size = model.heads[0].weight.shape
+    dense = torch.zeros(words * size, words * size, dtype=torch.float64)
+    for batch in batches:
+        for sample in batch:
+            for gradient in uses(model, sample, fisher):
+                vector = gradient.flatten()
+                dense += torch.outer(vector, vector) / (len(batch) * len(batches))
+    entries = dense.view(words, size, words, size)
+    return entries.diagonal(dim1=0, dim2=2).sum(-1), torch.einsum("wsws->w", entries)
+
+
+def backward(model: Model, batches: list[Tensor], own: soframe.Preconditioner | None) -> None:
+    for batch in batches:
+        output = model(batch)
+        if own is not None:
+            own.observe(output)
+        (sum(map(sample_loss, output)) / (len(batch) * len(batches))).backward()
+
+
+def check(model: Model, batches: list[Tensor], fisher: str, solver: str, damping: Any) -> None:
+    """Hold the factors and the direction of a step to the dense Fisher."""
+    words, size = model.heads[0].weight.shape
+    observed = {"fisher": fisher, "loss": "squared-error"} if fisher == "type-2" else {}
+    options = {"layers": "all", "solver": solver, "damping": damping, **observed}
+    with closing(preconditioner(model, **options)) as own:
+        backward(model, batches, own if observed else None)
+        raw = model.heads[0].weight.grad.clone()
+        own.step()
+        (block,) = [block for block in own.blocks if block.name == "heads.0"]
+        left, right = traces(model, batches, fisher)
+        compare(block.running["L"][0] * words, left, "L")
+        compare(block.running["R"][0] * size, right, "R")
+        trace = left.trace()
+        mean = 1.0 if damping == 0.1 else trace / (words * size)
+        if solver == "inverse":  # of factors with one mean eigenvalue: half of the damping each
+            root = (0.1 * mean) ** 0.5
+            scale = trace.sqrt()
+            one = left / scale * (size / words) ** 0.5 + root * torch.eye(size).double()
+            other = right / scale * (words / size) ** 0.5 + root
+            direction = raw / other[:, None] @ torch.linalg.inv(one)
+        else:
+            matrix = kron(right.diag(), left) / trace
+            matrix += 0.1 * mean * torch.eye(len(matrix), dtype=matrix.dtype)
+            direction = torch.linalg.solve(matrix, raw.flatten()).view(words, size)
+        compare(model.heads[0].weight.grad, direction, "direction")
+
+
+@given(
+    words=st.integers(2, 5),
+    size=st.integers(1, 4),
+    positions=st.sampled_from([(), (1,), (3,), (2, 2)]),
+    samples=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+    more=st.integers(0, 1),
+    padding=st.sampled_from([None, 0, 1]),
+    fisher=st.sampled_from(["empirical", "type-2"]),
+    solver=st.sampled_from(["eigen", "inverse"]),
+    damping=st.sampled_from([0.1, RelativeDamping(0.1)]),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=examples(30))
+def test_factors_are_partial_traces_of_all_uses(
+    words: int,
+    size: int,
+    positions: tuple[int, ...],
+    samples: list[int],
+    more: int,
+    padding: int | None,
+    fisher: str,
+    solver: str,
+    damping: Any,
+    seed: int,
+) -> None:
+    """Of any shapes, in micro-batches, with padding, of the empirical and of the type-2 Fisher."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = [torch.randint(words, (n, *positions), generator=generator) for n in samples]
+    check(made(words, size, seed, more=more, padding=padding), batches, fisher, solver, damping)
+
+
+def trained(strategy: str) -> Tensor:
+    """Weights after a few steps, each rank on its part of the batch."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    model = made(5, 3, 0)
+    options = {"layers": "all", "strategy": strategy, "solve_every": 2}
+    with closing(preconditioner(model, **options)) as own:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(model: nn.Module, step: int) -> Tensor:
+            generator = torch.Generator().manual_seed(step)
+            own = torch.randint(5, (4, 2), generator=generator).chunk(ranks)[rank]
+            return sum(map(sample_loss, model(own))) / len(own)
+
+        return kit.train(model, loss, range(4), kit.Averaging(model), own, optimizer)
+
+
+def trained_on(rank: int, ranks: int, strategy: str) -> Tensor:
+    return trained(strategy)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt"])
+def test_two_ranks_take_the_steps_of_one(strategy: str) -> None:
+    for weights in run_ranks(trained_on, 2, strategy):
+        compare(weights, trained("comm-opt"), strategy)
+
+
+class LanguageModel(nn.Module):
+    """A transformer of one layer as GPT-2 has it, with the head's weight in its table."""
+
+    def __init__(self, words: int = 11, size: int = 6, length: int = 5) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, size), nn.Embedding(length, size)
+        self.first, self.second = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.attention = nn.Linear(size, 3 * size)
+        self.inner, self.outer = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+        self.head = nn.Linear(size, words, bias=False)
+        self.head.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=0.1)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        x = self.words(indices) + self.places(torch.arange(indices.shape[1]))
+        q, k, v = self.attention(self.first(x)).chunk(3, -1)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + self.outer(self.inner(self.second(x)).relu()))
+
+
+def test_a_language_model_trains_with_a_block_of_its_table() -> None:
+    torch.manual_seed(0)
+    model, text = LanguageModel(), torch.arange(48).view(8, 6) * 3 % 11
+    with closing(soframe.Optimizer(model, "kfac", layers="all", lr=0.1, **EVERY)) as optimizer:
+        (row,) = [row for row in optimizer.report() if row.parameter == "words.weight"]
+        assert (row.block, row.method) == ("words", "kfac / inverse")
+        assert row.note == "shared by words, head; R diagonal (11 rows)"
+        losses = []
+        for _ in range(12):
+            output = model(text[:, :-1]).flatten(0, 1)
+            losses.append(nn.functional.cross_entropy(output, text[:, 1:].flatten()))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        assert float(losses[-1].detach()) < 0.8 * float(losses[0].detach())
