@@ -77,6 +77,10 @@ class GradientHome(ABC):
         """Return the gradient of each parameter, as `read` does."""
         return [self.read(parameter) for parameter in parameters]
 
+    def locals(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return this rank's part of each parameter, as `local` does."""
+        return [self.local(parameter) for parameter in parameters]
+
     def has(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter has a gradient."""
         return self.read(parameter) is not None
@@ -222,6 +226,11 @@ class PlainGrad(GradientHome):
     def local(self, parameter: nn.Parameter) -> Tensor:
         home = self._elsewhere(parameter)
         return parameter if home is None else home.local(parameter)
+
+    def locals(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        if self._zero:
+            return super().locals(parameters)
+        return [p if type(p) is nn.Parameter else self.local(p) for p in parameters]
 
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
         home = self._elsewhere(parameter)

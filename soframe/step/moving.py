@@ -17,12 +17,13 @@ With the learning rate ``lr``, the weight decay ``decay``, a weight ``w`` and it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
@@ -113,22 +114,32 @@ def is_matrix(parameter: nn.Parameter) -> bool:
 
 def descend(parameters: Sequence[nn.Parameter], home: GradientHome, move: Move) -> None:
     """Move parameters along their updates, without a constraint; others stay."""
-    # `_foreach` kernels are fused for tensors of one device and dtype.
-    alike: dict[tuple[torch.device, torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
-    for parameter, direction in zip(parameters, home.each(parameters), strict=True):
-        if direction is not None:
-            decays = move.weight_decay > 0 and (move.decay_vectors or parameter.dim() > 1)
-            key = (parameter.device, parameter.dtype, decays)
-            same = alike.setdefault(key, ([], []))
-            pair = (home.local(parameter), direction)
-            if parameter.is_complex():
-                pair = (torch.view_as_real(pair[0]), torch.view_as_real(pair[1]))
-            same[0].append(pair[0])
-            same[1].append(pair[1])
-    for (_, _, decays), (weights, directions) in alike.items():
-        if decays:
-            _decay(weights, directions, move)
-        torch._foreach_add_(weights, directions, alpha=-move.lr)
+    directions = home.each(parameters)
+    moved = [
+        p for p, direction in zip(parameters, directions, strict=True) if direction is not None
+    ]
+    if move.weight_decay > 0:
+        decaying = moved if move.decay_vectors else [p for p in moved if p.dim() > 1]
+        for weights, given in _alike(decaying, home):
+            _decay(weights, given, move)
+    for weights, given in _alike(moved, home):
+        torch._foreach_add_(weights, given, alpha=-move.lr)
+
+
+def _alike(
+    parameters: Sequence[nn.Parameter], home: GradientHome
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield parameters with their updates by device and dtype, for which kernels are fused."""
+    pairs: Any = [home.locals(parameters), home.of(parameters)]  # all have an update
+    alike: Any = Optimizer._group_tensors_by_device_and_dtype(pairs) if parameters else {}
+    for (_, dtype), ((weights, directions), _) in alike.items():
+        if dtype.is_complex:
+            yield (
+                [torch.view_as_real(w) for w in weights],
+                list(map(torch.view_as_real, directions)),
+            )
+        else:
+            yield weights, directions
 
 
 def _decay(weights: list[Tensor], directions: list[Tensor], move: Move) -> None:

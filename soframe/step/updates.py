@@ -193,7 +193,7 @@ def write(updates: Sequence[Update], home: GradientHome) -> None:
     values: list[Tensor] = []
     for update in updates:
         stack, matrix = update.stack, update.matrix
-        whole = len(update.members) == len(stack.blocks) > 1
+        whole = len(update.members) == len(stack.blocks) > 1 and not stack.like.shards
         if whole and matrix is not None and (parts := stack.parts(matrix)) is not None:
             for target, value in zip(home.each(stack.parameters), parts, strict=True):
                 if target is not None:
