@@ -512,6 +512,7 @@ class Preconditioner(Stateful):
         self._effect = Effect(
             self._model,
             self._blocks,
+            self._registration.others,
             self._capture,
             home=self.home,
             rebuilt=again,

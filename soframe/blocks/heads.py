@@ -26,8 +26,10 @@ _GIVEN = ("get_output_embeddings", "get_classifier")
 
 def heads_of(model: nn.Module, part: nn.Module) -> tuple[list[nn.Parameter], bool]:
     """Return the weights of the heads in a part of a model, and whether an embedding has one."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    linear = [m for m in part.modules() if isinstance(m, nn.Linear)]
+    modules = list(model.modules())
+    embeddings = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
+    within = modules if part is model else part.modules()
+    linear = [m for m in within if isinstance(m, nn.Linear)]
     tied = [m for m in linear if id(m.weight) in embeddings]
     # A weight that is computed of others, by a parametrization, is no parameter.
     weights = [m._parameters.get("weight") for m in tied or _ends(part)]

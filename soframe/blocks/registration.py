@@ -146,7 +146,7 @@ def plain_name(name: str) -> str:
 
     So a block keeps its name, and with it its state, when its layer is wrapped.
     """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join([part for part in name.split(".") if part not in _WRAPPERS])
 
 
 _UNCALLED: Mapping[str, tuple[str, ...]] = {
@@ -201,6 +201,7 @@ class Registration:
     Attributes:
         blocks: The blocks, in the order of ``named_modules``.
         report: Every parameter.
+        others: The parameters without a block.
         solver: The solver's choice; if the user left it open, its name, or None if no block has it.
         unused: The patterns that match no module.
 
@@ -244,6 +245,7 @@ class Registration:
         self._in_block: set[int] = set()
         head = choices.head_in if choices.staged else model
         self._heads = set() if head is None else {id(w) for w in heads_of(model, head)[0]}
+        self._embeddings: set[int] = set()
         self._asked = ""  # the last block that would have no place in its method as a head
         self._names: dict[int, list[str]] = {}
         self._by_name: dict[str, nn.Module] = {}  # of a wrapper and its module the module
@@ -254,11 +256,13 @@ class Registration:
             self._by_name[name] = modules[id(module)] = module
         self._modules = [(self._names[i][0], m) for i, m in modules.items() if m._parameters]
         self._parameters = [(plain_name(name), p) for name, p in model.named_parameters()]
+        self._overridden: dict[tuple[type, type], str | None] = {}
         self._sharers = self._find_sharers()
         for layer in list(self._collect()):
             self._decide(layer)
         self._register_parameters()
         self._require_served()
+        self.others = [p for _, p in self._parameters if id(p) not in self._in_block]
         self.report = self._make_report(self._note_default() if choices.solver is None else "")
         self.unused = sorted({*choices.skip, *choices.layers, *choices.cut} - self._used)
         self.unused += self._methods.unused() + self._solvers.unused()
@@ -277,6 +281,8 @@ class Registration:
                     if not skipped:
                         _require_initialised(name, module, parameter)
                     sharers.setdefault(id(parameter), []).append((name, module))
+                    if isinstance(module, nn.Embedding):
+                        self._embeddings.add(id(parameter))
         return sharers
 
     def _collect(self) -> Iterator[list[_Candidate]]:
@@ -330,16 +336,10 @@ class Registration:
         pattern = first_match(self._choices.layers, name)
         if pattern is not None and self._choices.layers[pattern] != "all":
             return None  # the user has chosen it for this module
-        kind, registry = type(module), KINDS["layer"]
-        known = next(base for base in kind.__mro__ if registry.has(base))
-        for step in ("forward", "_conv_forward"):  # torch's convolutions compute in the second
-            if getattr(kind, step, None) is not getattr(known, step, None):
-                own = helper.__module__.startswith("soframe.layers.")
-                line = f"soframe.layers.{helper.__name__}" if own else helper.__name__
-                return Reason.OVERRIDDEN.format(
-                    sharding.class_name(module), step, known.__name__, helper.__name__, line
-                )
-        return None
+        key = (type(module), helper)
+        if key not in self._overridden:
+            self._overridden[key] = _overriding(module, helper)
+        return self._overridden[key]
 
     def _skipping(self, module: nn.Module) -> str | None:
         """Return the first pattern that skips a module, by any of its names or by its class's."""
@@ -620,17 +620,13 @@ class Registration:
         parameters = layout.parameters
         if any(p.is_complex() for p in parameters.values()) and method.factors(layout.shape):
             return "it is complex, and factors are of real matrices"
-        embeds = any(
-            isinstance(module, nn.Embedding)
-            for parameter in parameters.values()
-            for _, module in self._sharers.get(id(parameter), ())
-        )
+        ids = set(map(id, parameters.values()))
         candidate = Candidate(
             name=name,
             module=layout.module,
             parameters=tuple(parameters),
             shape=layout.shape,
-            last=embeds or any(id(p) in self._heads for p in parameters.values()),
+            last=bool(ids & self._heads or ids & self._embeddings),
         )
         reason = method.unsuited(candidate)
         asks = not (self._heads or self._choices.skip or self._choices.staged)
@@ -797,6 +793,20 @@ def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) 
             f"module {name!r} ({type(module).__name__}) is lazy and not initialised yet: run one "
             f"forward pass before building the Preconditioner, or skip the module"
         )
+
+
+def _overriding(module: nn.Module, helper: type[LayerHelper]) -> str | None:
+    """Return why the helper of a class does not serve a subclass that overrides its forward."""
+    kind, registry = type(module), KINDS["layer"]
+    known = next(base for base in kind.__mro__ if registry.has(base))
+    for step in ("forward", "_conv_forward"):  # torch's convolutions compute in the second
+        if getattr(kind, step, None) is not getattr(known, step, None):
+            own = helper.__module__.startswith("soframe.layers.")
+            line = f"soframe.layers.{helper.__name__}" if own else helper.__name__
+            return Reason.OVERRIDDEN.format(
+                sharding.class_name(module), step, known.__name__, helper.__name__, line
+            )
+    return None
 
 
 def _without_helper(module: nn.Module) -> str:

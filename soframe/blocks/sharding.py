@@ -153,7 +153,7 @@ def require_served(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raise a ValueError if the gradient of a named parameter can neither be read nor written."""
     for name, parameter in parameters:
         own = parameter.__dict__
-        if any(mark in own for mark in MARKS) or is_distributed(parameter):
+        if (own and any(mark in own for mark in MARKS)) or is_distributed(parameter):
             _refusals().require_served(name, parameter)
 
 

@@ -165,14 +165,11 @@ class PlainLayout:
         parameter = module._parameters[name]
         assert parameter is not None
         self.module, self._name, self._parameter = module, name, parameter
+        self.parameters: Mapping[str, nn.Parameter] = {name: parameter}
         rows = parameter.shape[0] if parameter.dim() > 0 else 1
         self.shape = BlockShape(1, rows, prod(parameter.shape[1:]))
         if parameter.is_complex():
             self.shape = BlockShape(1, 2 * parameter.numel(), 1)
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        return {self._name: self._parameter}
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         tensor = tensors[self._name]

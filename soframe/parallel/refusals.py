@@ -131,6 +131,9 @@ def require_together(
     model: nn.Module, blocks: Sequence[Block], placement: Placement, *, draws: bool
 ) -> None:
     """Raise a ValueError if ranks of a plan draw their own targets, or take no statistics."""
+    every = (p for block in blocks for p in block.parameters.values())
+    if not draws and not any(map(sharding.is_distributed, every)):
+        return
     of_plans = {id(one.parameter): one.name for one in planned(model)}
     if of_plans and draws:
         raise ValueError(

@@ -38,6 +38,7 @@ class Effect:
     Args:
         model: The model.
         blocks: Its blocks, in the placement's order.
+        others: Its parameters without a block.
         capture: Its hooks.
         home: Where gradients live.
         rebuilt: Whether the model changed in the window under way, so that the hooks may have
@@ -48,15 +49,15 @@ class Effect:
         self,
         model: nn.Module,
         blocks: Sequence[Block],
+        others: Sequence[nn.Parameter],
         capture: Capture,
         *,
         home: GradientHome,
         rebuilt: bool,
     ) -> None:
-        self._model, self._blocks, self._capture, self._home = model, blocks, capture, home
+        self._model, self._blocks, self._others = model, blocks, others
+        self._capture, self._home = capture, home
         self._parameters = {block: list(block.parameters.values()) for block in blocks}
-        of_blocks = {p for parameters in self._parameters.values() for p in parameters}
-        self._others = [p for p in model.parameters() if p not in of_blocks]
         self._partial = rebuilt
         self._windows: Counter[Block] = Counter()
 

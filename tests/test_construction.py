@@ -1,0 +1,24 @@
+"""How much is done for each layer when a preconditioner is built: counted in calls, not seconds."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import soframe
+from benchmarks.small_steps import calls
+
+MOST = {"kfac": 850, "ekfac": 950, "soap": 1080, "soap-muon": 1140, "muon": 1040, "adamw": 990}
+"""Calls per layer of a weight and a bias."""
+
+
+@pytest.mark.parametrize("method", MOST)
+def test_layers_of_one_kind_are_described_once(method: str) -> None:
+    def build(layers: int) -> int:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        return round(calls(lambda: soframe.Optimizer(model, method, lr=0.1).close(), steps=1))
+
+    build(2)  # what is imported or looked up once
+    few, many = build(20), build(40)
+    assert many <= 2.1 * few
+    assert (many - few) / 20 <= MOST[method]
