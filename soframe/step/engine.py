@@ -147,16 +147,16 @@ class Engine:
 
     def _curved(self) -> bool:
         """Return whether any block has statistics of calls, or none needs them."""
-        masses = [block.mass for block in self._blocks if block.captured]
-        return not masses or max(masses) > 0
+        captured = [block for block in self._blocks if block.captured]
+        return not captured or any(block.mass > 0 for block in captured)
 
     def _solve(self, settings: Settings, *, after: bool, changed: Collection[Block] = ()) -> None:
         """Solve the blocks that are due before updates are made, or after they are written."""
-        due = self._refresh.due(self._placed, self._steps)
+        due = self._refresh.due(self._placed, self._steps, after=after)
         with within("full"):
             self._solves.update(
                 self._placed,
-                [block for block in due if block.method.refreshes_after == after],
+                due,
                 damping=settings.damping,
                 counters=self.counters,
                 step=self._steps,

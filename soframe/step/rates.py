@@ -133,7 +133,7 @@ class LearningRates:
         if _members(self._optimizer.param_groups) != self._members:
             self.check(blocks)
         rates = [self._rate_of(i, group) for i, group in enumerate(self._optimizer.param_groups)]
-        return [self._rate(block, rates) for block in blocks]
+        return [rates[0] if len(rates) == 1 else self._rate(block, rates) for block in blocks]
 
     def begin(self, step: int) -> None:
         """Read the learning rates of a step, and update the references with ``"initial"``."""

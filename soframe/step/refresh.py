@@ -102,8 +102,11 @@ class Refresh:
         reads = any(block.captured for block in placed.blocks)
         return (self.statistics_every if reads else self.gradients_every).at(step)
 
-    def due(self, placed: PlacedBlocks, step: int) -> list[Block]:
-        """Return the blocks with statistics whose turn it is, or that were never solved."""
+    def due(self, placed: PlacedBlocks, step: int, *, after: bool) -> list[Block]:
+        """Return the blocks with statistics whose turn it is, or that were never solved.
+
+        These are the blocks whose solves come before their updates, or with ``after`` behind them.
+        """
         # Schedules may change the intervals during training.
         if _solves_calls(placed.blocks):
             self.warn_of_intervals(step)
@@ -111,7 +114,10 @@ class Refresh:
         return [
             block
             for block, its in zip(placed.blocks, self._turns(placed, step), strict=True)
-            if block.tensors and block.mass > 0 and (turn == its or not block.solved)
+            if (turn == its or not block.solved)
+            and block.method.refreshes_after == after
+            and block.tensors
+            and block.mass > 0
         ]
 
     def _turns(self, placed: PlacedBlocks, step: int) -> Sequence[int]:

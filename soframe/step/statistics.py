@@ -485,10 +485,11 @@ class Statistics:
         for stack in self._placed.stacks:
             stack.arrive()
 
-    def begin(self, due: Iterable[Block], step: int) -> None:
+    def begin(self, due: Sequence[Block], step: int) -> None:
         """Begin a new window, in which the blocks ``due`` take statistics."""
         self._sampler.begin(step)
-        self._forget()
+        if self.due or due:  # after a window without statistics there is nothing to discard
+            self._forget()
         self._expect(due)
         self._share = 1.0
 
