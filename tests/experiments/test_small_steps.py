@@ -12,9 +12,9 @@ from experiments.train import numerics
 
 MOST = {
     "forward and backward": (16.0, 44),
-    "SGD, soframe 1/10": (80.0, 800),
-    "SGD, soframe 10/30": (47.0, 347),
-    "trust region": (180.0, 1360),
+    "SGD, soframe 1/10": (52.0, 560),
+    "SGD, soframe 10/30": (29.0, 168),
+    "trust region": (155.0, 640),
 }
 """Operators and calls per layer: a twentieth to a tenth more than they are."""
 
