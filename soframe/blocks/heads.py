@@ -53,7 +53,7 @@ def _last(module: nn.Module) -> list[nn.Module]:
         every = [m for m in (found if isinstance(found, tuple) else (found,)) if m is not None]
         if every:
             return every
-    named = {n: m for n, m in module.named_children() if next(m.parameters(), None) is not None}
+    named = {n: m for n, m in module.named_children() if _has_parameters(m)}
     children, lists = list(named.values()), nn.ModuleList | nn.ModuleDict
     # DeepSpeed's PipelineModule runs its children by their numbers.
     in_order = len(children) == 1 or all(map(str.isdigit, named))
@@ -64,3 +64,8 @@ def _last(module: nn.Module) -> list[nn.Module]:
         linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
         heads = children[-1:] if linear == children[-1:] else []
     return [m for head in heads for m in (head.children() if isinstance(head, lists) else [head])]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    own = module._parameters.values()  # first: walking over modules takes a while
+    return any(p is not None for p in own) or next(module.parameters(), None) is not None

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -156,12 +157,13 @@ _UNCALLED: Mapping[str, tuple[str, ...]] = {
 """Modules that use parameters of submodules without calling these, by name, and which ones."""
 
 
-def _uncalled(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the name of a class and of a submodule, for each that the module does not call."""
-    for base in type(module).__mro__:
-        for child in _UNCALLED.get(f"{base.__module__}.{base.__qualname__}", ()):
-            prefix = "nn." if base.__module__.startswith("torch.nn.") else ""
-            yield f"{prefix}{base.__name__}", child
+def _uncalled(kind: type[nn.Module]) -> list[tuple[str, str]]:
+    """Return the names of a class and of a submodule, for each that its modules do not call."""
+    return [
+        (f"{'nn.' * base.__module__.startswith('torch.nn.')}{base.__name__}", child)
+        for base in kind.__mro__
+        for child in _UNCALLED.get(f"{base.__module__}.{base.__qualname__}", ())
+    ]
 
 
 def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
@@ -196,6 +198,7 @@ class Registration:
 
     Args:
         model: The model, unwrapped.
+        named: Its ``named_parameters``.
         choices: The user's choices.
 
     Attributes:
@@ -210,8 +213,10 @@ class Registration:
         TypeError: If a component is not of its kind.
     """
 
-    def __init__(self, model: nn.Module, choices: Choices) -> None:
-        self._model, self._choices = model, choices
+    def __init__(
+        self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], choices: Choices
+    ) -> None:
+        self._choices = choices
         self._used: set[str] = set()
         self._reasons: dict[int, str] = {}
         self._notes: dict[str, str] = {}
@@ -255,7 +260,7 @@ class Registration:
             self._names.setdefault(id(module), []).append(name)
             self._by_name[name] = modules[id(module)] = module
         self._modules = [(self._names[i][0], m) for i, m in modules.items() if m._parameters]
-        self._parameters = [(plain_name(name), p) for name, p in model.named_parameters()]
+        self._parameters = [(plain_name(name), p) for name, p in named]
         self._overridden: dict[tuple[type, type], str | None] = {}
         self._sharers = self._find_sharers()
         for layer in list(self._collect()):
@@ -287,10 +292,12 @@ class Registration:
 
     def _collect(self) -> Iterator[list[_Candidate]]:
         """Yield the layers of methods that read calls: the modules that share a weight."""
+        uncalled = {kind: _uncalled(kind) for kind in {type(m) for _, m in self._modules}}
+        chooses = cache(_chooses)
         self._uncalled = {
             f"{n}.{child}" if n else child: Reason.UNCALLED.format(kind)
             for n, m in self._modules
-            for kind, child in _uncalled(m)
+            for kind, child in uncalled[type(m)]
         }
         done: set[int] = set()
         for name, module in self._modules:
@@ -299,7 +306,7 @@ class Registration:
             one = self._candidate(name, module)
             weight = parameter_of(module, "weight")
             members = [one]
-            if one.helper is not None and one.reason is None and _chooses(one.helper):
+            if one.helper is not None and one.reason is None and chooses(one.helper):
                 paths = {key.rpartition(".")[0] for key in one.helper.names(module)}
                 done.update(id(module.get_submodule(path)) for path in paths)
             elif weight is not None:
@@ -409,7 +416,8 @@ class Registration:
                     continue
                 # A block has a parameter only if it has all of its gradient.
                 owners = {id(owner) for _, owner in self._sharers[id(parameter)]}
-                alike = all(parameter_of(other.module, key) is parameter for other in layer)
+                others = (other.module for other in layer if other is not one)
+                alike = all(parameter_of(other, key) is parameter for other in others)
                 if not parameter.requires_grad:
                     self._reasons[id(parameter)] = FROZEN
                 elif key not in names:

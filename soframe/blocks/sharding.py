@@ -143,10 +143,12 @@ def _refusals() -> Any:
     return _import("soframe.parallel.refusals")
 
 
-def require_model(model: nn.Module, ranks: Sequence[int]) -> None:
+def require_model(
+    model: nn.Module, named: Iterable[tuple[str, nn.Parameter]], ranks: Sequence[int]
+) -> None:
     """Raise a ValueError if fully_shard or plans have changed a model in an unsupported way."""
     if "torch.distributed.tensor" in sys.modules:
-        _refusals().require_model(model, ranks)
+        _refusals().require_model(model, any(is_distributed(p) for _, p in named), ranks)
 
 
 def require_served(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:

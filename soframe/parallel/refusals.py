@@ -52,7 +52,7 @@ def require_served(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def require_model(model: nn.Module, ranks: Sequence[int]) -> None:
+def require_model(model: nn.Module, distributed: bool, ranks: Sequence[int]) -> None:
     """Raise a ValueError if fully_shard or plans have changed a model in an unsupported way."""
     if is_hidden(model):
         raise ValueError(
@@ -62,7 +62,7 @@ def require_model(model: nn.Module, ranks: Sequence[int]) -> None:
             "torch.distributed._composable.replicate_with_fsdp, by fully_shard, or yourself over "
             "mesh['dp'].get_group(), which all go with a plan"
         )
-    for one in planned(model):
+    for one in planned(model) if distributed else ():
         if one.alone and sharding.sharded_modules(model):
             raise ValueError(
                 f"the parameter {one.name} belongs to a tensor-parallel plan, whose ranks have the "

@@ -36,12 +36,13 @@ def planned(model: nn.Module) -> Iterator[Planned]:
     """
     replicate = sys.modules.get("torch.distributed._composable.replicate_with_fsdp")
     copied: dict[int, bool] = {}
-    found = [(n, p) for n, p in model.named_parameters() if isinstance(p, DTensor)]
-    for unit in sharding.sharded_modules(model) if found else ():
+    for unit in sharding.sharded_modules(model):
         only = replicate is not None and isinstance(unit, replicate.ReplicateModule)
         for parameter in unit.parameters():
             copied[id(parameter)] = only or copied.get(id(parameter), False)
-    for name, parameter in found:
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
         dims = len(parameter.placements)
         if (only_copies := copied.get(id(parameter))) is None:
             yield Planned(name, parameter, dims, alone=True)

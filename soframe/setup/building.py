@@ -129,9 +129,10 @@ def methods(choice: Choice) -> list[Method]:
 def register(model: nn.Module, choices: Choices) -> Registration:
     """Register an unwrapped model; raise ValueError if it cannot be preconditioned."""
     sharding.reshard(sharding.sharded_modules(model))
-    sharding.require_model(model, choices.ranks)
-    choices.home.check(model.named_parameters())
-    registration = Registration(model, choices)
+    named = list(model.named_parameters())
+    sharding.require_model(model, named, choices.ranks)
+    choices.home.check(named)
+    registration = Registration(model, named, choices)
     # A stage of a pipeline may have no block of its own.
     if not registration.blocks and not choices.staged:
         raise ValueError(
