@@ -270,6 +270,20 @@ class Stack:
                 for view in self.views(total, members):
                     view.zero_()
 
+    def allocate(self, factors: Sequence[FactorSpec]) -> None:
+        """Begin the sums of factors that several blocks share, with zeros, by one call for all."""
+        like, blocks = self.like, len(self.blocks)
+        new = {
+            f.name: torch.empty(
+                (blocks * f.groups, *f.shape[1:]), dtype=like.dtype, device=like.device
+            )
+            for f in factors
+            if blocks > 1 and f.name not in self.sums
+        }
+        if new:
+            torch._foreach_zero_(list(new.values()))
+            self.sums |= new
+
     def add(
         self, factor: FactorSpec, member: int, moment: Tensor | Addend, multiplier: float
     ) -> bool:
@@ -290,8 +304,7 @@ class Stack:
                 return False
             self.sums[name] = new
             return True
-        if name not in self.sums:
-            self.sums[name] = self.empty(factor.shape)
+        self.allocate((factor,))
         total = self.views(self.sums[name], (member,))[0]
         if isinstance(moment, Tensor):
             total.add_(moment, alpha=multiplier)
@@ -355,17 +368,14 @@ class Stack:
         stored = self.factors[factor.name] if lower else self.factor(factor.name)
         return unpack(self.take(stored, members), factor)
 
-    def mean_traces(self, factor: FactorSpec, members: Members) -> Tensor:
-        """Return the traces of a factor over its size, ``[groups]`` in float64."""
+    def diagonals(self, factor: FactorSpec, members: Members) -> Tensor:
+        """Return the diagonals of a factor, ``[groups, n]``; all entries if it is no matrix."""
         stored = self.take(self.factors[factor.name], members)
         if factor.kind != "psd":
-            diagonal = stored.flatten(1)
-        elif stored.dim() == 3:
-            diagonal = stored.diagonal(dim1=-2, dim2=-1)
-        else:
-            diagonal = packed_diagonal(stored, factor.size)
-        # In float64 the sum does not overflow.
-        return diagonal.mean(-1, dtype=torch.float64)
+            return stored.flatten(1)
+        if stored.dim() == 3:
+            return stored.diagonal(dim1=-2, dim2=-1)
+        return packed_diagonal(stored, factor.size)
 
     def set_factor(self, name: str, members: Members, stored: Tensor) -> None:
         """Store the running factor of some blocks, as the placement stores it."""

@@ -61,7 +61,10 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
 def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     """Add the moment of the patches, by shifts along the height alone; also of half precision."""
     axis, step = geometry.columns, geometry.rows.stride
-    grid = positions_first(F.pad(x, (axis.before, axis.after)))
+    if axis.before or axis.after:  # one copy pads, and brings positions first
+        grid = F.pad(x.permute(2, 3, 0, 1), (0, 0, 0, 0, axis.before, axis.after))
+    else:
+        grid = positions_first(x)
     grid = grid.unflatten(3, (geometry.groups, geometry.channels))
     slabs: dict[int, Tensor] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,8 +32,8 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
 def copied(x: Tensor, geometry: Geometry) -> Tensor:
     """Return the same by one strided copy: on a GPU torch unfolds image by image."""
     rows, columns = geometry.rows, geometry.columns
-    x = F.pad(x, (columns.before, columns.after, rows.before, rows.after))
-    x = x.contiguous(memory_format=torch.channels_last)
+    around = (0, 0, columns.before, columns.after, rows.before, rows.after)
+    x = F.pad(x.permute(0, 2, 3, 1), around).permute(0, 3, 1, 2)
     for dim, axis in ((2, rows), (3, columns)):
         x = x.unfold(dim, axis.reach + 1, axis.stride)[..., :: axis.dilation]
     x = x.unflatten(1, (geometry.groups, geometry.channels))

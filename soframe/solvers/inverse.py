@@ -89,14 +89,14 @@ class Inverse(Solver):
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         if matrix.dim() == 2:
             return {"inverse": 1 / (matrix.clamp(min=0) + damping.unsqueeze(-1))}
-        size, gpu = matrix.shape[-1], on_gpu(matrix)
-        lower, info = torch.linalg.cholesky_ex(damped(matrix, damping, 0 if gpu else frame(size)))
-        # NaN marks groups that are not positive definite, without a host synchronisation.
+        if on_gpu(matrix):
+            return {"inverse": _inverse(matrix, damping)}
+        size = matrix.shape[-1]
+        lower, info = torch.linalg.cholesky_ex(damped(matrix, damping, frame(size)))
+        # NaN marks groups that are not positive definite.
         lower.diagonal(dim1=-2, dim2=-1).masked_fill_((info != 0).unsqueeze(-1), math.nan)
         # LAPACK's inverse is symmetric to the last bit and column-major: its transpose is a view.
-        inverse = torch.cholesky_inverse(lower).mT[..., :size, :size].contiguous()
-        # CUDA's is not symmetric: ranks that receive a triangle would differ from the owner.
-        return {"inverse": (inverse + inverse.mT).mul_(0.5) if gpu else inverse}
+        return {"inverse": torch.cholesky_inverse(lower).mT[..., :size, :size].contiguous()}
 
     def usable(self, data: Mapping[str, Tensor]) -> Tensor:
         # A zero on the diagonal is an underflow: the factor was too large.
@@ -121,6 +121,19 @@ class Inverse(Solver):
     ) -> Tensor:
         inverse = right["inverse"]
         return gradient * inverse.unsqueeze(1) if inverse.dim() == 2 else gradient @ inverse
+
+
+def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:
+    """Return the inverses by few operators, for a GPU; NaN where one is not positive definite."""
+    # CUDA's inverse is not symmetric: ranks that receive a triangle would differ from the owner. Of
+    # half the inverse, that of twice the matrix, the sum with its transpose is.
+    twice = matrix + matrix
+    twice.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(-1), alpha=2)
+    lower, info = torch.linalg.cholesky_ex(twice)
+    half = torch.cholesky_inverse(lower).mT.contiguous()
+    # One where there is no error, since any number to the power of zero is one, else NaN.
+    fine = torch.pow(math.nan, info).to(half.dtype).view(-1, 1, 1)
+    return torch.addcmul(half, half.mT, fine)
 
 
 def pi_of(first: Tensor, second: Tensor, damping: Tensor, precision: float) -> Tensor:

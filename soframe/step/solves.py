@@ -438,32 +438,53 @@ def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
     hold all of these, the traces are summed over ranks.
     """
     told = [run for run in runs if run.stack.places[run.members[0]].traces_travel]
+    owned = [
+        (run, job)
+        for run in runs
+        for job in (run.mine if run in told or not run.mine else run.jobs)
+    ]
+    means = _mean_traces(owned)
     sizes = [len(run.members) * job.factor.groups for run in told for job in run.jobs]
     # Zeros except for own factors: the sum over ranks has all traces.
     numbers = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
-    parts = iter(numbers.split(sizes))
-    for run in told:
-        for job, part in zip(run.jobs, parts, strict=False):
-            if job.parcel.source == backend.rank:
-                part.copy_(run.stack.mean_traces(job.factor, run.members))
+    for job, part in zip(
+        (job for run in told for job in run.jobs), numbers.split(sizes), strict=True
+    ):
+        if job in means:
+            part.copy_(means[job])
     if told:
         numbers = numbers.to(backend.wire_device(numbers.device))
         backend.all_reduce(numbers, "agree").wait()
     parts = iter(numbers.split(sizes))
-    together: dict[tuple[torch.device, torch.dtype], list[tuple[Run, Tensor]]] = {}
+    together: dict[tuple[torch.device, torch.dtype], list[Run]] = {}
     for run in runs:
         like = run.stack.like
         if run in told:
             run.traces = [next(parts).to(like.device, like.dtype) for _ in run.jobs]
         elif run.mine:
-            means = [run.stack.mean_traces(job.factor, run.members) for job in run.jobs]
-            some = together.setdefault((like.device, like.dtype), [])
-            some += [(run, mean) for mean in means]
+            together.setdefault((like.device, like.dtype), []).append(run)
     for (_, dtype), some in together.items():
-        sizes = [len(mean) for _, mean in some]
-        each = torch.cat([mean for _, mean in some]).to(dtype).split(sizes)
-        for (run, _), traces in zip(some, each, strict=True):
-            run.traces.append(traces)
+        each = [means[job] for run in some for job in run.jobs]
+        parts = iter(torch.cat(each).to(dtype).split(list(map(len, each))))
+        for run in some:
+            run.traces = [next(parts) for _ in run.jobs]
+
+
+def _mean_traces(owned: Sequence[tuple[Run, Job]]) -> dict[Job, Tensor]:
+    """Return traces of factors over their size, ``[groups]`` in float64, by one mean a size."""
+    alike: dict[tuple[object, ...], list[tuple[Job, Tensor]]] = {}
+    for run, job in owned:
+        one = run.stack.diagonals(job.factor, run.members)
+        alike.setdefault((one.shape[1], one.dtype, one.device), []).append((job, one))
+    means: dict[Job, Tensor] = {}
+    for same in alike.values():
+        diagonals = [one for _, one in same]
+        whole = diagonals[0] if len(same) == 1 else torch.cat(diagonals)
+        each = whole.mean(-1, dtype=torch.float64)  # in which the sum does not overflow
+        means.update(
+            zip((job for job, _ in same), each.split(list(map(len, diagonals))), strict=True)
+        )
+    return means
 
 
 def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: int | None) -> None:

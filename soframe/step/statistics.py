@@ -285,6 +285,7 @@ class Statistics:
                 first=block.record.counts.calls <= 1,
             )
         )
+        block.stack.allocate(factors)
         for factor in factors:
             if (again and factor.reads == "inputs") or (not reads and factor.reads_inputs):
                 continue

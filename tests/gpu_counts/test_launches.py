@@ -28,7 +28,7 @@ BOUNDS = {
         "adamw": {"plain": (20, 1)},
         "soap": {"plain": (80, 1), "solve": (250, 2)},
         "soap-muon": {"plain": (110, 1), "solve": (170, 2)},
-        "kfac": {"plain": (60, 1), "statistics": (240, 1), "solve": (360, 2)},
+        "kfac": {"plain": (60, 1), "statistics": (240, 1), "solve": (350, 2)},
     },
     "resnet50": {"kfac": {"plain": (100, 1), "statistics": (650, 1), "solve": (950, 2)}},
 }

@@ -150,7 +150,7 @@ def test_relative_damping() -> None:
             raw = gradient_matrix(block)
             own.step()
             if step == 0:
-                traces = [block.stack.mean_traces(factor, (0,))[0] for factor in block.factors[:2]]
+                traces = [block.stack.diagonals(f, (0,))[0].mean() for f in block.factors[:2]]
                 product = float(traces[0] * traces[1])
         (fisher,) = layer_fisher(model, "0", inputs, half_square, targets)
         check(block, [fisher], raw, damping=0.3 * product)

@@ -19,6 +19,7 @@ from soframe.solvers import (
     Relative,
     Root,
     Solver,
+    inverse,
     retry,
     solve_safely,
     solve_stack,
@@ -98,6 +99,22 @@ def test_nothing_waits(name: str) -> None:
     with Waits():
         traces = [matrices.diagonal(dim1=1, dim2=2).mean(-1)] * 2
         solve_stack(solver, matrices, solver.shares(traces, 0.1)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inverses_of_an_accelerator(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor's, symmetric to the last bit; NaN where a group is not positive definite."""
+    matrices, damping = stack(7).to(dtype), shares().to(dtype)
+    (plain,) = Inverse().solve(matrices, damping).values()
+    lower = torch.where(torch.ones(7, 7).tril() > 0, matrices, torch.nan)
+    lower[3] = -torch.eye(7)
+    monkeypatch.setattr(inverse, "on_gpu", lambda _: True)
+    (found,) = Inverse().solve(lower, damping.where(torch.arange(6) != 3, 0)).values()
+    good = [0, 1, 2, 4, 5]
+    compare(found[good], plain[good], "inverses", rtol=1e-3 if dtype == torch.float32 else 1e-9)
+    assert torch.equal(found[good], found[good].mT)
+    assert found.dtype == dtype
+    assert found[3].isnan().all()
 
 
 class Picky(Inverse):
