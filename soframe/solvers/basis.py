@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from soframe.kernels.precision import multiply
+from soframe.kernels.qr import orthonormal
 from soframe.registry import register
 from soframe.solvers.base import Solver, mean_trace, whole
 from soframe.solvers.eigen import rayleigh
@@ -74,10 +75,10 @@ class Basis(Solver):
         vectors = last["vectors"]
         product = multiply(_graded(whole(matrix)), vectors)
         if not self.ordered:
-            return {"vectors": torch.linalg.qr(product)[0]}
+            return {"vectors": orthonormal(product)}
         order = rayleigh(vectors, product).argsort(descending=True, stable=True)
         product = product.gather(-1, order.unsqueeze(-2).expand_as(product))
-        return {"vectors": torch.linalg.qr(product)[0], "order": order.to(matrix.dtype)}
+        return {"vectors": orthonormal(product), "order": order.to(matrix.dtype)}
 
     def apply(
         self,
