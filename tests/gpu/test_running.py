@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import soframe
 from soframe import Preconditioner
+from soframe.kernels.precision import Precision, multiply, within
+from soframe.solvers import Basis
 from tests.gpu.kit import DEVICE, NEEDS_GPU, batch_on, counted_waits, model_on, train
 
 pytestmark = [
@@ -166,7 +168,9 @@ def test_convolutions_under_autocast(kernel: int, last: bool) -> None:
     torch.manual_seed(0)
     form = torch.channels_last if last else torch.contiguous_format
     net = nn.Conv2d(24, 40, kernel, padding=kernel // 2, bias=False).to(DEVICE, memory_format=form)
-    own = Preconditioner(nn.Sequential(net), lr=0.1, statistics_every=1, solve_every=1)
+    full = soframe.Curvature(precision="full")
+    every = {"statistics_every": 1, "solve_every": 1}
+    own = Preconditioner(nn.Sequential(net), lr=0.1, curvature=full, **every)
     x = torch.randn(16, 24, 20, 20, device=DEVICE).bfloat16().to(memory_format=form)
     seen: dict[str, Tensor] = {}
     with torch.autocast(DEVICE.type, torch.bfloat16):
@@ -263,40 +267,55 @@ def test_muon_in_bfloat16_is_near_float32(dtype: torch.dtype) -> None:
     assert distance < (1e-3 if dtype == torch.float32 else 0.05), distance
 
 
-@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("precision", ["full", "fast"])
 @pytest.mark.parametrize("solver", ["inverse", "eigen", "newton-schulz", "orthogonal-iteration"])
-def test_precision_of_products(solver: str, precision: str) -> None:
-    """TensorFloat-32, where the user turns it on: how far directions are from float64's."""
-    before = torch.get_float32_matmul_precision()
+def test_precision_of_products(solver: str, precision: Precision) -> None:
+    """In TensorFloat-32 or not: how far directions are from float64's."""
     directions = []
-    try:
-        torch.set_float32_matmul_precision(precision)
-        for dtype in (torch.float64, torch.float32):
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 10)).to(DEVICE, dtype)
-            own = Preconditioner(
-                net,
-                solver=solver,
-                statistics_every=1,
-                solve_every=1,
-                lr=0.1,
-                kl_clip=None,
-                damping=1e-3,
-            )
-            generator = torch.Generator().manual_seed(1)
-            inputs = torch.randn(256, 64, generator=generator, dtype=torch.float64).to(
-                DEVICE, dtype
-            )
-            targets = torch.arange(256, device=DEVICE) % 10
-            nn.functional.cross_entropy(net(inputs), targets).backward()
-            own.step()
-            directions.append(
-                torch.cat([p.grad.double().cpu().flatten() for p in net.parameters()])
-            )
-    finally:
-        torch.set_float32_matmul_precision(before)
+    for dtype in (torch.float64, torch.float32):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 10)).to(DEVICE, dtype)
+        own = Preconditioner(
+            net,
+            solver=solver,
+            statistics_every=1,
+            solve_every=1,
+            kl_clip=None,
+            curvature=soframe.Curvature(precision=precision),
+        )
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(256, 64, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+        targets = torch.arange(256, device=DEVICE) % 10
+        nn.functional.cross_entropy(net(inputs), targets).backward()
+        own.step()
+        directions.append(torch.cat([p.grad.double().cpu().flatten() for p in net.parameters()]))
     distance = (directions[1] - directions[0]).norm() / directions[0].norm()
-    assert distance < (1e-3 if precision == "highest" else 0.1), distance
+    assert distance < (1e-3 if precision == "full" else 0.1), distance
+
+
+def test_products_and_bases_in_full_under_tensor_float() -> None:
+    """Whatever torch's setting is, as on a processor."""
+    left, right = torch.randn(2, 300, 200), torch.randn(2, 200, 300)
+    factor = left.double() @ left.double().mT + torch.eye(300)
+    last = {"vectors": torch.linalg.qr(torch.randn(2, 300, 300))[0]}
+    expected = left.double() @ right.double()
+    with within("fast"):
+        found = multiply(left.to(DEVICE), right.to(DEVICE)).double().cpu()
+        bases = Basis().solve_again(
+            factor.float().to(DEVICE),
+            torch.zeros(2, device=DEVICE),
+            {name: tensor.to(DEVICE) for name, tensor in last.items()},
+        )
+    assert (found - expected).abs().amax() < 1e-6 * expected.abs().amax()
+    vectors = bases["vectors"].double().cpu()
+    torch.testing.assert_close(
+        vectors.mT @ vectors, torch.eye(300).double().repeat(2, 1, 1), rtol=0, atol=1e-5
+    )
+    exact = Basis().solve_again(
+        factor, torch.zeros(2).double(), {"vectors": last["vectors"].double()}
+    )
+    assert torch.equal(bases["order"].double().cpu(), exact["order"])
+    assert ((vectors * exact["vectors"]).sum(-2).abs() - 1).abs()[:, :150].amax() < 1e-4
 
 
 def test_phases_are_timed_on_the_device() -> None:
