@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import soframe
+from benchmarks.fake_gpu.tensor_float import TensorFloat, gpu_with_tensor_float
 from soframe.kernels import precision
 from soframe.kernels.precision import multiply, within
 from soframe.methods.orthogonal import nearest_orthogonal
@@ -24,43 +24,14 @@ from soframe.solvers import Basis, Eigen, NewtonSchulz, OrthogonalIteration, Roo
 from tests import kit
 from tests.curvature import randn
 
-ATEN = torch.ops.aten
-PRODUCTS = {ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.addmm_, ATEN.baddbmm, ATEN.baddbmm_, ATEN.addbmm_}
 MATMUL: Any = torch.backends.cuda.matmul
 
 
-class TensorFloat(TorchDispatchMode):
-    """Rounds the operands of float32 products where torch's setting is TF32, and counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.overloadpacket in PRODUCTS:
-            self.settings.append(MATMUL.fp32_precision)
-            if self.settings[-1] == "tf32":
-                args = (*args[:-2], *map(rounded, args[-2:]))
-        return func(*args, **(kwargs or {}))
-
-
-def rounded(x: Tensor) -> Tensor:
-    if x.dtype != torch.float32:
-        return x
-    return ((x.contiguous().view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu() -> Iterator[None]:
     """Let soframe see a GPU with TF32, and restore torch's setting."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(precision, "may_round", lambda _: True)
-    before = MATMUL.fp32_precision
-    yield
-    MATMUL.fp32_precision = before
+    with gpu_with_tensor_float():
+        yield
 
 
 # -- solves in full ---------------------------------------------------------------------------
