@@ -8,18 +8,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+MOST = 2**27  # numbers of a batch
+
 
 def on_gpu(x: Tensor) -> bool:
     """Return whether a tensor is on an accelerator, where launches count rather than copies."""
     return x.device.type != "cpu"
 
 
+def batches(matrices: Tensor) -> Sequence[Tensor]:
+    """Split ``[groups, ...]`` so that work on copies takes a few gigabytes at once."""
+    parts: Sequence[Tensor] = matrices.split(max(1, MOST // max(1, matrices[:1].numel())))
+    return parts
+
+
 @functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU, and zeros for other devices."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
 def fast_double(device: torch.device) -> bool:
     """Return whether a GPU has tensor cores for float64: NVIDIA's A100, H100, H200, B200."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) in {(8, 0), (9, 0), (10, 0)}
+    return capability(device) in {(8, 0), (9, 0), (10, 0)}
 
 
 def sent(numbers: Sequence[float], like: Tensor) -> Tensor:

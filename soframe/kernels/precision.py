@@ -7,7 +7,6 @@ same time: `within` changes it for a phase of the step, and `multiply` does not 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
@@ -15,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from soframe.kernels import devices
 
 Precision = Literal["fast", "full"]
 _VALUES = {"fast": "tf32", "full": "ieee"}
@@ -63,19 +64,18 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype != torch.float32:
         return left @ right
     if may_round(left.device):
-        return _by_parts(left, right)
+        lefts = devices.batches(left)
+        rights = right.split([len(part) for part in lefts])
+        return torch.cat([_by_parts(*pair) for pair in zip(lefts, rights, strict=True)])
     # By torch.set_float32_matmul_precision("medium") in bfloat16, on some processors.
     if not left.is_cuda and torch.backends.mkldnn.matmul.fp32_precision in ("bf16", "tf32"):  # type: ignore[attr-defined]  # untyped
         return (left.double() @ right.double()).float()
     return left @ right
 
 
-@functools.cache
 def may_round(device: torch.device) -> bool:
     """Return whether a device may multiply float32 in TF32."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return devices.capability(device) >= (8, 0)
 
 
 def _by_parts(left: Tensor, right: Tensor) -> Tensor:

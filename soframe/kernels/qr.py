@@ -17,8 +17,6 @@ from torch import Tensor
 
 from soframe.kernels import devices
 
-MOST = 2**26  # numbers of a batch: half a gigabyte in float64
-
 
 def orthonormal(matrix: Tensor) -> Tensor:
     """Return Q of ``matrix = Q R``, ``[groups, n, n]``, up to the signs of columns.
@@ -28,8 +26,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
     if not devices.fast_double(matrix.device):
         reflected: Tensor = torch.linalg.qr(matrix)[0]
         return reflected
-    parts = matrix.split(max(1, MOST // matrix.shape[-1] ** 2))
-    return torch.cat([_by_cholesky(part) for part in parts])
+    return torch.cat([_by_cholesky(part) for part in devices.batches(matrix)])
 
 
 def _by_cholesky(matrix: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ BOUNDS = {
     "gpt2": {
         "muon": {"plain": (90, 1)},
         "adamw": {"plain": (20, 1)},
-        "soap": {"plain": (80, 1), "solve": (400, 2)},
+        "soap": {"plain": (80, 1), "solve": (360, 2)},
         "soap-muon": {"plain": (110, 1), "solve": (170, 2)},
         "kfac": {"plain": (60, 1), "statistics": (240, 1), "solve": (350, 2)},
     },

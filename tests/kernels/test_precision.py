@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import soframe
 from benchmarks.fake_gpu.tensor_float import TensorFloat, gpu_with_tensor_float
-from soframe.kernels import precision
+from soframe.kernels import devices, precision
 from soframe.kernels.precision import multiply, within
 from soframe.methods.orthogonal import nearest_orthogonal
 from soframe.settings import grouped
@@ -62,6 +62,14 @@ def test_products_in_full_of_three_parts(gpu: None, size: int) -> None:
         bound = 2**-20 * left.double().abs() @ right.double().abs()
         assert ((found.double() - exact).abs() <= bound).all()
         assert setting == "ieee" or not ((plain.double() - exact).abs() <= bound).all()
+
+
+def test_products_of_many_groups_are_taken_in_parts(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = randn(5, 3, 4).float(), randn(5, 4, 6).float()
+    monkeypatch.setattr(devices, "MOST", 2 * 12)
+    torch.testing.assert_close(multiply(left, right), left @ right)
 
 
 def solved(solver: Solver, dtype: torch.dtype) -> dict[str, Tensor]:

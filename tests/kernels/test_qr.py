@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from soframe.kernels import devices, qr
+from soframe.kernels import devices
 from soframe.kernels.qr import orthonormal
 from soframe.solvers import Basis, solve_stack
 from soframe.solvers.base import retry
@@ -86,7 +86,7 @@ def test_groups_that_fail_are_solved_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_large_groups_are_decomposed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = randn(5, 4, 4)
     whole = by_cholesky(matrix)
-    monkeypatch.setattr(qr, "MOST", 2 * 16)
+    monkeypatch.setattr(devices, "MOST", 2 * 16)
     torch.testing.assert_close(by_cholesky(matrix), whole, rtol=0, atol=1e-15)
 
 
