@@ -48,7 +48,9 @@ class Curvature:
             statistics, drawn at random and scaled. See `soframe.capture.sampling` for the error.
         scaling: ``"fisher"``, or ``"kaisa"`` for the constants of kfac-pytorch.
         dtype: The dtype of factors and second-order data; None for the parameters', at least
-            float32.
+            float32. With bfloat16 running factors take half the memory, rounded up or down in
+            turns; statistics, solves and second-order data are in float32. Rounded factors have
+            negative eigenvalues, so that ``"eigen"``, which clamps them, is then the default.
         state_dtype: The dtype in which methods' states, such as momenta, are kept between steps:
             bfloat16 halves their memory. Updates are computed in the factors' dtype, and states
             are rounded up or down in turns, so that slow averages do not stall. None for the

@@ -1,7 +1,8 @@
-"""States of methods in bfloat16: half the memory, and training goes on as in single precision."""
+"""States and factors in bfloat16: half the memory, and training as in single precision."""
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 import soframe
 from soframe.kernels.halves import dithered
 from soframe.methods import AdamW
+from soframe.strategies import Sharded
 from tests import kit
+from tests.curvature import closing
 from tests.distributed.harness import run_ranks
 
 BF16 = torch.bfloat16
@@ -160,6 +163,105 @@ def test_ranks_round_alike(strategy: str) -> None:
             torch.testing.assert_close(tensor, alone[name], rtol=1e-3, atol=1e-4)
 
 
+def test_a_slow_average_of_a_factor_does_not_stall() -> None:
+    """Of inputs that shrink: rounded to nearest, factors would stay where they were."""
+    found = []
+    for dtype in (BF16, torch.float64):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4))
+        often = {"solve_every": 1000, "decay": 0.999}
+        with closing(kit.precondition(model, "kfac", dtype=dtype, **often)) as own:
+            generator = torch.Generator().manual_seed(0)
+            for step in range(200):
+                x = torch.randn(8, 6, generator=generator) * (1.0 if step < 50 else 0.1)
+                model(x).square().mean().backward()
+                own.step()
+                model.zero_grad()
+            (block,) = own.blocks
+            assert block.stack.factors["A"].dtype == dtype
+            found.append({name: factor.double() for name, factor in block.running.items()})
+    kept, exact = found
+    for name in "AG":
+        assert float((kept[name] - exact[name]).norm() / exact[name].norm()) < 0.02
+        assert torch.equal(kept[name], kept[name].mT)
+
+
+def fitted(method: str, dtype: torch.dtype | None, seed: int) -> float:
+    """The loss of a small classification after 20 steps."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
+    inputs, teacher = torch.randn(256, 20), torch.randn(20, 5)
+    targets = (inputs @ teacher + torch.randn(256, 5)).argmax(1)
+    curvature = soframe.Curvature(dtype=dtype)
+    own = soframe.Optimizer(model, method, lr=0.02, curvature=curvature, **kit.exact(method))
+
+    def loss(net: nn.Module, step: int) -> Tensor:
+        part = slice(step % 4 * 64, step % 4 * 64 + 64)
+        return nn.functional.cross_entropy(net(inputs[part]), targets[part])
+
+    kit.train(model, loss, range(20), own)
+    own.close()
+    return float(nn.functional.cross_entropy(model(inputs), targets).detach())
+
+
+@pytest.mark.parametrize(("method", "apart"), [("kfac", 0.02), ("soap", 0.04), ("shampoo", 0.06)])
+def test_training_does_not_suffer_from_factors(method: str, apart: float) -> None:
+    """Medians over three seeds, in parts of the loss in single precision."""
+    single, half = (median(fitted(method, d, seed) for seed in range(3)) for d in (None, BF16))
+    assert half < (1 + apart) * single
+
+
+@pytest.mark.parametrize("method", ["kfac", "soap", "kl-shampoo"])
+def test_factors_are_planned_counted_and_resumed_in_their_dtype(method: str) -> None:
+    memory = []
+    for dtype in (torch.float32, BF16):
+        model, again = network(), network()
+        own, resumed = (kit.precondition(one, method, dtype=dtype) for one in (model, again))
+        kit.train(model, loss_of, range(3), own)
+        used = own.memory_usage()
+        assert used == own.placement.memory(0)
+        memory.append(used)
+        again.load_state_dict(model.state_dict())
+        resumed.load_state_dict(own.state_dict())
+        kit.train(model, loss_of, range(3, 6), own)
+        kit.train(again, loss_of, range(3, 6), resumed)
+        for one, other in zip(own.blocks, resumed.blocks, strict=True):
+            for name, factor in one.running.items():
+                assert torch.equal(factor, other.running[name])
+        own.close()
+        resumed.close()
+    assert memory[0]["factors"] == 2 * memory[1]["factors"]
+    assert memory[0]["second_order"] == memory[1]["second_order"]
+
+
+def _factors_on_ranks(rank: int, ranks: int, strategy: Any) -> dict[Any, Tensor]:
+    model = network()
+    own = kit.precondition(model, "kfac", strategy=strategy, dtype=BF16, solve_every=2)
+    kit.train(model, loss_of, range(6), kit.Averaging(model), own)
+    assert own.memory_usage() == own.placement.memory(rank)
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    state = own.state_dict()["blocks"]
+    factors = {(n, k): f.float() for n, block in state.items() for k, f in block["factors"].items()}
+    own.close()
+    return gradients | factors
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "strategy", ["comm-opt", "sharded", Sharded(group=None, deferred=True)], ids=str
+)
+def test_ranks_have_one_direction_and_nearly_the_factors_of_one(strategy: Any) -> None:
+    """Triangles are rounded in another order than whole matrices."""
+    alone = {k: f for k, f in _factors_on_ranks(0, 1, "comm-opt").items() if isinstance(k, tuple)}
+    first, second = run_ranks(_factors_on_ranks, 2, strategy)
+    for key, tensor in first.items():
+        assert torch.equal(tensor, second[key]), key
+    for key, factor in alone.items():
+        assert float((first[key] - factor).norm() / factor.norm()) < 0.02, key
+
+
 def test_others_are_refused() -> None:
     with pytest.raises(ValueError, match=r"state_dtype must be torch\.bfloat16, torch\.float32"):
         kit.precondition(network(), "muon", state_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"dtype must be torch\.bfloat16, torch\.float32"):
+        kit.precondition(network(), dtype=torch.float16)

@@ -182,7 +182,7 @@ class Block(BlockSpec):
 
 
 def factor_dtype(parameters: Sequence[nn.Parameter], wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a block's factors: ``wanted``, or the parameters', at least float32."""
-    if wanted is not None:
+    """Return the dtype in which factors are solved: ``wanted``, or the parameters', of 32 bits."""
+    if wanted is not None and wanted.itemsize >= 4:
         return wanted
     return torch.promote_types(parameters[0].dtype.to_real(), torch.float32)

@@ -235,7 +235,8 @@ class Registration:
         self.solver = choices.solver
         # All blocks alike, if the user left it open. Where both were measured Cholesky takes no
         # more steps than eigendecompositions, and a sixth to a tenth of their time for long sides.
-        self._by_default = "inverse"
+        # Factors of half precision are not positive definite: eigenvalues can be clamped.
+        self._by_default = "eigen" if choices.dtype == torch.bfloat16 else "inverse"
         self._solvers = self._solve_by(self._by_default if self.solver is None else self.solver)
         self._eigen = self._solve_by("eigen").choose("")
         self._auxiliary: Method | None = None
@@ -489,6 +490,7 @@ class Registration:
             solver=solver,
             dtype=dtype,
             state_dtype=self._choices.state_dtype or dtype,
+            factor_dtype=self._choices.dtype or dtype,
             layout=layout,
             home=self._choices.home,
             ranks=self._choices.ranks,

@@ -34,6 +34,7 @@ class BlockSpec:
         ranks: The global ranks of the group in which the block is placed.
         auxiliary: Whether its method is the auxiliary one.
         state_dtype: The dtype in which the method's state is kept.
+        factor_dtype: The dtype in which running factors are kept.
     """
 
     name: str
@@ -46,6 +47,7 @@ class BlockSpec:
     ranks: tuple[int, ...] = ()
     auxiliary: bool = False
     state_dtype: torch.dtype = torch.float32
+    factor_dtype: torch.dtype = torch.float32
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -56,7 +58,12 @@ class BlockSpec:
         adapts = isinstance(layout, LayerHelper) and type(layout).factor is not LayerHelper.factor
         types = (type(layout), *map(type, self.helpers))
         shape = (self.shape, shapes, bool(self.shards), self.factors if adapts else ())
-        return (types, *map(id, parts), self.dtype, self.state_dtype, *shape)
+        return (types, *map(id, parts), *self.dtypes, *shape)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """The dtypes of second-order data, of states and of running factors."""
+        return self.dtype, self.state_dtype, self.factor_dtype
 
     def share(self, first: BlockSpec) -> None:
         """Take the specs of a block of the same kind."""
@@ -223,6 +230,7 @@ class BlockSpec:
             ),
             dtype=str(self.dtype).removeprefix("torch."),
             state_dtype=str(self.state_dtype).removeprefix("torch."),
+            factor_dtype=str(self.factor_dtype).removeprefix("torch."),
             resident=resident if any(resident) else (),
             unsolved=tuple(factor.name for factor in self.unsolved),
             state=tuple(self.states.values()),

@@ -366,7 +366,7 @@ class Stack:
         With ``lower`` the entries above the diagonals of matrices may be undefined.
         """
         stored = self.factors[factor.name] if lower else self.factor(factor.name)
-        return unpack(self.take(stored, members), factor)
+        return unpack(self.take(stored, members), factor).to(self.like.dtype)
 
     def diagonals(self, factor: FactorSpec, members: Members) -> Tensor:
         """Return the diagonals of a factor, ``[groups, n]``; all entries if it is no matrix."""
@@ -377,14 +377,23 @@ class Stack:
             return stored.diagonal(dim1=-2, dim2=-1)
         return packed_diagonal(stored, factor.size)
 
-    def set_factor(self, name: str, members: Members, stored: Tensor) -> None:
+    def rounded(self, factor: Tensor, name: str, blocks: int, turn: int) -> Tensor:
+        """Return the running factor of some blocks in the dtype in which it is kept."""
+        if factor.dtype == self.like.factor_dtype:
+            return factor
+        kept = dithered(factor, self.like.factor_dtype, factor.numel() // blocks, turn)
+        # The triangles were rounded apart.
+        return mirror(kept) if name in self.like.psd and kept.dim() == 3 else kept
+
+    def set_factor(self, name: str, members: Members, stored: Tensor, turn: int = 0) -> None:
         """Store the running factor of some blocks, as the placement stores it."""
+        stored = self.rounded(stored, name, len(members), turn)
         if len(members) == len(self.blocks):
             self.factors[name] = stored
             self.lower.discard(name)
             return
         if name not in self.factors:
-            self.factors[name] = self.empty(tuple(stored.shape), len(members))
+            self.factors[name] = self.empty(tuple(stored.shape), len(members), stored.dtype)
         self.put(self.factor(name), members, stored)
 
     # -- second-order data ------------------------------------------------------------------------
@@ -477,7 +486,8 @@ class RunningFactors(_View):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._block.record.masses:
             raise KeyError(name)
-        return self._stack.take(self._stack.factor(name), self._members)
+        kept = self._stack.take(self._stack.factor(name), self._members)
+        return kept.to(self._block.dtype)
 
     def matrix(self, factor: FactorSpec) -> Tensor:
         """Return a factor as whole matrices, ``[groups, n, n]``, or in its own shape."""

@@ -33,17 +33,12 @@ def check(
             f"grad_scaler must be a torch.amp.GradScaler, a callable that returns the factor of "
             f"the loss, or None, not {grad_scaler!r}"
         )
-    if dtype not in (*FACTOR_DTYPES, None):
-        raise ValueError(
-            f"dtype is the dtype of factors, which are factorised: it must be "
-            f"{' or '.join(map(str, FACTOR_DTYPES))}, or None for the one of the parameters but at "
-            f"least float32, not {dtype}"
-        )
-    if state_dtype not in (*FACTOR_DTYPES, torch.bfloat16, None):
-        raise ValueError(
-            f"state_dtype must be torch.bfloat16, {' or '.join(map(str, FACTOR_DTYPES))}, or None "
-            f"for the dtype of factors, not {state_dtype}"
-        )
+    for name, given in (("dtype", dtype), ("state_dtype", state_dtype)):
+        if given not in (*FACTOR_DTYPES, torch.bfloat16, None):
+            raise ValueError(
+                f"{name} must be torch.bfloat16, {' or '.join(map(str, FACTOR_DTYPES))}, or None "
+                f"for the dtype of the parameters but at least float32, not {given}"
+            )
     if isinstance(skip, str):
         raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
     chosen = {name: tuple(one) for name, one in mappings.items() if isinstance(one, Mapping)}

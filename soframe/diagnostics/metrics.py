@@ -218,7 +218,9 @@ def _spectra(
 ) -> dict[str, dict[str, Any] | None]:
     """Return the spectra of the factors that this rank holds, or with ``all_ranks`` owns."""
     return {
-        factor.name: spectrum(unpack(sums[factor.name], factor), factor, full=spectra == "full")
+        factor.name: spectrum(
+            unpack(sums[factor.name], factor).to(block.dtype), factor, full=spectra == "full"
+        )
         for index, factor in enumerate(block.factors)
         if factor.name in sums and (not all_ranks or place.owners[index] == placed.rank)
     }

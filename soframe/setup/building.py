@@ -237,10 +237,8 @@ def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
 def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
     """Return the settings that all ranks must share, except the placement: one per line."""
     # A dict as an ordered set: many blocks have the same components.
-    parts = {(id(b.method), id(b.solver), b.dtype, b.state_dtype): b for b in reversed(blocks)}
-    of_blocks = {
-        describe((b.method, b.solver, b.dtype, b.state_dtype)): None for b in parts.values()
-    }
+    parts = {(id(b.method), id(b.solver), *b.dtypes): b for b in reversed(blocks)}
+    of_blocks = {describe((b.method, b.solver, *b.dtypes)): None for b in parts.values()}
     return "\n".join(map(describe, (*settings, *of_blocks)))
 
 

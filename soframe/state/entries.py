@@ -100,7 +100,9 @@ def held(block: Block, factors: Mapping[str, Tensor]) -> dict[Path, Tensor]:
     found: dict[Path, Tensor] = {}
     for factor in block.factors:
         if factor.name in factors:
-            found["factors", factor.name] = pack(factors[factor.name], factor)
+            # Statistics that were pending make it wider than it is kept.
+            kept = factors[factor.name].to(block.factor_dtype)
+            found["factors", factor.name] = pack(kept, factor)
     for name, tensors in block.second_order.items():
         found.update({("second_order", name, key): tensor for key, tensor in tensors.items()})
     return found | {("state", name): tensor for name, tensor in block.state.items()}
@@ -108,7 +110,8 @@ def held(block: Block, factors: Mapping[str, Tensor]) -> dict[Path, Tensor]:
 
 def stored_dtype(block: Block, path: Path) -> torch.dtype:
     """Return the dtype in which a tensor of a block is kept."""
-    return block.state_dtype if path[0] == "state" else block.dtype
+    kinds = {"state": block.state_dtype, "factors": block.factor_dtype}
+    return kinds.get(path[0], block.dtype)
 
 
 def gather(

@@ -49,6 +49,7 @@ class Contribution:
             valid lower triangle. None if this rank has none.
         reached: By block the number of rows that reached each group, for averages by group.
         scale: A multiplier that ``tensor`` still lacks for the sum over ranks to be the average.
+        turn: The number of the step, by which factors of half precision are rounded.
     """
 
     stack: Stack
@@ -57,6 +58,7 @@ class Contribution:
     tensor: Tensor | None
     reached: Sequence[Sequence[float]] = ()
     scale: float = 1.0
+    turn: int = 0
 
     @property
     def factor(self) -> FactorSpec:
@@ -169,21 +171,26 @@ def _averaged(
     new = pack(new, factor) if packed else unpack(new, factor)
     # The first statistics have rate 1 (groups without rows are zero): they become the factor.
     if name not in stack.factors and len(members) == len(stack.blocks):
-        stack.factors[name] = own_memory(new)
+        stack.factors[name] = own_memory(stack.rounded(new, name, len(members), one.turn))
         (stack.lower.add if lower else stack.lower.discard)(name)
         return []
     if name not in stack.factors:
-        stack.factors[name] = stack.empty(tuple(new.shape), len(members))
+        kept = stack.like.factor_dtype
+        stack.factors[name] = stack.empty(tuple(new.shape), len(members), kept)
     if lower:
         stack.lower.add(name)
+    running = stack.factors[name].to(stack.like.dtype)
     if len(set(rates)) == 1 and len(members) == len(stack.blocks):
-        return [(stack.factors[name], new, rates[0])]
+        if running is stack.factors[name]:
+            return [(running, new, rates[0])]
+        running.lerp_(new, rates[0])
+        members = ()
     # One rate per block becomes one for each of its groups.
     each = list(rates)
     if len(each) < len(new):
         each = [rate for rate in each for _ in range(len(new) // len(each))]
     start = 0
-    for view in stack.views(stack.factors[name], members):
+    for view in stack.views(running, members):
         stop = start + len(view)
         part, own = new[start:stop], each[start:stop]
         if len(set(own)) == 1:
@@ -191,6 +198,9 @@ def _averaged(
         else:
             view.lerp_(part, sent(own, part).view(-1, *(1 for _ in part.shape[1:])))
         start = stop
+    if running is not stack.factors[name]:
+        stack.factors[name] = stack.rounded(running, name, len(stack.blocks), one.turn)
+        stack.lower.discard(name)
     return []
 
 
@@ -267,7 +277,7 @@ def _observe(
         if factor.start is not None:
             _start(stack, members, index, factor.start, rank)
         keep = decay if factor.decay is None else factor.decay
-        one = Contribution(stack, members, index, None)
+        one = Contribution(stack, members, index, None, turn=step)
         rates = [r for n, block in enumerate(one.blocks) for r in _gain(one, block, n, keep)]
         for block in one.blocks:
             block.record.statistics_at[factor.name] = step
@@ -283,7 +293,9 @@ def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> No
     due = _deferred(members)
     for stack, chosen, factor, total in _settled(placed.backend, due, "reduce"):
         if total is not None:
-            stack.set_factor(factor.name, chosen, store(total, factor, packed=stack.place.packed))
+            turn = max(stack.blocks[m].record.statistics_at[factor.name] for m in chosen)
+            stored = store(total, factor, packed=stack.place.packed)
+            stack.set_factor(factor.name, chosen, stored, turn)
     for stack, chosen in due.items():
         for member in chosen:
             stack.blocks[member].record.pending = 0.0
@@ -340,7 +352,7 @@ def _settled(
             if factor.name in stack.factors:
                 rest = _each(one, [b.mass - b.record.pending for b in one.blocks]) / masses
                 held = stack.take(stack.factor(factor.name), one.members)
-                new.addcmul_(pack(held, factor), rest.expand_as(new))
+                new.addcmul_(pack(held, factor).to(new.dtype), rest.expand_as(new))
         totals.append((stack, one.members, factor, new))
     return totals
 

@@ -149,7 +149,7 @@ class Run:
         problems = []
         for job in self.mine:
             if job.copy is not None:
-                matrix = unpack(job.copy, job.factor)
+                matrix = unpack(job.copy, job.factor).to(self.stack.like.dtype)
             else:
                 matrix = self.stack.matrices(job.factor, self.members, lower=True)
             problems.append(Problem(job.solver, matrix, shares[job.number], job.last))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -396,7 +396,7 @@ class Statistics:
                 if total.used:
                     used[block] = total
         entries = [
-            self._entry(stack, stack.of(taking), index, used)
+            replace(self._entry(stack, stack.of(taking), index, used), turn=step)
             for stack, members in self._placed.members(list(used)).items()
             for index, factor in enumerate(stack.like.factors)
             if (

@@ -100,7 +100,7 @@ class Placement:
     def digest(self) -> bytes:
         """The placement's SHA-256; must be equal on all ranks."""
         left_out = {"second_order", "dtype", "device", "parameters", "state", "after", "kind"}
-        left_out |= {"name", "state_dtype", "elementwise"}
+        left_out |= {"name", "state_dtype", "factor_dtype", "elementwise"}
         names = [one.name for one in fields(BlockWork) if one.name not in left_out]
         text_of = {}
         for kind, (work, block) in zip(self.kinds, self._firsts, strict=True):

@@ -42,7 +42,8 @@ def memory(
         for index, factor in enumerate(work.factors):
             if place.holds(rank, index):
                 packed = place.packed and factor.kind == "psd"
-                usage["factors"] += item * (factor.packed_numel if packed else prod(factor.shape))
+                numbers = factor.packed_numel if packed else prod(factor.shape)
+                usage["factors"] += ITEM_BYTES[work.factor_dtype] * numbers
             if place.deferred and factor.captured and place.contributes(rank, index):
                 usage["accumulators"] += item * factor.packed_numel
         for index, specs in enumerate(work.second_order):

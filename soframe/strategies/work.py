@@ -39,8 +39,9 @@ class BlockWork:
         factors: The specs of its factors.
         second_order: The solver's tensors for each factor; only plans of memory and traffic need
             them, so the placement's digest leaves them out.
-        dtype: The dtype of factors and second-order data, by its name; not in the digest.
+        dtype: The dtype of statistics and second-order data, by its name; not in the digest.
         state_dtype: The dtype of the method's state; not in the digest.
+        factor_dtype: The dtype in which running factors are kept; not in the digest.
         device: Their device; not in the digest.
         parameters: The number of the block's parameters; not in the digest.
         resident: For each factor whether a gradient worker must own it, because it is made of the
@@ -64,6 +65,7 @@ class BlockWork:
     second_order: tuple[tuple[TensorSpec, ...], ...] = field(default=(), compare=False)
     dtype: str = field(default="float32", compare=False)
     state_dtype: str = field(default="float32", compare=False)
+    factor_dtype: str = field(default="float32", compare=False)
     device: str = field(default="cpu", compare=False)
     parameters: int = field(default=1, compare=False)
     resident: tuple[bool, ...] = ()
@@ -97,7 +99,7 @@ class BlockWork:
     @property
     def alike(self) -> tuple[object, ...]:
         """The properties that blocks of one stack share, beside their place."""
-        dtypes = (self.dtype, self.state_dtype)
+        dtypes = (self.dtype, self.state_dtype, self.factor_dtype)
         if self.elementwise:
             return (self.kind, len(self.state), self.after, *dtypes, self.device)
         tensors = (self.second_order, self.state, dtypes, self.device, self.shards)
