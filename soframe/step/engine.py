@@ -37,11 +37,11 @@ from soframe.damping.policies import DampingPolicy
 from soframe.damping.saved import damping_at
 from soframe.kernels.precision import within
 from soframe.schedules import Scheduled
-from soframe.step import magnitude
 from soframe.step.averages import observe
 from soframe.step.clip import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.step.effect import Effect
 from soframe.step.gradients import AveragedGradients, Gradients
+from soframe.step.magnitude import Magnitude, discard
 from soframe.step.moving import grouping
 from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
@@ -89,7 +89,7 @@ class Engine:
     _refresh: Refresh
     _solves: Solves
     _lrs: LearningRates
-    _magnitude: magnitude.Magnitude
+    _queued: Magnitude | None = None
     _loss_scale: LossScale
     _damping: DampingPolicy
     _decay: Scheduled
@@ -135,7 +135,7 @@ class Engine:
             else:
                 # Bad gradients were counted by `_agree`; these are updates that are not finite.
                 self.counters["skipped_updates"] += bool(status.finite)
-                magnitude.discard(self._model, self.home)
+                discard(self._model, self.home)
         except BaseException:
             self.reset_batch()  # the sums of this window may be used up already
             raise
@@ -223,19 +223,19 @@ class Engine:
             self._refresh.owe(2)  # without the statistics of this step no block has curvature
         used = bool(self._statistics.due) and not status.bad_statistics
         agreed = Status(None, weights=status.weights if used else None, settings=settings)
-        if self._reads_later():
-            self._magnitude.queue(self.backend)
+        if self._queued is not None:
+            self._queued.queue(self.backend)
             return agreed
         return self._with_flags(agreed, status.bad_gradient, status.large, own=seen.bad_gradient)
 
-    def _reads_later(self) -> bool:
+    def _reads_later(self, sizes: Magnitude) -> bool:
         """Return whether the flags of gradients may be read behind the work of this step.
 
         That is in steps without statistics, on a GPU: nothing that lasts is changed before then.
         """
         sends = self.backend.wire_device(torch.device("cpu")).type == "cpu"
         plain = not self._statistics.due and self._stages.backend is None
-        if not plain or not sends or not self._magnitude.queues:
+        if not plain or not sends or not sizes.queues:
             return False
         due = self._refresh.gradients_every.due(self._steps)
         return not due or not any(
@@ -246,7 +246,10 @@ class Engine:
 
     def _read(self, status: Status) -> Status:
         """Return the status with the flags of the gradients of all ranks."""
-        size, moderate = self._magnitude.read_queued()
+        assert self._queued is not None
+        # Not kept, as it refers to the gradients.
+        queued, self._queued = self._queued, None
+        size, moderate = queued.read_queued()
         flags = [float(not math.isfinite(size)), self._is_large(size)]
         bad, large = flags if moderate else add_over_ranks(self.backend, flags)
         return self._with_flags(status, bad, large, own=flags[0])
@@ -305,14 +308,17 @@ class Engine:
         self, error: Exception | None
     ) -> tuple[Seen, list[float], list[float], Exception | None]:
         """Return this rank's status, its flags of gradients and of blocks, and its error."""
-        due = self._statistics.due
+        due, self._queued = self._statistics.due, None
         # The defaults of a rank that fails: all ranks must reduce equally many numbers.
         size, finite = math.nan, True
         present, reached = self._raw.none_present(), self._effect.nothing_said(due)
         try:
             largest = self._statistics.largest() if due else ()
-            self._magnitude = magnitude.Magnitude(self._watch.parameters(), self.home, largest)
-            size, finite = (0.0, True) if self._reads_later() else self._magnitude.read()
+            sizes = Magnitude(self._watch.parameters(), self.home, largest)
+            if self._reads_later(sizes):
+                size, self._queued = 0.0, sizes
+            else:
+                size, finite = sizes.read()
             present, reached = self._raw.present(), self._effect.said(due)
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised

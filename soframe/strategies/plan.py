@@ -18,8 +18,8 @@ from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork, Traff
 Pairs = Sequence[tuple[BlockWork, BlockPlacement]]
 Stacks = Sequence[Sequence[int]]
 """The blocks of each stack by index, see `Placement.stacks`."""
-Stacked = Sequence[tuple[BlockWork, BlockPlacement, int]]
-"""Blocks of a stack that take part in a phase: one of them, and their number."""
+Stacked = Sequence[tuple[BlockWork, BlockPlacement, int, int]]
+"""Blocks of a stack that take part in a phase: one of them, their number, and their entries."""
 Items = list[tuple[Hashable, int]]
 """The route and the bytes of tensors that may share a buffer."""
 
@@ -143,7 +143,9 @@ class Step:
                 work, place = self.pairs[index]
                 if work.name in names:
                     alike.setdefault(place.owners if owners else (), []).append(index)
-            found += [(*self.pairs[own[0]], len(own)) for own in alike.values()]
+            for own in alike.values():
+                entries = sum(prod(self.pairs[index][0].shape) for index in own)
+                found.append((*self.pairs[own[0]], len(own), entries))
         return found
 
     def reductions(self, active: Pairs, due: Pairs) -> list[list[int]]:
@@ -154,7 +156,7 @@ class Step:
     def _reduced(self, pairs: Pairs) -> list[int]:
         sums: Items = []
         copies: Items = []
-        for work, place, blocks in self._stacked(pairs):
+        for work, place, blocks, _ in self._stacked(pairs):
             wire = place.wire or work.dtype
             for factor, way in zip(work.factors, place.reductions, strict=True):
                 if not factor.captured or (self.first and factor.needs):
@@ -168,7 +170,7 @@ class Step:
     def shares(self, pairs: Pairs) -> list[int]:
         """The second-order data of blocks that are solved."""
         parcels: Items = []
-        for work, place, blocks in self._stacked(pairs, owners=True):
+        for work, place, blocks, _ in self._stacked(pairs, owners=True):
             for index, specs in enumerate(work.second_order):
                 owner, group = place.owners[index], place.sharing(index)
                 if work.factors[index].name in work.unsolved:
@@ -181,12 +183,12 @@ class Step:
     def updates(self, pairs: Pairs) -> list[int]:
         """The updates of blocks whose parameters are whole."""
         parcels: Items = []
-        for work, place, blocks in self._stacked(pairs):
+        for work, place, _, entries in self._stacked(pairs):
             for worker in place.gradient_workers if not work.shards else ():
                 group = exchange_group(worker, place.sources)
                 if self.rank in group and len(group) > 1:
                     source = None if self.fused and group == place.everyone else worker
-                    size = blocks * ITEM_BYTES[work.dtype] * prod(work.shape)
+                    size = ITEM_BYTES[work.dtype] * entries
                     parcels.append(((source, group, work.dtype, work.device), size))
         return _calls(parcels)
 
@@ -209,12 +211,12 @@ class Step:
             return []
         items: Items = []
         device = "cpu"
-        for work, place, blocks in self._stacked(pairs):
+        for work, place, _, entries in self._stacked(pairs):
             workers, device = place.gradient_workers, work.device
             to: object = None
             if len(workers) == 1:
                 to = "owners" if self.fused else workers[0]
-            size = blocks * ITEM_BYTES[work.dtype] * prod(work.shape)
+            size = ITEM_BYTES[work.dtype] * entries
             items.append(((to, work.dtype, device), size))
         rest = self.local.rest
         items += [((None, dtype, device), ITEM_BYTES[dtype] * size) for size, dtype in rest]

@@ -27,10 +27,10 @@ BOUNDS = {
         "muon": {"plain": (90, 1)},
         "adamw": {"plain": (20, 1)},
         "soap": {"plain": (80, 1), "solve": (360, 2)},
-        "soap-muon": {"plain": (110, 1), "solve": (170, 2)},
-        "kfac": {"plain": (60, 1), "statistics": (240, 1), "solve": (350, 2)},
+        "soap-muon": {"plain": (110, 1), "solve": (200, 2)},
+        "kfac": {"plain": (40, 1), "statistics": (240, 1), "solve": (350, 2)},
     },
-    "resnet50": {"kfac": {"plain": (100, 1), "statistics": (650, 1), "solve": (950, 2)}},
+    "resnet50": {"kfac": {"plain": (90, 1), "statistics": (450, 1), "solve": (700, 2)}},
 }
 
 
