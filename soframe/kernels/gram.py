@@ -136,7 +136,7 @@ def add_maps(total: Tensor, maps: Tensor, scale: float = 1.0, beta: float = 1.0)
     batch, size, positions = maps.shape
     if size < SMALL or (devices.on_gpu(maps) and size <= positions):
         products = torch.bmm(maps, maps.mT)
-        if total.is_contiguous():  # by one operator, as a product with ones
+        if devices.on_gpu(maps) and total.is_contiguous():  # by one operator: a product with ones
             flat, every = products.flatten(1).T, ones(batch, total.device, total.dtype)
             total.view(-1).addmv_(flat, every, beta=beta, alpha=scale)
         else:

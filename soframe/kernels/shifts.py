@@ -61,10 +61,9 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
 def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     """Add the moment of the patches, by shifts along the height alone; also of half precision."""
     axis, step = geometry.columns, geometry.rows.stride
-    if axis.before or axis.after:  # one copy pads, and brings positions first
-        grid = F.pad(x.permute(2, 3, 0, 1), (0, 0, 0, 0, axis.before, axis.after))
-    else:
-        grid = positions_first(x)
+    # One copy pads, and moves channels last.
+    grid = F.pad(x.permute(0, 2, 3, 1), (0, 0, axis.before, axis.after)).contiguous()
+    grid = grid.permute(1, 2, 0, 3)
     grid = grid.unflatten(3, (geometry.groups, geometry.channels))
     slabs: dict[int, Tensor] = {}
 
