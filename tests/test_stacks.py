@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.blocks.arrangement import Arrangement
 from soframe.blocks.home import PlainGrad
 from soframe.blocks.stack import Stack
 from soframe.layers import LinearHelper
@@ -363,6 +364,35 @@ def test_gradients_of_padded_matrices() -> None:
     torch.full((2, 3, 3), torch.nan, dtype=torch.float64)  # what the allocator may hand out again
     expected = torch.cat([layout.pack({"weight": p.detach() + 1}) for p in parameters])
     assert torch.equal(_gathered({stack: (0, 1)})[stack], expected)
+
+
+class Transposed:
+    """A layout as that of GPT-2's Conv1D, with entries in another order than in the parameter."""
+
+    def pack(self, tensors: dict[str, Tensor]) -> Tensor:
+        return tensors["weight"].T.unsqueeze(0)
+
+    def unpack(self, matrix: Tensor) -> dict[str, Tensor]:
+        return {"weight": matrix[0].T}
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+def test_transposed_matrices_have_no_place_in_a_vector(elementwise: bool) -> None:
+    layout, parameters = Transposed(), [nn.Parameter(randn(3, 2, seed=seed)) for seed in range(2)]
+    blocks: Any = [
+        SimpleNamespace(
+            layout=layout, parameters={"weight": p}, shape=(1, 2, 3), elementwise=elementwise
+        )
+        for p in parameters
+    ]
+    whole = randn(12, 1, 1) if elementwise else randn(2, 2, 3)
+    parts = Arrangement(blocks).parts(whole)
+    if elementwise:
+        assert parts is None
+    else:
+        assert parts is not None
+        for part, matrix in zip(parts, whole, strict=True):
+            assert torch.equal(part, matrix.T)
 
 
 def on_ranks(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:

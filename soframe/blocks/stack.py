@@ -13,15 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors
+from torch import Tensor
 
+from soframe.blocks.arrangement import Arrangement, Members
 from soframe.comm.fused import Pending
 from soframe.comm.packing import packed_diagonal, unpack_triangle
 from soframe.kernels.gram import mirror
@@ -33,8 +30,6 @@ from soframe.strategies.work import BlockPlacement
 
 if TYPE_CHECKING:
     from soframe.blocks.block import Block
-
-Members = Sequence[int]
 
 
 @dataclass
@@ -88,14 +83,13 @@ class Solved:
     failed: bool
 
 
-class Stack:
+class Stack(Arrangement):
     """The tensors of blocks that are alike, as this rank holds them.
 
     Second-order data and states are replaced, never changed in place: a reference to former ones
     stays valid. Sums, factors and accumulators change in place.
 
     Attributes:
-        blocks: The blocks, in the placement's order.
         places: Their places, which differ in owners alone.
         sums: The accumulators of the window by factor; matrices are valid in the lower triangle.
         lower: The factors that are valid in the lower triangle alone.
@@ -105,8 +99,8 @@ class Stack:
     """
 
     def __init__(self, blocks: Sequence[Block], places: Sequence[BlockPlacement]) -> None:
-        self.blocks, self.places = tuple(blocks), tuple(places)
-        self.like, self.place = blocks[0], places[0]
+        super().__init__(blocks)
+        self.places, self.place = tuple(places), places[0]
         self.sums: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
         self.lower: set[str] = set()
@@ -114,11 +108,6 @@ class Stack:
         self.data: dict[str, dict[str, Tensor]] = {}
         self.state: dict[str, Tensor] = {}
         self._pending: list[Pending] = []
-        self.all = tuple(range(len(self.blocks)))
-        self._windows: frozenset[_Windows | None] | None = None
-        self._flat = len(self.blocks) > 1 and self.like.elementwise
-        # The first entry of each block in a flat stack, and the end.
-        self._starts = [0, *accumulate(prod(block.shape) for block in self.blocks)]
         for index, block in enumerate(self.blocks):
             block.join(self, index)
 
@@ -134,116 +123,6 @@ class Stack:
         self.lower.clear()
         for tensors in (self.factors, self.accumulators, self.data, self.state):
             tensors.clear()
-
-    # -- slices -----------------------------------------------------------------------------------
-
-    def views(self, tensor: Tensor, members: Members) -> list[Tensor]:
-        """Return the slices of some blocks, one for each run of neighbours."""
-        if len(members) == len(self.blocks):
-            return [tensor]
-        if self._flat:
-            starts = self._starts
-            return [tensor[starts[first] : starts[last]] for first, last in _runs(members)]
-        size = len(tensor) // len(self.blocks)
-        return [tensor[first * size : last * size] for first, last in _runs(members)]
-
-    def take(self, tensor: Tensor, members: Members) -> Tensor:
-        """Return the groups of some blocks: a view where they are neighbours, else a copy."""
-        views = self.views(tensor, members)
-        return views[0] if len(views) == 1 else torch.cat(views)
-
-    def put(self, tensor: Tensor, members: Members, values: Tensor) -> None:
-        """Overwrite the groups of some blocks, in place."""
-        views = self.views(tensor, members)
-        parts = values.split([len(view) for view in views]) if len(views) > 1 else [values]
-        for view, part in zip(views, parts, strict=True):
-            view.copy_(part)
-
-    def shape_of(self, members: Members) -> tuple[int, ...]:
-        """Return the shape of the gradients of some blocks as one tensor."""
-        if self._flat:
-            return sum(prod(self.blocks[member].shape) for member in members), 1, 1
-        groups, out, into = self.like.shape
-        return len(members) * groups, out, into
-
-    def split(self, tensor: Tensor, members: Members) -> list[Tensor]:
-        """Return views of the gradients or updates of some blocks, ``[groups, out, in]`` each."""
-        if not self._flat:
-            return list(tensor.chunk(len(members)))
-        shapes = [self.blocks[member].shape for member in members]
-        parts = tensor.split([prod(shape) for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def join(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Undo `split`; one matrix is not copied."""
-        if self._flat:
-            matrices = [matrix.reshape(-1, 1, 1) for matrix in matrices]
-        return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
-
-    @cached_property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all blocks, in their order."""
-        return [p for block in self.blocks for p in block.parameters.values()]
-
-    def used(self) -> tuple[int, ...]:
-        """Return the blocks with a gradient."""
-        if all(gradient is not None for gradient in self.like.home.each(self.parameters)):
-            return self.all
-        return tuple(i for i, block in enumerate(self.blocks) if block.has_gradient)
-
-    def parts(self, tensor: Tensor) -> list[Tensor] | None:
-        """Return each parameter's part of the gradients or updates of all blocks, as views.
-
-        They are in the order of `parameters`. None where a layout unpacks copies or pads matrices,
-        or where blocks of one shape unpack differently.
-        """
-        if not tensor.is_contiguous():
-            return None
-        if self._windows is None:  # the first time
-            parts = zip(self.blocks, self.split(tensor, self.all), strict=True)
-            self._windows = frozenset(_windows(block, part) for block, part in parts)
-        if None in self._windows:
-            return None
-        if self._flat:
-            return list(_unflatten_dense_tensors(tensor.view(-1), self.parameters))
-        if len(self._windows) > 1:
-            return None
-        (windows,) = self._windows
-        start, blocks = tensor.storage_offset(), len(self.blocks)
-        each = [
-            tensor.as_strided(
-                (blocks, *size), (tensor.numel() // blocks, *stride), start + offset
-            ).unbind(0)
-            for size, stride, offset in windows or ()
-        ]
-        return [part for of_block in zip(*each, strict=True) for part in of_block]
-
-    def with_values(self, tensor: Tensor | None, members: Members, values: Tensor) -> Tensor:
-        """Return a tensor of the stack with other values for some blocks, in other memory."""
-        if len(members) == len(self.blocks):
-            return values
-        if tensor is None:
-            new = self.empty(tuple(values.shape), len(members), values.dtype)
-        else:
-            new = tensor.clone()
-        self.put(new, members, values)
-        return new
-
-    def empty(
-        self, shape: Sequence[int], blocks: int = 1, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Return zeros for all blocks, given the shape of a tensor of some of them."""
-        like = self.like
-        if self._flat:
-            shape = self.shape_of(self.all)
-        elif len(self.blocks) > 1:
-            shape = (shape[0] // blocks * len(self.blocks), *shape[1:])
-        kind = like.dtype if dtype is None else dtype
-        return torch.zeros(tuple(shape), dtype=kind, device=like.device)
-
-    def of(self, blocks: Sequence[Block]) -> tuple[int, ...]:
-        """Return the indices of some blocks in the stack."""
-        return tuple(sorted(block.member for block in blocks))
 
     def alike(self, members: Members) -> list[tuple[int, ...]]:
         """Return sets of blocks in the same state; a method is called once for each set."""
@@ -541,38 +420,8 @@ class State(_View):
         return self._block.record.updates
 
 
-_Windows = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
-"""The size, strides and offset of each parameter in its block's matrix."""
-
-
-def _windows(block: Block, matrix: Tensor) -> _Windows | None:
-    """Return the windows of a block's parameters in its matrix, which is contiguous.
-
-    None unless all are views, of the matrix's dtype, and together all of it.
-    """
-    named = block.layout.unpack(matrix)
-    parts = [named[name] for name in block.parameters]
-    memory = matrix.untyped_storage().data_ptr()
-    plain = all(p.untyped_storage().data_ptr() == memory and p.dtype == matrix.dtype for p in parts)
-    if not plain or sum(part.numel() for part in parts) != matrix.numel():
-        return None
-    start = matrix.storage_offset()
-    return tuple((tuple(p.shape), p.stride(), int(p.storage_offset() - start)) for p in parts)
-
-
 def unpack(stored: Tensor, spec: FactorSpec) -> Tensor:
     """Return a factor in its own shape, from either way of storage."""
     if spec.kind == "psd" and stored.dim() == 2:
         return unpack_triangle(stored, spec.size)
     return stored
-
-
-def _runs(members: Members) -> list[tuple[int, int]]:
-    """Return runs of neighbours as (first, last + 1)."""
-    runs: list[list[int]] = []
-    for member in members:
-        if runs and member == runs[-1][1]:
-            runs[-1][1] += 1
-        else:
-            runs.append([member, member + 1])
-    return [(first, last) for first, last in runs]

@@ -1,0 +1,183 @@
+"""How the tensors of blocks that are alike lie side by side in the tensors of their stack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
+
+if TYPE_CHECKING:
+    from soframe.blocks.block import Block
+
+Members = Sequence[int]
+
+_Windows = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+"""The size, strides and offset of each parameter in its block's matrix."""
+
+
+class Arrangement:
+    """Blocks whose tensors are slices of one, along the first dimension.
+
+    Attributes:
+        blocks: The blocks, in the placement's order.
+        like: The first of them.
+        all: The indices of all.
+
+    Args:
+        blocks: The blocks.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks, self.like = tuple(blocks), blocks[0]
+        self.all = tuple(range(len(self.blocks)))
+        self._windows: frozenset[_Windows | None] | None = None
+        self._flat = len(self.blocks) > 1 and self.like.elementwise
+        # The first entry of each block in a flat stack, and the end.
+        self._starts = [0, *accumulate(prod(block.shape) for block in self.blocks)]
+
+    def views(self, tensor: Tensor, members: Members) -> list[Tensor]:
+        """Return the slices of some blocks, one for each run of neighbours."""
+        if len(members) == len(self.blocks):
+            return [tensor]
+        if self._flat:
+            starts = self._starts
+            return [tensor[starts[first] : starts[last]] for first, last in _runs(members)]
+        size = len(tensor) // len(self.blocks)
+        return [tensor[first * size : last * size] for first, last in _runs(members)]
+
+    def take(self, tensor: Tensor, members: Members) -> Tensor:
+        """Return the groups of some blocks: a view where they are neighbours, else a copy."""
+        views = self.views(tensor, members)
+        return views[0] if len(views) == 1 else torch.cat(views)
+
+    def put(self, tensor: Tensor, members: Members, values: Tensor) -> None:
+        """Overwrite the groups of some blocks, in place."""
+        views = self.views(tensor, members)
+        parts = values.split([len(view) for view in views]) if len(views) > 1 else [values]
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part)
+
+    def shape_of(self, members: Members) -> tuple[int, ...]:
+        """Return the shape of the gradients of some blocks as one tensor."""
+        if self._flat:
+            return sum(prod(self.blocks[member].shape) for member in members), 1, 1
+        groups, out, into = self.like.shape
+        return len(members) * groups, out, into
+
+    def split(self, tensor: Tensor, members: Members) -> list[Tensor]:
+        """Return views of the gradients or updates of some blocks, ``[groups, out, in]`` each."""
+        if not self._flat:
+            return list(tensor.chunk(len(members)))
+        shapes = [self.blocks[member].shape for member in members]
+        parts = tensor.split([prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def join(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Undo `split`; one matrix is not copied."""
+        if self._flat:
+            matrices = [matrix.reshape(-1, 1, 1) for matrix in matrices]
+        return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all blocks, in their order."""
+        return [p for block in self.blocks for p in block.parameters.values()]
+
+    def used(self) -> tuple[int, ...]:
+        """Return the blocks with a gradient."""
+        if all(gradient is not None for gradient in self.like.home.each(self.parameters)):
+            return self.all
+        return tuple(i for i, block in enumerate(self.blocks) if block.has_gradient)
+
+    def parts(self, tensor: Tensor) -> list[Tensor] | None:
+        """Return each parameter's part of the gradients or updates of all blocks, as views.
+
+        They are in the order of `parameters`. None where a layout unpacks copies or pads matrices,
+        or where blocks of one shape unpack differently.
+        """
+        if not tensor.is_contiguous():
+            return None
+        if self._windows is None:  # the first time
+            parts = zip(self.blocks, self.split(tensor, self.all), strict=True)
+            self._windows = frozenset(_windows(block, part, self._flat) for block, part in parts)
+        if None in self._windows:
+            return None
+        if self._flat:
+            return list(_unflatten_dense_tensors(tensor.view(-1), self.parameters))
+        if len(self._windows) > 1:
+            return None
+        (windows,) = self._windows
+        start, blocks = tensor.storage_offset(), len(self.blocks)
+        each = [
+            tensor.as_strided(
+                (blocks, *size), (tensor.numel() // blocks, *stride), start + offset
+            ).unbind(0)
+            for size, stride, offset in windows or ()
+        ]
+        return [part for of_block in zip(*each, strict=True) for part in of_block]
+
+    def with_values(self, tensor: Tensor | None, members: Members, values: Tensor) -> Tensor:
+        """Return a tensor of the stack with other values for some blocks, in other memory."""
+        if len(members) == len(self.blocks):
+            return values
+        if tensor is None:
+            new = self.empty(tuple(values.shape), len(members), values.dtype)
+        else:
+            new = tensor.clone()
+        self.put(new, members, values)
+        return new
+
+    def empty(
+        self, shape: Sequence[int], blocks: int = 1, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return zeros for all blocks, given the shape of a tensor of some of them."""
+        like = self.like
+        if self._flat:
+            shape = self.shape_of(self.all)
+        elif len(self.blocks) > 1:
+            shape = (shape[0] // blocks * len(self.blocks), *shape[1:])
+        kind = like.dtype if dtype is None else dtype
+        return torch.zeros(tuple(shape), dtype=kind, device=like.device)
+
+    def of(self, blocks: Sequence[Block]) -> tuple[int, ...]:
+        """Return the indices of some blocks in the stack."""
+        return tuple(sorted(block.member for block in blocks))
+
+
+def _windows(block: Block, matrix: Tensor, in_order: bool) -> _Windows | None:
+    """Return the windows of a block's parameters in its matrix, which is contiguous.
+
+    None unless all are views, of the matrix's dtype, and together all of it; and with ``in_order``
+    unless they lie one after the other, as they are in memory of their own.
+    """
+    named = block.layout.unpack(matrix)
+    parts = [named[name] for name in block.parameters]
+    memory = matrix.untyped_storage().data_ptr()
+    plain = all(p.untyped_storage().data_ptr() == memory and p.dtype == matrix.dtype for p in parts)
+    if not plain or sum(part.numel() for part in parts) != matrix.numel():
+        return None
+    start = matrix.storage_offset()
+    begins = accumulate((part.numel() for part in parts[:-1]), initial=start)
+    placed = [
+        p.is_contiguous() and p.storage_offset() == at for p, at in zip(parts, begins, strict=True)
+    ]
+    if in_order and not all(placed):
+        return None
+    return tuple((tuple(p.shape), p.stride(), int(p.storage_offset() - start)) for p in parts)
+
+
+def _runs(members: Members) -> list[tuple[int, int]]:
+    """Return runs of neighbours as (first, last + 1)."""
+    runs: list[list[int]] = []
+    for member in members:
+        if runs and member == runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([member, member + 1])
+    return [(first, last) for first, last in runs]
