@@ -212,10 +212,10 @@ def plain_layout(module: nn.Module, name: str) -> PlainLayout:
         return PlainLayout(module, name)
     if _stacks(module, name):
         return GroupedLayout(module, name)
-    stacks = [p for n, p in module._parameters.items() if p is not None and _stacks(module, n)]
-    bias = parameter.dim() == 2 and _BIAS.fullmatch(name) is not None
-    if bias and any(len(parameter) == len(stack) for stack in stacks):
-        return GroupedLayout(module, name, vectors=True)
+    if parameter.dim() == 2 and _BIAS.fullmatch(name) is not None:
+        stacks = [p for n, p in module._parameters.items() if p is not None and _stacks(module, n)]
+        if any(len(parameter) == len(stack) for stack in stacks):
+            return GroupedLayout(module, name, vectors=True)
     return PlainLayout(module, name)
 
 

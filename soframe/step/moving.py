@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
@@ -175,11 +176,12 @@ class Ball:
     def __init__(self, block: Block, names: Mapping[int, str]) -> None:
         self._block = block
         self.matrices = {k: p for k, p in block.parameters.items() if is_matrix(p)}
-        self.key = ", ".join(names[id(parameter)] for parameter in self.matrices.values())
+        self.key = ", ".join([names[id(parameter)] for parameter in self.matrices.values()])
+
+    @cached_property
+    def _dtype(self) -> torch.dtype:
         dtypes = [parameter.dtype for parameter in self.matrices.values()]
-        self._dtype = torch.float32
-        for dtype in dtypes:
-            self._dtype = torch.promote_types(self._dtype, dtype)
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
     @property
     def groups(self) -> int:
