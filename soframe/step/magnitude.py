@@ -13,7 +13,9 @@ from soframe.comm.base import Backend, Handle
 from soframe.kernels.devices import on_gpu
 
 MODERATE = 1e10
-"""Below this sum of a gradient, products with it are in range."""
+"""Below this sum, or norm, of a gradient products with it are in range."""
+SMALL = 4096
+"""The largest gradient on a CPU, in elements, of which a norm is found sooner than a sum."""
 
 
 class Magnitude:
@@ -41,11 +43,16 @@ class Magnitude:
             # On a GPU launches cost more than passes, and all norms take a few launches.
             sums = list(torch._foreach_norm(self._dense, ord=math.inf))
         else:
+            small = [g for g in self._dense if g.numel() <= SMALL]
+            sums = list(torch._foreach_norm(small)) if small else []
             # A sum is the fastest pass, and elements that are not finite make it not finite.
-            sums = [g.sum(dtype=torch.float32 if g.itemsize < 4 else g.dtype) for g in self._dense]
+            large = [g for g in self._dense if g.numel() > SMALL]
+            sums += [g.sum(dtype=torch.float32 if g.itemsize < 4 else g.dtype) for g in large]
         each = [*sums, *statistics]
+        if len({one.device for one in each}) > 1:
+            each = [one.to(each[0].device) for one in each]
         # One tensor, so that the host waits for the device once.
-        self._all = torch.stack([one.to(each[0].device) for one in each]) if each else None
+        self._all = torch.stack(each) if each else None
         self.queues = bool(every) and on_gpu(every[0])
         self._device = every[0].device if every else torch.device("cpu")
         self._handle = Handle()
