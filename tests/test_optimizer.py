@@ -305,6 +305,7 @@ def test_a_bad_batch_moves_nothing() -> None:
         ({"lr": "fast"}, "lr must be a number"),
         ({"weight_decay": float("nan")}, "weight_decay must be finite"),
         ({"auxiliary": None}, "auxiliary= names the method"),
+        ({"auxiliary": "kfac"}, "auxiliary='kfac' reads calls"),
         ({"optimizer": None}, "optimizer= is this optimizer's own"),
         ({"betas": (0.9, 0.95)}, "no setting 'betas'.*given to the method: method="),
         (

@@ -242,6 +242,12 @@ class Registration:
         self._auxiliary: Method | None = None
         if choices.auxiliary is not None:
             self._auxiliary = KINDS["method"].build(choices.auxiliary, Method)
+            if self._auxiliary.captures:
+                raise ValueError(
+                    f"auxiliary={choices.auxiliary!r} reads calls of layers, and the auxiliary "
+                    f"method has single parameters, of which it sees gradients alone: give it to "
+                    f"layers by patterns of method=, and pass auxiliary='adamw', for example"
+                )
         every = (*self._methods.all(), *filter(None, [self._auxiliary]))
         for each in every:
             _require_direction(each)
