@@ -318,7 +318,16 @@ class Copies(LinearHelper):
         )
 
 
-def test_helpers_that_unpack_copies() -> None:
+class CopiesOfBiases(LinearHelper):
+    """Unpacks a view of the weight alone."""
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = super().from_matrix(matrix)
+        return weight, None if bias is None else bias.clone()
+
+
+@pytest.mark.parametrize("helper", [Copies, CopiesOfBiases])
+def test_helpers_that_unpack_copies(helper: type[LinearHelper]) -> None:
     def run(layers: dict[str, Any]) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2)).double()
@@ -328,7 +337,7 @@ def test_helpers_that_unpack_copies() -> None:
         own.step()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
-    for one, other in zip(run({"": Copies}), run({}), strict=True):
+    for one, other in zip(run({"": helper}), run({}), strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-15)
 
 
