@@ -35,19 +35,7 @@ def compare_ranks(backend: Backend, placement: Placement, settings: str) -> None
 
 
 def compare_settings(backend: Backend, digest: bytes, settings: str) -> list[int]:
-    """Compare settings, as text with one in each line, and a digest of all other state.
-
-    Args:
-        backend: The backend.
-        digest: 32 bytes.
-        settings: The settings of this rank.
-
-    Returns:
-        The ranks whose digest differs from rank 0's.
-
-    Raises:
-        ValueError: On every rank, if only settings differ, or if a rank cannot start.
-    """
+    """Return the ranks with another digest than rank 0's; raise if settings alone differ."""
     digests = _gather_bytes(backend, digest + hashlib.sha256(settings.encode()).digest(), "start")
     if failed := [rank for rank, each in enumerate(digests) if each == _FAILED]:
         texts = gather_texts(backend, "", "start")
@@ -85,15 +73,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def agree_on_state(backend: Backend, state: str | None) -> None:
-    """Check that all ranks are about to load the same state.
-
-    Args:
-        backend: The backend.
-        state: Text that must be the same on every rank; None if this rank is about to raise.
-
-    Raises:
-        ValueError: On every rank with a state, if another has none or a different one.
-    """
+    """Raise if another rank has no state (None, it is about to raise) or another one, as text."""
     failed = bytes(_SIZE)
     mine = failed if state is None else hashlib.sha256(state.encode()).digest()
     digests = _gather_bytes(backend, mine, "state")
@@ -115,11 +95,9 @@ def agree_on_state(backend: Backend, state: str | None) -> None:
 
 
 def fingerprint(common: Mapping[str, object]) -> list[float]:
-    """Return ``[h, h^2]`` for a hash h of 20 bits, to be summed over ranks.
-
-    By the Cauchy-Schwarz inequality W times the sum of squares equals the square of the sum only if
-    all W ranks have the same h. Both sums are exact in float64 for up to 4096 ranks.
-    """
+    """Return ``[h, h^2]`` for a hash h of 20 bits, to be summed over ranks."""
+    # By the Cauchy-Schwarz inequality W times the sum of squares equals the square of the sum only
+    # if all W ranks have the same h. Both sums are exact in float64 for up to 4096 ranks.
     digest = hashlib.sha256(describe(dict(common)).encode()).digest()
     number = int.from_bytes(digest[:4], "big") % 2**20
     return [float(number), float(number**2)]
@@ -150,17 +128,7 @@ def require_common(
 
 
 def require_no_failure(backend: Backend, error: BaseException | None, failed: float) -> None:
-    """Raise on every rank if any rank is about to raise.
-
-    Args:
-        backend: The backend.
-        error: This rank's error, or None.
-        failed: The number of ranks with an error.
-
-    Raises:
-        BaseException: This rank's own error.
-        RuntimeError: On the other ranks; the message has the error of each rank.
-    """
+    """Raise on every rank if any is about to raise: its own error, or a RuntimeError with all."""
     if failed == 0:
         return
     texts = gather_texts(backend, "" if error is None else describe_error(error))

@@ -28,18 +28,14 @@ class Handle:
         self._wait = wait
 
     def wait(self) -> None:
-        """Complete the collective."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        """Complete the collective; a second call does nothing."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
 
 
 def together(handles: Sequence[Handle]) -> Handle:
-    """Return one handle for several.
-
-    Args:
-        handles: Collectives under way.
-    """
+    """Return one handle for several collectives under way."""
 
     def wait() -> None:
         for handle in handles:
@@ -208,18 +204,10 @@ class Backend(ABC):
         """
         return device
 
-    # -- called by the phases -------------------------------------------------------------------
+    # -- called by the phases; each counts its tensor under ``phase`` ----------------------------
 
     def all_reduce(self, tensor: Tensor, phase: str) -> Handle:
-        """Sum a contiguous tensor over all ranks, in place.
-
-        Args:
-            tensor: The tensor.
-            phase: The phase that it is counted under.
-
-        Returns:
-            The handle.
-        """
+        """Sum a contiguous tensor over all ranks, in place."""
         if self.world_size == 1:
             return Handle()
         self._count(phase, tensor)
@@ -228,67 +216,28 @@ class Backend(ABC):
     def reduce(
         self, tensor: Tensor, destination: int, group: tuple[int, ...], phase: str
     ) -> Handle:
-        """Sum a contiguous tensor over the ranks of a group, in place on one of them.
-
-        Args:
-            tensor: The tensor; undefined afterwards on ranks other than ``destination``.
-            destination: The rank of the group that gets the sum.
-            group: Sorted ranks, this one among them.
-            phase: The phase that it is counted under.
-
-        Returns:
-            The handle.
-        """
+        """Sum a contiguous tensor over a group of this rank, as `_reduce` does."""
         if len(group) == 1:
             return Handle()
         self._count(phase, tensor)
         return self._reduce(tensor, destination, group)
 
     def broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...], phase: str) -> Handle:
-        """Copy a contiguous tensor from a rank to the others of its group, in place.
-
-        Args:
-            tensor: The tensor.
-            source: The rank that sends it.
-            group: Sorted ranks, this one among them.
-            phase: The phase that it is counted under.
-
-        Returns:
-            The handle.
-        """
+        """Copy a contiguous tensor from a rank to the others of a group of this rank, in place."""
         if len(group) == 1:
             return Handle()
         self._count(phase, tensor)
         return self._broadcast(tensor, source, group)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], phase: str) -> Handle:
-        """Sum a flat tensor over all ranks, each share into its own rank's tensor.
-
-        Args:
-            flat: ``[sum(sizes)]``, contiguous; afterwards this rank's share is the sum, and the
-                other shares are undefined.
-            sizes: The elements of each rank's share, in the order of ranks; may be 0.
-            phase: The phase that it is counted under.
-
-        Returns:
-            The handle.
-        """
+        """Sum each rank's share of a flat tensor, as `_reduce_scatter` does."""
         if self.world_size == 1:
             return Handle()
         self._count(phase, flat)
         return self._reduce_scatter(flat, sizes)
 
     def all_gather_shares(self, flat: Tensor, sizes: Sequence[int], phase: str) -> Handle:
-        """Fill in the shares of the other ranks of a flat tensor, in place.
-
-        Args:
-            flat: ``[sum(sizes)]``, contiguous, with this rank's share filled in.
-            sizes: The elements of each rank's share, in the order of ranks; may be 0.
-            phase: The phase that it is counted under.
-
-        Returns:
-            The handle.
-        """
+        """Fill in the shares of the other ranks, as `_all_gather_shares` does."""
         if self.world_size == 1:
             return Handle()
         self._count(phase, flat)
@@ -297,34 +246,14 @@ class Backend(ABC):
     def all_to_all(
         self, flat: Tensor, gives: Sequence[int], takes: Sequence[int], phase: str
     ) -> tuple[Tensor, Handle]:
-        """Send a share of a flat tensor to every rank, and receive one from every rank.
-
-        The count includes the elements sent to other ranks and received from them.
-
-        Args:
-            flat: ``[sum(gives)]``, contiguous.
-            gives: The elements for each rank, in the order of ranks; 0 for this one.
-            takes: The elements from each rank, in the same order.
-            phase: The phase that it is counted under.
-
-        Returns:
-            ``[sum(takes)]``, in the order of ranks, once the handle is complete.
-        """
+        """Exchange shares with every rank, as `_all_to_all` does; both directions are counted."""
         if self.world_size == 1:
             return flat, Handle()
         self._count(phase, flat, len(flat) + sum(takes))
         return self._all_to_all(flat, gives, takes)
 
     def all_gather(self, tensor: Tensor, phase: str) -> list[Tensor]:
-        """Return every rank's contiguous tensor of one common shape.
-
-        Args:
-            tensor: This rank's tensor.
-            phase: The phase that it is counted under.
-
-        Returns:
-            One tensor per rank.
-        """
+        """Return every rank's contiguous tensor of one common shape."""
         if self.world_size == 1:
             return [tensor]
         self._count(phase, tensor)

@@ -215,14 +215,7 @@ class TorchDistributed(Backend):
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of all ranks of a mesh.
-
-    Args:
-        mesh: The mesh, of any number of dimensions.
-
-    Returns:
-        The default group if these are all ranks; else the mesh's own, made for several dimensions.
-    """
+    """Return the process group of all ranks of a mesh: the default one if these are all ranks."""
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
@@ -235,19 +228,18 @@ def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def _held(work: dist.Work) -> Callable[[], object]:
-    """Hold a started work; return a function that waits for it."""
-    WORKS.begin(work)
+def _handle(work: dist.Work | None) -> Handle:
+    """Return the handle of a started work, which is held until it has been waited for."""
+    if work is None:
+        return Handle()
+    begun: dist.Work = work
+    WORKS.begin(begun)
 
     def wait() -> None:
-        work.wait()
-        WORKS.end(work)
+        begun.wait()
+        WORKS.end(begun)
 
-    return wait
-
-
-def _handle(work: dist.Work | None) -> Handle:
-    return Handle(_held(work) if work is not None else None)
+    return Handle(wait)
 
 
 def _then(before: Handle, afterwards: Callable[[], object]) -> Handle:

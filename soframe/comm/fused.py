@@ -1,7 +1,7 @@
 """Fused collectives: the tensors of several stacks in one flat buffer, symmetric ones as triangles.
 
-A collective starts when a function here returns, and ends when its `Pending` is waited for. Every
-rank starts the same collectives in the same order, so a wait never blocks another rank's start.
+A collective starts when a function here returns; `Pending.wait` ends it and unpacks its buffer.
+Every rank starts the same collectives in the same order, so a wait blocks no other rank's start.
 """
 
 from __future__ import annotations
@@ -13,52 +13,32 @@ from math import prod
 import torch
 from torch import Tensor
 
-from soframe.comm.base import Backend
+from soframe.comm.base import Backend, Handle
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
 from soframe.specs import TensorSpec
 from soframe.strategies.buckets import fill
 from soframe.strategies.work import Reduction
 
 
-class Pending:
-    """Collectives under way; `wait` ends them, once, and unpacks their buffers.
-
-    Attributes:
-        sums: The sums of a reduction; empty for other collectives.
-    """
+class Pending(Handle):
+    """Collectives under way; ``sums`` are those of a reduction, and empty for others."""
 
     def __init__(self, end: Callable[[], None] | None = None, sums: Sequence[Sum] = ()) -> None:
-        self._end, self.sums = end, sums
-
-    def wait(self) -> None:
-        """Wait for the collective and unpack its buffer; a second call does nothing."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
+        super().__init__(end)
+        self.sums = sums
 
 
 @dataclass
 class Parcel:
-    """Tensors that one rank sends to a group of ranks.
-
-    Attributes:
-        source: The sending rank.
-        group: The sorted ranks that take part, the source among them.
-        specs: Their shapes.
-        dtype: Their dtype.
-        device: Their device.
-        tensors: The tensors: on the source before sending, on all ranks of the group after.
-        missing: The fill value sent if the source has no tensors, for example NaN after a failed
-            solve.
-    """
+    """Tensors that one rank sends to a group of ranks."""
 
     source: int
-    group: tuple[int, ...]
+    group: tuple[int, ...]  # sorted, the source among them
     specs: tuple[TensorSpec, ...]
     dtype: torch.dtype
     device: torch.device
-    tensors: list[Tensor] | None = None
-    missing: float = 0.0
+    tensors: list[Tensor] | None = None  # on the source before sending, on all ranks after
+    missing: float = 0.0  # sent if the source has no tensors, such as NaN after a failed solve
 
     @property
     def numel(self) -> int:
@@ -152,26 +132,15 @@ def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
 
 @dataclass
 class Sum:
-    """A tensor that is summed over its contributors.
+    """A tensor that is summed over its contributors."""
 
-    Attributes:
-        way: The ranks that take part, and the ranks that keep the sum.
-        shape: ``(groups, n, n)``, or any other if the tensor is not symmetric.
-        dtype: Its dtype.
-        wire: The dtype in which it travels and is summed.
-        device: Its device.
-        tensor: This rank's part, ``[groups, n, n]`` or packed ``[groups, n (n + 1) / 2]``; None for
-            zeros. After the reduction: the sum, packed if it travelled.
-        symmetric: Whether it consists of symmetric matrices; only triangles travel.
-    """
-
-    way: Reduction
-    shape: tuple[int, ...]
+    way: Reduction  # the ranks that take part, and the ranks that keep the sum
+    shape: tuple[int, ...]  # (groups, n, n), or any other if the tensor is not symmetric
     dtype: torch.dtype
-    wire: torch.dtype
+    wire: torch.dtype  # in which it travels and is summed
     device: torch.device
-    tensor: Tensor | None = None
-    symmetric: bool = True
+    tensor: Tensor | None = None  # whole or packed, None for zeros; then the sum, packed
+    symmetric: bool = True  # whether only triangles travel
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
@@ -232,33 +201,45 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
 
 def _reduce(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
     way = sums[0].way
-    flat, sizes = _written(backend, sums)
-    if way.destination is None:
-        handle = backend.all_reduce(flat, phase)
-    else:
-        handle = backend.reduce(flat, way.destination, way.group, phase)
 
-    def end() -> None:
-        handle.wait()
-        if way.destination in (None, backend.rank):
-            for part, numbers in zip(sums, flat.split(sizes), strict=True):
-                part.read(numbers)
+    def start(flat: Tensor) -> Handle:
+        if way.destination is None:
+            return backend.all_reduce(flat, phase)
+        return backend.reduce(flat, way.destination, way.group, phase)
 
-    return _started(backend, end, [part for part in sums if len(part.way.spread) < 2])
+    kept = sums if way.destination in (None, backend.rank) else []
+    return _sent(backend, sums, start, kept, [part for part in sums if len(part.way.spread) < 2])
 
 
 def _spread(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
     source, group = sums[0].way.destination, sums[0].way.spread
     assert source is not None
-    flat, sizes = _written(backend, sums)
-    handle = backend.broadcast(flat, source, group, phase)
+    return _sent(
+        backend, sums, lambda flat: backend.broadcast(flat, source, group, phase), sums, sums
+    )
+
+
+def _sent(
+    backend: Backend,
+    sums: Sequence[Sum],
+    start: Callable[[Tensor], Handle],
+    kept: Sequence[Sum],
+    complete: Sequence[Sum],
+) -> Pending:
+    """Send this rank's parts in one buffer; it keeps some results, and ``complete`` ones end."""
+    sizes = [part.numel for part in sums]
+    flat = torch.empty(sum(sizes), dtype=sums[0].wire, device=sums[0].device)
+    for part, numbers in zip(sums, flat.split(sizes), strict=True):
+        part.write(numbers)
+    flat = flat.to(backend.wire_device(flat.device))
+    handle = start(flat)
 
     def end() -> None:
         handle.wait()
-        for part, numbers in zip(sums, flat.split(sizes), strict=True):
+        for part, numbers in zip(kept, flat.split(sizes) if kept else (), strict=True):
             part.read(numbers)
 
-    return _started(backend, end, sums)
+    return _started(backend, end, complete)
 
 
 def _started(backend: Backend, end: Callable[[], None], sums: Sequence[Sum] = ()) -> Pending:
@@ -266,15 +247,6 @@ def _started(backend: Backend, end: Callable[[], None], sums: Sequence[Sum] = ()
     if not backend.overlap:
         pending.wait()
     return pending
-
-
-def _written(backend: Backend, sums: Sequence[Sum]) -> tuple[Tensor, list[int]]:
-    """Return a buffer with this rank's parts, on a device that can send, and their sizes."""
-    sizes = [part.numel for part in sums]
-    flat = torch.empty(sum(sizes), dtype=sums[0].wire, device=sums[0].device)
-    for part, numbers in zip(sums, flat.split(sizes), strict=True):
-        part.write(numbers)
-    return flat.to(backend.wire_device(flat.device)), sizes
 
 
 def own_memory(tensor: Tensor) -> Tensor:

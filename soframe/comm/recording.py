@@ -15,21 +15,12 @@ from soframe.registry import register
 
 @dataclass(frozen=True)
 class Event:
-    """One collective.
+    """One collective."""
 
-    Attributes:
-        operation: ``"all_reduce"``, ``"reduce"``, ``"broadcast"``, ``"all_gather"``,
-            ``"reduce_scatter"``, ``"all_gather_shares"`` or ``"all_to_all"``.
-        numel: Elements of the tensor; of an ``"all_to_all"`` the elements that this rank sends.
-        dtype: Its dtype.
-        source: The source of a broadcast, the destination of a reduction.
-        group: The ranks that took part.
-    """
-
-    operation: str
-    numel: int
+    operation: str  # the name of the method, such as "all_reduce"
+    numel: int  # elements of the tensor; of an "all_to_all" the ones that this rank sends
     dtype: torch.dtype
-    source: int | None
+    source: int | None  # of a broadcast; of a reduction its destination
     group: tuple[int, ...]
 
 
@@ -137,8 +128,5 @@ class Recording(Backend):
         source: int | None = None,
         group: tuple[int, ...] | None = None,
     ) -> None:
-        everyone = tuple(range(self.world_size))
-        event = Event(
-            operation, tensor.numel(), dtype=tensor.dtype, source=source, group=group or everyone
-        )
-        self.events.append(event)
+        group = group or tuple(range(self.world_size))
+        self.events.append(Event(operation, tensor.numel(), tensor.dtype, source, group))

@@ -21,25 +21,15 @@ from soframe.strategies.buckets import fill
 
 @dataclass
 class Split:
-    """A sharded tensor under way.
+    """A sharded tensor under way."""
 
-    Attributes:
-        shards: The parts of each rank.
-        dtype: The dtype in which it travels.
-        device: Its device.
-        workers: The ranks that have, or get, the whole.
-        sources: For each rank the worker that sends its part; empty for a gather.
-        part: This rank's part, of any dtype.
-        whole: The whole tensor, in the shape of ``shards``, on workers.
-    """
-
-    shards: Shards
-    dtype: torch.dtype
+    shards: Shards  # the parts of each rank
+    dtype: torch.dtype  # in which it travels
     device: torch.device
-    workers: tuple[int, ...]
-    sources: tuple[int, ...] = ()
-    part: Tensor | None = None
-    whole: Tensor | None = None
+    workers: tuple[int, ...]  # the ranks that have, or get, the whole
+    sources: tuple[int, ...] = ()  # for each rank the worker that sends its part; of a scatter
+    part: Tensor | None = None  # this rank's, of any dtype
+    whole: Tensor | None = None  # on workers, in the shape of `shards`
 
     @property
     def size(self) -> int:

@@ -25,29 +25,17 @@ STAGES = "stages"
 
 @dataclass(frozen=True)
 class Seen:
-    """Status of a step on one stage; the reduction over stages is the maximum.
+    """Status of a step on one stage; the reduction over stages is the maximum."""
 
-    Attributes:
-        failed: Whether this rank is about to raise.
-        changed: Whether its model has changed.
-        bad_gradient: Whether a gradient is not finite.
-        large: Whether one is so large that products with it, or its update, may overflow.
-        bad_statistics: Whether statistics are not finite.
-        due: Whether it takes statistics.
-        curved: Whether any block has factors.
-        passes: The number of backward passes with statistics.
-        samples: Their number of samples.
-    """
-
-    failed: float
-    changed: float
-    bad_gradient: float
-    large: float
-    bad_statistics: float
-    due: float
-    curved: float
-    passes: float
-    samples: float
+    failed: float  # whether this rank is about to raise
+    changed: float  # whether its model has changed
+    bad_gradient: float  # whether a gradient is not finite
+    large: float  # whether products with one, or its update, may overflow
+    bad_statistics: float  # whether statistics are not finite
+    due: float  # whether it takes statistics
+    curved: float  # whether any block has factors
+    passes: float  # backward passes with statistics
+    samples: float  # of these passes
 
 
 class Stages:

@@ -47,19 +47,12 @@ def shaped(parameters: Iterable[nn.Parameter | None]) -> Iterator[None]:
 
 
 class _Place(NamedTuple):
-    """The location of a parameter's gradient.
+    """The location of a parameter's gradient."""
 
-    Attributes:
-        group: The key of its list in ``averaged_gradients``.
-        entry: Its index in that list; None if this rank has no part of it.
-        own: This rank's number.
-        ranges: For each rank the range of its elements, perhaps empty.
-    """
-
-    group: int
-    entry: int | None
-    own: int
-    ranges: tuple[tuple[int, int], ...]
+    group: int  # the key of its list in ``averaged_gradients``
+    entry: int | None  # its index in that list; None if this rank has no part of it
+    own: int  # this rank's number
+    ranges: tuple[tuple[int, int], ...]  # of each rank's elements, perhaps empty
 
 
 class Partitions(GradientHome):

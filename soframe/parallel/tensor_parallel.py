@@ -13,19 +13,12 @@ from soframe.blocks import sharding
 
 
 class Planned(NamedTuple):
-    """A parameter of a plan, split or whole.
-
-    Attributes:
-        name: Its name.
-        parameter: The parameter.
-        dims: The number of dimensions of its mesh, the last ones, that are the plan's.
-        alone: Whether no module with fully_shard contains it.
-    """
+    """A parameter of a plan, split or whole."""
 
     name: str
     parameter: DTensor
-    dims: int
-    alone: bool
+    dims: int  # the last dimensions of its mesh that are the plan's
+    alone: bool  # whether no module with fully_shard contains it
 
 
 def planned(model: nn.Module) -> Iterator[Planned]:

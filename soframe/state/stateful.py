@@ -24,11 +24,7 @@ class OfModel:
     """An object that is tied to a model: it is saved by its state, and copies are empty."""
 
     def __getstate__(self) -> NoReturn:
-        """Refuse a pickle, which would lack the state.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Refuse a pickle, which would lack the state."""
         raise TypeError(
             f"{type(self).__name__} belongs to its model and is not pickled: save its "
             f"state_dict(), build another one for the other model, and load the state there"
@@ -132,10 +128,6 @@ class Stateful(OfModel, Engine):
 
     def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
         """Raise on all copies of all stages if one rank cannot load its state, so that none does.
-
-        Args:
-            check: Raises if this rank cannot.
-            common: Returns the text that the copies of a stage must have in common.
 
         :meta private:
         """

@@ -120,7 +120,7 @@ class _Case:
         by_keyword = made[0].inputs((), dict(zip(signature, self.inputs, strict=False)))
         lost = len(by_keyword) != len(made[0].inputs(self.inputs, {}))
         assert not lost, f"{name}: inputs given by keyword are lost"
-        calls, exact = self._calls(module, made)
+        ((calls, exact),) = self._calls_of(module, made, [self.inputs])
         self._check_gradients(made, calls, exact, name)
         for one in made:
             for inputs, gradient in calls[one]:
@@ -144,14 +144,10 @@ class _Case:
             for n, gradient in enumerate(exact[one]):
                 compare(by_rows[n], gradient, f"{name}: gradient of sample {n} made of its rows")
 
-    def _calls(self, module: nn.Module, made: Sequence[LayerHelper]) -> tuple[_Calls, _Exact]:
-        """Return the captured calls, and the exact gradients of their samples."""
-        return self._calls_of(module, made, [self.inputs])[0]
-
     def _calls_of(
         self, module: nn.Module, made: Sequence[LayerHelper], inputs: Sequence[Sequence[Tensor]]
     ) -> list[tuple[_Calls, _Exact]]:
-        """Return the same for several calls, with all forward passes before the backward passes."""
+        """Return the captured calls of several forward passes, and their samples' gradients."""
         each: list[_Calls] = [{one: [] for one in made} for _ in inputs]
         now = 0
 
@@ -226,7 +222,7 @@ class _Case:
         left, taken = set(before) & named - changed, changed - named
         assert not left, f"{name}: step() leaves {left} as it was"
         assert not taken, f"{name}: step() changes {taken}, which names() leaves out"
-        calls, _ = self._calls(holder.module, made)
+        ((calls, _),) = self._calls_of(holder.module, made, [self.inputs])
         for one in made:
             running = blocks[tuple(one.parameters)].running
             a, g = _plain_factors(one, calls[one], samples)

@@ -44,13 +44,7 @@ def dense_blocks(
 ) -> dict[str, Tensor]:
     """Return the block of every module that has trainable parameters of its own.
 
-    Args:
-        model: Any network.
-        inputs: As in ``dense_fisher``.
-        loss: As in ``dense_fisher``.
-        targets: As in ``dense_fisher``.
-        kind: As in ``dense_fisher``.
-        reduction: As in ``dense_fisher``.
+    Arguments and errors are those of `dense_fisher`.
 
     Returns:
         Module name -> block ``[P_l, P_l]``, its parameters in the order of ``layer_parameters``.
@@ -120,14 +114,8 @@ def layer_fisher(
 ) -> list[Tensor]:
     """Return one layer's block per group, ordered like its gradient matrix ``[out, in(+1)]``.
 
-    Args:
-        model: Any network.
-        layer: The qualified name of a Linear or convolution in it.
-        inputs: As in ``dense_fisher``.
-        loss: As in ``dense_fisher``.
-        targets: As in ``dense_fisher``.
-        kind: As in ``dense_fisher``.
-        reduction: As in ``dense_fisher``.
+    ``layer`` is the qualified name of a Linear or convolution; the other arguments and the errors
+    are those of `dense_fisher`.
 
     Returns:
         For each group the block over ``(o, i)``, row-major, float64: the matrix that ``kron(G, A)``

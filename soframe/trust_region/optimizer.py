@@ -37,7 +37,7 @@ from soframe.trust_region.declared import Fit, fit, numbers, require_agreement
 from soframe.trust_region.exact import Batch, best_damping, exact_model
 from soframe.trust_region.forward import Closure, Forward, closures_of, moved
 from soframe.trust_region.layer_groups import LayerGroups
-from soframe.trust_region.proposals import Proposal, Proposer
+from soframe.trust_region.proposals import Proposer
 from soframe.trust_region.quadratic import Quadratic, combine
 from soframe.trust_region.readout import LAST, PRECONDITIONED, STEEPEST, OnStep, Readout
 from soframe.trust_region.reduction import Reduction
@@ -244,7 +244,11 @@ class TrustRegion(ClosureOptimizer):
         def compare(forward: Forward) -> None:
             if compared:
                 fits.append(fit(self._loss, forward, len(closures)))
-                self._observe(forward, fits[-1], len(closures))
+                if fits[-1].problem is None:
+                    weight = fits[-1].weight(len(closures), alike=self._alike)
+                    heads = forward.outputs if len(forward.outputs) > 1 else forward.outputs[0]
+                    with forward.kernels.again():  # the Fisher's passes go through checkpoints
+                        self.preconditioner.observe(heads, weight=weight)
 
         forwards, total = self._passes(closures, self._loss, compare)
         problems = [one.problem for one in fits if one.problem is not None]
@@ -256,13 +260,6 @@ class TrustRegion(ClosureOptimizer):
             require_agreement(self._loss, fits, sums, ranks, alike=self._alike)
             self._checked = True
         return forwards, mean
-
-    def _observe(self, forward: Forward, found: Fit, closures: int) -> None:
-        if found.problem is not None:
-            return
-        heads = forward.outputs if len(forward.outputs) > 1 else forward.outputs[0]
-        with forward.kernels.again():  # the Fisher's passes go through checkpoints
-            self.preconditioner.observe(heads, weight=found.weight(closures, alike=self._alike))
 
     def _propose_and_move(self, batch: Batch) -> dict[str, Any]:
         """Precondition, and move unless the batch prevents it; return the readout's numbers."""
@@ -296,7 +293,7 @@ class TrustRegion(ClosureOptimizer):
         names = [STEEPEST] * len(others)
         if self._steps == 0 and self.damping.to_be_measured():
             self._measure_damping(batch, others, shares, lr)
-        proposals = proposer.propose(parameters, batch.gradients, shares, self._steps)
+        proposals = proposer.propose(batch, shares, self._steps)
         if self._momentum:
             # The last update keeps its length, except for parameters with `lr` 0.
             last = [self.state[p].get("update") for p in parameters]
@@ -320,14 +317,11 @@ class TrustRegion(ClosureOptimizer):
 
         The reduction is measured: with too little damping any model predicts a large one.
         """
-        parameters = batch.parameters
+        parameters, restart = batch.parameters, self._proposer.restart
         decay = param_groups.mean_decay(self.param_groups)
 
-        def proposal(damping: float) -> Proposal:
-            return self._proposer.restart(parameters, batch.gradients, shares, damping + decay)
-
         def after(damping: float) -> float:
-            directions = [*proposal(damping).parts, *others]
+            directions = [*restart(batch, shares, damping + decay).parts, *others]
             model = exact_model(self._backend, batch, directions, damping)
             if not model.finite():
                 return math.inf
@@ -338,7 +332,7 @@ class TrustRegion(ClosureOptimizer):
             return objective if math.isfinite(loss) else math.inf
 
         self.damping.begin(best_damping(self.damping.at(0), batch.loss + batch.penalty, after))
-        proposal(self.damping.at(0))
+        restart(batch, shares, self.damping.at(0) + decay)
 
     def _move(
         self,

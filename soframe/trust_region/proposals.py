@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from soframe.preconditioner import Preconditioner
 from soframe.trust_region.adaptive import AdaptiveDamping
+from soframe.trust_region.exact import Batch
 from soframe.trust_region.layer_groups import LayerGroups
 from soframe.trust_region.param_groups import scaled
 from soframe.trust_region.quadratic import Quadratic
@@ -46,35 +47,23 @@ class Proposer:
         if self.covered() <= set(self._groups.numbers):  # else the step replaces these blocks
             self._damp(self._dampings())
 
-    def propose(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor],
-        shares: Sequence[float],
-        step: int,
-    ) -> list[Proposal]:
+    def propose(self, batch: Batch, shares: Sequence[float], step: int) -> list[Proposal]:
         """Return the preconditioner's update, and a second proposal if a trial is due."""
-        made = [self._proposal(parameters, shares)]
+        made = [self._proposal(batch, shares)]
         if not isinstance(self._damping, AdaptiveDamping) or not made[0].failed:
             return made
         self._dampings()  # the number of groups with blocks may have changed in the step
         self._damping.retreat(made[0].failed)
         if tried := self._damping.trial(step):
-            made.append(self._again(parameters, gradients, shares, tried))
+            made.append(self._again(batch, shares, tried))
         return made
 
-    def restart(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor],
-        shares: Sequence[float],
-        start: float,
-    ) -> Proposal:
+    def restart(self, batch: Batch, shares: Sequence[float], start: float) -> Proposal:
         """Propose once more, from another damping of the policy, and reset all trials."""
         self._start = start
         if isinstance(self._damping, AdaptiveDamping):
             self._damping.restart()
-        return self._again(parameters, gradients, shares, self._dampings())
+        return self._again(batch, shares, self._dampings())
 
     def choose(
         self, proposals: Sequence[Proposal], quadratic: Quadratic, step: int
@@ -107,21 +96,15 @@ class Proposer:
         """Return the parameters that have a block."""
         return {p for block in self._preconditioner.blocks for p in block.parameters.values()}
 
-    def _again(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor],
-        shares: Sequence[float],
-        dampings: Sequence[float],
-    ) -> Proposal:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+    def _again(self, batch: Batch, shares: Sequence[float], dampings: Sequence[float]) -> Proposal:
+        for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
             parameter.grad = gradient.clone()
         self._damp(dampings)
         self._preconditioner.propose()
-        return self._proposal(parameters, shares)
+        return self._proposal(batch, shares)
 
-    def _proposal(self, parameters: Sequence[nn.Parameter], shares: Sequence[float]) -> Proposal:
-        covered = self.covered()
+    def _proposal(self, batch: Batch, shares: Sequence[float]) -> Proposal:
+        covered, parameters = self.covered(), batch.parameters
         rows = [-p.grad if p in covered and p.grad is not None else None for p in parameters]
         solved = self._preconditioner.snapshot()
         failed: dict[int, bool] = {}

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -388,8 +389,8 @@ class StochasticTrustRegion(ClosureOptimizer):
         return {
             **super()._own_state(),
             "since": self._since,
-            "model": self._mean.state(),
-            "trend": self._trend.state(),
+            "model": asdict(self._mean),
+            "trend": asdict(self._trend),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -426,9 +427,9 @@ class StochasticTrustRegion(ClosureOptimizer):
                 state.pop(EARLIER, None)
         own = state_dict["trust_region"]
         self._since = own["since"]
-        self._mean.load(own["model"])
+        self._mean = AveragedModel(**own["model"])
         if self._shorten:
-            self._trend.load(own["trend"])
+            self._trend = Trend(**own["trend"])
 
 
 def _begun(parameter: nn.Parameter, *, earlier: bool) -> dict[str, Tensor]:

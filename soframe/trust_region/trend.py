@@ -19,8 +19,7 @@ to the model's own length, if it did.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from soframe.trust_region.quadratic import Quadratic
 
@@ -69,14 +68,6 @@ class AveragedModel:
         bend = max(0.0, self.curvature) + damping * self.length
         return -self.slope / bend if bend > 0 else 0.0
 
-    def state(self) -> dict[str, float]:
-        """Return the state for `load`."""
-        return asdict(self)
-
-    def load(self, state: Mapping[str, float]) -> None:
-        """Continue from a state."""
-        vars(self).update(state)
-
 
 @dataclass
 class Trend:
@@ -119,11 +110,3 @@ class Trend:
         self.share = min(1.0, self.share * factor)
         self.count, self.mean, self.squares = 0, 0.0, 0.0
         return factor < 1
-
-    def state(self) -> dict[str, float]:
-        """Return the state for `load`."""
-        return asdict(self)
-
-    def load(self, state: Mapping[str, float]) -> None:
-        """Continue from a state."""
-        vars(self).update(state)

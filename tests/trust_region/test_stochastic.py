@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from dataclasses import asdict
 from typing import Any
 
 import hypothesis.strategies as st
@@ -53,8 +54,7 @@ def test_the_averaged_model_is_the_dense_mean(count: int, seed: int, damping: fl
     step = 0.5 + abs(best)
     rise = mean(best + step) - mean(best - step)
     assert abs(rise) < 1e-9 * (mean(best + step) - mean(best))
-    other = AveragedModel()
-    other.load(own.state())
+    other = AveragedModel(**asdict(own))
     assert other.minimum(damping) == best
 
 

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import asdict
 
 import hypothesis.strategies as st
 import pytest
@@ -51,9 +52,7 @@ def test_shares_are_those_of_means_and_standard_errors(
         before = own.share
         assert own.learn(5.0 + change, 5.0, EPS) == (own.share < before)
         found.append(own.share)
-        other = Trend()
-        other.load(own.state())
-        own = other
+        own = Trend(**asdict(own))
     assert found == pytest.approx(shares(changes))
 
 
@@ -78,7 +77,7 @@ def test_what_is_below_rounding_or_not_finite_says_nothing() -> None:
     own = Trend()
     for now, earlier in ((1.0, math.inf), (math.nan, math.nan), (1.0, math.nan)):
         assert not own.learn(now, earlier, EPS)
-    assert own.state() == Trend().state()
+    assert own == Trend()
     for now in (math.inf, math.nan):
         own = Trend()
         assert own.learn(now, 1.0, EPS)  # the average is ruined
