@@ -87,14 +87,7 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     preconditioner._land("soframe.checkpoint.part()")
     if any(block.record.pending > 0 for block in blocks):
         backend.meet("soframe.checkpoint.part()")
-    header = state.header(
-        blocks,
-        preconditioner.counters,
-        step=preconditioner._steps,
-        owed_statistics=preconditioner._refresh.owed,
-        scaling=preconditioner._scaling,
-    )
-    header.update(preconditioner.beside_blocks())
+    header = preconditioner.header()
     header["initial_lrs"] = [float(rate) for rate in header["initial_lrs"]]
     tensors: dict[str, Tensor] = {}
     for block, place in preconditioner._placed:

@@ -18,7 +18,7 @@ from torch import Tensor
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import unpack
-from soframe.comm.agreement import describe_error, gather_texts
+from soframe.comm.agreement import gather_texts
 from soframe.diagnostics.norms import Norms
 from soframe.diagnostics.spectra import spectrum
 from soframe.registry import describe
@@ -67,12 +67,6 @@ def collect(
     backend = placed.backend
     if all_ranks:
         backend.meet(CALL)
-        asked = set(gather_texts(backend, repr(spectra), "metrics"))
-        if len(asked) > 1:
-            raise ValueError(
-                f"{CALL}: ranks ask for different spectra ({', '.join(sorted(asked))}): pass the "
-                f"same on every rank"
-            )
     metrics: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -87,25 +81,13 @@ def collect(
     }
     sums = _sums(placed, all_ranks) if spectra else {}
     blocks: dict[str, dict[str, Any]] = {}
-    failure: Exception | None = None
-    try:
-        for block, place in placed:
-            spectrums = _spectra(
-                block,
-                place,
-                sums=sums.get(block, {}),
-                spectra=spectra,
-                placed=placed,
-                all_ranks=all_ranks,
-            )
-            blocks[block.name] = _of_block(block, taken, spectrums, steps)
-    except Exception as error:  # of any kind: the other ranks wait in the exchange
-        if not all_ranks:
-            raise
-        failure = error
+    for block, place in placed:
+        held = sums.get(block, {})
+        spectrums = _spectra(block, place, held, spectra, placed, all_ranks)
+        blocks[block.name] = _of_block(block, taken, spectrums, steps)
     metrics["blocks"] = blocks
     if all_ranks and not backend.on_paper:
-        _fill_in(placed, metrics, failure)
+        _fill_in(placed, metrics)
     metrics["norms"] = {name: _total(metrics["blocks"].values(), name) for name in NORMS}
     return metrics
 
@@ -266,18 +248,10 @@ def _total(blocks: Iterable[Mapping[str, Any]], name: str) -> float | None:
 # -- several ranks -------------------------------------------------------------------------------
 
 
-def _fill_in(placed: PlacedBlocks, metrics: dict[str, Any], failure: Exception | None) -> None:
+def _fill_in(placed: PlacedBlocks, metrics: dict[str, Any]) -> None:
     """Fill in numbers that only other ranks have; a collective of all ranks."""
-    mine = {"blocks": metrics["blocks"], "phases": metrics["phases"]}
-    mine["failed"] = None if failure is None else describe_error(failure)
-    texts = gather_texts(placed.backend, json.dumps(mine), "metrics")
-    everyones = [json.loads(text) for text in texts]
-    if failure is not None:
-        raise failure
-    problems = {rank: said["failed"] for rank, said in enumerate(everyones) if said["failed"]}
-    if problems:
-        said = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
-        raise RuntimeError(f"{CALL} failed on another rank. {said}")
+    mine = json.dumps({"blocks": metrics["blocks"], "phases": metrics["phases"]})
+    everyones = [json.loads(text) for text in gather_texts(placed.backend, mine, "metrics")]
     for name, block in metrics["blocks"].items():
         others = [said["blocks"][name] for said in everyones]
         _fill(block, others)

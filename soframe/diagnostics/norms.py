@@ -39,7 +39,11 @@ def measure(blocks: Sequence[Block], gradients: Gradients, updates: Sequence[Upd
         used=frozenset(s.blocks[m].name for s, each in gradients.items() for m in each.members),
         gradient={block.name: _norm(matrix) for block, matrix in known},
         direction={block.name: _norm(matrix) for block, matrix in written},
-        weight={block.name: norm for block in blocks if (norm := _weight(block)) is not None},
+        weight={
+            block.name: _together([_norm(p.detach()) for p in block.parameters.values()], block)
+            for block in blocks
+            if _is_whole(block)
+        },
     )
 
 
@@ -53,13 +57,6 @@ def changes(before: Mapping[nn.Parameter, Tensor], blocks: Sequence[Block]) -> d
                 [_norm(p.detach() - before[p]) for p in parameters], block
             )
     return moved
-
-
-def _weight(block: Block) -> Tensor | None:
-    """Return the norm of a block's parameters; None if this rank has only parts of them."""
-    if not _is_whole(block):
-        return None
-    return _together([_norm(p.detach()) for p in block.parameters.values()], block)
 
 
 def _together(norms: Sequence[Tensor], block: Block) -> Tensor:

@@ -65,8 +65,12 @@ class AcceleratedPreconditioner:
             model, **{"optimizer": optimizer, "grad_scaler": accelerator.scaler, **settings}
         )
         self._hooks = [
-            accelerator.register_save_state_pre_hook(self._save),
-            accelerator.register_load_state_pre_hook(self._load),
+            accelerator.register_save_state_pre_hook(
+                lambda models, weights, folder: save(self.preconditioner, folder)
+            ),
+            accelerator.register_load_state_pre_hook(
+                lambda models, folder: load(self.preconditioner, folder)
+            ),
         ]
 
     def step(self) -> None:
@@ -88,12 +92,6 @@ class AcceleratedPreconditioner:
         for hook in self._hooks:
             hook.remove()
         self.preconditioner.close()
-
-    def _save(self, models: Any, weights: Any, output_dir: str) -> None:
-        save(self.preconditioner, output_dir)
-
-    def _load(self, models: Any, input_dir: str) -> None:
-        load(self.preconditioner, input_dir)
 
 
 def plain(optimizer: Any) -> Any:

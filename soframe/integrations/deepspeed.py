@@ -70,11 +70,8 @@ class DeepSpeedPreconditioner:
             backend=TorchDistributed(grid.get_data_parallel_group()),
         )
         self.preconditioner = Preconditioner(engine.module, **settings)
-        engine.optimizer.register_step_pre_hook(self._before_step)
-
-    def _before_step(self, *_: Any) -> None:
-        """Precondition the gradients that the engine's optimizer is about to use."""
-        self.preconditioner.step()
+        # It preconditions the gradients that the engine's optimizer is about to use.
+        engine.optimizer.register_step_pre_hook(lambda *_: self.preconditioner.step())
 
     def step(self) -> None:
         """Precondition the gradients, if this micro-batch is the last before a step.

@@ -226,7 +226,14 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
         )
     target.update(step=state["steps"], owed_statistics=0)
     preconditioner.load_state_dict(checksums.seal(target))
-    _compare_constants(preconditioner, state)
+    for theirs, name in _CONSTANTS.items():
+        value = getattr(preconditioner, name)
+        if theirs in state and state[theirs] != value:
+            _warn(
+                f"the checkpoint has {theirs}={state[theirs]!r} and the preconditioner "
+                f"{name}={value!r}, which stays: settings are those of the constructor",
+                stacklevel=3,
+            )
 
 
 def _layers(preconditioner: Preconditioner, state: Any) -> dict[str, dict[str, Tensor]]:
@@ -290,14 +297,3 @@ def _patch_order(conv: nn.Conv2d, size: int) -> Tensor:
     order = torch.arange(conv.weight[0].numel(), device="cpu").view(shape)
     bias = torch.arange(order.numel(), size, device="cpu")  # if the layer has one
     return torch.cat([order.permute(1, 2, 0).flatten(), bias])
-
-
-def _compare_constants(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None:
-    """Warn of settings that differ in the checkpoint."""
-    for theirs, name in _CONSTANTS.items():
-        value = getattr(preconditioner, name)
-        if theirs in state and state[theirs] != value:
-            _warn(
-                f"the checkpoint has {theirs}={state[theirs]!r} and the preconditioner "
-                f"{name}={value!r}, which stays: settings are those of the constructor"
-            )

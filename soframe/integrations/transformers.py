@@ -77,7 +77,7 @@ class SoframeCallback(TrainerCallback):
         )
         # The trainer saves from rank 0 alone, while ranks have to gather the state: see `on_save`.
         vars(own)["state_dict"] = partial(torch.optim.Optimizer.state_dict, own)
-        vars(own)["load_state_dict"] = _nothing
+        vars(own)["load_state_dict"] = lambda state: None  # when training begins, see there
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Build the preconditioner, and load its state if a run resumes."""
@@ -132,10 +132,6 @@ class SoframeCallback(TrainerCallback):
             )
         if self._stateful is not None:
             save(self._stateful, folder)
-
-
-def _nothing(state: Any) -> None:
-    """Load nothing: the callback loads the state when training begins."""
 
 
 def _folder(args: Any, state: Any) -> Path:

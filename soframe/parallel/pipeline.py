@@ -368,16 +368,11 @@ def _stages(schedule: Any) -> list[Any]:
 
 def _splits(schedule: Any) -> bool:
     """Return whether gradients of inputs and of weights have separate passes."""
-    halves = {"BACKWARD_INPUT", "BACKWARD_WEIGHT"}
-    builders = any(stage.dw_builder is not None for stage in _stages(schedule))
-    return builders or any(kind in halves for kind in _kinds(schedule))
-
-
-def _kinds(schedule: Any) -> Iterator[str]:
-    """Yield the names of a schedule's actions."""
+    if any(stage.dw_builder is not None for stage in _stages(schedule)):
+        return True
     # The compiled schedule may merge successive halves of a pass.
     order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order or {}
-    for action in (one for row in order.values() for one in row if one is not None):
-        yield action.computation_type.name
-        for inner in getattr(action, "sub_actions", None) or ():
-            yield inner.computation_type.name
+    actions = [one for row in order.values() for one in row if one is not None]
+    inner = [part for one in actions for part in getattr(one, "sub_actions", None) or ()]
+    kinds = {one.computation_type.name for one in (*actions, *inner)}
+    return not kinds.isdisjoint({"BACKWARD_INPUT", "BACKWARD_WEIGHT"})

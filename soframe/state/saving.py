@@ -40,18 +40,11 @@ VERSION = 4
 KEYS = ("step", "owed_statistics", "scaling", "counters", "initial_lrs", "history", "blocks")
 
 
-def save(
-    placed: PlacedBlocks,
-    *,
-    counters: Mapping[str, int],
-    step: int,
-    owed_statistics: int,
-    scaling: str,
-) -> dict[str, Any]:
+def save(placed: PlacedBlocks, header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state, the same on every rank; a collective if tensors are spread over ranks."""
-    blocks, backend = placed.blocks, placed.backend
+    backend = placed.backend
     everyone = set(range(backend.world_size))
-    state = header(blocks, counters, step=step, owed_statistics=owed_statistics, scaling=scaling)
+    state = {**header, "blocks": {}}
     if any(
         place.deferred
         or set(place.gradient_workers) != everyone
@@ -65,9 +58,13 @@ def save(
         # Tensors that every rank holds are not sent.
         spread = [entry for entry in wanted if entry.holders != everyone]
         found.update(gather(backend, block, spread, found, "state"))
-        saved = state["blocks"][block.name]
         solved = block.tensors if block.solved else ()
-        saved.update(factors={}, second_order={factor: {} for factor in solved}, state={})
+        saved = state["blocks"][block.name] = {
+            **header["blocks"][block.name],
+            "factors": {},
+            "second_order": {factor: {} for factor in solved},
+            "state": {},
+        }
         for entry in wanted:
             *parents, name = entry.path
             target = saved
@@ -95,33 +92,16 @@ def lasting(path: Path, tensor: Tensor) -> Tensor:
     return tensor if path[0] == "second_order" else tensor.clone()
 
 
-def header(
-    blocks: Sequence[Block],
-    counters: Mapping[str, int],
-    step: int,
-    owed_statistics: int,
-    scaling: str,
-) -> dict[str, Any]:
-    """Return the state without its tensors: numbers and strings, the same on every rank."""
+def of_block(block: Block) -> dict[str, Any]:
+    """Return the part of a block in a state without tensors."""
     return {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "owed_statistics": owed_statistics,
-        "scaling": scaling,
-        "counters": dict(counters),
-        "blocks": {
-            block.name: {
-                "shape": list(block.shape),
-                "method": describe(block.method),
-                "solver": describe(block.solver),
-                "solvers": solvers(block),
-                "mass": block.mass,
-                "masses": {name: list(masses) for name, masses in block.record.masses.items()},
-                "updates": block.record.updates,
-            }
-            for block in blocks
-        },
+        "shape": list(block.shape),
+        "method": describe(block.method),
+        "solver": describe(block.solver),
+        "solvers": solvers(block),
+        "mass": block.mass,
+        "masses": {name: list(masses) for name, masses in block.record.masses.items()},
+        "updates": block.record.updates,
     }
 
 
@@ -187,11 +167,6 @@ def check(
                     f"the state is damaged: {name} is {got}, not a floating-point tensor of shape "
                     f"{shape}"
                 )
-
-
-def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a whole state by block and path: ``"head/factors/A"``."""
-    return dict(checksums.tensors_of(state["blocks"]))
 
 
 def load(

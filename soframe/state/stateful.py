@@ -52,25 +52,27 @@ class Stateful(OfModel, Engine):
             Tensors, numbers and strings in dicts, for ``torch.save``.
         """
         self._land("Preconditioner.state_dict()")
-        saved = state.save(
-            self._placed,
-            counters=self.counters,
-            step=self._steps,
-            owed_statistics=self._refresh.owed,
-            scaling=self._scaling,
-        )
-        return checksums.seal({**saved, **self.beside_blocks()})
+        return checksums.seal(state.save(self._placed, self.header()))
 
-    def beside_blocks(self) -> dict[str, Any]:
-        """Return the entries of a state that `state.save` does not make.
+    def header(self) -> dict[str, Any]:
+        """Return the state without its tensors: numbers and strings, the same on every rank.
 
         :meta private:
         """
-        stages = {STAGES: self.stage} if self.stage else {}
         policy = self._damping.state()
-        damping = {"damping": policy} if policy else {}  # most policies have nothing to keep
-        history = state.history(self._blocks)
-        return {"initial_lrs": self._lrs.state(), "history": history, **damping, **stages}
+        return {
+            "format": state.FORMAT,
+            "version": state.VERSION,
+            "step": self._steps,
+            "owed_statistics": self._refresh.owed,
+            "scaling": self._scaling,
+            "counters": dict(self.counters),
+            "blocks": {block.name: state.of_block(block) for block in self._blocks},
+            "initial_lrs": self._lrs.state(),
+            "history": state.history(self._blocks),
+            **({"damping": policy} if policy else {}),  # most policies have nothing to keep
+            **({STAGES: self.stage} if self.stage else {}),
+        }
 
     def check_header(self, saved: Any) -> None:
         """Raise ValueError unless a state, perhaps without its tensors, can be loaded.
@@ -108,16 +110,12 @@ class Stateful(OfModel, Engine):
             if part is not saved:
                 checksums.verify(saved)
                 part = checksums.seal(part)
-            return self._check(part)
+            self.check_header(part)
+            tensors = dict(checksums.tensors_of(part["blocks"]))  # such as "head/factors/A"
+            state.check(part, tensors, self._placed, everywhere=True)
+            return part, tensors
 
         self._load(check)
-
-    def _check(self, saved: Any) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-        """Return a state and its tensors by name; ValueError if it cannot be loaded."""
-        self.check_header(saved)
-        tensors = state.tensors_of(saved)
-        state.check(saved, tensors, self._placed, everywhere=True)
-        return saved, tensors
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context that raises an error of all copies of one stage on all stages.

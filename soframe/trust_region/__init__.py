@@ -1,19 +1,8 @@
 """Trust regions: optimizers whose step minimises an exact quadratic model of the loss.
 
-An extension: frozen, and not imported by the core. From the core it uses, beside the base class
-`soframe.losses.Loss` and `soframe.damping`:
-
-- of `soframe.Preconditioner` the constructor, ``step``, ``observe(outputs, weight=)``, ``damp``,
-  ``propose``, ``snapshot``, ``restore``, ``reset_batch``, ``takes_statistics``, ``updated``,
-  ``blocks`` (of each block ``name`` and ``parameters``), ``backend``, ``state_dict``,
-  ``load_state_dict`` and ``close``;
-- of a backend ``world_size`` and ``on_paper``, and `soframe.comm.agreement` (``add_over_ranks``,
-  ``mean_over_ranks``, ``fingerprint``, ``require_common``, ``require_no_failure``);
-- `soframe.blocks.registration.unwrap`, `soframe.blocks.sharding.require_whole`,
-  `soframe.capture.untraced.untraced`, `soframe.setup.building` (``choose_backend``, ``starting``),
-  `soframe.state.saving.agree`, `soframe.registry.KINDS`, `soframe.settings`,
-  `soframe.schedules.WarmInterval`, `soframe.diagnostics.Writer`, and of a method ``factors`` and
-  ``state``.
+An extension: frozen, and not imported by the core. Of `soframe.Preconditioner` it uses, beside the
+methods of every training loop, ``damp``, ``propose``, ``snapshot``, ``restore``, ``reset_batch``,
+``takes_statistics``, ``updated`` and ``blocks``.
 """
 
 from soframe.damping.policies import (

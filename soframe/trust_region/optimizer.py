@@ -357,7 +357,8 @@ class TrustRegion(ClosureOptimizer):
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         if not measure:
-            self._reduction.keep(states, update)
+            for state, last in zip(states, update, strict=True):
+                state["update"] = last
         else:
             after = None
             if not self._full_batch:

@@ -75,11 +75,6 @@ class Reduction:
         told, self.last = self.last, {}
         return told
 
-    def keep(self, states: Sequence[State], update: Sequence[Tensor]) -> None:
-        """Keep a step without a verdict."""
-        for state, moved in zip(states, update, strict=True):
-            state["update"] = moved
-
     def wait(
         self,
         states: Sequence[State],
