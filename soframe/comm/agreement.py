@@ -150,11 +150,6 @@ def require_all_ranks(backend: Backend, changes: float) -> None:
 # -- small collectives -------------------------------------------------------------------------
 
 
-def mean_over_ranks(backend: Backend, tensor: Tensor) -> Tensor:
-    """Return the mean of a small tensor over the ranks."""
-    return add_up(backend, tensor.clone()) / backend.world_size
-
-
 def add_over_ranks(backend: Backend, numbers: Sequence[float], phase: str = "agree") -> list[float]:
     """Sum a few numbers over the ranks, in float64."""
     vector = torch.tensor(numbers, dtype=torch.float64, device="cpu")

@@ -143,14 +143,9 @@ def _remaining_columns(before: Layout, after: Layout) -> slice | None:
     return slice(-1) if has[0] else slice(-1, None)
 
 
-def _like(block: Block, tensor: Tensor) -> Tensor:
-    """Return a tensor on the device and in the dtype of a block."""
-    return tensor.to(device=block.device, dtype=block.dtype)
-
-
 def _left(before: Block, after: Block, columns: slice | None, name: str, stored: Tensor) -> Tensor:
     """Return the given input columns of a factor or its sum; all of them for None."""
-    stored = _like(after, stored)
+    stored = stored.to(after.device, after.dtype)
     factor = next(factor for factor in before.factors if factor.name == name)
     if columns is None or factor.side == "left":
         return stored

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["compare", "dense_preconditioned", "kron", "kron_loops", "trace_ratio"]
-
 # By the coarser of the two dtypes compared.
 _TOLERANCE = {
     torch.float64: 1e-9,

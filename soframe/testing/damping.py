@@ -59,8 +59,7 @@ def _check_apart(given: DampingPolicy, name: str) -> None:
     policies = {"the policy": given, "a copy": adopted(given), "another copy": adopted(given)}
     for which, policy in policies.items():
         before = {key: _seen(each) for key, each in policies.items()}
-        _begin(policy)
-        _observe(policy, RATIOS)
+        _run(policy, RATIOS)
         for key, each in policies.items():
             apart = key == which or _seen(each) == before[key]
             assert apart, f"{name}: a ratio for {which} changes {key}: they share something"
@@ -78,7 +77,8 @@ def _check_state(given: DampingPolicy, name: str, ratios: Sequence[float]) -> No
         resumed.load(dict(saved))
         problem = _difference(resumed, copy.deepcopy(own))
         assert not problem, f"{name}: {which} that loads the state goes on otherwise, {problem}"
-    _observe(own, OTHER_RATIOS)
+    for ratio in OTHER_RATIOS:
+        own.observe(ratio)
     assert _numbers(state) == _numbers(saved), (
         f"{name}: a saved state changes with later ratios: {state}"
     )
@@ -106,17 +106,13 @@ def _difference(one: DampingPolicy, other: DampingPolicy) -> str:
 def _begun(given: DampingPolicy, ratios: Sequence[float] = ()) -> DampingPolicy:
     """Return a copy of a policy that has begun, and received ratios."""
     own = adopted(given)
-    _begin(own)
-    _observe(own, ratios)
+    _run(own, ratios)
     return own
 
 
-def _begin(policy: DampingPolicy) -> None:
+def _run(policy: DampingPolicy, ratios: Sequence[float]) -> None:
     if policy.to_be_measured():
         policy.begin(policy.at(0) / 10)
-
-
-def _observe(policy: DampingPolicy, ratios: Sequence[float]) -> None:
     for ratio in ratios:
         policy.observe(ratio)
 

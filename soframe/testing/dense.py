@@ -34,14 +34,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Kind",
-    "Loss",
-    "Reduction",
-    "dense_fisher",
-    "sample_gradients",
-]
-
 Loss = Callable[..., Tensor]
 Kind = Literal["empirical", "type-2"]
 Reduction = Literal["mean", "sum"]

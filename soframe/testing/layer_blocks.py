@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from soframe.testing.dense import Kind, Loss, Reduction, dense_fisher
 
-__all__ = ["dense_blocks", "layer_fisher", "layer_matrix_basis", "layer_parameters"]
-
 
 def layer_parameters(model: nn.Module, layer: str) -> tuple[str, ...]:
     """Return the names of one module's own trainable parameters, weight and bias first.

@@ -197,7 +197,10 @@ def check_method(
         one = Training(chosen, fisher=fisher, options=options)
         train(0, 1, replace(one, method=_checked(chosen)))
         whole = train(0, 1, one)
-        _check_moves(name, whole)
+        torch.manual_seed(0)
+        for key, parameter in Net().double().named_parameters():
+            moved = not torch.equal(whole.weights[key], parameter)
+            assert moved, f"{name}: {key} has not moved in {STEPS} steps"
         twice = train(0, 1, replace(one, copies=2))
         _same(twice, whole, f"{name}, every sample twice", rtol)
         _same(train(0, 1, replace(one, passes=3)), whole, f"{name}, 3 micro-batches", rtol)
@@ -309,13 +312,6 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
     return x, torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
-
-
-def _check_moves(name: str, trained: Trained) -> None:
-    torch.manual_seed(0)
-    for key, parameter in Net().double().named_parameters():
-        moved = not torch.equal(trained.weights[key], parameter)
-        assert moved, f"{name}: {key} has not moved in {STEPS} steps"
 
 
 def _same(one: Trained, other: Trained, name: str, rtol: float) -> None:

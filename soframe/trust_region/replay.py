@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -21,54 +21,23 @@ def eagerly() -> AbstractContextManager[object]:
     return stance
 
 
-class RandomState:
-    """The state of torch's random generators: on the CPU, and on some CUDA devices."""
+class Replay:
+    """The state of torch's random generators, to run a closure again as it ran first."""
 
-    def __init__(self, devices: Sequence[int] = ()) -> None:
-        self._devices = devices
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._devices: list[int] = []
+        if torch.cuda.is_initialized():
+            places = (p.device for p in model.parameters())
+            self._devices = sorted({place.index or 0 for place in places if place.type == "cuda"})
         self._cpu = torch.get_rng_state()
-        self._cuda = [torch.cuda.get_rng_state(device) for device in devices]
+        self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
 
-    def restore(self) -> None:
-        """Restore the generators."""
+    def restore_generators(self) -> None:
+        """Restore the generators, on the CPU and on the CUDA devices of the model."""
         torch.set_rng_state(self._cpu)
         for device, state in zip(self._devices, self._cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
-
-
-def _devices(model: nn.Module) -> list[int]:
-    if not torch.cuda.is_initialized():
-        return []
-    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-
-
-class Snapshot:
-    """The random state and a model's buffers, to be restored into the same tensors."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._random = RandomState(_devices(model))
-        places = [module._buffers for module in model.modules()]
-        self._places = [(place, dict(place)) for place in places]
-        buffers = {id(b): b for place in places for b in place.values() if b is not None}
-        self._buffers = [(b, b.clone()) for b in buffers.values()]
-
-    def restore(self) -> None:
-        """Restore both."""
-        self._random.restore()
-        for buffers, kept in self._places:
-            buffers.update(kept)
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                if not torch.equal(buffer, before):  # an expanded buffer cannot be written to
-                    buffer.copy_(before)
-
-
-class Replay:
-    """The random state at which a closure ran first."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._devices = model, _devices(model)
-        self._state = RandomState(self._devices)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -83,8 +52,29 @@ class Replay:
             try:
                 for place in places:
                     place.update({n: copies[id(b)] for n, b in place.items() if b is not None})
-                self._state.restore()
+                self.restore_generators()
                 yield
             finally:
                 for place, kept in zip(places, before, strict=True):
                     place.update(kept)
+
+
+class Snapshot:
+    """The random state and a model's buffers, to be restored into the same tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._random = Replay(model)
+        places = [module._buffers for module in model.modules()]
+        self._places = [(place, dict(place)) for place in places]
+        buffers = {id(b): b for place in places for b in place.values() if b is not None}
+        self._buffers = [(b, b.clone()) for b in buffers.values()]
+
+    def restore(self) -> None:
+        """Restore both."""
+        self._random.restore_generators()
+        for buffers, kept in self._places:
+            buffers.update(kept)
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                if not torch.equal(buffer, before):  # an expanded buffer cannot be written to
+                    buffer.copy_(before)
