@@ -121,11 +121,7 @@ class TorchDistributed(Backend):
         return device
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks; only a group of Gloo has a barrier that names the missing ones.
-
-        Raises:
-            RuntimeError: If a rank does not come within ``meet_timeout``.
-        """
+        """Wait for all ranks; only a group of Gloo has a barrier that names the missing ones."""
         if dist.get_backend(self._group) != "gloo":
             return
         try:

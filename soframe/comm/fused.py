@@ -77,11 +77,9 @@ class Parcel:
 def buckets(
     backend: Backend, parcels: Sequence[Parcel], *, fused: bool = False
 ) -> list[list[Parcel]]:
-    """Return this rank's parcels by buffer, sorted by source; then single lists that stay.
-
-    All parcels come in the same order on every rank. With `fused`, parcels for all ranks share
-    buffers, from any source.
-    """
+    """Return this rank's parcels by buffer, sorted by source; then single lists that stay."""
+    # All parcels come in the same order on every rank. With `fused`, parcels for all ranks share
+    # buffers, from any source.
     mine = [p for p in parcels if backend.rank in p.group]
     moving = [p for p in mine if p.travels]
     routes = []

@@ -66,10 +66,8 @@ def _begin(split: Split, rank: int) -> None:
 
 
 def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
-    """Send each rank its ``part`` of tensors from its worker, where it is a view of the whole.
-
-    A collective: every rank passes the same tensors in the same order, workers the whole ones.
-    """
+    """Send each rank its ``part`` of tensors from its worker, where it is a view of the whole."""
+    # A collective: every rank passes the same tensors in the same order, workers the whole ones.
     _exchange_all(backend, splits, phase)
     for split in splits:
         if backend.rank in split.workers:

@@ -39,15 +39,10 @@ class Seen:
 
 
 class Stages:
-    """A model without a pipeline: every result is this rank's own, and nothing is sent.
+    """A model without a pipeline: every result is this rank's own, and nothing is sent."""
 
-    Attributes:
-        backend: The backend of the pipe; None here.
-        name: The stages of this rank, as text; empty here.
-    """
-
-    backend: Backend | None = None
-    name = ""
+    backend: Backend | None = None  # of the pipe
+    name = ""  # the stages of this rank, as text
 
     # -- at the start -------------------------------------------------------------------------
 

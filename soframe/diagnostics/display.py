@@ -96,17 +96,7 @@ def tables(metrics: Mapping[str, Any]) -> list[Table]:
 
 
 def figure(metrics: Mapping[str, Any]) -> Figure:
-    """Draw the spectra, the condition numbers and the ages of all factors.
-
-    Args:
-        metrics: The result of ``metrics(spectra="full")``; without ``"full"`` the figure has no
-            curves, and without spectra only ages.
-
-    Returns:
-        A figure of three panels: the positive eigenvalues of each factor in descending order,
-            relative to its largest; the condition numbers; and the number of steps since each
-            factor took statistics and was solved.
-    """
+    """Draw spectra (of ``metrics(spectra="full")``), condition numbers and ages of all factors."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(12, 4.2), layout="constrained")

@@ -21,13 +21,7 @@ class InspectionError(ValueError):
 
 
 def build_model(path: str, *, meta: bool = False) -> nn.Module:
-    """Import a model, or call the function that builds it: ``package.models:make_model``.
-
-    With ``meta`` it is built on the meta device, without memory for its weights.
-
-    Raises:
-        InspectionError: If there is no such model.
-    """
+    """Import a model, or call the function that builds it: ``package.models:make_model``."""
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise InspectionError(f"{path!r} is not MODULE:CALLABLE, as in package.models:make_model")

@@ -12,21 +12,13 @@ from soframe.specs import FactorSpec
 
 
 def spectrum(matrix: Tensor, factor: FactorSpec, *, full: bool = False) -> dict[str, Any] | None:
-    """Return a summary of a factor's eigenvalues, computed in float64, as plain data.
+    """Return a summary of a factor's eigenvalues over all its groups, in float64, as plain data.
 
-    Args:
-        matrix: The running factor, without damping: ``[groups, n, n]``, or ``[groups, n]`` if it is
-            diagonal.
-        factor: Its spec.
-        full: Whether all eigenvalues are included.
-
-    Returns:
-        ``"largest"`` and ``"smallest"`` eigenvalue over all groups; ``"condition"``, the largest
-        ratio of the two in a group, None if the smallest is zero to the rounding of the factor's
-        dtype; ``"effective_rank"``, the exponential of the entropy of the normalised eigenvalues
-        (Roy and Vetterli, 2007), between 1 and n, 0 for zeros, the mean over groups; ``"trace"``,
-        the mean over groups; with ``full`` the ``"eigenvalues"``, a descending list for each group.
-        None for a factor that is neither a matrix nor a diagonal.
+    The matrix is the running factor, without damping. ``"condition"`` is the largest of a group,
+    None if the smallest eigenvalue is zero to the rounding of the factor's dtype;
+    ``"effective_rank"`` the exponential of the entropy of the normalised eigenvalues (Roy and
+    Vetterli, 2007), between 1 and n, 0 for zeros, the mean over groups. None for a factor that is
+    neither a matrix nor a diagonal.
     """
     if factor.kind == "psd":
         values = torch.linalg.eigvalsh(matrix.double())

@@ -289,10 +289,8 @@ def _factors(block: Block, layer: Any) -> dict[str, Tensor]:
 
 
 def _patch_order(conv: nn.Conv2d, size: int) -> Tensor:
-    """Return the index in kfac-pytorch's patches of each feature of soframe's, ``[size]``.
-
-    kfac-pytorch orders channel, row, column of the kernel; soframe puts the channel last.
-    """
+    """Return the index in kfac-pytorch's patches of each feature of soframe's, ``[size]``."""
+    # kfac-pytorch orders channel, row, column of the kernel; soframe puts the channel last.
     shape = (conv.in_channels, *conv.kernel_size)
     order = torch.arange(conv.weight[0].numel(), device="cpu").view(shape)
     bias = torch.arange(order.numel(), size, device="cpu")  # if the layer has one

@@ -56,11 +56,7 @@ class _Place(NamedTuple):
 
 
 class Partitions(GradientHome):
-    """The averaged gradients of a ZeRO optimizer: flat parts on each rank.
-
-    Raises:
-        ValueError: If the optimizer stores them in an unsupported way.
-    """
+    """The averaged gradients of a ZeRO optimizer: flat parts on each rank."""
 
     groups_name: str
     """The optimizer's attribute with its parameters, by gradient list."""
@@ -131,12 +127,6 @@ class Partitions(GradientHome):
             return parameter.detach().new_empty(0)
         start, stop = place.ranges[place.own]
         part: Tensor = entries[place.entry].detach().view(-1)
-        if part.numel() < stop - start:
-            raise RuntimeError(
-                f"DeepSpeed has {part.numel()} averaged gradients of a parameter where "
-                f"{stop - start} were expected: this version of it lays them out in a way that is "
-                f"not known. {_FULLY_SHARD.capitalize()}, or use another version"
-            )
         return part[: stop - start]
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
@@ -294,14 +284,9 @@ def homes(
     known: Mapping[nn.Parameter, GradientHome],
     sources: Sequence[object],
 ) -> dict[nn.Parameter, GradientHome]:
-    """Return the gradient storage of a model's parameters; none without a gradient in ZeRO.
-
-    `known` has the storage of some of them; `sources` are optimizers, engines and their wrappers,
-    through which the optimizer of stages 1 and 2 is found.
-
-    Raises:
-        ValueError: If ZeRO stores some in an unsupported way.
-    """
+    """Return the gradient storage of a model's parameters; none without a gradient in ZeRO."""
+    # `known` has the storage of some of them; `sources` are optimizers, engines and their wrappers,
+    # through which the optimizer of stages 1 and 2 is found.
     unknown = {p: name for name, p in named if p not in known}
     owners = (p.__dict__.get(_OWNER) for p in unknown)
     kinds: dict[Any, type[Partitions]] = dict.fromkeys((o for o in owners if o is not None), Shared)

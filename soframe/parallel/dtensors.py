@@ -102,11 +102,7 @@ HOME = DTensorGrad()
 
 
 def shards(parameter: DTensor, ranks: Sequence[int]) -> Shards:
-    """Return the sharding of a parameter over the global ranks of a preconditioner's group.
-
-    Raises:
-        ValueError: If it is sharded over other ranks, or by an unknown placement.
-    """
+    """Return the sharding of a parameter over the global ranks of a preconditioner's group."""
     assert (why := unserved(parameter)) is None, why
     where = {}
     for number, one in enumerate(meshes(parameter, ranks)):
@@ -132,7 +128,7 @@ def shards(parameter: DTensor, ranks: Sequence[int]) -> Shards:
         copies.append(numbers.setdefault(copy, len(numbers)))
     bounds = [_bounds(parameter, where[rank][1]) for rank in ranks]
     first, *others = sorted({dim for dim in dims if dim is not None})
-    found = Shards(
+    return Shards(
         shape=tuple(parameter.shape),
         dim=first,
         ranges=tuple(bound[first] for bound in bounds),
@@ -140,22 +136,11 @@ def shards(parameter: DTensor, ranks: Sequence[int]) -> Shards:
         dtype=dtype,
         also=tuple(Cut(dim, tuple(bound[dim] for bound in bounds)) for dim in others),
     )
-    expected = found.part_shape(list(ranks).index(torch.distributed.get_rank()))
-    held = local(parameter)
-    if held.numel() != prod(expected) or (held.numel() and tuple(held.shape) != expected):
-        raise ValueError(
-            f"this rank has a part of shape {tuple(held.shape)} of it, where one of shape "
-            f"{expected} was expected of {tuple(parameter.shape)}: it is sharded in a way that is "
-            f"not known"
-        )
-    return found
 
 
 def meshes(parameter: DTensor, ranks: Sequence[int]) -> list[Tensor]:
-    """Return the global ranks of a parameter's mesh, and of its other slices within the group.
-
-    A mesh that is a slice of another, such as ``mesh["tp"]``, is one of several.
-    """
+    """Return the global ranks of a parameter's mesh, and of its other slices within the group."""
+    # A mesh that is a slice of another, such as ``mesh["tp"]``, is one of several.
     mesh: Any = parameter.device_mesh
     # NOTE: no public attribute lists the other slices; torch's own checkpoints and fully_shard read
     # these private ones, too.

@@ -208,11 +208,7 @@ class Pipeline(Stages):
             warn_unused(sorted(unused), stacklevel=6)
 
     def own_part(self, saved: Any) -> Any:
-        """Return this rank's part of a whole model's state; other states unchanged.
-
-        Raises:
-            ValueError: If the state belongs to other stages.
-        """
+        """Return this rank's part of a whole model's state; other states unchanged."""
         if not isinstance(saved, Mapping):
             return saved
         blocks, own = saved.get("blocks"), self._names[self.backend.rank]

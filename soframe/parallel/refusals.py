@@ -87,11 +87,9 @@ def require_model(model: nn.Module, distributed: bool, ranks: Sequence[int]) -> 
 
 
 def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
-    """Return the gradients that fully_shard does not average over all ranks, or None.
-
-    Ranks belong together if the mesh of some parameter has both: they share averaged gradients, or
-    have the same data.
-    """
+    """Return the gradients that fully_shard does not average over all ranks, or None."""
+    # Ranks belong together if the mesh of some parameter has both: they share averaged gradients,
+    # or have the same data.
     if not sharding.sharded_modules(model):
         return None
     plans = {id(one.parameter): one.dims for one in planned(model)}

@@ -64,10 +64,9 @@ _Unpickler: Any = pickle._Unpickler
 
 
 class _Plain(_Unpickler):  # type: ignore[misc]  # typeshed has half of it
-    """An unpickler for DCP's descriptions only.
+    """An unpickler for DCP's descriptions only."""
 
-    It derives from Python's unpickler; the C one allocates memory for any index in a damaged file.
-    """
+    # Derived from Python's unpickler; the C one allocates memory for any index in a damaged file.
 
     # A copy, so that `load_build` does not replace the entry of other unpicklers.
     dispatch: ClassVar = dict(_Unpickler.dispatch)

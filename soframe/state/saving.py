@@ -77,10 +77,8 @@ def save(placed: PlacedBlocks, header: Mapping[str, Any]) -> dict[str, Any]:
 def present(
     placed: PlacedBlocks, block: Block, place: BlockPlacement
 ) -> tuple[list[Entry], dict[Path, Tensor]]:
-    """Return the tensors that a block has now, and the ones on this rank.
-
-    A collective if statistics are deferred: they are reduced.
-    """
+    """Return the tensors that a block has now, and the ones on this rank."""
+    # A collective if statistics are deferred: they are reduced.
     masses = block.record.masses
     factors = settled(placed, block.stack, (block.member,), "state") if masses else {}
     found = held(block, {name: t for name, t in factors.items() if name in masses})

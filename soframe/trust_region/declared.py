@@ -129,10 +129,9 @@ def _fit_of_gradients(
 
 
 def _tangents(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return fixed directions in the outputs: fractional parts of multiples of irrational numbers.
-
-    Random numbers would be slow, and change the user's random stream.
-    """
+    """Return fixed directions in the outputs."""
+    # Fractional parts of multiples of irrational numbers: random ones would be slow, and change the
+    # user's random stream.
     tangents = []
     for output in outputs:
         one = torch.ones((), dtype=torch.float64, device=output.device)

@@ -313,10 +313,8 @@ class TrustRegion(ClosureOptimizer):
     def _measure_damping(
         self, batch: Batch, others: Sequence[Direction], shares: Sequence[float], lr: float
     ) -> None:
-        """Begin with the damping, of model and preconditioner, whose step reduces the loss most.
-
-        The reduction is measured: with too little damping any model predicts a large one.
-        """
+        """Begin with the damping, of model and preconditioner, whose step reduces the loss most."""
+        # It is measured: with too little damping any model predicts a large reduction.
         parameters, restart = batch.parameters, self._proposer.restart
         decay = param_groups.mean_decay(self.param_groups)
 

@@ -11,10 +11,7 @@ from torch import nn
 
 
 def eagerly() -> AbstractContextManager[object]:
-    """Return a context in which compiled modules run eagerly.
-
-    A compiled graph cannot be differentiated twice.
-    """
+    """Return a context in which compiled modules run eagerly: their graphs have one derivative."""
     if "torch._dynamo" not in sys.modules:  # nothing has been compiled
         return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
@@ -41,10 +38,7 @@ class Replay:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context with the random state of the first run and copies of the model's buffers.
-
-        Afterwards both are restored.
-        """
+        """A context with the first run's random state and copies of buffers; it restores both."""
         places = [module._buffers for module in self._model.modules()]
         before = [dict(place) for place in places]
         copies = {id(b): b.clone() for each in places for b in each.values() if b is not None}
