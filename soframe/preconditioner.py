@@ -35,8 +35,7 @@ from soframe.capture.untraced import untraced
 from soframe.checks import arguments
 from soframe.comm.stages import PHASE
 from soframe.damping.policies import DampingChoice
-from soframe.diagnostics.measuring import Measuring
-from soframe.diagnostics.metrics import Spectra, Taken
+from soframe.diagnostics.metrics import Measuring, Spectra, Taken
 from soframe.diagnostics.norms import measure
 from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
@@ -644,8 +643,8 @@ class Preconditioner(Stateful):
             `measure` had turned them on, times for the steps since it turned them on.
 
         Raises:
-            ValueError: If ``spectra`` is not one of these values, or differs between ranks.
-            RuntimeError: If ``all_ranks``, and a rank does not call, or fails.
+            ValueError: If ``spectra`` is not one of these values.
+            RuntimeError: If ``all_ranks``, and a rank does not call (under Gloo).
         """
         return self._measuring.collect(
             self._placed,

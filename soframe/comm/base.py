@@ -116,9 +116,6 @@ class Backend(ABC):
         The other ranks' tensors are undefined afterwards. Only strategies that keep running factors
         on some ranks need it.
 
-        Returns:
-            The handle.
-
         Raises:
             NotImplementedError: If the backend has no reduction, and the group is not all ranks.
         """
@@ -137,9 +134,6 @@ class Backend(ABC):
         Args:
             flat: ``[sum(sizes)]``, contiguous; shares of other ranks are undefined afterwards.
             sizes: The elements of each rank's share, in the order of ranks; may be 0.
-
-        Returns:
-            The handle.
         """
         everyone = tuple(range(self.world_size))
         shares = [(rank, share) for rank, share in enumerate(flat.split(list(sizes))) if len(share)]
@@ -153,9 +147,6 @@ class Backend(ABC):
         Args:
             flat: ``[sum(sizes)]``, contiguous, with this rank's share filled in.
             sizes: The elements of each rank's share, in the order of ranks; may be 0.
-
-        Returns:
-            The handle.
         """
         everyone = tuple(range(self.world_size))
         shares = [(rank, share) for rank, share in enumerate(flat.split(list(sizes))) if len(share)]
@@ -187,21 +178,10 @@ class Backend(ABC):
         return torch.cat(shares), Handle()
 
     def meet(self, what: str) -> None:  # noqa: B027 (optional)
-        """Wait until every rank is here, if the engine can name missing ranks.
-
-        Args:
-            what: The next action of the ranks, for the error message.
-        """
+        """Wait until every rank is here, if the engine can name the ones that miss ``what``."""
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """Return the device from which a tensor travels.
-
-        Args:
-            device: The tensor's device.
-
-        Returns:
-            ``device`` itself unless the engine cannot send from it.
-        """
+        """Return the device from which a tensor travels: its own, if the engine can send from it."""
         return device
 
     # -- called by the phases; each counts its tensor under ``phase`` ----------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ from soframe.solvers.relative import Relative
 from soframe.step.averages import settled
 from soframe.step.clip import Clipped
 from soframe.strategies.work import BlockPlacement
-from soframe.tracing.phases import Seconds, only
+from soframe.tracing.phases import Phases, Seconds, only
 
 FORMAT = "soframe.metrics"
 VERSION = 1
@@ -50,46 +50,75 @@ class Taken:
     norms: Norms | None = None
 
 
-def collect(
-    placed: PlacedBlocks,
-    *,
-    steps: int,
-    taken: Taken | None,
-    counters: Mapping[str, int],
-    timed_steps: int | None,
-    seconds: Mapping[str, Seconds],
-    spectra: Spectra,
-    all_ranks: bool,
-) -> dict[str, Any]:
-    """Return the metrics; without a clock ``timed_steps`` is None."""
-    if not isinstance(spectra, bool) and spectra != "full":
-        raise ValueError(f"spectra must be True, False or 'full', not {spectra!r}")
-    backend = placed.backend
-    if all_ranks:
-        backend.meet(CALL)
-    metrics: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "rank": backend.rank,
-        "world_size": backend.world_size,
-        "all_ranks": all_ranks,
-        "step": steps,
-        **_of_step(taken),
-        "counters": dict(counters),
-        "phases": _phases(backend.traffic(), seconds),
-        "timed_steps": timed_steps,
-    }
-    sums = _sums(placed, all_ranks) if spectra else {}
-    blocks: dict[str, dict[str, Any]] = {}
-    for block, place in placed:
-        held = sums.get(block, {})
-        spectrums = _spectra(block, place, held, spectra, placed, all_ranks)
-        blocks[block.name] = _of_block(block, taken, spectrums, steps)
-    metrics["blocks"] = blocks
-    if all_ranks and not backend.on_paper:
-        _fill_in(placed, metrics)
-    metrics["norms"] = {name: _total(metrics["blocks"].values(), name) for name in NORMS}
-    return metrics
+class Measuring:
+    """Measures norms and the times of phases if enabled, which is off by default."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases, self._timed_from = phases, 0
+        self.norms = False  # of the coming step
+        self.last: Taken | None = None
+
+    def choose(
+        self, *, norms: bool | None, times: bool | None, placed: PlacedBlocks, steps: int
+    ) -> None:
+        """Choose the measurements from the next step on; None leaves a choice as it is."""
+        if norms is not None:
+            self.norms = norms
+        if times is not None:
+            self._timed_from = steps
+            if times:
+                devices = {block.device.type for block, _ in placed}
+                self._phases.start_clock(device="cuda" in devices)
+            else:
+                self._phases.stop_clock()
+
+    def note(self, taken: Taken | None) -> None:
+        """Keep a step; None to forget the last one."""
+        self.last = taken
+
+    def redamped(self, damping: float) -> None:
+        """Update the last step, whose updates were recomputed with another damping."""
+        if self.last is not None:
+            self.last = replace(self.last, damping=damping, norms=None)
+
+    def collect(
+        self,
+        placed: PlacedBlocks,
+        *,
+        steps: int,
+        counters: Mapping[str, int],
+        spectra: Spectra,
+        all_ranks: bool,
+    ) -> dict[str, Any]:
+        """Return the metrics; without a clock ``"timed_steps"`` is None."""
+        if not isinstance(spectra, bool) and spectra != "full":
+            raise ValueError(f"spectra must be True, False or 'full', not {spectra!r}")
+        backend = placed.backend
+        if all_ranks:
+            backend.meet(CALL)
+        metrics: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "rank": backend.rank,
+            "world_size": backend.world_size,
+            "all_ranks": all_ranks,
+            "step": steps,
+            **_of_step(self.last),
+            "counters": dict(counters),
+            "phases": _phases(backend.traffic(), self._phases.seconds()),
+            "timed_steps": steps - self._timed_from if self._phases.timed else None,
+        }
+        sums = _sums(placed, all_ranks) if spectra else {}
+        blocks: dict[str, dict[str, Any]] = {}
+        for block, place in placed:
+            held = sums.get(block, {})
+            spectrums = _spectra(block, place, held, spectra, placed, all_ranks)
+            blocks[block.name] = _of_block(block, self.last, spectrums, steps)
+        metrics["blocks"] = blocks
+        if all_ranks and not backend.on_paper:
+            _fill_in(placed, metrics)
+        metrics["norms"] = {name: _total(metrics["blocks"].values(), name) for name in NORMS}
+        return metrics
 
 
 def _of_step(taken: Taken | None) -> dict[str, Any]:

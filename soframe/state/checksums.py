@@ -83,10 +83,7 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, KEY: {"plain": zlib.crc32(text(plain).encode()), "tensors": tensors}}
 
 
-RESEAL = "a state that is changed on purpose needs soframe.checkpoint.seal"
-
-
-def verify(state: Any, what: str = "the state", remedy: str = RESEAL) -> None:
+def verify(state: Any, what: str = "the state") -> None:
     """Raise ValueError unless a state matches its checksums; the message lists bad tensors."""
     saved = state.get(KEY) if isinstance(state, Mapping) else None
     if not isinstance(saved, Mapping) or not isinstance(saved.get("tensors"), Mapping):
@@ -95,6 +92,7 @@ def verify(state: Any, what: str = "the state", remedy: str = RESEAL) -> None:
         actual = seal(state)[KEY]
     except TypeError as error:
         raise ValueError(f"{what} is damaged: {error}") from error
+    remedy = "a state that is changed on purpose needs soframe.checkpoint.seal"
     known, found = saved["tensors"], actual["tensors"]
     differ = [name for name in {**found, **known} if known.get(name) != found.get(name)]
     if differ:

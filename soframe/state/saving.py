@@ -187,29 +187,20 @@ def load(
     for stack in placed.stacks:
         stack.clear()
     for block, place in placed:
-        _load_block(block, place, saved["blocks"][block.name], tensors, placed.rank)
+        of_block = saved["blocks"][block.name]
+        wanted = entries_saved(block, place, of_block)
+        mine = {
+            entry.path: tensors["/".join((block.name, *entry.path))]
+            .detach()
+            # A copy: steps change tensors in place, and the state is the caller's.
+            .to(device=block.device, dtype=stored_dtype(block, entry.path), copy=True)
+            for entry in wanted
+            if placed.rank in entry.holders
+        }
+        solved = any(entry.path[0] == "second_order" for entry in wanted)
+        masses = {name: tuple(masses) for name, masses in of_block["masses"].items()}
+        put(block, place, mine, masses=masses, solved=solved, updates=of_block["updates"])
     return saved
-
-
-def _load_block(
-    block: Block,
-    place: BlockPlacement,
-    saved: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    rank: int,
-) -> None:
-    wanted = entries_saved(block, place, saved)
-    mine = {
-        entry.path: tensors["/".join((block.name, *entry.path))]
-        .detach()
-        # A copy: steps change tensors in place, and the state is the caller's.
-        .to(device=block.device, dtype=stored_dtype(block, entry.path), copy=True)
-        for entry in wanted
-        if rank in entry.holders
-    }
-    solved = any(entry.path[0] == "second_order" for entry in wanted)
-    masses = {name: tuple(masses) for name, masses in saved["masses"].items()}
-    put(block, place, mine, masses=masses, solved=solved, updates=saved["updates"])
 
 
 def agree(

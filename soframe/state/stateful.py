@@ -11,7 +11,7 @@ from torch import Tensor
 
 from soframe.comm.stages import STAGES
 from soframe.damping.saved import check_damping
-from soframe.diagnostics.measuring import Measuring
+from soframe.diagnostics.metrics import Measuring
 from soframe.registry import describe
 from soframe.state import checksums
 from soframe.state import saving as state
