@@ -65,7 +65,7 @@ docs: $(VENV)/.stamp-docs ## build the documentation in docs/_build/html, warnin
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
 
 .PHONY: bench
-bench: $(VENV)/.stamp-test ## time whole steps of four networks, beside kfac-pytorch if it is installed
+bench: $(VENV)/.stamp-test ## time whole steps, beside the libraries that are installed
 	$(BIN)/python -m benchmarks.steps $(ARGS)
 
 .PHONY: scaling

@@ -1,7 +1,7 @@
-"""Times whole training steps: SGD, kfac-pytorch and soframe, side by side in one process.
+"""Times whole training steps: SGD, soframe and other libraries, side by side in one process.
 
-    python -m benchmarks.steps resnet20 gpt --kfac-path kfac-pytorch
-    python -m benchmarks.steps --device cuda --networks all --seconds 100
+    python -m benchmarks.steps --kfac-path kfac-pytorch
+    python -m benchmarks.steps resnet20 gpt --contenders "soframe, inverse; soframe, eigen"
 
 Every contender trains its own copy of the network on the same batch, and all take turns. Three
 kinds of steps are timed for each: one that preconditions only, one that takes statistics too, and
@@ -10,7 +10,8 @@ and solves every K steps, ``(K - K/F) preconditioning + (K/F - 1) statistics + 1
 to SGD at the same places of the same round; their median over rounds is printed, with the
 quartiles. With ``--whole`` every contender takes all steps of an interval of 100 instead, one after
 the other, for the mean and the slowest steps, with and without staggered and background solves.
-Needs torch and the repository only; kfac-pytorch if it is found.
+``host`` has the parameters of GPT-2 at a width of 16 and no passes: the time of
+Python and dispatch in the step of an optimizer. Libraries that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ import platform
 import statistics
 import sys
 import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.peers import OPTIMIZERS, missing
 from benchmarks.timing import (
     INTERVALS,
     NETWORKS,
     Contender,
+    Network,
     contender,
     figures,
     phase_table,
@@ -39,7 +44,7 @@ from benchmarks.timing import (
     words_of,
 )
 from experiments.display import aligned
-from experiments.libraries import KFAC_PYTORCH_MISSING, import_kfac_pytorch
+from experiments.libraries import import_kfac_pytorch
 
 SOFRAME_OWN: dict[str, dict[str, Any]] = {
     "resnet20": {"solver": "inverse", "channels_last": True},
@@ -49,7 +54,28 @@ SOFRAME_OWN: dict[str, dict[str, Any]] = {
     "bert-large-layer": {"solver": "inverse"},
 }
 """soframe's own best for each network, as far as it is exact."""
-USUAL = tuple(name for name in NETWORKS if name != "resnet18")  # whose steps take seconds
+USUAL = ("resnet20", "byte-gpt", "vit", "mlp-128", "mlp-16", "host")
+CONTENDERS = (
+    *("sgd", "adamw-foreach", "adamw", "soframe-adamw"),
+    *("torch-muon", "pytorch-optimizer-muon", "soframe-muon"),
+    *("pytorch-optimizer-soap", "soframe-soap", "soframe-soap-muon"),
+    *("kfac-pytorch, inverse", "soframe, inverse"),
+)
+
+
+def entered(
+    names: Sequence[str], network: Network, make: Callable[[str], Contender]
+) -> list[Contender]:
+    """Return the contenders that can train a network."""
+    found = []
+    for name in names:
+        if network.loss is None and name not in {"sgd", *OPTIMIZERS}:
+            continue  # statistics need passes
+        try:
+            found.append(make(name))
+        except ValueError as error:
+            print(f"{network.title}: {name} is left out: {error}", file=sys.stderr)
+    return found
 
 
 def whole(contenders: list[Contender], steps: int) -> list[dict[str, Any]]:
@@ -99,7 +125,7 @@ def peak(name: str, key: str, device: str, threads: int, path: Path | None) -> f
     if name.startswith("kfac"):
         import_kfac_pytorch(path)
     network, where = NETWORKS[key], torch.device(device)
-    one = contender(name, network, network.model(), where, SOFRAME_OWN[key])
+    one = contender(name, network, network.model(), where, SOFRAME_OWN.get(key, {}))
     one.warm_up()
     if where.type == "cuda":
         return torch.cuda.max_memory_allocated(where) / 2**20
@@ -131,7 +157,7 @@ def main() -> int:
     parser.add_argument("--contenders", type=contenders_named, help=asked)
     parser.add_argument("--kfac-path", type=Path, help="a folder with the package kfac")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0, help="for each network")
     parser.add_argument("--rounds", type=int, default=3, help="at least, whatever the seconds")
     parser.add_argument("--memory", action="store_true", help="peak memory, in fresh processes")
@@ -140,18 +166,16 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.networks) - set(NETWORKS):
         parser.error(f"no network {sorted(unknown)[0]!r}; there are: {', '.join(NETWORKS)}")
-    names = ["sgd", "soframe, eigen", "soframe, inverse", "soframe, own"]
-    try:
-        import_kfac_pytorch(options.kfac_path)
-        names[1:1] = ["kfac-pytorch, eigen", "kfac-pytorch, inverse"]
-    except ImportError as error:
-        script = "benchmarks.steps"
-        print(KFAC_PYTORCH_MISSING.format(error=error, script=script), file=sys.stderr)
-    if options.whole:
-        names += ["soframe, inverse, staggered solves", "soframe, inverse, staggered"]
+    names = ["sgd", *(options.contenders or CONTENDERS[1:])]
+    if options.whole and not options.contenders:
+        names = ["sgd", "kfac-pytorch, inverse", "soframe, inverse", "soframe, inverse, staggered"]
         names += ["soframe, inverse, background", "soframe, inverse, background, staggered"]
-    if options.contenders:
-        names = ["sgd", *options.contenders]
+    if options.kfac_path is not None:
+        sys.path.insert(0, str(options.kfac_path))
+    absent = missing(names)
+    for name, package in absent.items():
+        print(f"{name} is left out: there is no package {package}", file=sys.stderr)
+    names = [name for name in names if name not in absent]
     warnings.filterwarnings("ignore", category=UserWarning)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
@@ -168,8 +192,12 @@ def main() -> int:
         torch.manual_seed(0)
         model = network.model()
         every = INTERVALS[-1] if options.whole else None
-        own = SOFRAME_OWN[key]
-        contenders = [contender(name, network, model, device, own, every) for name in names]
+        own = SOFRAME_OWN.get(key, {})
+        contenders = entered(
+            names,
+            network,
+            partial(contender, network=network, model=model, device=device, own=own, every=every),
+        )
         if options.whole:
             rows = whole(contenders, INTERVALS[-1][-1])
             results["networks"][key] = {"title": network.title, "rows": rows}

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import soframe
+from benchmarks.peers import OPTIMIZERS, Interval
 from experiments import models
 from experiments.display import aligned
 from experiments.libraries import import_kfac_pytorch
@@ -30,7 +31,8 @@ LANDS = 10  # steps after which a solve in the background is put to use
 LIBRARIES = ("sgd", "soframe", "kfac-pytorch")
 WORDS = frozenset(
     {
-        *("eigen", "inverse", "own", "channels_last", "compiled", "a quarter of the rows"),
+        *("eigen", "inverse", "own", "channels_last", "half", "compiled"),
+        "a quarter of the rows",
         *("staggered", "background", "background ready"),
     }
 )
@@ -38,7 +40,6 @@ WORDS = frozenset(
 
 Times = Mapping[str, list[list[float]]]
 """For each of `STEP_KINDS`, for each round, the seconds of the steps."""
-Interval = int | Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,14 @@ class Network:
         title: Its name in tables.
         model: Makes it.
         batch: Makes inputs and targets.
-        loss: From outputs and targets.
+        loss: From outputs and targets; None if every step has the same gradients, and no passes.
         images: Whether inputs are images, so that ``channels_last`` has a meaning.
     """
 
     title: str
     model: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
-    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    loss: Callable[[Tensor, Tensor], Tensor] | None = F.cross_entropy
     images: bool = False
 
 
@@ -76,6 +77,17 @@ def gpt(width: int, depth: int, windows: int, context: int = 128) -> Network:
     )
 
 
+def mlp(width: int, depth: int = 30) -> Network:
+    """Return an autoencoder of narrow layers, and 64 rows."""
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+
+    def rows() -> tuple[Tensor, Tensor]:
+        return torch.randn(64, width), torch.randn(64, width)
+
+    return Network(f"MLP, {depth} x {width}", lambda: nn.Sequential(*layers[:-1]), rows, F.mse_loss)
+
+
+NARROW = models.Sizes(vocabulary=32, context=8, width=16, heads=2)
 NETWORKS = {
     "resnet20": Network(
         "ResNet-20, 64 x 32 x 32", models.resnet20, lambda: images(64, 32, 10), images=True
@@ -92,6 +104,20 @@ NETWORKS = {
         models.bert_large_layer,
         lambda: (torch.randn(64, 1024), torch.randn(64, 1024)),
         F.mse_loss,
+    ),
+    "byte-gpt": gpt(128, 4, 8),
+    "vit": Network(
+        "ViT of 0.2 million, 64 x 32 x 32",
+        lambda: models.vit(0, torch.float32),
+        lambda: (torch.randint(256, (64, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (64,))),
+    ),
+    "mlp-128": mlp(128),
+    "mlp-16": mlp(16),
+    "host": Network(
+        "the parameters of GPT-2, of width 16, no passes",
+        lambda: models.GPT(NARROW),
+        lambda: (torch.empty(0), torch.empty(0)),
+        None,
     ),
 }
 
@@ -157,13 +183,18 @@ def interval(*kinds: str) -> Callable[[int], int]:
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return a clock of seconds that waits for the device."""
+    """Return a clock of seconds that waits for the device.
+
+    With one thread on a CPU it counts the process's time, which other processes hardly disturb.
+    """
+    if device.type != "cuda":
+        return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def synchronised() -> float:
         torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    return synchronised if device.type == "cuda" else time.perf_counter
+    return synchronised
 
 
 def words_of(name: str) -> tuple[str, list[str]]:
@@ -173,12 +204,14 @@ def words_of(name: str) -> tuple[str, list[str]]:
         ValueError: If the library or a word is unknown.
     """
     library, *words = name.split(", ")
+    if name in OPTIMIZERS:
+        return name, []
     unknown = [word for word in words if word not in WORDS]
     if library not in LIBRARIES or unknown:
         raise ValueError(
             f"{name!r}: there is no {(unknown if library in LIBRARIES else [library])[0]!r}; a "
-            f"contender is one of {', '.join(LIBRARIES)}, and after commas any of "
-            f"{', '.join(sorted(WORDS))}"
+            f"contender is one of {', '.join(OPTIMIZERS)}, or of {', '.join(LIBRARIES)} and after "
+            f"commas any of {', '.join(sorted(WORDS))}"
         )
     return library, words
 
@@ -195,7 +228,7 @@ def contender(
     """Return a contender that has taken no step yet.
 
     Args:
-        name: ``"sgd"``, or another of `LIBRARIES`, and some of `WORDS`.
+        name: ``"sgd"``, or another of `LIBRARIES`, and some of `WORDS`; or one of `OPTIMIZERS`.
         network: The network.
         model: Its weights, which are copied.
         device: The device.
@@ -214,19 +247,35 @@ def contender(
         # torch's stubs leave out a call with a memory format alone.
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = inputs.contiguous(memory_format=torch.channels_last)
-    sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     whole = wrap(model)
     fast = torch.compile(whole) if compiled else whole
     every = every or (interval("statistics", "solve"), interval("solve"))
-    preconditioner = _preconditioner(library, said, whole, sgd, settings, every)
+    if name in OPTIMIZERS:
+        preconditioner, optimizers = None, OPTIMIZERS[name](whole, every[1])
+    else:
+        sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+        preconditioner, optimizers = (
+            _preconditioner(library, said, whole, sgd, settings, every),
+            [sgd],
+        )
+    given: list[Tensor] = []
+    for parameter in model.parameters() if network.loss is None else ():
+        given.append(torch.randn_like(parameter))
+        parameter.grad = torch.empty_like(parameter)
 
     def step() -> None:
-        sgd.zero_grad()
-        eager = getattr(preconditioner, "takes_statistics", False)
-        network.loss((whole if eager else fast)(inputs), targets).backward()
+        if network.loss is not None:
+            model.zero_grad()
+            eager = getattr(preconditioner, "takes_statistics", False)
+            with torch.autocast(device.type, torch.bfloat16, enabled="half" in said):
+                loss = network.loss((whole if eager else fast)(inputs), targets)
+            loss.backward()
+        else:  # steps may write updates where gradients are
+            torch._foreach_copy_([p.grad for p in model.parameters() if p.grad is not None], given)
         if preconditioner is not None:
             preconditioner.step()
-        sgd.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
     return Contender(name, model, step, clock_of(device), preconditioner)
 
@@ -325,7 +374,7 @@ def figures(found: Mapping[str, Times]) -> list[dict[str, Any]]:
             ]
             row[f"{every}/{solve_every}"] = quartiles(ratios)
         row["worst"] = quartiles([times["solve"] / times["precondition"] for times in own])
-        if not name.startswith(first):
+        if not name.startswith(first) and name not in OPTIMIZERS:
             added = [phases(times, base) for times, base in zip(own, plain, strict=True)]
             row["phases"] = {key: 1e3 * statistics.median(a[key] for a in added) for key in PHASES}
             peer = rounds.get(name.replace("soframe", "kfac-pytorch"), own)
@@ -359,7 +408,7 @@ def table(title: str, rows: list[dict[str, Any]]) -> str:
     head += [f"mean {f}/{k} : SGD" for f, k in INTERVALS] + ["solve : usual step"]
     lines = [head]
     for row in rows:
-        cells = [row["name"], *(f"{row[kind]:.1f}" for kind in STEP_KINDS)]
+        cells = [row["name"], *(f"{row[kind]:.2f}" for kind in STEP_KINDS)]
         cells += [spread(row[key]) for key in [*(f"{f}/{k}" for f, k in INTERVALS), "worst"]]
         if "memory" in row:
             cells.append(f"{row['memory']:.0f}")

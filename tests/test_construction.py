@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 import soframe
-from benchmarks.small_steps import calls
+from tests.calls import calls
 
 MOST = {"kfac": 725, "ekfac": 830, "soap": 970, "soap-muon": 1025, "muon": 910, "adamw": 850}
 """Calls per layer of a weight and a bias."""

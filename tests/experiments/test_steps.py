@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import soframe
 from benchmarks import scaling, steps
+from benchmarks.peers import OPTIMIZERS, missing
 from benchmarks.timing import (
     PHASES,
     STEP_KINDS,
@@ -139,8 +140,36 @@ def test_who_solves_in_the_background_takes_its_steps_by_itself() -> None:
 
 @pytest.mark.parametrize("name", ["soframe, inverse, channels last", "adam", "sgd,channels_last"])
 def test_a_name_that_says_what_there_is_not_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"there is no .*one of sgd, soframe, kfac-pytorch"):
+    with pytest.raises(ValueError, match=r"there is no .*or of sgd, soframe, kfac-pytorch"):
         tiny(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [n for n in steps.CONTENDERS if n in OPTIMIZERS and n not in missing(OPTIMIZERS)]
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_an_optimizer_steps_with_and_without_passes(name: str, given: bool) -> None:
+    network = Network(
+        "rows",
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
+        lambda: (torch.randn(5, 3), torch.randint(2, (5,))),
+        None if given else F.cross_entropy,
+    )
+    (one,) = steps.entered(
+        ["soframe, inverse", name] if given else [name],  # statistics need passes
+        network,
+        lambda name: contender(name, network, network.model(), torch.device("cpu"), {}),
+    )
+    before = [p.detach().clone() for p in one.model.parameters()]
+    one.warm_up()
+    assert one.taken == 6
+    assert not all(map(torch.equal, before, one.model.parameters()))
+
+
+def test_who_cannot_train_a_network_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert steps.entered(["torch-muon", "sgd"], TINY, tiny)[0].name == "sgd"
+    assert "tiny: torch-muon is left out: Muon only supports 2D" in capsys.readouterr().err
 
 
 def test_channels_last_changes_the_layout_and_nothing_else() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import soframe
-from benchmarks.small_steps import calls, operators
 from soframe.solvers import Inverse
 from soframe.tracing import phases
 from soframe.tracing.phases import NAMES, PREFIX, Phases
+from tests.calls import calls, operators
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import mean_over
 
