@@ -1,23 +1,25 @@
 """Times whole training steps on one GPU: contenders side by side in one process, in turns.
 
-    python -m benchmarks.gpu_steps --json steps.json
+    python -m benchmarks.gpu_steps --path peers --minutes 8 --json steps.json
     python -m benchmarks.gpu_steps gpt2 --only "soframe-muon; torch-muon" --batch 32
     python -m benchmarks.gpu_steps gpt2 --profile soframe-soap --profile pytorch-optimizer-soap
 
 ``gpt2`` is GPT-2 of 124 million parameters in bfloat16 by autocast. A turn of a contender is one
 interval of its solves, between two waits for the device, so that all periodic work is in it.
-``resnet50`` is ResNet-50 in single precision. There three kinds of steps are timed, as
-`benchmarks/steps.py` does, and the means at two settings are computed from them. Ratios are to the
-first contender of the workload in the same round; their median over rounds is printed, with the
-quartiles. Tokens and images are random and fixed by a seed, and learning rates are tiny: only time
-counts, not learning.
+``resnet50`` is ResNet-50 in single precision, ``resnet50-half`` in bfloat16 by autocast with
+channels last. There three kinds of steps are timed, as `benchmarks/steps.py` does, and the means at
+two settings are computed from them. Ratios are to the first contender of the workload in the same
+round; their median over rounds is printed, with the quartiles. Tokens and images are random and
+fixed by a seed, and learning rates are tiny: only time counts, not learning.
 
-Peak memory is a contender's own while no other computes: the most that is allocated while it is
-built and warmed up, over the allocation before.
+soframe multiplies in TensorFloat-32 by default, and so do the others with ``--precision high``,
+the default here. Peak memory is a contender's own while no other computes: the most that is
+allocated while it is built and warmed up, over the allocation before.
 
 With ``--profile`` nothing is compared: an interval of each contender that is named runs under
-torch.profiler. A contender that fails is dropped, and the exit status is then 1. Needs torch and
-the repository; peers that cannot be found are left out.
+torch.profiler. A contender that fails is dropped, and the exit status is then 1. After
+``--minutes`` no further contender is set up, and races end. Needs torch and the repository; peers
+that cannot be found are left out.
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import importlib
-import importlib.util
 import json
 import platform
 import sys
@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 import soframe
+from benchmarks.peers import OPTIMIZERS, Optimizers, missing, soframe_method
 from benchmarks.timing import (
     DAMPING,
     NETWORKS,
@@ -53,7 +54,6 @@ from benchmarks.timing import (
     contender,
     figures,
     images,
-    interval,
     phase_table,
     quartiles,
     spread,
@@ -62,13 +62,8 @@ from benchmarks.timing import (
 from experiments.display import aligned
 from experiments.libraries import import_kfac_pytorch
 from experiments.models import GPT, Residual, Sizes, convolution, next_token_loss
-from soframe.methods import Shampoo
-from soframe.methods.base import Method
-from soframe.settings import grouped
 
-LR = 1e-5  # so small that weights stay near their start
 SOLVE_EVERY = 10  # steps of GPT-2
-LONGEST_SIDE = 8192  # with a factor, of Shampoo by either library
 MEGABYTE = 2**20
 
 
@@ -231,97 +226,17 @@ PRESETS = {
 
 # -- GPT-2 ------------------------------------------------------------------------------------
 
-Optimizers = Callable[[GPT], list[torch.optim.Optimizer]]
-
-
-def fused_adamw(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return torch's fastest AdamW."""
-    return torch.optim.AdamW(params, lr=LR, fused=params[0].device.type == "cuda")
-
-
-def adamw(model: GPT) -> list[torch.optim.Optimizer]:
-    """Return AdamW for everything."""
-    return [fused_adamw(list(model.parameters()))]
-
-
-def torch_muon(model: GPT) -> list[torch.optim.Optimizer]:
-    """Return torch's Muon for the matrices of the layers, and AdamW for the others."""
-    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in chosen]
-    return [torch.optim.Muon(matrices, lr=LR), fused_adamw(others)]
-
-
-def soframe_method(
-    method: str | Method, model: GPT, **settings: Any
-) -> list[torch.optim.Optimizer]:
-    """Return soframe's optimizer by a method, with AdamW for parameters without a block.
-
-    Args:
-        method: The method.
-        model: The model.
-        **settings: Further ones.
-    """
-    return [
-        soframe.Optimizer(
-            model,
-            method=method,
-            lr=LR,
-            statistics_every=1,
-            solve_every=SOLVE_EVERY,
-            **grouped({"samples": "positions", **settings}),
-        )
-    ]
-
-
-def pytorch_optimizer_soap(model: GPT) -> list[torch.optim.Optimizer]:
-    """Return pytorch_optimizer's SOAP for everything, as soframe's takes everything."""
-    peer = importlib.import_module("pytorch_optimizer")
-    return [peer.SOAP(model.parameters(), lr=LR, precondition_frequency=SOLVE_EVERY)]
-
-
-def distributed_shampoo(model: GPT) -> list[torch.optim.Optimizer]:
-    """Return Meta's Shampoo for soframe's Shampoo's parameters, and AdamW for the embedding.
-
-    The work equals soframe's: no momentum, no grafting, matrices whole.
-    """
-    peer = importlib.import_module("distributed_shampoo")
-    short = [p for p in model.parameters() if max(p.shape) <= LONGEST_SIDE]
-    optimizers: list[torch.optim.Optimizer] = [
-        peer.DistributedShampoo(
-            short,
-            lr=LR,
-            betas=(0.0, 0.999),
-            epsilon=1e-6,
-            max_preconditioner_dim=LONGEST_SIDE,
-            precondition_frequency=SOLVE_EVERY,
-            start_preconditioning_step=SOLVE_EVERY,
-            # Else it makes vectors of matrices that are small enough.
-            distributed_config=peer.SingleDeviceDistributedConfig(
-                target_parameter_dimensionality=2
-            ),
-        )
-    ]
-    long = [p for p in model.parameters() if max(p.shape) > LONGEST_SIDE]
-    return [*optimizers, fused_adamw(long)] if long else optimizers
-
-
+POSITIONS = soframe.Curvature(samples="positions")
 GPT2_CONTENDERS: dict[str, Optimizers] = {
-    "adamw": adamw,
-    "torch-muon": torch_muon,
-    "soframe-muon": partial(soframe_method, "muon"),
-    "soframe-shampoo": partial(soframe_method, Shampoo(graft=None)),
-    "soframe-soap": partial(soframe_method, "soap"),
-    "soframe-soap-muon": partial(soframe_method, "soap-muon"),
-    "soframe-kfac": partial(soframe_method, "kfac"),
-    "soframe-kfac-inverse": partial(soframe_method, "kfac", solver="inverse"),
+    **{name: OPTIMIZERS[name] for name in OPTIMIZERS if name != "adamw-foreach"},
     "soframe-soap-background": partial(soframe_method, "soap", background=SOLVE_EVERY - 1),
     "soframe-soap-muon-background": partial(
         soframe_method, "soap-muon", background=SOLVE_EVERY - 1
     ),
-    "pytorch-optimizer-soap": pytorch_optimizer_soap,
-    "distributed-shampoo": distributed_shampoo,
+    "soframe-kfac": partial(soframe_method, "kfac", curvature=POSITIONS),
 }
+for _name in ("heavyball-muon", "heavyball-soap"):  # they compile: last, in case time is up
+    GPT2_CONTENDERS[_name] = GPT2_CONTENDERS.pop(_name)
 
 
 def gpt2(preset: Preset, windows: int | None, device: torch.device) -> Workload:
@@ -340,7 +255,7 @@ def gpt2(preset: Preset, windows: int | None, device: torch.device) -> Workload:
 
     def set_up(optimizers: Optimizers) -> Training:
         model = copy.deepcopy(prototype).to(device)
-        return Training(model, optimizers(model), batches)
+        return Training(model, optimizers(model, SOLVE_EVERY), batches)
 
     parameters = sum(p.numel() for p in prototype.parameters())
     precision = "bfloat16 autocast" if device.type == "cuda" else "float32"
@@ -385,56 +300,35 @@ RESNET_NAMES = {
     "kfac-pytorch-eigen": "kfac-pytorch, eigen",
     "soframe-kfac-inverse": "soframe, inverse",
     "soframe-kfac-eigen": "soframe, eigen",
-    "soframe-shampoo": "soframe, shampoo",
 }
-"""Their names in `benchmarks.timing`, but for the last."""
+"""Their names in `benchmarks.timing`."""
+HALF = ", channels_last, half"
 
 
-def resnet50(preset: Preset, device: torch.device, kfac_path: Path | None) -> Workload:
+def resnet50(preset: Preset, device: torch.device, half: bool) -> Workload:
     """Return the workload.
 
     Args:
         preset: Of the network.
         device: The device.
-        kfac_path: A folder with kfac-pytorch.
+        half: Whether in bfloat16 and channels last.
     """
     network = preset.network
     torch.manual_seed(0)
     prototype = network.model()
 
     def set_up(name: str) -> Cycle:
-        if name == "soframe, shampoo":
-            return Cycle(shampoo(network, prototype, device))
         if name.startswith("kfac-pytorch"):
-            import_kfac_pytorch(kfac_path)
-        return Cycle(contender(name, network, prototype, device, {}))
+            import_kfac_pytorch()
+        own = name + HALF if half else name
+        return Cycle(contender(own, network, prototype, device, {}))
 
     contenders: dict[str, Callable[[], Trainee]] = {
         name: partial(set_up, inner) for name, inner in RESNET_NAMES.items()
     }
-    title = f"{network.title}, float32, damping {DAMPING}"
+    precision = "bfloat16 autocast, channels last" if half else "float32"
+    title = f"{network.title}, {precision}, damping {DAMPING}"
     return Workload(title, contenders, resnet_rows, resnet_text)
-
-
-def shampoo(network: Network, prototype: nn.Module, device: torch.device) -> Contender:
-    """Return soframe's Shampoo, whose factors hold the gradient of every step."""
-    model = copy.deepcopy(prototype).to(device)
-    torch.manual_seed(1)
-    inputs, targets = (tensor.to(device) for tensor in network.batch())
-    optimizer = soframe.Optimizer(
-        model,
-        method=Shampoo(graft=None),
-        lr=LR,
-        statistics_every=interval("statistics", "solve"),
-        solve_every=interval("solve"),
-    )
-
-    def step() -> None:
-        optimizer.zero_grad()
-        network.loss(model(inputs), targets).backward()
-        optimizer.step()
-
-    return Contender("soframe, shampoo", model, step, clock_of(device), optimizer)
 
 
 def resnet_rows(trained: dict[str, Cycle]) -> list[dict[str, Any]]:
@@ -461,7 +355,11 @@ def resnet_text(title: str, rows: list[dict[str, Any]]) -> str:
     return "\n".join([*parts, aligned("Memory", lines)] if len(lines) > 1 else parts)
 
 
-KNOWN = {"gpt2": list(GPT2_CONTENDERS), "resnet50": list(RESNET_NAMES)}
+KNOWN = {
+    "gpt2": list(GPT2_CONTENDERS),
+    "resnet50-half": list(RESNET_NAMES),
+    "resnet50": list(RESNET_NAMES),
+}
 """The names of the contenders of each workload, the reference first."""
 
 
@@ -627,22 +525,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def missing() -> dict[str, str]:
-    """Return contenders that cannot take part, with the missing library."""
-    absent = {}
-    if not hasattr(torch.optim, "Muon"):
-        absent["torch-muon"] = "torch.optim.Muon"
-    for name, package in (
-        ("pytorch-optimizer-soap", "pytorch_optimizer"),
-        ("distributed-shampoo", "distributed_shampoo"),
-        ("kfac-pytorch-inverse", "kfac"),
-        ("kfac-pytorch-eigen", "kfac"),
-    ):
-        if importlib.util.find_spec(package) is None:
-            absent[name] = f"the package {package}"
-    return absent
-
-
 def settings_of(device: torch.device) -> dict[str, Any]:
     """Return the settings that results depend on."""
     cudnn: Any = torch.backends.cudnn
@@ -686,8 +568,12 @@ def run(
             outcome.close()  # one at a time
         return outcome
     for name in names:
-        outcome.attempt(name, partial(outcome.begin, name))
-    outcome.race(options.seconds, options.rounds, partial(save, outcome))
+        if time.perf_counter() < options.end:
+            outcome.attempt(name, partial(outcome.begin, name))
+        else:
+            outcome.errors[name] = "time is up"
+    left = min(options.seconds, options.end - time.perf_counter())
+    outcome.race(left, options.rounds if left > 0 else 1, partial(save, outcome))
     print(workload.text(f"{workload.title}; {outcome.rounds} rounds", outcome.rows()), flush=True)
     for name, error in outcome.errors.items():
         print(f"{name} failed: {error}", flush=True)
@@ -701,21 +587,22 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("workloads", nargs="*", help="gpt2, resnet50; by default both")
+    parser.add_argument("workloads", nargs="*", help=f"from: {', '.join(KNOWN)}")
     parser.add_argument("--preset", choices=tuple(PRESETS), default="real")
     parser.add_argument("--only", help="names separated by ';'; the reference is always there")
     parser.add_argument("--profile", action="append", default=[], metavar="NAME")
     parser.add_argument("--batch", type=int, help="windows of a step of gpt2")
     precisions = ("highest", "high")
-    parser.add_argument("--precision", choices=precisions, default="highest", help="of products")
+    parser.add_argument("--precision", choices=precisions, default="high", help="of peers")
     parser.add_argument("--seconds", type=float, default=40.0, help="for each workload")
     parser.add_argument("--rounds", type=int, default=3, help="at least, whatever the seconds")
-    parser.add_argument("--kfac-path", type=Path, help="a folder with the package kfac")
-    parser.add_argument("--shampoo-path", type=Path, help="one with distributed_shampoo")
+    parser.add_argument("--minutes", type=float, default=60.0, help="for everything")
+    parser.add_argument("--path", type=Path, action="append", default=[], help="of peers' packages")
     parser.add_argument("--json", type=Path, help="a file for the results")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     torch.set_float32_matmul_precision(options.precision)
+    options.end = time.perf_counter() + 60 * options.minutes
     options.workloads = options.workloads or list(KNOWN)
     if unknown := set(options.workloads) - set(KNOWN):
         parser.error(f"no workload {sorted(unknown)[0]!r}; there are: {', '.join(KNOWN)}")
@@ -729,13 +616,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status."""
     options = parsed(arguments)
-    sys.path[:0] = [str(path) for path in (options.kfac_path, options.shampoo_path) if path]
+    sys.path[:0] = map(str, options.path)
     warnings.filterwarnings("ignore", category=UserWarning)
     device, preset = torch.device(options.device), PRESETS[options.preset]
     settings = settings_of(device)
     print("; ".join(f"{key} {value}" for key, value in settings.items()), flush=True)
     results: dict[str, Any] = {**settings, "left_out": {}, "workloads": {}}
-    absent, failed = missing(), False
+    absent, failed = missing({name for names in KNOWN.values() for name in names}), False
     for key in dict.fromkeys(options.workloads):
         first, *_ = names = KNOWN[key]
         if asked := options.profile or options.only:
@@ -747,10 +634,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if key == "gpt2":
             workload = gpt2(preset, options.batch, device)
         else:
-            workload = resnet50(preset, device, options.kfac_path)
+            workload = resnet50(preset, device, key == "resnet50-half")
         for name in (name for name in names if name in absent):
             results["left_out"][name] = absent[name]
-            say(f"{name} is left out: there is no {absent[name].removeprefix('the ')}")
+            say(f"{name} is left out: there is no package {absent[name]}")
 
         def save(outcome: Outcome, key: str = key) -> None:
             results["workloads"][key] = outcome.written()

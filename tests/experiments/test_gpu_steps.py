@@ -31,7 +31,7 @@ def test_all_contenders_take_part(tmp_path: Path, capsys: pytest.CaptureFixture[
     known = {name for names in gpu_steps.KNOWN.values() for name in names}
     own = {name for name in known if name.startswith("soframe")}
     present: set[str] = set()
-    for key, reference in (("gpt2", "adamw"), ("resnet50", "sgd")):
+    for key, reference in (("gpt2", "adamw"), ("resnet50", "sgd"), ("resnet50-half", "sgd")):
         workload = found["workloads"][key]
         assert (workload["reference"], workload["rounds"]) == (reference, 1)
         assert workload["errors"] == {}
@@ -45,7 +45,7 @@ def test_all_contenders_take_part(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert own | {"adamw", "sgd", "torch-muon"} <= present
     assert present | set(found["left_out"]) == known
     for name in found["left_out"]:
-        assert f"{name} is left out: there is no " in err
+        assert f"{name} is left out: there is no package " in err
 
 
 def test_a_turn_is_one_interval() -> None:
@@ -65,7 +65,7 @@ def test_a_turn_is_one_interval() -> None:
     one.close()
 
 
-def fail(model: object) -> list[torch.optim.Optimizer]:
+def fail(model: object, every: object) -> list[torch.optim.Optimizer]:
     """Run out of memory, as it were."""
     raise torch.OutOfMemoryError("there is no more")
 
@@ -89,7 +89,7 @@ def test_who_fails_does_not_end_the_others(
     monkeypatch.setitem(gpu_steps.GPT2_CONTENDERS, "torch-muon", fail)
     late = "soframe-soap"
     monkeypatch.setitem(
-        gpu_steps.GPT2_CONTENDERS, late, lambda model: [Late(model.parameters(), lr=0.0)]
+        gpu_steps.GPT2_CONTENDERS, late, lambda model, every: [Late(model.parameters(), lr=0.0)]
     )
     found = written(tmp_path, "gpt2", "--only", f"torch-muon;{late};soframe-muon")
     assert found["status"] == 1
