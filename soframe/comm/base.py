@@ -181,7 +181,7 @@ class Backend(ABC):
         """Wait until every rank is here, if the engine can name the ones that miss ``what``."""
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """Return the device from which a tensor travels: its own where the engine can send it."""
+        """Return the device from which a tensor travels: its own if the engine can send from it."""
         return device
 
     # -- called by the phases; each counts its tensor under ``phase`` ----------------------------

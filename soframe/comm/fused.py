@@ -205,26 +205,30 @@ def _reduce(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
             return backend.all_reduce(flat, phase)
         return backend.reduce(flat, way.destination, way.group, phase)
 
-    kept = sums if way.destination in (None, backend.rank) else []
-    return _sent(backend, sums, start, kept, [part for part in sums if len(part.way.spread) < 2])
+    complete = [part for part in sums if len(part.way.spread) < 2]
+    keeps = way.destination in (None, backend.rank)
+    return _sent(backend, sums, start, complete, keeps=keeps)
 
 
 def _spread(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
     source, group = sums[0].way.destination, sums[0].way.spread
     assert source is not None
-    return _sent(
-        backend, sums, lambda flat: backend.broadcast(flat, source, group, phase), sums, sums
-    )
+
+    def start(flat: Tensor) -> Handle:
+        return backend.broadcast(flat, source, group, phase)
+
+    return _sent(backend, sums, start, sums, keeps=True)
 
 
 def _sent(
     backend: Backend,
     sums: Sequence[Sum],
     start: Callable[[Tensor], Handle],
-    kept: Sequence[Sum],
     complete: Sequence[Sum],
+    *,
+    keeps: bool,
 ) -> Pending:
-    """Send this rank's parts in one buffer; it keeps some results, and ``complete`` ones end."""
+    """Start the collective of this rank's parts in one buffer; ``complete`` are final after it."""
     sizes = [part.numel for part in sums]
     flat = torch.empty(sum(sizes), dtype=sums[0].wire, device=sums[0].device)
     for part, numbers in zip(sums, flat.split(sizes), strict=True):
@@ -234,8 +238,9 @@ def _sent(
 
     def end() -> None:
         handle.wait()
-        for part, numbers in zip(kept, flat.split(sizes) if kept else (), strict=True):
-            part.read(numbers)
+        if keeps:
+            for part, numbers in zip(sums, flat.split(sizes), strict=True):
+                part.read(numbers)
 
     return _started(backend, end, complete)
 

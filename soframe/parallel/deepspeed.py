@@ -77,9 +77,9 @@ class Partitions(GradientHome):
     def _lay_out(self) -> dict[nn.Parameter, _Place]:
         """Return the location of each parameter's gradient."""
 
-    @abstractmethod
     def _param_group(self, group: int) -> int:
         """Return the param group of the parameters of a list."""
+        return group
 
     @abstractmethod
     def _in_use(self) -> bool:
@@ -164,9 +164,6 @@ class Flat(Partitions):
 
     def _process_group(self, group: int) -> Any:
         return self._optimizer.real_dp_process_group[group]
-
-    def _param_group(self, group: int) -> int:
-        return group
 
     def _unserved(self) -> dict[str, bool]:
         optimizer = self._optimizer
@@ -306,7 +303,11 @@ def homes(
     if found or known:
         # Last, since the other homes take precedence for an optimizer's groups.
         left_out = LeftOut()
-        found.update({p: left_out for p in unknown if p not in found and _is_left_out(p)})
+        for p in unknown:
+            # Its model is ZeRO's, but not its gradient.
+            out = MARK not in p.__dict__ and ("ds_id" not in p.__dict__ or _OWNER in p.__dict__)
+            if p not in found and out:
+                found[p] = left_out
     return found
 
 
@@ -319,12 +320,6 @@ def _chained(sources: Sequence[Any]) -> Iterator[Any]:
             yield one
             seen[id(one)] = one
             one = getattr(one, "optimizer", None)
-
-
-def _is_left_out(parameter: nn.Parameter) -> bool:
-    """Return whether ZeRO has a parameter's model, but not its gradient."""
-    own = parameter.__dict__
-    return MARK not in own and ("ds_id" not in own or _OWNER in own)
 
 
 def _unserved(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> dict[str, bool]:

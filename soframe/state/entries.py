@@ -63,13 +63,6 @@ def entries(
             yield Entry(("state", name), spec, workers[0], frozenset(workers))
 
 
-def entries_now(block: Block, place: BlockPlacement) -> list[Entry]:
-    """Return the tensors that a block has now."""
-    # It is saved as solved only if all its factors are; otherwise the next step solves it.
-    record, solved = block.record, block.tensors if block.solved else ()
-    return list(entries(block, place, factors=record.masses, solved=solved, updates=record.updates))
-
-
 def entries_saved(block: Block, place: BlockPlacement, saved: Mapping[str, Any]) -> list[Entry]:
     """Return the tensors that a block loads from its part of a state."""
     # Second-order data of another solver are dropped; the next step solves the block.

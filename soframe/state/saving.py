@@ -23,7 +23,7 @@ from soframe.state import checksums
 from soframe.state.entries import (
     Entry,
     Path,
-    entries_now,
+    entries,
     entries_saved,
     gather,
     held,
@@ -82,7 +82,9 @@ def present(
     masses = block.record.masses
     factors = settled(placed, block.stack, (block.member,), "state") if masses else {}
     found = held(block, {name: t for name, t in factors.items() if name in masses})
-    return entries_now(block, place), found
+    # It is saved as solved only if all its factors are; otherwise the next step solves it.
+    solved, updates = block.tensors if block.solved else (), block.record.updates
+    return list(entries(block, place, factors=masses, solved=solved, updates=updates)), found
 
 
 def lasting(path: Path, tensor: Tensor) -> Tensor:

@@ -124,15 +124,8 @@ def sample_gradients(
 ) -> Tensor:
     """Return the gradient of every sample's own loss, one backward pass each.
 
-    Arguments and errors equal ``dense_fisher``'s, except that no reduction, and so no batch loss,
-    is checked. The mean over the first axis is the gradient of a mean loss.
-
-    Args:
-        model: Any network.
-        inputs: A tensor ``[N, ...]``, a tuple of arguments or a mapping of keyword arguments.
-        loss: ``loss(output, targets)``, or ``loss(output)`` if ``targets`` is None.
-        targets: A tensor ``[N, ...]`` or a nest of such tensors.
-        parameters: Names, in order; by default every trainable parameter.
+    Arguments and errors are those of `dense_fisher`, except that no reduction, and so no batch
+    loss, is checked. The mean over the first axis is the gradient of a mean loss.
 
     Returns:
         The gradients ``[N, P]``, float64.

@@ -117,18 +117,11 @@ def block_errors(
 ) -> dict[str, BlockError]:
     """Return the distance of each block's matrix from the exact curvature of some data.
 
-    It takes ``O(P^3)`` time and the memory of ``[P, P]`` for a block of P parameters.
-
-    Args:
-        preconditioner: A preconditioner on one process, whose factors were made of the same data,
-            or are to generalise from others.
-        model: Its model.
-        inputs: See `dense_fisher`.
-        loss: See `dense_fisher`.
-        targets: See `dense_fisher`.
-        kind: See `dense_fisher`: ``"type-2"`` for the generalised Gauss-Newton matrix, the Fisher
-            of losses that are log-likelihoods.
-        reduction: See `dense_fisher`.
+    It takes ``O(P^3)`` time and the memory of ``[P, P]`` for a block of P parameters. The
+    preconditioner is on one process, and its factors were made of the same data, or are to
+    generalise from others. The other arguments are those of `dense_fisher`: pass
+    ``kind="type-2"`` for the generalised Gauss-Newton matrix, the Fisher of losses that are
+    log-likelihoods.
 
     Returns:
         Name of the block -> its error.
@@ -174,17 +167,9 @@ def natural_gradient_cosines(
 
     Call it after ``preconditioner.step()``, before the parameters move or their gradients, which
     hold the updates, are cleared. It takes ``O(P^3)`` time and the memory of ``[P, P]`` for P
-    parameters in all.
-
-    Args:
-        preconditioner: A preconditioner on one process.
-        model: Its model.
-        inputs: The inputs of the step's batch, see `dense_fisher`.
-        loss: See `dense_fisher`.
-        targets: See `dense_fisher`.
-        damping: The damping of the exact solve; None for each block's in the last step.
-        kind: See `dense_fisher`.
-        reduction: See `dense_fisher`.
+    parameters in all. The preconditioner is on one process, ``inputs`` are the step's batch, and
+    ``damping`` is that of the exact solve, None for each block's in the last step. The other
+    arguments are those of `dense_fisher`.
 
     Returns:
         The cosines; 0 if an update or a natural gradient is zero.
