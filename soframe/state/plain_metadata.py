@@ -121,8 +121,12 @@ def _within(path: Any) -> bool:
     return named and PurePosixPath(path).name == path
 
 
-class _PlainMetadata(FileSystemReader):
-    """Reads ``.metadata`` by `parse`."""
+class PlainReader(FileSystemReader):
+    """A ``FileSystemReader`` that runs no code from the checkpoint.
+
+    Args:
+        path: The folder of the checkpoint.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
@@ -131,14 +135,6 @@ class _PlainMetadata(FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-class PlainReader(_PlainMetadata):
-    """A ``FileSystemReader`` that runs no code from the checkpoint.
-
-    Args:
-        path: The folder of the checkpoint.
-    """
 
 
 class PlainPlanner(DefaultLoadPlanner):
@@ -161,7 +157,7 @@ def reader_of(checkpoint_id: Any) -> StorageReader:
         return PlainReader(checkpoint_id)
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-    class PlainFsspecReader(_PlainMetadata, FsspecReader):
+    class PlainFsspecReader(PlainReader, FsspecReader):
         """`PlainReader` for addresses of fsspec."""
 
     return PlainFsspecReader(checkpoint_id)

@@ -39,7 +39,10 @@ def check_damping(policy: DampingChoice) -> None:
     _check_apart(given, name)
     for count in range(len(RATIOS) + 1):
         _check_state(given, name, RATIOS[:count])
-        _check_restart(given, name, RATIOS[:count])
+        own = _begun(given, RATIOS[:count])
+        own.restart()
+        problem = _difference(own, adopted(given))
+        assert not problem, f"{name}: restart() does not begin anew: {problem}"
 
 
 def _check_positive(given: DampingPolicy, name: str) -> None:
@@ -82,13 +85,6 @@ def _check_state(given: DampingPolicy, name: str, ratios: Sequence[float]) -> No
     assert _numbers(state) == _numbers(saved), (
         f"{name}: a saved state changes with later ratios: {state}"
     )
-
-
-def _check_restart(given: DampingPolicy, name: str, ratios: Sequence[float]) -> None:
-    own = _begun(given, ratios)
-    own.restart()
-    problem = _difference(own, adopted(given))
-    assert not problem, f"{name}: restart() does not begin anew: {problem}"
 
 
 def _difference(one: DampingPolicy, other: DampingPolicy) -> str:

@@ -515,7 +515,7 @@ class TrustRegion(ClosureOptimizer):
         self._burn_in, self._eps = own["burn_in"], own["eps"]
         if isinstance(self._damping_within, AdaptiveDamping):
             self._damping_within.load(own["preconditioner_damping"])
-        self._watch.losses = list(own["losses"])
+        self._watch.load(own["losses"])
         self._reduction.load(own["reduction"])
 
     def close(self) -> None:

@@ -23,6 +23,10 @@ class LossWatch:
         self._limit = limit
         self.losses: list[float] = []
 
+    def load(self, losses: list[float]) -> None:
+        """Remember these losses instead."""
+        self.losses = [*losses]
+
     def rises(self, loss: float, *, undoable: bool) -> bool:
         """Return whether to undo the last update, if any; if not, remember the loss."""
         # Negative losses have no scale. Data that have changed for good are no reason to undo more
