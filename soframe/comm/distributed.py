@@ -107,13 +107,15 @@ class TorchDistributed(Backend):
         """Return the process group of some ranks, which torch.distributed holds."""
         group = self._groups[ranks]()
         try:
-            dist.get_backend(_existing(group))
+            if group is None:
+                raise ValueError("the process group is no longer referenced")
+            dist.get_backend(group)
         except ValueError as error:  # destroyed, but referenced elsewhere
             raise RuntimeError(
                 "the process group that this preconditioner was built for has been destroyed; "
                 "build the preconditioner anew, after torch.distributed.init_process_group"
             ) from error
-        return _existing(group)
+        return group
 
     def wire_device(self, device: torch.device) -> torch.device:
         if device.type not in self._engines and "cuda" in self._engines:
@@ -216,12 +218,6 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-
-
-def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if group is None:
-        raise ValueError("nobody holds the process group any more")
-    return group
 
 
 def _handle(work: dist.Work | None) -> Handle:
