@@ -126,10 +126,10 @@ class Training:
         self.zero_grad()
 
     def turn(self) -> None:
-        start = self.clock()
+        start, begun = self.clock(), time.perf_counter()
         for _ in self.batches:
             self.step()
-        host = time.perf_counter() - start
+        host = time.perf_counter() - begun
         whole = self.clock() - start
         self.zero_grad()
         self.ms.append(1e3 * whole / len(self.batches))
@@ -235,7 +235,11 @@ GPT2_CONTENDERS: dict[str, Optimizers] = {
     ),
     "soframe-kfac": partial(soframe_method, "kfac", curvature=POSITIONS),
 }
-for _name in ("heavyball-muon", "heavyball-soap"):  # they compile: last, in case time is up
+for _name in (
+    "dion-muon",
+    "heavyball-muon",
+    "heavyball-soap",
+):  # they compile: last, in case time is up
     GPT2_CONTENDERS[_name] = GPT2_CONTENDERS.pop(_name)
 
 
@@ -302,7 +306,6 @@ RESNET_NAMES = {
     "soframe-kfac-eigen": "soframe, eigen",
 }
 """Their names in `benchmarks.timing`."""
-HALF = ", channels_last, half"
 
 
 def resnet50(preset: Preset, device: torch.device, half: bool) -> Workload:
@@ -318,9 +321,11 @@ def resnet50(preset: Preset, device: torch.device, half: bool) -> Workload:
     prototype = network.model()
 
     def set_up(name: str) -> Cycle:
+        own = name + ", half" if half else name
         if name.startswith("kfac-pytorch"):
             import_kfac_pytorch()
-        own = name + HALF if half else name
+        elif half:  # kfac-pytorch takes views that channels last does not have
+            own += ", channels_last"
         return Cycle(contender(own, network, prototype, device, {}))
 
     contenders: dict[str, Callable[[], Trainee]] = {
