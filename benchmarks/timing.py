@@ -315,6 +315,7 @@ def _preconditioner(
         factor_update_steps=statistics_every,
         inv_update_steps=solve_every,
         compute_method=solver,
+        skip_layers=["NonDynamicallyQuantizableLinear"],  # attention does not call its output layer
         **common,
     )
 
