@@ -24,7 +24,7 @@ from soframe.solvers import Eigen, Inverse, solve_stack
 from soframe.solvers.base import Problem
 from soframe.step import solves
 from soframe.step.gradients import _gathered
-from soframe.strategies import work
+from soframe.strategies import placement, work
 from tests import kit
 from tests.curvature import randn
 from tests.distributed.harness import run_ranks
@@ -153,6 +153,14 @@ def test_elementwise_methods_have_one_stack_of_any_shapes(apart: Callable[[], No
         for name, tensor in block.state.items():
             assert torch.equal(state[block.name][name], tensor), "rounding depends on the stack"
     same(together, alone)
+
+
+def test_long_vectors_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = trained(method="adamw")
+    monkeypatch.setattr(placement, "LONGEST", 600)  # entries, of 1,500
+    cut = trained(method="adamw")
+    assert 2 <= len(sizes(cut)) <= 4 < max(sizes(cut))
+    same(cut, whole)
 
 
 def test_a_subclass_with_an_update_of_its_own_is_not_elementwise() -> None:

@@ -8,15 +8,18 @@ within the process group of the preconditioner. Ranks compare digests before the
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import prod
 
 from soframe.specs import FactorSpec
 from soframe.strategies import plan
 from soframe.strategies.local import LocalPlan
 from soframe.strategies.work import (
     ITEM_BYTES,
+    LONGEST,
     UNNAMED_PLACE,
     UNNAMED_WORK,
     BlockPlacement,
@@ -88,11 +91,15 @@ class Placement:
     def stacks(self) -> list[list[int]]:
         """Indices of the blocks of each stack, which are alike and placed alike but for owners."""
         stacks: dict[object, list[int]] = {}
+        entries = Counter[object]()
         for kind, (work, block) in zip(self.kinds, self._firsts, strict=True):
             # Where some ranks hold a factor, its statistics are sent to the owner.
             place = replace(block, block="", owners=block.owners if block.holders else ())
             for index in kind:
-                key = (work.alike, place) if work.stackable else index
+                key: object = (work.alike, place) if work.stackable else index
+                if work.elementwise:
+                    entries[key] += prod(work.shape)
+                    key = key, entries[key] // LONGEST
                 stacks.setdefault(key, []).append(index)
         return sorted(map(sorted, stacks.values()))
 

@@ -25,6 +25,9 @@ six blocks of 16 x 144 took 0.57 of the time, five of 64 x 576 0.83, and 24 of 2
 the time (AVX2; `bench_apply` of `benchmarks/bench_kernels.py`).
 """
 
+LONGEST = 2**27
+"""The entries of a stack of an elementwise method, about: its temporary tensors are as long."""
+
 Traffic = dict[str, dict[str, int]]
 """Phase -> ``{"bytes", "calls"}``."""
 
