@@ -248,7 +248,9 @@ def _factors_on_ranks(rank: int, ranks: int, strategy: Any) -> dict[Any, Tensor]
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "strategy", ["comm-opt", "sharded", Sharded(group=None, deferred=True)], ids=str
+    "strategy",
+    ["comm-opt", "sharded", Sharded(group=None, deferred=True)],
+    ids=["comm-opt", "sharded", "deferred"],
 )
 def test_ranks_have_one_direction_and_nearly_the_factors_of_one(strategy: Any) -> None:
     """Triangles are rounded in another order than whole matrices."""
