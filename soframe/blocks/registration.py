@@ -244,9 +244,9 @@ class Registration:
             self._auxiliary = KINDS["method"].build(choices.auxiliary, Method)
             if self._auxiliary.captures:
                 raise ValueError(
-                    f"auxiliary={choices.auxiliary!r} reads calls of layers, and the auxiliary "
-                    f"method has single parameters, of which it sees gradients alone: give it to "
-                    f"layers by patterns of method=, and pass auxiliary='adamw', for example"
+                    f"auxiliary={choices.auxiliary!r} reads calls of layers, but the auxiliary "
+                    f"method updates single parameters from their gradients: choose it for layers "
+                    f"by patterns of method=, and pass auxiliary='adamw', for example"
                 )
         every = (*self._methods.all(), *filter(None, [self._auxiliary]))
         for each in every:

@@ -21,7 +21,7 @@ from soframe.strategies.work import Reduction
 
 
 class Pending(Handle):
-    """Collectives under way; ``sums`` are those of a reduction, and empty for others."""
+    """Collectives under way; ``sums`` has the sums of a reduction, and is empty for a broadcast."""
 
     def __init__(self, end: Callable[[], None] | None = None, sums: Sequence[Sum] = ()) -> None:
         super().__init__(end)

@@ -231,7 +231,7 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
         if theirs in state and state[theirs] != value:
             _warn(
                 f"the checkpoint has {theirs}={state[theirs]!r} and the preconditioner "
-                f"{name}={value!r}, which stays: settings are those of the constructor",
+                f"{name}={value!r}, which stays: the constructor's settings hold",
                 stacklevel=3,
             )
 

@@ -46,7 +46,7 @@ def _set(value: str) -> Iterator[None]:
         with _lock:
             _inside.remove(value)
             _matmul.fp32_precision = _inside[-1] if _inside else "none"
-            # Unset, it is the one of torch.backends, which may be what was read.
+            # An unset value is inherited from torch.backends: set it only if that differs.
             if not _inside and _matmul.fp32_precision != _before:
                 _matmul.fp32_precision = _before
 

@@ -1,7 +1,7 @@
 """A linear layer whose weight is the table of an embedding, laid out as the embedding lays it out.
 
 With the table ``W [num_embeddings, embedding_dim]`` an embedding computes ``e_i^T W`` and the head
-``W h``: what are inputs for one are outputs for the other. The block's matrix is the transposed
+``W h``: the inputs of one are the outputs of the other. The block's matrix is the transposed
 table for both, ``[1, embedding_dim, num_embeddings]``, so a row's gradient here is ``h g^T``.
 """
 

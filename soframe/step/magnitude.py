@@ -15,7 +15,7 @@ from soframe.kernels.devices import on_gpu
 MODERATE = 1e10
 """Below this sum, or norm, of a gradient products with it are in range."""
 SMALL = 4096
-"""The largest gradient on a CPU, in elements, of which a norm is found sooner than a sum."""
+"""Up to this size, in elements, a CPU computes the norm of a gradient faster than its sum."""
 
 
 class Magnitude:

@@ -124,8 +124,8 @@ def sample_gradients(
 ) -> Tensor:
     """Return the gradient of every sample's own loss, one backward pass each.
 
-    Arguments and errors are those of `dense_fisher`, except that no reduction, and so no batch
-    loss, is checked. The mean over the first axis is the gradient of a mean loss.
+    `dense_fisher` describes arguments and errors; here no reduction, and so no batch loss, is
+    checked. The mean over the first axis is the gradient of a mean loss.
 
     Returns:
         The gradients ``[N, P]``, float64.

@@ -119,7 +119,7 @@ def block_errors(
 
     It takes ``O(P^3)`` time and the memory of ``[P, P]`` for a block of P parameters. The
     preconditioner is on one process, and its factors were made of the same data, or are to
-    generalise from others. The other arguments are those of `dense_fisher`: pass
+    generalise from others. `dense_fisher` describes the other arguments: pass
     ``kind="type-2"`` for the generalised Gauss-Newton matrix, the Fisher of losses that are
     log-likelihoods.
 
@@ -168,8 +168,8 @@ def natural_gradient_cosines(
     Call it after ``preconditioner.step()``, before the parameters move or their gradients, which
     hold the updates, are cleared. It takes ``O(P^3)`` time and the memory of ``[P, P]`` for P
     parameters in all. The preconditioner is on one process, ``inputs`` are the step's batch, and
-    ``damping`` is that of the exact solve, None for each block's in the last step. The other
-    arguments are those of `dense_fisher`.
+    ``damping`` damps the exact solve, None for each block's in the last step. `dense_fisher`
+    describes the other arguments.
 
     Returns:
         The cosines; 0 if an update or a natural gradient is zero.

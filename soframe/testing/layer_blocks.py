@@ -42,7 +42,7 @@ def dense_blocks(
 ) -> dict[str, Tensor]:
     """Return the block of every module that has trainable parameters of its own.
 
-    Arguments and errors are those of `dense_fisher`.
+    `dense_fisher` describes arguments and errors.
 
     Returns:
         Module name -> block ``[P_l, P_l]``, its parameters in the order of ``layer_parameters``.
@@ -112,8 +112,8 @@ def layer_fisher(
 ) -> list[Tensor]:
     """Return one layer's block per group, ordered like its gradient matrix ``[out, in(+1)]``.
 
-    ``layer`` is the qualified name of a Linear or convolution; the other arguments and the errors
-    are those of `dense_fisher`.
+    ``layer`` is the qualified name of a Linear or convolution; `dense_fisher`
+    describes the other arguments and the errors.
 
     Returns:
         For each group the block over ``(o, i)``, row-major, float64: the matrix that ``kron(G, A)``
