@@ -125,8 +125,8 @@ class Inverse(Solver):
 
 def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:
     """Return the inverses by few operators, for a GPU; NaN where one is not positive definite."""
-    # CUDA's inverse is not symmetric: ranks that receive a triangle would differ from the owner. The
-    # inverse of twice the matrix, added to its transpose, is symmetric.
+    # CUDA's inverse is not symmetric, so ranks that receive a triangle would differ from the owner;
+    # the inverse of twice the matrix, added to its transpose, is symmetric.
     twice = matrix + matrix
     twice.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(-1), alpha=2)
     lower, info = torch.linalg.cholesky_ex(twice)
