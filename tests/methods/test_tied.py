@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -159,31 +159,37 @@ def test_factors_are_partial_traces_of_all_uses(
     check(made(words, size, seed, more=more, padding=padding), batches, fisher, solver, damping)
 
 
-def trained(strategy: str) -> Tensor:
-    """Weights after a few steps, each rank on its part of the batch."""
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    model = made(5, 3, 0)
-    options = {"layers": "all", "strategy": strategy, "solve_every": 2}
+def trained(
+    rank: int, ranks: int, strategy: str, steps: range, saved: Any = None
+) -> tuple[Tensor, Any]:
+    """The weights and states after some steps, of two micro-batches of this rank's samples."""
+    model = made(5, 3, 0, more=1)
+    options = {"layers": "all", "strategy": strategy, "solve_every": 3}
     with closing(preconditioner(model, **options)) as own:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+            own.load_state_dict(saved["own"])
 
-        def loss(model: nn.Module, step: int) -> Tensor:
+        def losses(model: nn.Module, step: int) -> Iterator[Tensor]:
             generator = torch.Generator().manual_seed(step)
-            own = torch.randint(5, (4, 2), generator=generator).chunk(ranks)[rank]
-            return sum(map(sample_loss, model(own))) / len(own)
+            batch = torch.randint(5, (8, 2), generator=generator).chunk(ranks)[rank]
+            for micro in batch.chunk(2):
+                yield sum(map(sample_loss, model(micro))) / len(batch)
 
-        return kit.train(model, loss, range(4), kit.Averaging(model), own, optimizer)
-
-
-def trained_on(rank: int, ranks: int, strategy: str) -> Tensor:
-    return trained(strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weights = kit.train(model, losses, steps, kit.Averaging(model), own, optimizer)
+        return weights, copy.deepcopy({"model": model.state_dict(), "own": own.state_dict()})
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt"])
-def test_two_ranks_take_the_steps_of_one(strategy: str) -> None:
-    for weights in run_ranks(trained_on, 2, strategy):
-        compare(weights, trained("comm-opt"), strategy)
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
+def test_four_ranks_take_the_steps_of_one_and_two_go_on(strategy: str) -> None:
+    alone, _ = trained(0, 1, "comm-opt", range(5))
+    for weights, _ in run_ranks(trained, 4, strategy, range(5)):
+        compare(weights, alone, f"{strategy}, four ranks")
+    _, saved = run_ranks(trained, 4, strategy, range(2))[0]
+    for weights, _ in run_ranks(trained, 2, strategy, range(2, 5), saved):
+        compare(weights, alone, f"{strategy}, resumed on two")
 
 
 class LanguageModel(nn.Module):
