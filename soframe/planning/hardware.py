@@ -1,0 +1,263 @@
+"""Hardware as data: the seconds of operators and collectives, measured or published.
+
+A profile is a JSON file. It has curves of measured points, or an alpha and a beta where a source
+gives these, so that a placement for 4,096 ranks is priced on a laptop. All times are seconds, all
+sizes bytes or matrix sides, all work multiply-adds times two.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+PROFILES = Path(__file__).with_name("profiles")
+
+Points = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds as a function of a size: measured points, or ``alpha + beta size``.
+
+    Between points it is a power law, above the last one the power law of the last two, below the
+    first one constant.
+
+    Attributes:
+        points: Pairs of a size and its seconds, by size; empty for a line.
+        alpha: The seconds of a line at size 0.
+        beta: The seconds of a line per unit of size.
+    """
+
+    points: Points = ()
+    alpha: float = 0.0
+    beta: float = 0.0
+
+    def __call__(self, size: float) -> float:
+        """Return the seconds of a size."""
+        if size <= 0:
+            return self.alpha
+        points = self.points
+        if not points:
+            return self.alpha + self.beta * size
+        if len(points) == 1 or size <= points[0][0]:
+            first, seconds = points[0]
+            return seconds * max(1.0, size / first)
+        after = min(bisect.bisect_left(points, (size, 0.0)), len(points) - 1)
+        (low, from_), (high, to) = points[after - 1], points[after]
+        slope = math.log(to / from_) / math.log(high / low)
+        return from_ * math.exp(slope * math.log(size / low))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The seconds of one collective among some ranks, by its bytes.
+
+    Attributes:
+        operation: ``"all_reduce"``, ``"reduce"``, ``"broadcast"``, ``"reduce_scatter"``,
+            ``"all_gather_shares"`` or ``"all_to_all"``, as in `soframe.Backend`.
+        ranks: The ranks of the group.
+        seconds: Against the bytes of the tensor that a rank gives or gets.
+    """
+
+    operation: str
+    ranks: int
+    seconds: Curve
+
+
+@dataclass(frozen=True)
+class Link:
+    """A tier of the network, for groups without a measured collective.
+
+    Attributes:
+        latency: Seconds of a message.
+        bandwidth: Bytes per second of a rank, in each direction.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device and network.
+
+    Attributes:
+        name: Its name.
+        device: ``"cpu"`` or ``"cuda"``: the paths that soframe's kernels take.
+        source: Who measured or published the numbers.
+        launch: Seconds that an operator takes at least.
+        bandwidth: Bytes per second of the device's memory.
+        operators: Seconds by ``"<operator>:<dtype>"``: of products and convolutions by FLOPs, of
+            factorisations (``"cholesky"``, ``"eigh"``, ``"qr"``, ``"inverse"``, ``"triangular"``)
+            by the matrix side.
+        batched: Seconds of a batch of factorisations by ``"<operator>:<dtype>"``, as rows of side,
+            batch and seconds; others take their number times one.
+        pools: Whether a batch of products runs as fast as one of their total work, as on a GPU.
+        collectives: Collectives by operation and size of the group.
+        node: The number of ranks that share a node; None for all.
+        within: The link within a node.
+        across: The link between nodes; None if all ranks share one.
+        memory: Bytes of a device; None if unknown.
+    """
+
+    name: str
+    device: str
+    source: str
+    launch: float
+    bandwidth: float
+    operators: Mapping[str, Curve]
+    batched: Mapping[str, tuple[tuple[int, int, float], ...]] = field(default_factory=dict)
+    pools: bool = False
+    collectives: tuple[Collective, ...] = ()
+    node: int | None = None
+    within: Link = Link(1e-5, 1e10)
+    across: Link | None = None
+    memory: int | None = None
+
+    def product(self, flops: float, batch: int, dtype: str, operator: str = "product") -> float:
+        """Return the seconds of products or convolutions.
+
+        Args:
+            flops: The FLOPs of one of them.
+            batch: Their number.
+            dtype: The dtype by its name, or ``"tf32"``.
+            operator: ``"product"`` or ``"convolution"``.
+        """
+        curve = self._curve(operator, dtype)
+        return curve(batch * flops) if self.pools else batch * curve(flops)
+
+    def factorisation(self, operator: str, side: int, batch: int, dtype: str) -> float:
+        """Return the seconds of a batch of factorisations of one side."""
+        rows = self.batched.get(f"{operator}:{dtype}")
+        if rows is None:
+            return batch * self._curve(operator, dtype)(side)
+        batches = sorted({size for _, size, _ in rows})
+        curves = {
+            size: Curve(tuple(sorted((float(n), s) for n, b, s in rows if b == size)))
+            for size in batches
+        }
+        along = Curve(tuple((float(size), curves[size](side)) for size in batches))
+        if batch <= batches[-1]:
+            return along(batch)
+        return along(batches[-1]) * batch / batches[-1]
+
+    def _curve(self, operator: str, dtype: str) -> Curve:
+        # A device without a rate of its own for a dtype has float32's, and products' for the rest.
+        for key in (f"{operator}:{dtype}", f"{operator}:float32", f"product:{dtype}"):
+            if key in self.operators:
+                return self.operators[key]
+        return self.operators["product:float32"]
+
+    def collective(self, operation: str, size: float, group: Sequence[int]) -> float:
+        """Return the seconds of a collective.
+
+        Args:
+            operation: The collective, see `Collective`.
+            size: The bytes of the tensor that a rank gives or gets.
+            group: The ranks.
+        """
+        ranks = len(group)
+        if ranks < 2:
+            return 0.0
+        measured = self._measured.get(operation, {})
+        if ranks in measured:
+            return measured[ranks](size)
+        if measured:  # the nearest group, by the ratio that the links' formula gives
+            near = min(measured, key=lambda other: abs(math.log(other / ranks)))
+            ratio = self._by_links(operation, size, ranks, group) / self._by_links(
+                operation, size, near, group
+            )
+            return measured[near](size) * ratio
+        return self._by_links(operation, size, ranks, group)
+
+    @cached_property
+    def _measured(self) -> dict[str, dict[int, Curve]]:
+        found: dict[str, dict[int, Curve]] = {}
+        for one in self.collectives:
+            found.setdefault(one.operation, {})[one.ranks] = one.seconds
+        return found
+
+    def _by_links(self, operation: str, size: float, ranks: int, group: Sequence[int]) -> float:
+        """Price a collective by a ring for its bytes and a tree for its latency."""
+        nodes = 1 if self.node is None else len({rank // self.node for rank in group})
+        link = self.within if nodes == 1 or self.across is None else self.across
+        rounds, volume = math.ceil(math.log2(ranks)), (ranks - 1) / ranks
+        if operation == "all_reduce":
+            rounds, volume = 2 * rounds, 2 * volume
+        elif operation in ("reduce", "broadcast"):
+            volume = 1.0
+        return rounds * link.latency + volume * size / link.bandwidth
+
+    # -- files ----------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write the profile as JSON."""
+        plain = dataclasses.asdict(self)
+        plain["operators"] = {name: _plain(curve) for name, curve in self.operators.items()}
+        plain["collectives"] = [
+            {"operation": one.operation, "ranks": one.ranks, **_plain(one.seconds)}
+            for one in self.collectives
+        ]
+        path.write_text(json.dumps(plain, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, name: str | Path) -> Hardware:
+        """Return a profile by the name of one that soframe has, or by the path of a file.
+
+        Raises:
+            ValueError: If there is no such profile, or the file is none.
+        """
+        path = PROFILES / f"{name}.json" if f"{name}" in names() else Path(name)
+        if not path.is_file():
+            raise ValueError(
+                f"there is no hardware profile {str(name)!r}: choose one of {', '.join(names())}, "
+                f"or the path of a file that `soframe plan --measure` wrote"
+            )
+        try:
+            return cls._from(json.loads(path.read_text()))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a hardware profile: {error}") from error
+
+    @classmethod
+    def _from(cls, plain: dict[str, Any]) -> Hardware:
+        operators = {name: _curve(one) for name, one in plain.pop("operators").items()}
+        batched = {
+            name: tuple((int(n), int(b), float(s)) for n, b, s in rows)
+            for name, rows in plain.pop("batched", {}).items()
+        }
+        collectives = tuple(
+            Collective(one.pop("operation"), one.pop("ranks"), _curve(one))
+            for one in plain.pop("collectives", [])
+        )
+        within, across = plain.pop("within"), plain.pop("across", None)
+        return cls(
+            operators=operators,
+            batched=batched,
+            collectives=collectives,
+            within=Link(**within),
+            across=None if across is None else Link(**across),
+            **plain,
+        )
+
+
+def names() -> list[str]:
+    """Return the names of the profiles that soframe has."""
+    return sorted(path.stem for path in PROFILES.glob("*.json"))
+
+
+def _curve(plain: Mapping[str, Any]) -> Curve:
+    points = tuple((float(x), float(y)) for x, y in plain.get("points", ()))
+    return Curve(points, plain.get("alpha", 0.0), plain.get("beta", 0.0))
+
+
+def _plain(curve: Curve) -> dict[str, Any]:
+    if curve.points:
+        return {"points": [list(point) for point in curve.points]}
+    return {"alpha": curve.alpha, "beta": curve.beta}
