@@ -7,9 +7,10 @@ algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from soframe.strategies.buckets import fill
 from soframe.strategies.local import LocalPlan
@@ -20,8 +21,35 @@ Stacks = Sequence[Sequence[int]]
 """The blocks of each stack by index, see `Placement.stacks`."""
 Stacked = Sequence[tuple[BlockWork, BlockPlacement, int, int]]
 """Blocks of a stack that take part in a phase: one of them, their number, and their entries."""
-Items = list[tuple[Hashable, int]]
-"""The route and the bytes of tensors that may share a buffer."""
+
+
+class Route(NamedTuple):
+    """A way that tensors take: those of one route share buffers.
+
+    Attributes:
+        operation: The collective, by its name in `soframe.Backend`.
+        group: The ranks that take part.
+        root: The source of a broadcast, or the destination of a reduction; None for all ranks.
+        dtype: The dtype on the wire.
+        device: The device.
+    """
+
+    operation: str
+    group: tuple[int, ...]
+    root: int | None = None
+    dtype: str = "float64"
+    device: str = "cpu"
+
+
+class Message(NamedTuple):
+    """A collective that a rank enters, and the bytes of its tensor."""
+
+    route: Route
+    size: int
+
+
+Items = list[Message]
+"""Tensors that may share a buffer, each with its route and bytes."""
 
 _FLAGS = 7  # of every step, see `soframe.step.status.Poll`
 _REACHED, _REACHED_BLOCK = 2, 2  # see `soframe.step.effect.Effect.said`
@@ -85,7 +113,7 @@ def total(phases: Traffic) -> Traffic:
 class Step:
     """The collectives of one step, phase by phase; arguments as in `Placement.traffic`.
 
-    Each method returns the bytes of each collective that this rank enters.
+    Each method returns the collectives that this rank enters.
     """
 
     pairs: Pairs
@@ -101,28 +129,39 @@ class Step:
 
     def traffic(self) -> Traffic:
         """Return phase -> bytes and calls, and their total."""
-        active = [(w, p) for w, p in self.pairs if self.used is None or w.name in self.used]
-        due = _named(active, self.solve)
-        turns = [[(w, p) for w, p in due if w.after == after] for after in (False, True)]
         phases: Traffic = {}
-        for phase, sizes in (
-            ("agree", self.status()),
-            *(("agree", _agreements(turn)) for turn in turns),
-            *(("reduce", calls) for calls in self.reductions(active, due)),
-            *(("share", self.shares(turn)) for turn in turns),
-            ("exchange", self.updates(active)),
-            ("gradients", self.parts(active, back=False)),
-            ("exchange", self.parts(active, back=True)),
-            ("gradients", self.averages(active)),
-            ("agree", self.norms(active)),
-        ):
-            for size in sizes:
+        for phase, messages in self.phases():
+            for message in messages:
                 count = phases.setdefault(phase, {"bytes": 0, "calls": 0})
-                count["bytes"] += size
+                count["bytes"] += message.size
                 count["calls"] += 1
         return total(phases)
 
-    def status(self) -> list[int]:
+    def phases(self) -> list[tuple[str, list[Message]]]:
+        """Return the collectives in the order of the step, with their phases."""
+        active = [(w, p) for w, p in self.pairs if self.used is None or w.name in self.used]
+        due = _named(active, self.solve)
+        before, after = ([(w, p) for w, p in due if w.after == one] for one in (False, True))
+        return [
+            ("agree", self.status()),
+            *(("reduce", calls) for calls in self.reductions(active, due)),
+            ("gradients", self.averages(active)),
+            ("gradients", self.parts(active, back=False)),
+            ("agree", self.agreements(before)),
+            ("share", self.shares(before)),
+            ("exchange", self.updates(active)),
+            ("agree", self.norms(active)),
+            ("exchange", self.parts(active, back=True)),
+            ("agree", self.agreements(after)),
+            ("share", self.shares(after)),
+        ]
+
+    def _agreed(self, *sizes: int) -> list[Message]:
+        """All-reduces over all ranks."""
+        everyone = self.pairs[0][1].everyone if self.pairs else ()
+        return [Message(Route("all_reduce", everyone), size) for size in sizes]
+
+    def status(self) -> list[Message]:
         """The status all-reduce."""
         observed = [(w, p) for w, p in _named(self.pairs, self.statistics) if w.captured]
         numbers = _FLAGS + sum(_weights(w, p) for w, p in observed)
@@ -131,7 +170,7 @@ class Step:
         if self.local is not None:  # one flag for each gradient
             numbers += sum(work.parameters for work, _ in self.pairs)
             numbers += len(self.local.rest) + self.local.idle
-        return [_AGREED_BYTES * numbers]
+        return self._agreed(_AGREED_BYTES * numbers)
 
     def _stacked(self, pairs: Pairs, *, owners: bool = False) -> Stacked:
         """Group blocks by stack, and by owner too for solves."""
@@ -148,12 +187,12 @@ class Step:
                 found.append((*self.pairs[own[0]], len(own), entries))
         return found
 
-    def reductions(self, active: Pairs, due: Pairs) -> list[list[int]]:
+    def reductions(self, active: Pairs, due: Pairs) -> list[list[Message]]:
         """The statistics of this step, then those deferred to its solves."""
         eager = [(w, p) for w, p in _named(active, self.statistics) if not p.deferred]
         return [self._reduced(eager), self._reduced([(w, p) for w, p in due if p.deferred])]
 
-    def _reduced(self, pairs: Pairs) -> list[int]:
+    def _reduced(self, pairs: Pairs) -> list[Message]:
         sums: Items = []
         copies: Items = []
         for work, place, blocks, _ in self._stacked(pairs):
@@ -162,12 +201,16 @@ class Step:
                 if not factor.captured or (self.first and factor.needs):
                     continue
                 size = blocks * factor.packed_numel * ITEM_BYTES[wire]
-                for group, items in ((way.group, sums), (way.spread, copies)):
+                to = way.destination
+                adding = "all_reduce" if to is None else "reduce"
+                ways = ((adding, way.group, sums), ("broadcast", way.spread, copies))
+                for operation, group, items in ways:
                     if self.rank in group and len(group) > 1:
-                        items.append(((group, way.destination, wire, work.device), size))
+                        route = Route(operation, group, to, wire, work.device)
+                        items.append(Message(route, size))
         return _calls(sums) + _calls(copies)
 
-    def shares(self, pairs: Pairs) -> list[int]:
+    def shares(self, pairs: Pairs) -> list[Message]:
         """The second-order data of blocks that are solved."""
         parcels: Items = []
         for work, place, blocks, _ in self._stacked(pairs, owners=True):
@@ -177,22 +220,24 @@ class Step:
                     continue
                 if self.rank in group and len(group) > 1:
                     size = blocks * ITEM_BYTES[work.dtype] * sum(s.packed_numel for s in specs)
-                    parcels.append(((owner, group, work.dtype, work.device), size))
+                    route = Route("broadcast", group, owner, work.dtype, work.device)
+                    parcels.append(Message(route, size))
         return _calls(parcels)
 
-    def updates(self, pairs: Pairs) -> list[int]:
+    def updates(self, pairs: Pairs) -> list[Message]:
         """The updates of blocks whose parameters are whole."""
         parcels: Items = []
         for work, place, _, entries in self._stacked(pairs):
             for worker in place.gradient_workers if not work.shards else ():
                 group = exchange_group(worker, place.sources)
                 if self.rank in group and len(group) > 1:
-                    source = None if self.fused and group == place.everyone else worker
-                    size = ITEM_BYTES[work.dtype] * entries
-                    parcels.append(((source, group, work.dtype, work.device), size))
+                    route = Route("broadcast", group, worker, work.dtype, work.device)
+                    if self.fused and group == place.everyone:
+                        route = route._replace(operation="all_gather_shares", root=None)
+                    parcels.append(Message(route, ITEM_BYTES[work.dtype] * entries))
         return _calls(parcels)
 
-    def parts(self, pairs: Pairs, *, back: bool) -> list[int]:
+    def parts(self, pairs: Pairs, *, back: bool) -> list[Message]:
         """The parts of sharded gradients to gradient workers, or of updates back to all ranks."""
         items: Items = []
         carried: list[int] = []
@@ -201,28 +246,34 @@ class Step:
             for shards in work.shards:
                 if shards.travels(*way):
                     dtype = work.dtype if back else shards.dtype
-                    items.append(((dtype, work.device), ITEM_BYTES[dtype] * shards.whole))
+                    route = Route("all_to_all", place.everyone, None, dtype, work.device)
+                    items.append(Message(route, ITEM_BYTES[dtype] * shards.whole))
                     carried.append(ITEM_BYTES[dtype] * shards.carried(self.rank, *way))
-        return [sum(carried[index] for index in bucket) for bucket in fill(items)]
+        return [
+            Message(items[bucket[0]].route, sum(carried[index] for index in bucket))
+            for bucket in fill(items)
+        ]
 
-    def averages(self, pairs: Pairs) -> list[int]:
+    def averages(self, pairs: Pairs) -> list[Message]:
         """The gradients that the step averages with ``Distribution(gradients="local")``."""
         if self.local is None:
             return []
         items: Items = []
-        device = "cpu"
+        route = Route("all_reduce", self.pairs[0][1].everyone)
         for work, place, _, entries in self._stacked(pairs):
-            workers, device = place.gradient_workers, work.device
-            to: object = None
-            if len(workers) == 1:
-                to = "owners" if self.fused else workers[0]
-            size = ITEM_BYTES[work.dtype] * entries
-            items.append(((to, work.dtype, device), size))
-        rest = self.local.rest
-        items += [((None, dtype, device), ITEM_BYTES[dtype] * size) for size, dtype in rest]
+            workers = place.gradient_workers
+            route = route._replace(dtype=work.dtype, device=work.device)
+            way = route
+            if len(workers) == 1 and self.fused:
+                way = route._replace(operation="reduce_scatter")
+            elif len(workers) == 1:
+                way = route._replace(operation="reduce", root=workers[0])
+            items.append(Message(way, ITEM_BYTES[work.dtype] * entries))
+        for size, dtype in self.local.rest:
+            items.append(Message(route._replace(dtype=dtype), ITEM_BYTES[dtype] * size))
         return _calls(items)
 
-    def norms(self, pairs: Pairs) -> list[int]:
+    def norms(self, pairs: Pairs) -> list[Message]:
         """The inner products and norms that clips reduce."""
         sizes: list[int] = []
         if any(work.shards for work, _ in pairs):
@@ -231,7 +282,22 @@ class Step:
             sizes += [ITEM_BYTES[pairs[0][0].dtype]] * ("norm" in self.clips)
         if self.local is not None and self.local.kl_clip and pairs:
             sizes.append(_AGREED_BYTES)
-        return sizes
+        return self._agreed(*sizes)
+
+    def agreements(self, pairs: Pairs) -> list[Message]:
+        """The traces that travel before solves, and the outcomes of solves."""
+        traces = [
+            factor.groups
+            for work, place in pairs
+            if place.traces_travel
+            for factor in work.factors
+            if factor.name not in work.unsolved
+        ]
+        jobs = sum(len(work.factors) - len(work.unsolved) for work, _ in pairs)
+        if not jobs:
+            return []
+        traced = [_AGREED_BYTES * sum(traces)] * bool(traces)
+        return self._agreed(*traced, _OUTCOME_BYTES * _OUTCOMES * jobs)
 
 
 def _named(pairs: Pairs, names: bool | Collection[str]) -> Pairs:
@@ -247,22 +313,9 @@ def _weights(work: BlockWork, place: BlockPlacement) -> int:
     return (len(captured) + 2 if place.contributors else 2) + work.shape.groups * unequal
 
 
-def _agreements(pairs: Pairs) -> list[int]:
-    """Return the bytes of the traces that travel, and of the outcomes of solves."""
-    traces = [
-        factor.groups
-        for work, place in pairs
-        if place.traces_travel
-        for factor in work.factors
-        if factor.name not in work.unsolved
+def _calls(items: Items) -> list[Message]:
+    """Return each collective, in buffers as the step fills them."""
+    return [
+        Message(items[bucket[0]].route, sum(items[index].size for index in bucket))
+        for bucket in fill(items)
     ]
-    jobs = sum(len(work.factors) - len(work.unsolved) for work, _ in pairs)
-    if not jobs:
-        return []
-    return [_AGREED_BYTES * sum(traces)] * bool(traces) + [_OUTCOME_BYTES * _OUTCOMES * jobs]
-
-
-def _calls(items: Iterable[tuple[Hashable, int]]) -> list[int]:
-    """Return the bytes of each collective, in buffers as the step fills them."""
-    items = list(items)
-    return [sum(items[index][1] for index in bucket) for bucket in fill(items)]
