@@ -105,6 +105,8 @@ class Hardware:
         within: The link within a node.
         across: The link between nodes; None if all ranks share one.
         memory: Bytes of a device; None if unknown.
+        beside: The part of a solve in the background by which training waits for it: 0 where it
+            runs on processors that are idle, 1 where it takes them from training.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Hardware:
     within: Link = Link(1e-5, 1e10)
     across: Link | None = None
     memory: int | None = None
+    beside: float = 0.0
 
     def product(self, flops: float, batch: int, dtype: str, operator: str = "product") -> float:
         """Return the seconds of products or convolutions.

@@ -81,7 +81,9 @@ def invert(matrix: Tensor, start: Tensor, iterations: int) -> tuple[Tensor, Tens
     inverse = start
     tolerance = torch.finfo(matrix.dtype).eps ** 0.5
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    with torch.autocast(matrix.device.type, enabled=False):
+    # A plan runs this without numbers, on a device that has no autocast.
+    device = "cpu" if matrix.is_meta else matrix.device.type
+    with torch.autocast(device, enabled=False):
         residual = eye - multiply(matrix, inverse)
         for count in range(1, iterations + 1):
             inverse = inverse + multiply(inverse, residual)

@@ -1,0 +1,409 @@
+"""The planner: every placement of a task with its memory and time, their front, and a choice.
+
+A plan needs no process group, no weights and no data: placements are data, and the hardware is
+described (`soframe.planning.hardware`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from soframe.planning.costs import Arithmetic, Costs, Part, parts
+from soframe.planning.hardware import Hardware
+from soframe.planning.schedule import KINDS, Rank, Schedule, Timing
+from soframe.planning.task import Task
+from soframe.registry import available
+from soframe.strategies import plan as bytes_of
+from soframe.strategies.base import Strategy
+from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
+from soframe.strategies.local import LocalPlan
+from soframe.strategies.placement import Placement, complete
+from soframe.strategies.sharded import OwnerLocal, Sharded
+from soframe.strategies.work import BlockWork
+from soframe.text import format_table
+
+MOST_PARTS = 16
+"""The parts of ranks for which messages are planned: the largest loads, and the most common."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A strategy with the settings that a plan may vary.
+
+    Attributes:
+        strategy: The strategy.
+        local: Whether soframe averages gradients, on the ranks that need them.
+        background: The steps for which solves run beside training.
+        stagger: Whether solves are spread over the steps of an interval.
+        statistics_every: The interval of statistics.
+        solve_every: The interval of solves.
+    """
+
+    strategy: Strategy
+    local: bool = False
+    background: int = 0
+    stagger: bool = False
+    statistics_every: int = 10
+    solve_every: int = 100
+
+    def call(self) -> str:
+        """Return the arguments of `soframe.Preconditioner` or `soframe.Optimizer`, to be pasted."""
+        inner = [*['gradients="local"'] * self.local, *["stagger=True"] * self.stagger]
+        parts = [f"strategy={_written(self.strategy)}"]
+        parts += [f"distribution=soframe.Distribution({', '.join(inner)})"] * bool(inner)
+        parts += [f"background={self.background}"] * bool(self.background)
+        parts += [f"statistics_every={self.statistics_every}", f"solve_every={self.solve_every}"]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An option with its costs; all numbers are of the rank that has most.
+
+    Attributes:
+        option: The option.
+        memory: Bytes by category: ``"factors"``, ``"accumulators"``, ``"second_order"`` and
+            ``"state"`` between steps; ``"window"``, the sums of a statistics step; ``"transient"``,
+            the most that a step needs beside; ``"total"``.
+        traffic: Bytes and calls by phase, of a mean step of the busiest rank.
+        timing: Seconds.
+        exact: Whether every rank's data enter all statistics, so that the number of ranks and the
+            placement change nothing but cost.
+        notes: Notes of the placement.
+    """
+
+    option: Option
+    memory: Mapping[str, int]
+    traffic: Mapping[str, Mapping[str, float]]
+    timing: Timing
+    exact: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows of costs, the fastest first, and a choice.
+
+    Attributes:
+        rows: The options.
+        ranks: The number of ranks.
+        hardware: The hardware.
+        limit: Bytes that a rank may hold for curvature; None without a limit.
+        fixed: Bytes of a rank that no option changes: weights, gradients, activations.
+        passes: Seconds of the forward and the backward pass; 0 if inputs are unknown.
+    """
+
+    rows: tuple[Row, ...]
+    ranks: int
+    hardware: Hardware
+    limit: int | None = None
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    passes: float = 0.0
+
+    @property
+    def front(self) -> list[Row]:
+        """The rows of which no other is both faster and smaller, the fastest first."""
+        found: list[Row] = []
+        for row in self.rows:
+            if not found or row.memory["total"] < found[-1].memory["total"]:
+                found.append(row)
+        return found
+
+    @property
+    def fitting(self) -> list[Row]:
+        """The rows within the limit."""
+        limit = self.limit
+        return [row for row in self.rows if limit is None or row.memory["total"] <= limit]
+
+    @property
+    def chosen(self) -> Row:
+        """The fastest row that fits and uses all data; else the fastest that fits.
+
+        Raises:
+            ValueError: If none fits.
+        """
+        fitting = self.fitting
+        if not fitting:
+            least = min(self.rows, key=lambda row: row.memory["total"])
+            raise ValueError(
+                f"no strategy fits into memory_limit={self.limit} bytes a rank on {self.ranks} "
+                f"rank(s): {least.option.call()} holds least, {least.memory['total']} bytes; raise "
+                f"the limit, take more ranks, or lower max_size of the method"
+            )
+        return next((row for row in fitting if row.exact), fitting[0])
+
+    @property
+    def why(self) -> str:
+        """The reason of the choice, in a sentence."""
+        chosen = self.chosen
+        among = "" if self.limit is None else f" of those within {self.limit / 1e6:,.0f} MB"
+        exact = "" if chosen.exact else "; no option with all ranks' statistics fits"
+        others = [row for row in self.fitting if row is not chosen]
+        if not others:
+            return f"it is the only option{among}{exact}"
+        next_ = min(others, key=lambda row: row.timing.mean)
+        ratio = next_.timing.mean / chosen.timing.mean
+        if ratio < 1:
+            return (
+                f"it is the fastest{among} whose statistics are of all ranks' data; with fewer "
+                f"samples {_named(next_)} takes {ratio:.2f} of its time"
+            )
+        return (
+            f"it is the fastest{among}{exact}; the next, {_named(next_)}, takes {ratio:.2f} times "
+            f"as long"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {
+            "hardware": self.hardware.name,
+            "source": self.hardware.source,
+            "ranks": self.ranks,
+            "limit": self.limit,
+            "fixed": dict(self.fixed),
+            "passes": self.passes,
+            "rows": [_plain(row) for row in self.rows],
+            "front": [row.option.call() for row in self.front],
+            "chosen": self.chosen.option.call() if self.fitting else None,
+            "why": self.why if self.fitting else None,
+        }
+
+    def __str__(self) -> str:
+        front = self.front
+        rows = [
+            (
+                _named(row),
+                *(f"{1e3 * s:.3g}" for s in (row.timing.mean, row.timing.longest)),
+                f"{1e3 * sum(row.timing.exposed.values()):.3g}",
+                *(
+                    f"{row.memory.get(name, 0) / 1e6:,.1f}"
+                    for name in ("total", "factors", "second_order", "state", "window", "transient")
+                ),
+                f"{row.traffic['total']['bytes'] / 1e6:,.1f}",
+                f"{row.timing.imbalance:.1f}",
+                ("yes" if row.exact else "no") + (" *" if row in front else ""),
+            )
+            for row in self.rows
+        ]
+        header = ("option", "ms", "longest", "exposed", "MB", "factors", "second order", "state")
+        header += ("window", "transient", "MB sent", "imbalance", "all data")
+        where = f"{self.ranks} rank(s), {self.hardware.name}: {self.hardware.source}"
+        lines = [where, format_table(header, rows)]
+        lines.append("ms and MB of a step on the rank with most; * no option is faster and smaller")
+        if self.fitting:
+            lines += [f"\n{self.chosen.option.call()}", f"{_named(self.chosen)}: {self.why}"]
+        return "\n".join(lines)
+
+
+def plan(
+    task: Task,
+    *,
+    ranks: int,
+    hardware: Hardware,
+    memory_limit: int | None = None,
+    options: Sequence[Option] | None = None,
+    amp: bool = False,
+) -> Plan:
+    """Price options for a task.
+
+    Args:
+        task: The task.
+        ranks: The number of ranks.
+        hardware: The hardware.
+        memory_limit: Bytes that a rank may hold for curvature at any time; None for no limit.
+        options: The options; None for `usual`.
+        amp: Whether the passes run in bfloat16.
+
+    Returns:
+        The plan, its rows sorted by time.
+    """
+    costs = Costs(task, hardware, amp=amp)
+    rows = [
+        _row(costs, task, option, ranks)
+        for option in (usual(costs.work, ranks) if options is None else options)
+    ]
+    weights = sum(p.numel() * p.element_size() for p in task.parameters)
+    fixed = {"weights": weights, "gradients": weights, "activations": task.activations}
+    rows.sort(key=lambda row: (row.timing.mean, row.memory["total"], row.option.call()))
+    return Plan(tuple(rows), ranks, hardware, memory_limit, fixed, costs.passes.seconds)
+
+
+def usual(work: Sequence[BlockWork], ranks: int, base: Option | None = None) -> list[Option]:
+    """Return the options of every strategy that soframe has, for a number of ranks.
+
+    Args:
+        work: The blocks.
+        ranks: The number of ranks.
+        base: The other settings; None for the defaults.
+
+    Returns:
+        The options.
+    """
+    base = Option(CommOpt()) if base is None else base
+    if ranks == 1:
+        return [base]
+    workers = 2
+    strategies: list[Strategy] = [CommOpt()]
+    while workers < ranks:
+        strategies.append(HybridOpt(gradient_workers=workers))
+        workers *= 2
+    one_worker = [MemOpt(), *(Sharded(group=None, deferred=d) for d in (False, True))]
+    if ranks > 4:
+        one_worker += [Sharded(), Sharded(deferred=True)]
+    one_worker.append(OwnerLocal())
+    found = [replace(base, strategy=strategy) for strategy in (*strategies, *one_worker)]
+    return found + [replace(base, strategy=s, local=True) for s in one_worker]
+
+
+def _row(costs: Costs, task: Task, option: Option, ranks: int) -> Row:
+    placement = complete(option.strategy.place(costs.work, ranks))
+    placement.validate()
+    found = parts(placement)
+    priced = {part: costs.arithmetic(placement, part) for part in found}
+    covered = {id(p) for block in task.blocks for p in block.parameters.values()}
+    rest = [p for p in task.parameters if id(p) not in covered]
+    gradients = 0 if option.local else sum(p.numel() * p.element_size() for p in task.parameters)
+    local = None
+    if option.local:
+        dtypes = [(p.numel(), str(p.dtype).removeprefix("torch.")) for p in rest]
+        local = LocalPlan(rest=tuple(dtypes))
+    fused = costs.hardware.device == "cuda"
+    of_ranks = []
+    traffic: dict[str, dict[str, float]] = {}
+    for part in _loaded(found, priced):
+        rank = found[part][0]
+        messages = {kind: _messages(placement, rank, kind, local, fused) for kind in KINDS}
+        of_ranks.append(Rank(len(found[part]), priced[part], messages))
+        own = _traffic(placement, rank, option, local, fused)
+        if own["total"]["bytes"] > traffic.get("total", {"bytes": -1})["bytes"]:
+            traffic = own
+    schedule = Schedule(
+        costs.hardware,
+        of_ranks,
+        ranks=ranks,
+        passes=costs.passes.seconds,
+        gradients=gradients if ranks > 1 else 0,
+        optimizer=5
+        * sum(p.numel() * p.element_size() for p in task.parameters)
+        / costs.hardware.bandwidth,
+        background=option.background,
+    )
+    timing = schedule.timing(
+        option.statistics_every,
+        option.solve_every,
+        option.solve_every if option.stagger else 1,
+    )
+    return Row(
+        option,
+        _memory(placement, found, priced),
+        traffic,
+        timing,
+        exact=_exact(placement),
+        notes=placement.notes,
+    )
+
+
+def _loaded(found: Mapping[Part, Sequence[int]], priced: Mapping[Part, Arithmetic]) -> list[Part]:
+    """Return the parts with the most arithmetic, and the most common ones."""
+    by_load = sorted(found, key=lambda part: -(priced[part].solve + priced[part].direct))
+    by_ranks = sorted(found, key=lambda part: -len(found[part]))
+    half = MOST_PARTS // 2
+    return list(dict.fromkeys([*by_load[:half], *by_ranks[:half]]))
+
+
+def _messages(
+    placement: Placement, rank: int, kind: str, local: LocalPlan | None, fused: bool
+) -> list[tuple[str, list[bytes_of.Message]]]:
+    if placement.world_size == 1:
+        return []
+    return bytes_of.Step(
+        placement.pairs,
+        placement.stacks,
+        rank,
+        statistics=kind != "plain",
+        solve=kind == "solve",
+        used=None,
+        local=local,
+        fused=fused,
+        first=False,
+        clips=(),
+    ).phases()
+
+
+def _traffic(
+    placement: Placement, rank: int, option: Option, local: LocalPlan | None, fused: bool
+) -> dict[str, dict[str, float]]:
+    """Return a mean step's bytes and calls by phase, as `Placement.traffic` has them."""
+    plain, statistics, solve = (
+        placement.traffic(rank, statistics=s, solve=k, local=local, fused=fused)
+        for s, k in ((False, False), (True, False), (True, True))
+    )
+    often = 1 / option.statistics_every - 1 / option.solve_every
+    found: dict[str, dict[str, float]] = {}
+    for phase in {**plain, **statistics, **solve}:
+        found[phase] = {}
+        for what in ("bytes", "calls"):
+            p, s, k = (one.get(phase, {}).get(what, 0) for one in (plain, statistics, solve))
+            found[phase][what] = p + (s - p) * max(0.0, often) + (k - p) / option.solve_every
+    return found
+
+
+def _memory(
+    placement: Placement,
+    found: Mapping[Part, Sequence[int]],
+    priced: Mapping[Part, Arithmetic],
+) -> dict[str, int]:
+    """Return the bytes by category of the rank with most."""
+    most: dict[str, int] = {"total": -1}
+    for part, ranks in found.items():
+        held = {n: v for n, v in placement.memory(ranks[0]).items() if n not in ("statistics",)}
+        window = bytes_of.window(placement.pairs, placement.stacks, ranks[0])
+        transient = priced[part].solving
+        total = held.pop("total") + max(window, transient)
+        if total > most["total"]:
+            most = {**held, "window": window, "transient": transient, "total": total}
+    return most
+
+
+def _exact(placement: Placement) -> bool:
+    return all(
+        placement.blocks[members[0]].contributing(index) == placement.blocks[members[0]].everyone
+        for members in placement.stacks
+        for index, factor in enumerate(placement.work[members[0]].factors)
+        if factor.captured
+    )
+
+
+def _written(strategy: Strategy) -> str:
+    """Return a strategy as a user would write it."""
+    names = [name for name, kind in available("strategy").items() if kind is type(strategy)]
+    if not dataclasses.is_dataclass(strategy):
+        return repr(names[0]) if names else f"{type(strategy).__name__}()"
+    given = [(f.name, getattr(strategy, f.name), f.default) for f in dataclasses.fields(strategy)]
+    changed = [f"{name}={value!r}" for name, value, default in given if value != default]
+    if names and not changed:
+        return repr(names[0])
+    return f"soframe.strategies.{type(strategy).__name__}({', '.join(changed)})"
+
+
+def _named(row: Row) -> str:
+    """Return an option in few words, for tables."""
+    option, base = row.option, Option(row.option.strategy)
+    words = [_written(option.strategy).removeprefix("soframe.strategies.").strip("'")]
+    words += ["local gradients"] * option.local + ["staggered"] * option.stagger
+    words += [f"background {option.background}"] * bool(option.background)
+    every = (option.statistics_every, option.solve_every)
+    if every != (base.statistics_every, base.solve_every):
+        words.append(f"{every[0]}/{every[1]}")
+    return ", ".join(words)
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    plain = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
+    option = {f.name: getattr(row.option, f.name) for f in dataclasses.fields(row.option)}
+    option["strategy"] = _written(row.option.strategy)
+    timing = dataclasses.asdict(row.timing)
+    return {**plain, "option": option, "timing": timing, "call": row.option.call()}

@@ -1,0 +1,209 @@
+"""Pricing: the seconds of code on described hardware, from the operators that it calls.
+
+The code itself runs, on tensors with shapes and without numbers, and each operator is priced by its
+shapes. A new method, solver or layer helper therefore needs no formula for its cost. Reads of
+numbers by the host are answered with one.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from soframe.planning.hardware import Hardware
+
+FACTORISATIONS = {
+    "linalg_cholesky_ex": "cholesky",
+    "cholesky": "cholesky",
+    "_linalg_eigh": "eigh",
+    "linalg_qr": "qr",
+    "geqrf": "qr",
+    "cholesky_inverse": "inverse",
+    "linalg_inv_ex": "inverse",
+    "linalg_solve_triangular": "triangular",
+    "triangular_solve": "triangular",
+}
+"""Operators whose time depends on the side of a matrix, by the curve that they have."""
+
+PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addbmm_"}
+
+# Operators that compute nothing, beside those whose schema says that they return views.
+FREE = {"device", "detach", "alias", "lift_fresh", "t", "view", "_unsafe_view", "_reshape_alias"}
+FREE |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size"}
+
+
+@dataclass
+class Priced:
+    """The cost of some code.
+
+    Attributes:
+        seconds: The time of its operators, one after another.
+        operators: Their number.
+        flops: The FLOPs of products and convolutions.
+        peak: The most bytes that it held at once in new tensors, its results among them.
+    """
+
+    seconds: float = 0.0
+    operators: int = 0
+    flops: float = 0.0
+    peak: int = 0
+
+    def __add__(self, other: Priced) -> Priced:
+        return Priced(
+            self.seconds + other.seconds,
+            self.operators + other.operators,
+            self.flops + other.flops,
+            max(self.peak, other.peak),
+        )
+
+
+class Pricing(TorchDispatchMode):
+    """Prices every operator in ``priced``.
+
+    Args:
+        hardware: The hardware.
+        precision: ``"tf32"`` for products of float32 by tensor cores, where there is a rate for it.
+    """
+
+    def __init__(self, hardware: Hardware, precision: str = "float32") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._hardware, self._float32 = hardware, precision
+        self.priced = Priced()
+        self._held = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        if name in ("_local_scalar_dense", "is_nonzero", "equal"):
+            return True if name != "_local_scalar_dense" else _one(args[0].dtype)
+        if name in ("nonzero", "_unique2"):  # as many entries as there can be
+            return _all_entries(name, args[0])
+        out = func(*args, **kwargs)
+        given, made = _tensors((args, kwargs)), _tensors(out)
+        if not _computes_nothing(func, name):
+            self._price(func, name, args, kwargs, out)
+        self._hold(given, made)
+        return out
+
+    def _price(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        tensors, results = _tensors((args, kwargs)), _tensors(out)
+        moved = sum(map(_bytes, tensors)) + sum(map(_bytes, results))
+        seconds = moved / self._hardware.bandwidth
+        if name in PRODUCTS:
+            left, right = args[-2:]
+            batch, flops = prod(left.shape[:-2]), 2.0 * prod(left.shape[-2:]) * right.shape[-1]
+            seconds = max(seconds, self._hardware.product(flops, batch, self._dtype(left)))
+            self.priced.flops += batch * flops
+        elif name in FACTORISATIONS:
+            matrix, kind = args[0], FACTORISATIONS[name]
+            side, batch = matrix.shape[-1], prod(matrix.shape[:-2])
+            one = self._hardware.factorisation(kind, side, batch, self._name(matrix))
+            seconds = max(seconds, one)
+        elif func.overloadpacket in flop_registry:
+            flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
+            kind = "convolution" if "convolution" in name else "product"
+            seconds = max(seconds, self._hardware.product(flops, 1, self._dtype(tensors[0]), kind))
+            self.priced.flops += flops
+        # A foreach operator is one launch, or a few, on a GPU, and a loop on a CPU.
+        several = len(results) or len(args[0]) if name.startswith("_foreach") else 1
+        launches = several if self._hardware.device == "cpu" else 1
+        self.priced.seconds += max(launches * self._hardware.launch, seconds)
+        self.priced.operators += 1
+
+    def _dtype(self, tensor: Tensor) -> str:
+        return self._float32 if tensor.dtype == torch.float32 else self._name(tensor)
+
+    @staticmethod
+    def _name(tensor: Tensor) -> str:
+        return str(tensor.dtype).removeprefix("torch.")
+
+    def _hold(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Count the memory of new tensors for as long as they live."""
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if storage._cdata in known:
+                continue
+            known.add(storage._cdata)
+            self._held += storage.nbytes()
+            self.priced.peak = max(self.priced.peak, self._held)
+            weakref.finalize(storage, self._release, storage.nbytes())
+
+    def _release(self, size: int) -> None:
+        self._held -= size
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
+def _all_entries(name: str, tensor: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    count = tensor.numel()
+    if name == "nonzero":
+        return tensor.new_empty((count, tensor.dim()), dtype=torch.long)
+    places = torch.empty_like(tensor, dtype=torch.long)
+    return tensor.new_empty(count), places, tensor.new_empty(count, dtype=torch.long)
+
+
+def _one(dtype: torch.dtype) -> bool | float | int:
+    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@functools.cache
+def _computes_nothing(func: Any, name: str) -> bool:
+    aliases = (result.alias_info for result in func._schema.returns)
+    return name in FREE or any(alias is not None and not alias.is_write for alias in aliases)
+
+
+class Paper:
+    """Tensors with shapes and without numbers, which take the paths of the hardware's device.
+
+    Args:
+        hardware: The hardware.
+
+    Use it as a context: within, `new` makes tensors and `price` runs code on them.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        # Of a GPU's paths all but few are taken on the meta device, which no driver has to serve.
+        self.device = "cpu" if hardware.device == "cpu" else "meta"
+
+    def __enter__(self) -> Paper:
+        if self.device == "cpu":
+            self._fake.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.device == "cpu":
+            self._fake.__exit__(*error)
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a tensor."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def price(self, code: Callable[[], object], *, products: str = "float32") -> Priced:
+        """Return the cost of some code, with products of float32 in another precision."""
+        with Pricing(self._hardware, products) as pricing:
+            made = code()
+        del made
+        priced: Priced = pricing.priced
+        return priced

@@ -1,0 +1,260 @@
+"""The schedule of a step: three streams, the points at which ranks wait for one another, and turns.
+
+A rank computes on one stream, solves in the background on another, and the network is a third.
+Phases follow the engine (`soframe.step.engine`):
+
+- gradients are averaged in buckets while the backward pass runs;
+- statistics travel from the end of their step to the beginning of the next, or to the solve;
+- results of solves, and updates, travel while further ones are computed;
+- every step begins with an agreement, at which all ranks wait for the last.
+
+A time without an end of its own is *exposed* where no rank computes meanwhile, and else overlapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from soframe.planning.costs import Arithmetic
+from soframe.planning.hardware import Hardware
+from soframe.strategies.plan import Message
+
+BUCKET = 25e6
+"""Bytes of a bucket of DistributedDataParallel."""
+
+FORWARD = 1 / 3
+"""The forward pass's part of both passes: the backward pass has twice its products."""
+
+Messages = Sequence[tuple[str, Sequence[Message]]]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The ranks of one part.
+
+    Attributes:
+        count: Their number.
+        arithmetic: Their seconds of arithmetic.
+        messages: The collectives of a step by phase: of each kind of step, see `KINDS`.
+    """
+
+    count: int
+    arithmetic: Arithmetic
+    messages: Mapping[str, Messages]
+
+
+KINDS = ("plain", "statistics", "solve")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a step.
+
+    Attributes:
+        mean: The mean over an interval of solves.
+        longest: The longest step.
+        phases: The mean of each phase, of the rank that the others wait for.
+        exposed: The part of the mean in which only the network works, by phase.
+        overlapped: The seconds of the network in a mean step that are hidden behind arithmetic.
+        imbalance: The longest solve of a rank over the mean of all ranks.
+    """
+
+    mean: float
+    longest: float
+    phases: Mapping[str, float]
+    exposed: Mapping[str, float]
+    overlapped: float
+    imbalance: float
+
+
+Amounts = dict[str, float]
+"""Seconds of a step: ``"total"``, ``"travelled"``, ``"busy <phase>"`` and ``"exposed <phase>"``."""
+
+
+class _Clock:
+    """The time of all ranks and of the network, from step to step."""
+
+    def __init__(self) -> None:
+        self.now = self.network = self.arrival = self.solved = 0.0
+        self.spent: Amounts = {}
+
+    def compute(self, phase: str, seconds: float) -> None:
+        self._spend(f"busy {phase}", seconds)
+        self.now += seconds
+
+    def send(self, seconds: float, since: float, last: float = 0.0) -> float:
+        """Start messages, the first since some time and the last of them now; return their end."""
+        self._spend("travelled", seconds)
+        self.network = max(max(self.network, since) + seconds, self.now + last)
+        return self.network
+
+    def wait(self, phase: str, until: float) -> None:
+        self._spend(f"exposed {phase}", max(0.0, until - self.now))
+        self.now = max(self.now, until)
+
+    def _spend(self, name: str, seconds: float) -> None:
+        self.spent[name] = self.spent.get(name, 0.0) + seconds
+
+
+class Schedule:
+    """The steps of one placement.
+
+    Args:
+        hardware: The hardware.
+        parts: The ranks, by part; rare parts with little work may be left out.
+        ranks: The number of ranks.
+        passes: Seconds of a forward and backward pass.
+        gradients: Bytes of gradients that DistributedDataParallel averages; 0 if soframe does.
+        optimizer: Seconds of the optimizer's step.
+        background: The steps for which solves run on a stream of their own; 0 for none.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        parts: Sequence[Rank],
+        *,
+        ranks: int,
+        passes: float,
+        gradients: int,
+        optimizer: float,
+        background: int = 0,
+    ) -> None:
+        self._hardware, self._parts = hardware, parts
+        self._passes, self._optimizer, self._background = passes, optimizer, background
+        everyone = range(ranks)
+        buckets = -(-gradients // BUCKET)
+        size = gradients / buckets if buckets else 0.0
+        self._bucket = hardware.collective("all_reduce", size, everyone) if buckets else 0.0
+        self._average = buckets * self._bucket
+        self._slowest = {
+            field.name: max(getattr(rank.arithmetic, field.name) for rank in parts)
+            for field in fields(Arithmetic)
+        }
+        self._network = {
+            kind: self._durations([rank.messages[kind] for rank in parts]) for kind in KINDS
+        }
+
+    def _durations(self, of_ranks: Sequence[Messages]) -> dict[str, tuple[float, float]]:
+        """Return the seconds of each phase's messages on the busiest rank, and of one of them."""
+        found: dict[str, tuple[float, float]] = {}
+        for messages in of_ranks:
+            own: dict[str, tuple[float, float]] = {}
+            for phase, some in messages:
+                for (operation, group, *_), size in some:
+                    seconds = self._hardware.collective(operation, size, group)
+                    total, longest = own.get(phase, (0.0, 0.0))
+                    own[phase] = total + seconds, max(longest, seconds)
+            for phase, (total, longest) in own.items():
+                before = found.get(phase, (0.0, 0.0))
+                found[phase] = max(total, before[0]), max(longest, before[1])
+        return found
+
+    def timing(self, statistics_every: int, solve_every: int, turns: int = 1) -> Timing:
+        """Return the time of a step.
+
+        Args:
+            statistics_every: The interval of statistics steps.
+            solve_every: The interval of solves.
+            turns: The steps over which the solves of an interval are spread.
+
+        Returns:
+            The timing.
+        """
+        usual = "statistics" if statistics_every == 1 else "plain"
+        [base] = self._steps([usual, usual, usual])[2:]
+        after = max(1, self._background)
+
+        def extra(kind: str) -> tuple[Amounts, float]:
+            """Return what a step and its consequences add to usual steps, and its own length."""
+            steps = self._steps([usual, usual, kind, *[usual] * after])[2:]
+            added = {n: sum(s.get(n, 0.0) for s in steps) for n in {n for s in steps for n in s}}
+            longest = max(step["total"] for step in steps)
+            return {n: v - (1 + after) * base.get(n, 0.0) for n, v in added.items()}, longest
+
+        solving, longest = extra("solve")
+        gathering, long = extra("statistics") if usual == "plain" else ({}, 0.0)
+        rarely = max(0.0, 1 / statistics_every - 1 / solve_every)
+        mean = {
+            name: base.get(name, 0.0)
+            + solving.get(name, 0.0) / solve_every
+            + gathering.get(name, 0.0) * rarely
+            for name in {**base, **solving, **gathering}
+        }
+        exposed = _of(mean, "exposed ")
+        solves = [(rank.count, rank.arithmetic.solve) for rank in self._parts]
+        total = sum(count * seconds for count, seconds in solves)
+        ranks = sum(count for count, _ in solves)
+        return Timing(
+            mean=mean["total"],
+            longest=max(base["total"] + (longest - base["total"]) / turns, long),
+            phases=_of(mean, "busy "),
+            exposed=exposed,
+            overlapped=max(0.0, mean.get("travelled", 0.0) - sum(exposed.values())),
+            imbalance=max(seconds for _, seconds in solves) * ranks / total if total else 1.0,
+        )
+
+    def _steps(self, kinds: Sequence[str]) -> list[Amounts]:
+        """Return the times of successive steps; a solve in the background lands in a later one."""
+        clock, found, lands = _Clock(), list[Amounts](), -1
+        for number, kind in enumerate(kinds):
+            clock.spent, start = {}, clock.now
+            if kind == "solve" and self._background:
+                lands = number + self._background
+            self._step(clock, kind, landing=number == lands)
+            found.append({**clock.spent, "total": clock.now - start})
+        return found
+
+    def _step(self, clock: _Clock, kind: str, *, landing: bool) -> None:
+        slowest, network = self._slowest, self._network[kind]
+        clock.compute("forward", FORWARD * self._passes)
+        backward = clock.now
+        clock.compute("backward", (1 - FORWARD) * self._passes)
+        if kind != "plain":
+            clock.compute("statistics", slowest["statistics"])
+        if self._average:
+            clock.wait("average", clock.send(self._average, backward, self._bucket))
+        # Sums of an earlier step.
+        clock.wait("reduce", clock.arrival)
+        self._exchange(clock, "agree", network)
+        if kind != "plain":
+            clock.compute("reduce", slowest["average"])
+            seconds, _ = network.get("reduce", (0.0, 0.0))
+            clock.arrival = clock.send(seconds, clock.now) if seconds else clock.now
+        self._exchange(clock, "gradients", network)
+        clock.compute("write", slowest["write"])
+        clock.compute("observe", slowest["observe"])
+        begins = kind == "solve" and self._background
+        if begins:
+            clock.wait("reduce", clock.arrival)
+            clock.compute("solve", self._hardware.beside * slowest["solve"])
+            clock.solved = clock.now + slowest["solve"]
+        if landing:
+            clock.wait("solve", clock.solved)
+            self._exchange(clock, "share", self._network["solve"])
+        elif kind == "solve" and not begins:
+            clock.wait("reduce", clock.arrival)
+            start = clock.now
+            clock.compute("solve", slowest["solve"])
+            self._exchange(clock, "share", network, since=start)
+        start = clock.now
+        clock.compute("direct", slowest["direct"])
+        self._exchange(clock, "exchange", network, since=start)
+        clock.compute("optimizer", self._optimizer)
+
+    def _exchange(
+        self,
+        clock: _Clock,
+        phase: str,
+        network: Mapping[str, tuple[float, float]],
+        since: float | None = None,
+    ) -> None:
+        """Send a phase's messages and wait: while arithmetic makes them, if it began before."""
+        seconds, last = network.get(phase, (0.0, 0.0))
+        if seconds:
+            clock.wait(phase, clock.send(seconds, clock.now if since is None else since, last))
+
+
+def _of(amounts: Amounts, prefix: str) -> dict[str, float]:
+    return {n.removeprefix(prefix): v for n, v in amounts.items() if n.startswith(prefix)}

@@ -1,0 +1,183 @@
+"""The task of a plan: a model's blocks and calls, from its modules and the shapes of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import soframe
+from soframe.blocks.block import Block
+from soframe.blocks.registration import unwrap
+from soframe.comm.recording import Recording
+from soframe.layers.base import LayerHelper
+from soframe.strategies.work import BlockWork
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """One call of a layer: the shapes and dtypes of its tensor arguments and of its output.
+
+    Attributes:
+        helper: The helper of the module.
+        inputs: Meta tensors; layers that read one tensor have the same.
+        output: A meta tensor.
+    """
+
+    helper: LayerHelper
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model with the settings under which it is preconditioned, without numbers.
+
+    Attributes:
+        model: The model.
+        inputs: The arguments of its forward pass, on the meta device; None if unknown.
+        blocks: Its blocks.
+        work: Their work, for strategies.
+        calls: The calls of layers in a forward pass.
+        activations: Bytes that the forward pass keeps for the backward pass.
+        parameters: The model's trainable parameters.
+    """
+
+    model: nn.Module
+    inputs: tuple[Any, ...] | None
+    blocks: Sequence[Block]
+    work: tuple[BlockWork, ...]
+    parameters: tuple[nn.Parameter, ...]
+    calls: Sequence[LayerShapes] = field(default_factory=list)
+    activations: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Sequence[Any] | None = None, **settings: Any) -> Task:
+        """Register a model as a preconditioner would, and run it once without numbers.
+
+        Args:
+            model: The model, on any device; it does not change.
+            inputs: The arguments of its forward pass, of which shapes and dtypes are read; None to
+                leave passes and statistics of calls without a price.
+            settings: Settings of `soframe.Preconditioner`.
+
+        Returns:
+            The task.
+        """
+        model = unwrap(model)
+        paper = soframe.Distribution(backend=Recording())
+        own = OnPaper(model, distribution=paper, kl_clip=None, **settings)
+        blocks, work = own.blocks, own.placement.work
+        own.close()
+        trained = tuple(p for p in model.parameters() if p.requires_grad)
+        if inputs is None:
+            return cls(model, None, blocks, work, trained)
+        given = tuple(tree_map(_meta, tuple(inputs)))
+        calls, activations = _calls(model, given, blocks)
+        return cls(model, given, blocks, work, trained, calls, activations)
+
+    def run(self, new: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+        """Return a forward and backward pass, on tensors that ``new`` makes from those here."""
+        assert self.inputs is not None
+        inputs = tree_map(lambda x: new(x) if isinstance(x, Tensor) else x, self.inputs)
+        tensors = _tensors_of(self.model, new)
+
+        def passes() -> None:
+            with torch.enable_grad(), _Attention():
+                _sum(torch.func.functional_call(self.model, tensors, inputs)).backward()
+
+        return passes
+
+
+class OnPaper(soframe.Preconditioner):
+    """A preconditioner that leaves another one's hooks on the model, and gives its blocks."""
+
+    _beside = True
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks."""
+        return self._blocks
+
+
+def _calls(
+    model: nn.Module, inputs: tuple[Any, ...], blocks: Sequence[Block]
+) -> tuple[list[LayerShapes], int]:
+    """Run a forward pass on the meta device; return the calls of layers, and the bytes kept."""
+    calls: list[LayerShapes] = []
+    kept: dict[int, int] = {}
+
+    def hook(helper: LayerHelper) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            found = tuple(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            if isinstance(output, Tensor):
+                calls.append(LayerShapes(helper, found, output.detach()))
+
+        return record
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    tensors = _tensors_of(model, _meta)
+    own = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+    helpers = [helper for block in blocks for helper in block.helpers]
+    hooks = [helper.module.register_forward_hook(hook(helper)) for helper in helpers]
+    try:
+        with (
+            torch.enable_grad(),
+            _Attention(),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+        ):
+            torch.func.functional_call(model, tensors, inputs)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return calls, sum(kept.values())
+
+
+class _Attention(TorchFunctionMode):
+    """Runs attention as the fused kernels do, which keep no matrix of scores."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = args[:3]
+        heads = query.shape[-3] // key.shape[-3]
+        if heads > 1:  # grouped queries
+            key, value = (x.repeat_interleave(heads, -3) for x in (key, value))
+        causal = bool(kwargs.get("is_causal", False))
+        fused = torch.ops.aten._scaled_dot_product_flash_attention
+        return fused(query, key, value, 0.0, causal)[0]
+
+
+def _meta(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
+    made = torch.empty_like(tensor, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _tensors_of(model: nn.Module, new: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return parameters and buffers by name; ties are kept."""
+    made: dict[int, Tensor] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: made.setdefault(id(tensor), new(tensor)) for name, tensor in named}
+
+
+def _sum(output: Any) -> Tensor:
+    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return torch.stack([x.sum() for x in found if x.is_floating_point() and x.requires_grad]).sum()
