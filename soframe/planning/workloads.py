@@ -141,6 +141,12 @@ class Layer(nn.Module):
         return out
 
 
+def _tied(head: nn.Linear, table: nn.Embedding) -> nn.Linear:
+    """Return a head with an embedding's weight."""
+    head.register_parameter("weight", table.get_parameter("weight"))
+    return head
+
+
 class GPT(nn.Module):
     """GPT-2 (Radford et al., 2019): ``[batch, length]`` to logits; the head is the embedding's.
 
@@ -155,8 +161,7 @@ class GPT(nn.Module):
         self.tokens, self.positions = nn.Embedding(50257, width), nn.Embedding(1024, width)
         self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 50257, bias=False)
-        self.head.register_parameter("weight", self.tokens.weight)
+        self.head = _tied(nn.Linear(width, 50257, bias=False), self.tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits, ``[batch, length, vocabulary]``."""
@@ -179,8 +184,7 @@ class BERT(nn.Module):
         self.segments, self.norm = nn.Embedding(2, width), nn.LayerNorm(width)
         self.layers = nn.Sequential(*(Layer(width, 16, causal=False) for _ in range(24)))
         self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
-        self.head = nn.Linear(width, vocabulary)
-        self.head.register_parameter("weight", self.tokens.weight)
+        self.head = _tied(nn.Linear(width, vocabulary), self.tokens)
         self.follows = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
 
     def forward(self, tokens: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
