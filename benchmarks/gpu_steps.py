@@ -61,7 +61,8 @@ from benchmarks.timing import (
 )
 from experiments.display import aligned
 from experiments.libraries import import_kfac_pytorch
-from experiments.models import GPT, Residual, Sizes, convolution, next_token_loss
+from experiments.models import GPT, Sizes, next_token_loss
+from soframe.planning.workloads import Residual, convolution
 
 SOLVE_EVERY = 10  # steps of GPT-2
 MEGABYTE = 2**20

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 import soframe
 from benchmarks.fake_gpu.counting import COUNTS, FAKE, fake, phase
 from experiments.display import aligned
-from experiments.models import GPT, Sizes, next_token_loss, resnet50
+from experiments.models import GPT, Sizes, next_token_loss
+from soframe.planning.workloads import resnet
 from soframe.tracing.phases import Phases
 
 LR = 1e-5
@@ -67,7 +68,7 @@ def gpt2_loss() -> tuple[nn.Module, Loss]:
 def resnet50_loss() -> tuple[nn.Module, Loss]:
     """Return ResNet-50 and its loss."""
     with FAKE:
-        model = counting.moved(resnet50())
+        model = counting.moved(resnet())
     images, labels = fake((64, 3, 224, 224)), fake((64,), torch.long)
     return model, lambda: F.cross_entropy(model(images), labels)
 

@@ -19,6 +19,7 @@ from benchmarks.peers import OPTIMIZERS, Interval
 from experiments import models
 from experiments.display import aligned
 from experiments.libraries import import_kfac_pytorch
+from soframe.planning.workloads import resnet
 
 STEP_KINDS = ("precondition", "statistics", "solve")
 INTERVALS = ((1, 10), (10, 100))
@@ -96,7 +97,7 @@ NETWORKS = {
         "ResNet-18, 128 x 32 x 32", models.resnet18, lambda: images(128, 32, 10), images=True
     ),
     "resnet50": Network(
-        "ResNet-50, 4 x 224 x 224", models.resnet50, lambda: images(4, 224, 1000), images=True
+        "ResNet-50, 4 x 224 x 224", resnet, lambda: images(4, 224, 1000), images=True
     ),
     "gpt": gpt(256, 4, 16),
     "bert-large-layer": Network(

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.data import single_precision
+from soframe.planning import workloads
+from soframe.planning.workloads import Residual, convolution
 
 AUTOENCODER_WIDTHS = (64, 256, 128, 64, 16)
 CURVES_WIDTHS = (256, 128, 64, 32, 6)
@@ -91,39 +93,6 @@ class Scaled(nn.Module):
         return scaled.contiguous(memory_format=torch.channels_last)
 
 
-class Residual(nn.Module):
-    """Convolutions with batch norm, and a shortcut around them.
-
-    Args:
-        channels: Channels of the input.
-        layers: For each convolution its output channels, kernel size and stride.
-    """
-
-    def __init__(self, channels: int, layers: list[tuple[int, int, int]]) -> None:
-        super().__init__()
-        convolutions, into = [], channels
-        for out, kernel, stride in layers:
-            convolutions.append(convolution(into, out, kernel, stride))
-            into = out
-        self.convolutions = nn.ModuleList(convolutions)
-        stride = max(stride for _, _, stride in layers)
-        plain = into == channels and stride == 1
-        self.shortcut = nn.Identity() if plain else convolution(channels, into, 1, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = x
-        for index, layer in enumerate(self.convolutions):
-            out = layer(out if index == 0 else out.relu())
-        result: Tensor = F.relu(out + self.shortcut(x))
-        return result
-
-
-def convolution(channels: int, out: int, kernel: int, stride: int) -> nn.Sequential:
-    """Return a convolution, padded by half of its odd kernel, and its batch norm."""
-    conv = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(out))
-
-
 def _resnet_of_32(widths: Sequence[int], blocks: int) -> nn.Sequential:
     layers: list[nn.Module] = [convolution(3, widths[0], 3, 1), nn.ReLU()]
     channels = widths[0]
@@ -142,19 +111,6 @@ def resnet20() -> nn.Sequential:
 def resnet18() -> nn.Sequential:
     """Return ResNet-18 as it is used for images of 32 x 32, nothing pooled: 11.2 million."""
     return _resnet_of_32((64, 128, 256, 512), 2)
-
-
-def resnet50() -> nn.Sequential:
-    """Return ResNet-50 for images of 224 x 224 (He et al., 2016): 25.6 million parameters."""
-    layers = [convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
-    channels = 64
-    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for index in range(count):
-            stride = 2 if index == 0 and width > 64 else 1
-            sizes = [(width, 1, 1), (width, 3, stride), (4 * width, 1, 1)]
-            layers.append(Residual(channels, sizes))
-            channels = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
 
 
 def resnet20_of_bytes(seed: int, dtype: torch.dtype) -> nn.Sequential:
@@ -187,24 +143,20 @@ BYTE_SIZES = Sizes(vocabulary=BYTES, context=128, width=128, layers=4, heads=4)
 
 
 class Layer(nn.Module):
-    """Causal attention and a perceptron of four times the width, each behind a layer norm.
+    """GPT-2's layer with common operations alone, so that any derivative of it is one of them.
+
+    Queries, keys and values share a matrix, and attention is written out.
 
     Args:
         sizes: Sizes of the model.
-        fused: Whether queries, keys and values have a matrix each, and attention one kernel, as on
-            a GPU; else they share a matrix, and attention is written out, so that any derivative
-            of it is one of common operations.
     """
 
-    def __init__(self, sizes: Sizes, *, fused: bool) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         width = sizes.width
-        self.heads, self.fused = sizes.heads, fused
+        self.heads = sizes.heads
         self.norm_attention = nn.LayerNorm(width)
-        if fused:
-            self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        else:
-            self.qkv = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.norm_mlp = nn.LayerNorm(width)
         self.widen = nn.Linear(width, 4 * width)
@@ -212,22 +164,14 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        normed = self.norm_attention(x)
-        if self.fused:
-            parts = (self.query(normed), self.key(normed), self.value(normed))
-        else:
-            parts = self.qkv(normed).chunk(3, dim=-1)
+        parts = self.qkv(self.norm_attention(x)).chunk(3, dim=-1)
         shape = (batch, length, self.heads, width // self.heads)
         q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
-        if self.fused:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(shape[-1])
-            later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-            mixed = scores.masked_fill(later, -math.inf).softmax(dim=-1) @ v
+        scores = q @ k.transpose(-2, -1) / math.sqrt(shape[-1])
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        mixed = scores.masked_fill(later, -math.inf).softmax(dim=-1) @ v
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        form = "tanh" if self.fused else "none"
-        out: Tensor = x + self.narrow(F.gelu(self.widen(self.norm_mlp(x)), approximate=form))
+        out: Tensor = x + self.narrow(F.gelu(self.widen(self.norm_mlp(x))))
         return out
 
 
@@ -239,8 +183,9 @@ class GPT(nn.Module):
 
     Args:
         sizes: Sizes of the model.
-        fused: Whether it is made for a GPU: see `Layer`; the head is then the embedding's
-            transpose and has no bias, and the logits are of single precision.
+        fused: Whether it is made for a GPU: its layers are `soframe.planning.workloads.Layer`, the
+            head is the embedding's transpose and has no bias, and the logits are of single
+            precision. Else its layers are `Layer`.
         seed: Seed of the initial weights.
     """
 
@@ -249,7 +194,11 @@ class GPT(nn.Module):
         self.fused = fused
         self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
         self.positions = nn.Embedding(sizes.context, sizes.width)
-        self.layers = nn.Sequential(*(Layer(sizes, fused=fused) for _ in range(sizes.layers)))
+        layers = (
+            workloads.Layer(sizes.width, sizes.heads) if fused else Layer(sizes)
+            for _ in range(sizes.layers)
+        )
+        self.layers = nn.Sequential(*layers)
         self.norm = nn.LayerNorm(sizes.width)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=not fused)
         if fused:
@@ -283,66 +232,15 @@ def byte_gpt(seed: int = 0, dtype: torch.dtype = torch.float32) -> GPT:
         return GPT(seed=seed).to(dtype)
 
 
-class Gated(nn.Module):
-    """A Llama's layer: grouped-query attention with rotated positions, and a gated perceptron.
-
-    Args:
-        width: Width of the stream.
-        heads: Heads of the queries.
-        shared: Heads of keys and values; each serves ``heads / shared`` queries.
-        hidden: Width of the perceptron.
-    """
-
-    def __init__(self, width: int, heads: int, shared: int, hidden: int) -> None:
-        super().__init__()
-        self.heads, self.shared, self.size = heads, shared, width // heads
-        self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, shared * self.size, bias=False)
-        self.value = nn.Linear(width, shared * self.size, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        normed = self.norm_attention(x)
-        q, k, v = (
-            part(normed).view(batch, length, -1, self.size).transpose(1, 2)
-            for part in (self.query, self.key, self.value)
-        )
-        k, v = (part.repeat_interleave(self.heads // self.shared, 1) for part in (_rotated(k), v))
-        mixed = F.scaled_dot_product_attention(_rotated(q), k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        normed = self.norm_mlp(x)
-        out: Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-        return out
-
-
-def _rotated(x: Tensor) -> Tensor:
-    """Rotate pairs of features by their position (Su et al., 2021); ``[..., length, features]``."""
-    length, half = x.shape[-2], x.shape[-1] // 2
-    rates = 10_000.0 ** -(torch.arange(half, dtype=x.dtype, device=x.device) / half)
-    angles = torch.arange(length, dtype=x.dtype, device=x.device)[:, None] * rates
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-class Llama(nn.Module):
+class Llama(workloads.Llama):
     """A small Llama over bytes (Touvron et al., 2023): `(batch, length)` to logits, as `GPT`."""
 
     def __init__(self, seed: int, width: int = 96, layers: int = 6, hidden: int = 256) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(BYTES, width)
-        self.layers = nn.Sequential(*(Gated(width, 6, 2, hidden) for _ in range(layers)))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, BYTES, bias=False)
+        super().__init__(BYTES, layers, width, 6, 2, hidden)
         _normal(self, seed)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.layers(self.tokens(tokens))))
-        return logits.transpose(1, 2)
+        return super().forward(tokens).transpose(1, 2)
 
 
 class ViT(nn.Module):
