@@ -218,16 +218,16 @@ class Placement:
         def how(pair: tuple[BlockWork, BlockPlacement]) -> tuple[object, ...]:
             work, block = pair
             # Blocks of other ranks, in the same numbers, share a line.
-            return (work.shape, work.factors, len(block.gradient_workers), _told(pair, told)[-1:])
+            how = (len(block.gradient_workers), block.deferred, block.packed, block.wire)
+            return (work.shape, work.factors, *how)
 
         rows = []
         for name, own in alike(self.pairs, lambda pair: pair[0].name, how):
             cells = [_told(pair, told) for pair in own]
             same = [len(set(column)) == 1 for column in zip(*cells, strict=True)]
-            each = _each_of(own) if not all(same) else cells[0]
-            rows.append(
-                (name, *(c if s else e for c, s, e in zip(cells[0], same, each, strict=True)))
-            )
+            each = _each_of(own)[: len(same)]
+            row = (c if s else e for c, s, e in zip(cells[0], same, each, strict=True))
+            rows.append((name, *row))
         return "\n".join([title, format_table(header, rows), *(f"note: {n}" for n in self.notes)])
 
 
@@ -259,7 +259,13 @@ def _each_of(pairs: Sequence[tuple[BlockWork, BlockPlacement]]) -> tuple[str, ..
     workers = _ranks(sorted({rank for _, own in pairs for rank in own.gradient_workers}))
     number = len(_receivers(block.gradient_workers[0], block))
     ways = f"{len(block.gradient_workers)} of {workers}", f"each to {number}"
-    return ("x".join(map(str, work.shape)), " ".join(owners), *ways, _statistics(work, block))
+    factors = range(len(work.factors))
+    both = [
+        {rank for _, own in pairs for index in factors for rank in ranks(own, index)}
+        for ranks in (BlockPlacement.contributing, BlockPlacement.holding)
+    ]
+    statistics = "=>".join(_ranks(sorted(ranks)) for ranks in both)
+    return ("x".join(map(str, work.shape)), " ".join(owners), *ways, statistics)
 
 
 Checks = Iterator[tuple[bool, str]]
