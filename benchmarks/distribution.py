@@ -17,8 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from torch import nn
+
 from soframe.layers import BlockShape
 from soframe.methods import KFAC
+from soframe.planning.workloads import WORKLOADS
 from soframe.solvers import Eigen
 from soframe.strategies import (
     BlockWork,
@@ -55,30 +58,17 @@ def block(name: str, out: int, into: int) -> BlockWork:
     return BlockWork(name, shape, factors, second_order)
 
 
-def resnet50() -> list[BlockWork]:
-    """53 convolutions without bias, and the last layer with one."""
-    layers = [(64, 3 * 7 * 7)]
-    channels = 64
-    for width, number in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for index in range(number):
-            layers += [(width, channels), (width, width * 9), (4 * width, width)]
-            if index == 0:
-                layers.append((4 * width, channels))
-            channels = 4 * width
-    return [block(f"layer{i}", *shape) for i, shape in enumerate([*layers, (1000, channels + 1)])]
-
-
-def bert_large() -> list[BlockWork]:
-    """The 144 linear layers of the encoder, with their biases."""
-    shapes = [(1024, 1024 + 1)] * 4 + [(4096, 1024 + 1), (1024, 4096 + 1)]
+def blocks(workload: str, within: str = "") -> list[BlockWork]:
+    """The linear and convolutional layers of a workload whose names begin so."""
+    layers = WORKLOADS[workload].model().named_modules()
     return [
-        block(f"{i}.{name}", *shape)
-        for i in range(24)
-        for name, shape in zip(("q", "k", "v", "o", "up", "down"), shapes, strict=True)
+        block(name, len(layer.weight), layer.weight[0].numel() + (layer.bias is not None))
+        for name, layer in layers
+        if isinstance(layer, nn.Linear | nn.Conv2d) and name.startswith(within)
     ]
 
 
-MODELS: dict[str, list[BlockWork]] = {"BERT-Large": bert_large(), "ResNet-50": resnet50()}
+MODELS = {"BERT-Large": blocks("bert-large", "layers."), "ResNet-50": blocks("resnet50")}
 
 
 @dataclass(frozen=True)
