@@ -28,6 +28,7 @@ from soframe.layers import LayerHelper
 from soframe.losses import Loss
 from soframe.methods import Method
 from soframe.optimizer import Optimizer
+from soframe.planning.auto import Auto
 from soframe.preconditioner import Preconditioner
 from soframe.registry import Registry, available, register
 from soframe.settings import Clips, Curvature, Distribution
@@ -60,6 +61,7 @@ else:
 
 
 __all__ = [
+    "Auto",
     "Backend",
     "Clips",
     "Curvature",

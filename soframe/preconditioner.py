@@ -464,7 +464,7 @@ class Preconditioner(Stateful):
             type(self.home),  # the instance may differ by rank
             self.backend.fused,
         )
-        registration, placement = building.build(
+        registration, placement, self._strategy = building.build(
             self._model,
             choices=self._choices,
             rates=self._lrs,

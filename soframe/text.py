@@ -34,6 +34,20 @@ def alike(
     ]
 
 
+def parse_bytes(text: int | str) -> int:
+    """Return a number of bytes, such as ``"2GiB"``, ``"500 MB"`` or a plain number.
+
+    Raises:
+        ValueError: If it is not positive, or the unit is not known.
+    """
+    found = re.fullmatch(r"\s*([\d.]+)\s*([kKMGT]?)(i?)B?\s*", str(text))
+    number = float(found[1]) if found and found[1].count(".") < 2 else 0.0
+    if found is None or number <= 0:
+        raise ValueError(f"{text!r} is no number of bytes, such as 2000000000, '2GB' or '1.5GiB'")
+    base = 1024 if found[3] else 1000
+    return int(number * base ** " KMGT".index(found[2].upper() or " "))
+
+
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return left-aligned columns under a header and a rule.
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import soframe
 from soframe.comm.recording import Recording
+from soframe.planning.task import OnPaper
 
 
 class InspectionError(ValueError):
@@ -65,12 +66,6 @@ def _import(name: str) -> Any:
         ) from error
 
 
-class _Plan(soframe.Preconditioner):
-    """A preconditioner that leaves another one's hooks on the model."""
-
-    _beside = True
-
-
 def inspect(
     model: nn.Module,
     *,
@@ -85,7 +80,7 @@ def inspect(
     if world_size < 1:
         raise InspectionError(f"the world size must be at least 1, not {world_size}")
     try:
-        preconditioner = _Plan(
+        preconditioner = OnPaper(
             model,
             method=method,
             solver=solver,

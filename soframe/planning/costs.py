@@ -127,9 +127,9 @@ class Costs:
 
     @cached_property
     def passes(self) -> Priced:
-        """A forward and backward pass; zero without inputs."""
+        """A forward and backward pass."""
         if self._task.inputs is None:
-            return Priced()
+            return Priced(self._task.seconds)
         with self._paper:
             run = self._task.run(self._like)
             return self._paper.price(run, products="bfloat16" if self._amp else self._fast)
@@ -185,10 +185,14 @@ class Costs:
         block = self._task.blocks[stack[0]]
         shape = _times(block.factors[factor].shape, blocks)
         solver = next(solver for index, _, solver in block.solved_here if index == factor)
+        specs = block.tensors[block.factors[factor].name]
 
         def run() -> object:
-            matrix = self._paper.new(shape, block.dtype)
-            return solver.solve(matrix, self._paper.new(shape[:1], block.dtype))
+            matrix, damping = (self._paper.new(s, block.dtype) for s in (shape, shape[:1]))
+            if not solver.continues:
+                return solver.solve(matrix, damping)
+            last = {n: self._paper.new(_times(s.shape, blocks)) for n, s in specs.items()}
+            return solver.solve_again(matrix, damping, last)
 
         return self._once(("solve", solver, shape, block.dtype), run, "float32")
 

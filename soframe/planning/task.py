@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-import soframe
 from soframe.blocks.block import Block
 from soframe.blocks.registration import unwrap
 from soframe.comm.recording import Recording
 from soframe.layers.base import LayerHelper
+from soframe.preconditioner import Preconditioner
+from soframe.settings import Distribution
 from soframe.strategies.work import BlockWork
 
 
@@ -39,20 +40,22 @@ class Task:
     """A model with the settings under which it is preconditioned, without numbers.
 
     Attributes:
-        model: The model.
-        inputs: The arguments of its forward pass, on the meta device; None if unknown.
         blocks: Its blocks.
         work: Their work, for strategies.
+        parameters: The model's trainable parameters.
+        seconds: The time of both passes, where inputs are unknown.
+        model: The model; None if it is not run.
+        inputs: The arguments of its forward pass, on the meta device; None if unknown.
         calls: The calls of layers in a forward pass.
         activations: Bytes that the forward pass keeps for the backward pass.
-        parameters: The model's trainable parameters.
     """
 
-    model: nn.Module
-    inputs: tuple[Any, ...] | None
     blocks: Sequence[Block]
-    work: tuple[BlockWork, ...]
-    parameters: tuple[nn.Parameter, ...]
+    work: Sequence[BlockWork]
+    parameters: Sequence[nn.Parameter]
+    seconds: float = 0.0
+    model: nn.Module | None = None
+    inputs: tuple[Any, ...] | None = None
     calls: Sequence[LayerShapes] = field(default_factory=list)
     activations: int = 0
 
@@ -70,31 +73,42 @@ class Task:
             The task.
         """
         model = unwrap(model)
-        paper = soframe.Distribution(backend=Recording())
+        paper = Distribution(backend=Recording())
         own = OnPaper(model, distribution=paper, kl_clip=None, **settings)
         blocks, work = own.blocks, own.placement.work
         own.close()
         trained = tuple(p for p in model.parameters() if p.requires_grad)
         if inputs is None:
-            return cls(model, None, blocks, work, trained)
+            return cls(blocks, work, trained)
         given = tuple(tree_map(_meta, tuple(inputs)))
         calls, activations = _calls(model, given, blocks)
-        return cls(model, given, blocks, work, trained, calls, activations)
+        return cls(
+            blocks,
+            work,
+            trained,
+            model=model,
+            inputs=given,
+            calls=calls,
+            activations=activations,
+        )
 
     def run(self, new: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         """Return a forward and backward pass, on tensors that ``new`` makes from those here."""
-        assert self.inputs is not None
-        inputs = tree_map(lambda x: new(x) if isinstance(x, Tensor) else x, self.inputs)
-        tensors = _tensors_of(self.model, new)
+        assert self.model is not None
+        model, inputs = (
+            self.model,
+            tree_map(lambda x: new(x) if isinstance(x, Tensor) else x, self.inputs),
+        )
+        tensors = _tensors_of(model, new)
 
         def passes() -> None:
             with torch.enable_grad(), _Attention():
-                _sum(torch.func.functional_call(self.model, tensors, inputs)).backward()
+                _sum(torch.func.functional_call(model, tensors, inputs)).backward()
 
         return passes
 
 
-class OnPaper(soframe.Preconditioner):
+class OnPaper(Preconditioner):
     """A preconditioner that leaves another one's hooks on the model, and gives its blocks."""
 
     _beside = True

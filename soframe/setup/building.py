@@ -35,8 +35,11 @@ from soframe.step import gradients as averaging
 from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
-from soframe.strategies.base import Strategy
+from soframe.strategies.base import Circumstances, Strategy
 from soframe.strategies.placement import Placement, complete
+
+LATE = 10**6
+"""A step at which schedules of intervals have come to rest."""
 
 
 def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
@@ -186,28 +189,60 @@ def build(
     gradients: str,
     stages: Stages,
     beside: bool = False,
-) -> tuple[Registration, Placement]:
-    """Register a model, place its blocks and hook its modules, once all ranks have agreed."""
+) -> tuple[Registration, Placement, Strategy]:
+    """Register a model, place its blocks and hook its modules, once all ranks have agreed.
+
+    Returns:
+        The blocks, their placement and the strategy that placed them.
+    """
     try:
         registration = register(model, choices)
         rates.check(registration.blocks)
         require_averaged(registration.blocks, gradients)
         placement = place(strategy, registration.blocks, backend.world_size)
-        every = refresh.solve_every.value
-        combinations.check_blocks(registration.blocks, placement, solve_every=every)
-        sharding.require_together(model, registration.blocks, placement, draws=choices.draws)
+        _check_placed(model, registration.blocks, placement, refresh, choices)
         stages.require_served(model, registration.blocks)
     except Exception as error:  # of any kind: the other ranks wait in `compare_ranks`
         say_failed(backend, error)
         raise
     settings_of_rank = describe_settings(registration.blocks, *settings, background, refresh)
     compare_ranks(backend, placement, settings_of_rank)
+    settled = strategy.settled(
+        Circumstances(
+            blocks=registration.blocks,
+            work=placement.work,
+            parameters=[p for p in model.parameters() if p.requires_grad],
+            backend=backend,
+            local=gradients == "local",
+            background=background.delay,
+            stagger=refresh.stagger,
+            statistics_every=refresh.statistics_every.at(LATE),
+            solve_every=refresh.solve_every.at(LATE),
+        )
+    )
+    if settled is not strategy:
+        placement = place(settled, registration.blocks, backend.world_size)
+        _check_placed(model, registration.blocks, placement, refresh, choices)
+        compare_ranks(backend, placement, settings_of_rank)
     if not beside:
         modules = (helper.module for block in registration.blocks for helper in block.helpers)
         take_over(capture, modules)
     # Process groups are created by all ranks together, so only after they agree.
     backend.prepare(placement.groups())
-    return registration, placement
+    return registration, placement, settled
+
+
+def _check_placed(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    placement: Placement,
+    refresh: Refresh,
+    choices: Choices,
+) -> None:
+    """Raise ValueError if a placement does not go with the settings."""
+    every = refresh.solve_every.value
+    combinations.check_blocks(blocks, placement, solve_every=every)
+    sharding.require_together(model, blocks, placement, draws=choices.draws)
 
 
 # Weak on both sides: neither a module nor a capture is kept alive by this table.

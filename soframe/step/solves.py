@@ -582,6 +582,11 @@ class Solves:
         return f"background={'ready' if self._ready else self._steps}"
 
     @property
+    def delay(self) -> int:
+        """The steps from the start of a solve to its use; 1 for ``"ready"``."""
+        return 1 if self._ready else self._steps
+
+    @property
     def on(self) -> bool:
         """Whether solves run in the background."""
         return self._ready or self._steps > 0

@@ -4,9 +4,49 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
 
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockWork
+
+if TYPE_CHECKING:
+    from soframe.blocks.block import Block
+    from soframe.comm.base import Backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """What a strategy may read before it places blocks, see `Strategy.settled`.
+
+    Attributes:
+        blocks: The blocks.
+        work: Their work, in the same order.
+        parameters: The model's trainable parameters.
+        backend: The ranks.
+        local: Whether soframe averages gradients.
+        background: The steps for which solves run in the background; 1 for ``"ready"``.
+        stagger: Whether the solves of an interval are spread over its steps.
+        statistics_every: The interval of statistics, late in training.
+        solve_every: The interval of solves, late in training.
+    """
+
+    blocks: Sequence[Block]
+    work: Sequence[BlockWork]
+    parameters: Sequence[nn.Parameter]
+    backend: Backend
+    local: bool
+    background: int
+    stagger: bool
+    statistics_every: int
+    solve_every: int
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.backend.world_size
 
 
 class Strategy(ABC):
@@ -26,3 +66,19 @@ class Strategy(ABC):
         Returns:
             The placement; equal arguments must give equal placements, on every rank.
         """
+
+    def settled(self, now: Circumstances) -> Strategy:
+        """Return the strategy to use: this one, by default.
+
+        Called once, by all ranks, after they agree on model and settings, which includes this
+        strategy's placement. It may measure, by collectives; the result must be the same on every
+        rank.
+
+        Args:
+            now: The blocks, the ranks and the settings.
+
+        Returns:
+            The strategy that places the blocks from then on.
+        """
+        del now
+        return self

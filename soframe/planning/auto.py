@@ -1,0 +1,129 @@
+"""The strategy ``"auto"``: measures the ranks, plans, and takes the fastest strategy that fits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from soframe.registry import register
+from soframe.strategies.base import Circumstances, Strategy
+from soframe.strategies.kaisa import CommOpt
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import BlockWork
+from soframe.text import parse_bytes
+
+if TYPE_CHECKING:
+    from soframe.planning.hardware import Hardware
+
+log = logging.getLogger("soframe")
+
+RUNNERS_UP = 3  # that the report names
+
+
+@register("strategy", "auto")
+@dataclass(frozen=True)
+class Auto(Strategy):
+    """The fastest strategy within a limit of memory, by a plan on measured hardware.
+
+    Once all ranks agree on the model and the settings, they measure collectives over their group
+    and solves and products of the model's own sizes, each at the same time; average what they
+    measured; and plan. Equal measurements give equal choices. Only strategies with all ranks'
+    statistics are taken, as long as one of them fits: then the choice changes cost alone. Intervals
+    and all other settings stay as they are. `Placement.notes` has the choice and the runners-up.
+
+    Attributes:
+        memory_limit: The bytes that a rank may hold for curvature at any time, as a number or as
+            ``"2GiB"``; None for no limit.
+        hardware: A profile by its name or file, in place of measuring; see `soframe plan`.
+        passes: The seconds of a forward and a backward pass, behind which tensors travel.
+        budget: The seconds of measuring, about.
+
+    Raises:
+        ValueError: If the limit has no unit that is known.
+    """
+
+    memory_limit: int | str | None = None
+    hardware: str | Path | None = None
+    passes: float = 0.0
+    budget: float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        """Place as ``"comm-opt"``, for the comparison of ranks before they measure."""
+        return CommOpt().place(work, ranks)
+
+    def settled(self, now: Circumstances) -> Strategy:
+        """Return the choice; every rank must call.
+
+        Raises:
+            ValueError: If no strategy fits into the limit, or ranks are simulated and there is no
+                profile.
+        """
+        # Imported here: a run with a named strategy needs neither.
+        from soframe.planning.planner import Option, plan, usual
+        from soframe.planning.task import Task
+
+        device = "cuda" if now.blocks[0].device.type == "cuda" else "cpu"
+        work = tuple(replace(one, device=device) for one in now.work)
+        base = Option(
+            CommOpt(),
+            local=now.local,
+            background=now.background,
+            stagger=now.stagger,
+            statistics_every=now.statistics_every,
+            solve_every=now.solve_every,
+        )
+        options = [one for one in usual(work, now.ranks, base) if one.local == now.local]
+        planned = plan(
+            Task(now.blocks, work, now.parameters, seconds=self.passes),
+            ranks=now.ranks,
+            hardware=self._hardware(now),
+            memory_limit=None if self.memory_limit is None else parse_bytes(self.memory_limit),
+            options=options,
+        )
+        chosen, others = planned.chosen, [row for row in planned.fitting if row != planned.chosen]
+        said = "; ".join(
+            f"{row.option} {1e3 * row.timing.mean:.3g} ms, {row.memory['total'] / 1e6:,.1f} MB"
+            for row in (chosen, *others[:RUNNERS_UP])
+        )
+        note = f"chosen by a plan on {planned.hardware.name}, of {len(options)}: {said}"
+        log.info("soframe: %s", note)
+        return _Noted(chosen.option.strategy, note)
+
+    def _hardware(self, now: Circumstances) -> Hardware:
+        from soframe.planning.hardware import Hardware
+        from soframe.planning.measure import measure
+
+        if self.hardware is not None:
+            return Hardware.load(self.hardware)
+        if now.backend.on_paper:
+            raise ValueError(
+                "strategy 'auto' measures its ranks, and these are simulated: give it a profile, "
+                "soframe.planning.Auto(hardware=...)"
+            )
+        sides = sorted({factor.size for work in now.work for factor in work.factors})
+        return measure(
+            now.blocks[0].device,
+            backend=now.backend,
+            sides=sides or None,
+            dtypes=sorted({work.dtype for work in now.work}),
+            budget=self.budget,
+        )
+
+
+@dataclass(frozen=True)
+class _Noted(Strategy):
+    """A strategy whose placements have a further note."""
+
+    inner: Strategy
+    note: str
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        placement = self.inner.place(work, ranks)
+        return replace(placement, notes=(*placement.notes, self.note))
