@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def format_bytes(number: int) -> str:
@@ -11,6 +15,23 @@ def format_bytes(number: int) -> str:
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.3g} {units[0]}"
+
+
+def alike(
+    items: Iterable[T], name: Callable[[T], str], key: Callable[[T], Hashable]
+) -> list[tuple[str, list[T]]]:
+    """Group items that have equal keys, and names that differ in their numbers alone.
+
+    Returns:
+        Each group, in the order of its first item, under a name such as ``"layers.*.out (12)"``.
+    """
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault((re.sub(r"\d+", "*", name(item)), key(item)), []).append(item)
+    return [
+        (name(own[0]) if len(own) == 1 else f"{found[0]} ({len(own)})", own)  # type: ignore[index]
+        for found, own in groups.items()
+    ]
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

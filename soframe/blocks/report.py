@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from soframe.text import format_bytes, format_table
+from soframe.text import alike, format_bytes, format_table
 
 FROZEN = "frozen"
 """Why a parameter that needs no gradient has no block."""
@@ -35,7 +35,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Report:
-    """Every parameter of a model; iterate for the rows, print for a table.
+    """Every parameter of a model; iterate for the rows, print for a table of those that differ.
 
     Attributes:
         rows: The parameters.
@@ -54,16 +54,13 @@ class Report:
         return len(self.rows)
 
     def __str__(self) -> str:
-        cells = [
-            (
-                row.parameter,
-                "x".join(map(str, row.shape)) or "scalar",
-                row.block if row.block is not None else "-",
-                row.method,
-                row.reason or row.note,
-            )
-            for row in self.rows
-        ]
+        def told(row: ReportRow) -> tuple[str, ...]:
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            return (shape, row.method, row.reason or row.note)
+
+        # Layers that are alike share a line.
+        groups = alike(self.rows, lambda row: row.parameter, told)
+        cells = [(name, told(own[0])[0], _block(own), *told(own[0])[1:]) for name, own in groups]
         title = "\n".join(filter(None, (self.solver, self._covered)))
         if self.memory:
             kinds = {kind: number for kind, number in self.memory.items() if number}
@@ -99,6 +96,11 @@ class Report:
             for row in self.rows
         )
         return replace(self, rows=tuple(rows))
+
+
+def _block(rows: Sequence[ReportRow]) -> str:
+    blocks = {row.block for row in rows if row.block is not None}
+    return next(iter(blocks), "-") if len(blocks) < 2 else f"{len(blocks)} blocks"
 
 
 def warn_of_lost_blocks(before: Report, after: Report, stacklevel: int) -> None:

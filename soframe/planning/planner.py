@@ -13,7 +13,7 @@ from typing import Any
 
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
-from soframe.planning.schedule import KINDS, Rank, Schedule, Timing
+from soframe.planning.schedule import KINDS, Messages, Rank, Schedule, Timing
 from soframe.planning.task import Task
 from soframe.registry import available
 from soframe.strategies import plan as bytes_of
@@ -25,7 +25,7 @@ from soframe.strategies.sharded import OwnerLocal, Sharded
 from soframe.strategies.work import BlockWork
 from soframe.text import format_table
 
-MOST_PARTS = 16
+MOST_PARTS = 8
 """The parts of ranks for which messages are planned: the largest loads, and the most common."""
 
 
@@ -49,6 +49,13 @@ class Option:
     statistics_every: int = 10
     solve_every: int = 100
 
+    def __str__(self) -> str:
+        """Return the option in few words."""
+        words = [_written(self.strategy).removeprefix("soframe.strategies.").strip("'")]
+        words += ["local gradients"] * self.local + ["staggered"] * self.stagger
+        words += [f"background {self.background}"] * bool(self.background)
+        return ", ".join([*words, f"{self.statistics_every}/{self.solve_every}"])
+
     def call(self) -> str:
         """Return the arguments of `soframe.Preconditioner` or `soframe.Optimizer`, to be pasted."""
         inner = [*['gradients="local"'] * self.local, *["stagger=True"] * self.stagger]
@@ -66,8 +73,8 @@ class Row:
     Attributes:
         option: The option.
         memory: Bytes by category: ``"factors"``, ``"accumulators"``, ``"second_order"`` and
-            ``"state"`` between steps; ``"window"``, the sums of a statistics step; ``"transient"``,
-            the most that a step needs beside; ``"total"``.
+            ``"state"``, together ``"held"`` between steps; ``"window"``, the sums of a statistics
+            step; ``"transient"``, the most that a step needs beside; and ``"total"``, the peak.
         traffic: Bytes and calls by phase, of a mean step of the busiest rank.
         timing: Seconds.
         exact: Whether every rank's data enter all statistics, so that the number of ranks and the
@@ -149,10 +156,10 @@ class Plan:
         if ratio < 1:
             return (
                 f"it is the fastest{among} whose statistics are of all ranks' data; with fewer "
-                f"samples {_named(next_)} takes {ratio:.2f} of its time"
+                f"samples {next_.option} takes {ratio:.2f} of its time"
             )
         return (
-            f"it is the fastest{among}{exact}; the next, {_named(next_)}, takes {ratio:.2f} times "
+            f"it is the fastest{among}{exact}; the next, {next_.option}, takes {ratio:.2f} times "
             f"as long"
         )
 
@@ -175,27 +182,45 @@ class Plan:
         front = self.front
         rows = [
             (
-                _named(row),
+                f"{'*' if row in front else ' '} {row.option}",
                 *(f"{1e3 * s:.3g}" for s in (row.timing.mean, row.timing.longest)),
                 f"{1e3 * sum(row.timing.exposed.values()):.3g}",
-                *(
-                    f"{row.memory.get(name, 0) / 1e6:,.1f}"
-                    for name in ("total", "factors", "second_order", "state", "window", "transient")
-                ),
-                f"{row.traffic['total']['bytes'] / 1e6:,.1f}",
+                *(_mega(row.memory[name]) for name in ("total", "held")),
+                _mega(row.traffic["total"]["bytes"]),
                 f"{row.timing.imbalance:.1f}",
-                ("yes" if row.exact else "no") + (" *" if row in front else ""),
+                "all" if row.exact else "fewer",
             )
             for row in self.rows
         ]
-        header = ("option", "ms", "longest", "exposed", "MB", "factors", "second order", "state")
-        header += ("window", "transient", "MB sent", "imbalance", "all data")
         where = f"{self.ranks} rank(s), {self.hardware.name}: {self.hardware.source}"
-        lines = [where, format_table(header, rows)]
-        lines.append("ms and MB of a step on the rank with most; * no option is faster and smaller")
+        lines = [where, format_table(HEADER, rows), LEGEND]
         if self.fitting:
-            lines += [f"\n{self.chosen.option.call()}", f"{_named(self.chosen)}: {self.why}"]
+            lines += ["", self.details(self.chosen), "", self.chosen.option.call(), self.why]
         return "\n".join(lines)
+
+    def details(self, row: Row) -> str:
+        """Return a row's time by phase and its memory by category, as a table."""
+        timing, sizes = row.timing, {**self.fixed, **row.memory}
+        waits = {f"{name}, exposed": seconds for name, seconds in timing.exposed.items()}
+        times = [(n, f"{1e3 * s:.3g} ms") for n, s in {**timing.phases, **waits}.items() if s]
+        times.append(("network, overlapped", f"{1e3 * timing.overlapped:.3g} ms"))
+        held = [(name, f"{_mega(size)} MB") for name, size in sizes.items() if size]
+        longer = max(len(times), len(held))
+        pad = [("", "")] * longer
+        both = zip([*times, *pad][:longer], [*held, *pad][:longer], strict=True)
+        return format_table(("time", "", "memory", ""), [(*one, *other) for one, other in both])
+
+
+HEADER = ("  option", "ms", "longest", "exposed", "MB", "held", "MB sent", "imbalance", "samples")
+
+LEGEND = """\
+* no other is both faster and smaller. ms of a step with the passes; exposed: only the network
+works. MB of the fullest rank, at the peak of a step and held between steps; imbalance: the longest
+solve of a rank over the mean."""
+
+
+def _mega(size: float) -> str:
+    return f"{size / 1e6:,.1f}"
 
 
 def plan(
@@ -277,10 +302,10 @@ def _row(costs: Costs, task: Task, option: Option, ranks: int) -> Row:
         rank = found[part][0]
         messages = {kind: _messages(placement, rank, kind, local, fused) for kind in KINDS}
         of_ranks.append(Rank(len(found[part]), priced[part], messages))
-        own = _traffic(placement, rank, option, local, fused)
+        own = _traffic(messages, option)
         if own["total"]["bytes"] > traffic.get("total", {"bytes": -1})["bytes"]:
             traffic = own
-    schedule = Schedule(
+    steps = Schedule(
         costs.hardware,
         of_ranks,
         ranks=ranks,
@@ -291,7 +316,7 @@ def _row(costs: Costs, task: Task, option: Option, ranks: int) -> Row:
         / costs.hardware.bandwidth,
         background=option.background,
     )
-    timing = schedule.timing(
+    timing = steps.timing(
         option.statistics_every,
         option.solve_every,
         option.solve_every if option.stagger else 1,
@@ -333,22 +358,19 @@ def _messages(
     ).phases()
 
 
-def _traffic(
-    placement: Placement, rank: int, option: Option, local: LocalPlan | None, fused: bool
-) -> dict[str, dict[str, float]]:
-    """Return a mean step's bytes and calls by phase, as `Placement.traffic` has them."""
-    plain, statistics, solve = (
-        placement.traffic(rank, statistics=s, solve=k, local=local, fused=fused)
-        for s, k in ((False, False), (True, False), (True, True))
-    )
-    often = 1 / option.statistics_every - 1 / option.solve_every
+def _traffic(messages: Mapping[str, Messages], option: Option) -> dict[str, dict[str, float]]:
+    """Return a mean step's bytes and calls by phase, as `Placement.traffic` counts them."""
+    rarely = max(0.0, 1 / option.statistics_every - 1 / option.solve_every)
+    weights = {"statistics": rarely, "solve": 1 / option.solve_every}
+    weights["plain"] = 1 - sum(weights.values())
     found: dict[str, dict[str, float]] = {}
-    for phase in {**plain, **statistics, **solve}:
-        found[phase] = {}
-        for what in ("bytes", "calls"):
-            p, s, k = (one.get(phase, {}).get(what, 0) for one in (plain, statistics, solve))
-            found[phase][what] = p + (s - p) * max(0.0, often) + (k - p) / option.solve_every
-    return found
+    for kind, weight in weights.items():
+        for phase, some in messages[kind]:
+            for name in (phase, "total"):
+                counts = found.setdefault(name, {"bytes": 0.0, "calls": 0.0})
+                counts["bytes"] += weight * sum(message.size for message in some)
+                counts["calls"] += weight * len(some)
+    return found or {"total": {"bytes": 0.0, "calls": 0.0}}
 
 
 def _memory(
@@ -359,12 +381,14 @@ def _memory(
     """Return the bytes by category of the rank with most."""
     most: dict[str, int] = {"total": -1}
     for part, ranks in found.items():
-        held = {n: v for n, v in placement.memory(ranks[0]).items() if n not in ("statistics",)}
+        sizes = placement.memory(ranks[0])
         window = bytes_of.window(placement.pairs, placement.stacks, ranks[0])
         transient = priced[part].solving
-        total = held.pop("total") + max(window, transient)
+        held = sizes.pop("total")
+        total = held + max(window, transient)
         if total > most["total"]:
-            most = {**held, "window": window, "transient": transient, "total": total}
+            most = {**sizes, "held": held, "window": window, "transient": transient}
+            most["total"] = total
     return most
 
 
@@ -380,25 +404,12 @@ def _exact(placement: Placement) -> bool:
 def _written(strategy: Strategy) -> str:
     """Return a strategy as a user would write it."""
     names = [name for name, kind in available("strategy").items() if kind is type(strategy)]
-    if not dataclasses.is_dataclass(strategy):
-        return repr(names[0]) if names else f"{type(strategy).__name__}()"
-    given = [(f.name, getattr(strategy, f.name), f.default) for f in dataclasses.fields(strategy)]
+    fields = getattr(strategy, "__dataclass_fields__", {})
+    given = [(name, getattr(strategy, name), field.default) for name, field in fields.items()]
     changed = [f"{name}={value!r}" for name, value, default in given if value != default]
     if names and not changed:
         return repr(names[0])
     return f"soframe.strategies.{type(strategy).__name__}({', '.join(changed)})"
-
-
-def _named(row: Row) -> str:
-    """Return an option in few words, for tables."""
-    option, base = row.option, Option(row.option.strategy)
-    words = [_written(option.strategy).removeprefix("soframe.strategies.").strip("'")]
-    words += ["local gradients"] * option.local + ["staggered"] * option.stagger
-    words += [f"background {option.background}"] * bool(option.background)
-    every = (option.statistics_every, option.solve_every)
-    if every != (base.statistics_every, base.solve_every):
-        words.append(f"{every[0]}/{every[1]}")
-    return ", ".join(words)
 
 
 def _plain(row: Row) -> dict[str, Any]:

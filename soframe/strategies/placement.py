@@ -27,7 +27,7 @@ from soframe.strategies.work import (
     Traffic,
     exchange_group,
 )
-from soframe.text import format_table
+from soframe.text import alike, format_table
 
 
 @dataclass(frozen=True)
@@ -209,35 +209,63 @@ class Placement:
 
     def __str__(self) -> str:
         told = any(_statistics(w, b) for w, b in self.pairs)
-        rows = [
-            (
-                work.name,
-                "x".join(str(size) for size in work.shape),
-                " ".join(
-                    f"{factor.name}:{owner}"
-                    for factor, owner in zip(work.factors, block.owners, strict=True)
-                ),
-                _ranks(block.gradient_workers),
-                " ".join(
-                    f"{worker}->{_ranks(receivers)}"
-                    for worker in block.gradient_workers
-                    if (
-                        receivers := [
-                            r for r in exchange_group(worker, block.sources) if r != worker
-                        ]
-                    )
-                )
-                or "-",
-                *((_statistics(work, block),) if told else ()),
-            )
-            for work, block in self.pairs
-        ]
-        header: tuple[str, ...] = ("block", "groups x out x in", "owners")
-        header += ("gradient workers", "exchange", *(("statistics",) if told else ()))
         title = (
             f"placement {self.strategy!r} on {self.world_size} rank(s), {self.digest.hex()[:12]}"
         )
+        header: tuple[str, ...] = ("block", "groups x out x in", "owners")
+        header += ("gradient workers", "exchange", *(("statistics",) if told else ()))
+
+        def how(pair: tuple[BlockWork, BlockPlacement]) -> tuple[object, ...]:
+            work, block = pair
+            # Blocks of other ranks, in the same numbers, share a line.
+            how = (len(block.gradient_workers), block.deferred, block.packed, block.wire)
+            return (work.shape, work.factors, *how)
+
+        rows = []
+        for name, own in alike(self.pairs, lambda pair: pair[0].name, how):
+            cells = [_told(pair, told) for pair in own]
+            same = [len(set(column)) == 1 for column in zip(*cells, strict=True)]
+            each = _each_of(own)[: len(same)]
+            row = (c if s else e for c, s, e in zip(cells[0], same, each, strict=True))
+            rows.append((name, *row))
         return "\n".join([title, format_table(header, rows), *(f"note: {n}" for n in self.notes)])
+
+
+def _told(pair: tuple[BlockWork, BlockPlacement], statistics: bool) -> tuple[str, ...]:
+    """Return the cells of a block: shape, owners, gradient workers, exchange and statistics."""
+    work, block = pair
+    owners = zip(work.factors, block.owners, strict=True)
+    sends = [(w, _ranks(_receivers(w, block))) for w in block.gradient_workers]
+    return (
+        "x".join(str(size) for size in work.shape),
+        " ".join(f"{factor.name}:{owner}" for factor, owner in owners),
+        _ranks(block.gradient_workers),
+        " ".join(f"{worker}->{ranks}" for worker, ranks in sends if ranks) or "-",
+        *((_statistics(work, block),) if statistics else ()),
+    )
+
+
+def _receivers(worker: int, block: BlockPlacement) -> list[int]:
+    return [rank for rank in exchange_group(worker, block.sources) if rank != worker]
+
+
+def _each_of(pairs: Sequence[tuple[BlockWork, BlockPlacement]]) -> tuple[str, ...]:
+    """Return the cells of blocks that differ in their ranks."""
+    work, block = pairs[0]
+    owners = [
+        f"{factor.name}:{_ranks(sorted({own.owners[index] for _, own in pairs}))}"
+        for index, factor in enumerate(work.factors)
+    ]
+    workers = _ranks(sorted({rank for _, own in pairs for rank in own.gradient_workers}))
+    number = len(_receivers(block.gradient_workers[0], block))
+    ways = f"{len(block.gradient_workers)} of {workers}", f"each to {number}"
+    factors = range(len(work.factors))
+    both = [
+        {rank for _, own in pairs for index in factors for rank in ranks(own, index)}
+        for ranks in (BlockPlacement.contributing, BlockPlacement.holding)
+    ]
+    statistics = "=>".join(_ranks(sorted(ranks)) for ranks in both)
+    return ("x".join(map(str, work.shape)), " ".join(owners), *ways, statistics)
 
 
 Checks = Iterator[tuple[bool, str]]

@@ -1,0 +1,156 @@
+"""Predicted beside measured seconds: how well a measured profile prices sizes that it has not seen.
+
+    python -m benchmarks.planned                          # all sections
+    python -m benchmarks.planned collectives --ranks 4 --json
+
+`collectives` measures each collective on Gloo processes at powers of two from 4 KiB to 16 MiB,
+`operators` products and factorisations on one process at sides from 16 to 1024. A curve of every
+other size predicts the sizes between: `error` is |predicted / measured - 1|, its median and its
+largest over these sizes. All sizes are measured in turn, round by round; seconds are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from soframe.comm import SingleProcess, TorchDistributed
+from soframe.planning import measure
+from soframe.planning.hardware import Curve
+
+CPU = torch.device("cpu")
+BYTES = [2**power for power in range(12, 25)]
+SIDES = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+DTYPES = ("float32",)
+
+Rows = dict[str, dict[str, Any]]
+
+
+# -- sections --------------------------------------------------------------------------------------
+
+
+def collectives(options: argparse.Namespace) -> Rows:
+    found: Rows = {}
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory(prefix="planned-") as folder:
+            arguments = (ranks, folder, options.budget, options.rounds)
+            torch.multiprocessing.spawn(on_a_rank, arguments, ranks)  # type: ignore[attr-defined,no-untyped-call]
+            curves = json.loads(Path(folder, "answer.json").read_text())
+        for name, points in curves.items():
+            found[f"{ranks} ranks, {name}"] = held_out([tuple(point) for point in points])
+    return found
+
+
+def on_a_rank(rank: int, ranks: int, folder: str, budget: float, rounds: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    backend = TorchDistributed()
+    series = measure.collectives(backend, CPU, BYTES)
+    times = measure.seconds(series, backend, CPU, budget, rounds)
+    if rank == 0:
+        found = {
+            one.key + (" of pairs" if len(one.groups) > 1 else ""): list(points.items())
+            for one, points in times.items()
+        }
+        Path(folder, "answer.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def operators(options: argparse.Namespace) -> Rows:
+    torch.set_num_threads(1)
+    series = [
+        *measure.products(CPU, DTYPES, SIDES)[:1],
+        *measure.factorisations(CPU, DTYPES, SIDES),
+    ]
+    times = measure.seconds(series, SingleProcess(), CPU, options.budget, options.rounds)
+    return {one.key: held_out(list(points.items())) for one, points in times.items()}
+
+
+SECTIONS: Mapping[str, Callable[[argparse.Namespace], Rows]] = {
+    "collectives": collectives,
+    "operators": operators,
+}
+
+
+# -- predictions -----------------------------------------------------------------------------------
+
+
+def held_out(points: list[tuple[float, float]]) -> dict[str, Any]:
+    """Predict every other size, but the first and the last, by a curve of the rest."""
+    if len(points) < 3:
+        raise ValueError("the budget ended before a third size: pass a larger --budget")
+    curve = Curve(tuple(points[::2]))
+    sizes = [
+        {"size": size, "seconds": seconds, "predicted": curve(size)}
+        for size, seconds in points[1 : len(points) - 1 : 2]
+    ]
+    errors = [abs(one["predicted"] / one["seconds"] - 1) for one in sizes]
+    return {"median": statistics.median(errors), "largest": max(errors), "held out": sizes}
+
+
+def show(found: Mapping[str, Rows]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    for section, rows in found.items():
+        table = Table(title=section, title_justify="left", box=box.SIMPLE_HEAD)
+        table.add_column("curve", no_wrap=True)
+        for header in ("sizes", "shortest\nms", "longest\nms", "error\nmedian", "error\nlargest"):
+            table.add_column(header, justify="right")
+        for name, row in rows.items():
+            times = [1e3 * one["seconds"] for one in row["held out"]]
+            table.add_row(
+                name,
+                str(len(times)),
+                f"{min(times):.3f}",
+                f"{max(times):.3f}",
+                f"{row['median']:.1%}",
+                f"{row['largest']:.1%}",
+            )
+        Console(width=100).print(table)
+        print(f"{section}: median error {overall(rows):.1%}")
+
+
+def overall(rows: Rows) -> float:
+    """Return the median error over all sizes of a section."""
+    every = [one for row in rows.values() for one in row["held out"]]
+    return statistics.median(abs(one["predicted"] / one["seconds"] - 1) for one in every)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; by default all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of collectives")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds, about, of a world")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if unknown := set(options.sections) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    found = {name: SECTIONS[name](options) for name in options.sections or SECTIONS}
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,458 @@
+"""Measures a `Hardware` profile of this machine, or of the ranks of a process group, in seconds.
+
+Every curve is measured at ascending sizes until its share of the budget is spent; `Hardware`
+extrapolates beyond. Rounds visit all points in turn, so that a burst of other work on the machine
+hits one sample of each rather than all samples of one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from soframe.comm.agreement import gather_texts
+from soframe.comm.base import Backend, Handle
+from soframe.comm.single import SingleProcess
+from soframe.kernels.precision import Precision, within
+from soframe.planning.hardware import Collective, Curve, Hardware, Link
+
+SIDES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+CHANNELS = (16, 64, 256)
+BYTES = tuple(4**power * 1024 for power in range(1, 8))  # 4 KiB to 16 MiB
+BATCHES = (1, 8, 64)  # on a GPU
+LARGE = {"cpu": 2**27, "cuda": 2**28}  # bytes, more than caches hold
+ROUNDS = 3
+MOST = 30  # samples of a point in a round
+TICK = 1e-4  # seconds of a sample at least, if 20 calls take as long
+PHASE = "measure"
+FLOPS: dict[str, Callable[[int], float]] = {  # of a side, and of channels
+    "product": lambda side: 2.0 * side**3,
+    "convolution": lambda channels: 2.0 * 8 * 14**2 * 3**2 * channels**2,
+}
+COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "reduce_scatter",
+    "all_gather_shares",
+    "all_to_all",
+)
+
+Call = Callable[[], object]
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """The measurements of one curve.
+
+    Attributes:
+        key: ``"<operator>:<dtype>"``, or the collective.
+        sizes: Sides, channels or bytes, ascending.
+        make: Allocates the operands of a size, and returns the call to measure.
+        power: The power of the size by which seconds are expected to grow.
+        batch: The matrices of a call.
+        precision: Of float32 products on NVIDIA's GPUs.
+        groups: Of a collective: the groups that run it at the same time.
+    """
+
+    key: str
+    sizes: Sequence[int]
+    make: Callable[[int], Call]
+    power: float
+    batch: int = 1
+    precision: Precision = "full"
+    groups: Sequence[Group] = ()
+
+
+def measure(
+    device: torch.device | str,
+    *,
+    backend: Backend | None = None,
+    sides: Sequence[int] | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    budget: float = 10.0,
+) -> Hardware:
+    """Measure the operators of a device, and the collectives of a group of ranks.
+
+    All ranks compute at the same time, since ranks of one machine share its cores and memory. An
+    operator's seconds are the median over samples and ranks; a collective's are the median of its
+    slowest rank. Random numbers of torch stay as they were. The bytes of the collectives are
+    counted under the phase ``"measure"`` of the backend.
+
+    Args:
+        device: The device.
+        backend: The ranks; every one must call this, with equal arguments but for `device`. None
+            for this process alone.
+        sides: The factor sides of a model, at ten of which at most, the smallest and the largest
+            included, factorisations are measured as far as the budget allows. By default powers of
+            two from 16 to 2,048.
+        dtypes: Names such as ``"float32"``. Factorisations are measured in float32 and float64.
+        budget: Seconds for all measurements, about; a curve has two points at least.
+
+    Returns:
+        The profile, the same on every rank.
+
+    Raises:
+        ValueError: If a dtype is not a floating one of torch, a side is not positive, or the ranks
+            of the backend are simulated.
+    """
+    device = torch.device(device)
+    backend = SingleProcess() if backend is None else backend
+    if backend.on_paper:
+        raise ValueError("simulated ranks have no collectives to measure: pass backend=None")
+    for name in dtypes:
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"{name!r} is not a floating dtype of torch")
+    if sides is not None and not all(side > 0 for side in sides):
+        raise ValueError("sides must be positive")
+    cuda = device.type == "cuda"
+    with (
+        torch.cuda.device(device) if cuda else nullcontext(),
+        torch.random.fork_rng([torch.cuda.current_device()] if cuda else []),
+        torch.no_grad(),
+    ):
+        torch.manual_seed(0)
+        series = [
+            *_limits(device),
+            *collectives(backend, device, BYTES),
+            *products(device, dtypes),
+            *factorisations(device, dtypes, SIDES if sides is None else _some(sides)),
+        ]
+        return _profile(device, backend, seconds(series, backend, device, budget))
+
+
+def _some(sides: Sequence[int]) -> list[int]:
+    """Return ten sides at most, after two small ones, from which the budget foresees the rest."""
+    sides = sorted(set(sides))
+    last = len(sides) - 1
+    if last >= 10:
+        sides = [sides[round(last * step / 9)] for step in range(10)]
+    return [side for side in (32, 128) if side < min(sides, default=0)] + list(sides)
+
+
+# -- the curves ------------------------------------------------------------------------------------
+
+
+def _limits(device: torch.device) -> list[Series]:
+    """Return the time of a tiny operator, and of one that streams memory."""
+
+    def make(size: int) -> Call:
+        tensor = torch.ones(size // 4, device=device)
+        return lambda: tensor.add_(1)
+
+    return [Series("launch", [4], make, 1.0), Series("bandwidth", [LARGE[device.type]], make, 1.0)]
+
+
+def products(
+    device: torch.device, dtypes: Sequence[str], sides: Sequence[int] = SIDES[:7]
+) -> list[Series]:
+    """Return products of square matrices by side, and convolutions by channels."""
+
+    def product(dtype: torch.dtype, side: int) -> Call:
+        left, right = torch.randn(2, side, side, device=device).to(dtype)
+        return lambda: torch.mm(left, right)
+
+    def convolution(dtype: torch.dtype, channels: int) -> Call:
+        inputs = torch.randn(8, channels, 14, 14, device=device).to(dtype)
+        weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
+        return lambda: torch.nn.functional.conv2d(inputs, weight, padding=1)
+
+    found = [
+        Series(f"{operator}:{name}", sizes, partial(make, getattr(torch, name)), power)
+        for operator, sizes, make, power in (
+            ("product", sides, product, 2.5),
+            ("convolution", CHANNELS, convolution, 2.0),
+        )
+        for name in dtypes
+    ]
+    if device.type == "cuda":
+        make = partial(product, torch.float32)
+        found.append(Series("product:tf32", sides, make, 2.5, precision="fast"))
+        if "bfloat16" not in dtypes:
+            found.append(Series("product:bfloat16", sides, partial(product, torch.bfloat16), 2.5))
+    return found
+
+
+def factorisations(
+    device: torch.device, dtypes: Sequence[str], sides: Sequence[int]
+) -> list[Series]:
+    """Return factorisations by side, the fast ones first, which leave their time to the others."""
+    factorise: dict[str, Callable[[Tensor], Call]] = {
+        "cholesky": lambda matrix: lambda: torch.linalg.cholesky_ex(matrix),
+        "inverse": _inverse,
+        "triangular": _triangular,
+        "qr": lambda matrix: lambda: torch.linalg.qr(matrix),
+        "eigh": lambda matrix: lambda: torch.linalg.eigh(matrix),
+    }
+
+    def make(operator: str, dtype: torch.dtype, batch: int, side: int) -> Call:
+        # A damped average of few rows, as factors are: the time of eigh depends on the spectrum.
+        rows = torch.randn(batch, math.ceil(side / 4), side, dtype=dtype, device=device)
+        matrix = rows.mT @ rows / side
+        matrix.diagonal(dim1=-2, dim2=-1).add_(0.1)
+        return factorise[operator](matrix if batch > 1 else matrix[0])
+
+    found = []
+    for operator in factorise:
+        for name in dtypes:
+            for batch in BATCHES if device.type == "cuda" else (1,):
+                if name not in ("float32", "float64"):
+                    continue
+                # The smallest side in any case, and others up to a quarter of a gigabyte.
+                fit = [side for side in sides if side == sides[0] or batch * side**2 <= 2**26]
+                call = partial(make, operator, getattr(torch, name), batch)
+                found.append(Series(f"{operator}:{name}", fit, call, 2.5, batch))
+    return found
+
+
+def _inverse(matrix: Tensor) -> Call:
+    lower = torch.linalg.cholesky(matrix)
+    return lambda: torch.cholesky_inverse(lower)
+
+
+def _triangular(matrix: Tensor) -> Call:
+    upper = torch.linalg.cholesky(matrix).mT
+    return lambda: torch.linalg.solve_triangular(upper, matrix, upper=True, left=False)
+
+
+def collectives(backend: Backend, device: torch.device, sizes: Sequence[int]) -> list[Series]:
+    """Return the collectives of all ranks by bytes, and from four ranks on also of pairs."""
+    ranks, rank = backend.world_size, backend.rank
+    if ranks == 1:
+        return []
+    everyone: Group = tuple(range(ranks))
+    pairs: list[Group] = [(one, one + 1) for one in range(0, ranks - 1, 2)]
+    wire = backend.wire_device(device)
+
+    def make(operation: str, groups: Sequence[Group], size: int) -> Call:
+        share = math.ceil(size / 4 / ranks)
+        flat, shares = torch.zeros(share * ranks, device=wire), [share] * ranks
+        others = [0 if other == rank else len(flat) // (ranks - 1) for other in everyone]
+        group = next((group for group in groups if rank in group), None)
+        roots = itertools.cycle(group or ())  # roots take turns
+        calls: dict[str, Callable[[], Handle]] = {
+            "all_reduce": lambda: backend.all_reduce(flat, PHASE),
+            "reduce": lambda: backend.reduce(flat, next(roots), group or (), PHASE),
+            "broadcast": lambda: backend.broadcast(flat, next(roots), group or (), PHASE),
+            "reduce_scatter": lambda: backend.reduce_scatter(flat, shares, PHASE),
+            "all_gather_shares": lambda: backend.all_gather_shares(flat, shares, PHASE),
+            "all_to_all": lambda: backend.all_to_all(flat[: sum(others)], others, others, PHASE)[1],
+        }
+        if group is None:  # the last of an odd number of ranks
+            return lambda: None
+        return lambda: calls[operation]().wait()
+
+    shapes: list[tuple[str, Sequence[Group]]] = [(name, [everyone]) for name in COLLECTIVES]
+    if ranks >= 4:
+        backend.prepare(pairs)
+        shapes.append(("broadcast", pairs))
+        if type(backend)._reduce is not Backend._reduce:  # which is for all ranks alone
+            shapes.append(("reduce", pairs))
+    return [
+        Series(operation, sizes, partial(make, operation, groups), 1.0, groups=groups)
+        for operation, groups in shapes
+    ]
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Point:
+    """One size of a series, with the samples of this rank in seconds."""
+
+    series: Series
+    size: int
+    repeats: int  # calls of a sample
+    samples: int  # of a round
+    seconds: list[float] = field(default_factory=list)
+
+
+def seconds(
+    series: Sequence[Series],
+    backend: Backend,
+    device: torch.device,
+    budget: float,
+    rounds: int = ROUNDS,
+) -> dict[Series, dict[int, float]]:
+    """Return the seconds by size of each series, the same on every rank.
+
+    A series ends before a size that would probably exceed its share of the remaining budget.
+    """
+    # All ranks decide by the clock of rank 0, so that they enter the same collectives.
+    points: list[_Point] = []
+    for index, one in enumerate(series):
+        share = budget / (len(series) - index)
+        left, before = share, (0, 0.0)
+        for number, size in enumerate(one.sizes):
+            expected = before[1] * (size / before[0]) ** one.power if before[0] else 0.0
+            if number >= 2 and expected > left:
+                break
+            start = time.perf_counter()
+            call = one.make(size)
+            made = time.perf_counter() - start
+            with within(one.precision):
+                _sample(backend, device, one, call, 1)
+                once = _sample(backend, device, one, call, 1)
+            made, once = _of_rank_zero(backend, [made, once])
+            repeats = 1 if one.groups else min(20, max(1, int(TICK / once)))
+            fit = share / 2 / len(one.sizes) / rounds / (once * repeats)
+            points.append(_Point(one, size, repeats, min(MOST, max(1, int(fit)))))
+            left -= (1 + rounds) * made + (2 + rounds * repeats * points[-1].samples) * once
+            before = size, (1 + rounds) * made + (2 + rounds) * once
+        budget -= share - left
+    for _ in range(rounds):
+        for point in points:
+            call = point.series.make(point.size)
+            _meet(backend, device)
+            with within(point.series.precision):
+                point.seconds += [
+                    _sample(backend, device, point.series, call, point.repeats)
+                    for _ in range(point.samples)
+                ]
+    return _over_ranks(points, backend)
+
+
+def _sample(
+    backend: Backend, device: torch.device, series: Series, call: Call, repeats: int
+) -> float:
+    """Return the seconds of a call, as the mean of some."""
+    if series.groups:
+        _meet(backend, device)
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - start) / repeats
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    first.record()
+    for _ in range(repeats):
+        call()
+    last.record()
+    last.synchronize()
+    milliseconds: float = first.elapsed_time(last)
+    return milliseconds / 1e3 / repeats
+
+
+def _meet(backend: Backend, device: torch.device) -> None:
+    backend.all_reduce(torch.zeros(1, device=backend.wire_device(device)), PHASE).wait()
+
+
+def _of_rank_zero(backend: Backend, numbers: Sequence[float]) -> list[float]:
+    vector = _on_wire(backend, numbers)
+    backend.broadcast(vector, 0, tuple(range(backend.world_size)), PHASE).wait()
+    found: list[float] = vector.tolist()
+    return found
+
+
+def _on_wire(backend: Backend, numbers: Sequence[float]) -> Tensor:
+    vector = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return vector.to(backend.wire_device(vector.device))
+
+
+def _over_ranks(points: Sequence[_Point], backend: Backend) -> dict[Series, dict[int, float]]:
+    """Return the median of each point over samples and ranks, for collectives of the slowest."""
+    mine = _on_wire(backend, [second for point in points for second in point.seconds])
+    every = torch.stack(backend.all_gather(mine, PHASE)).cpu()  # [ranks, samples]
+    found: dict[Series, dict[int, float]] = {}
+    parts = every.split([len(point.seconds) for point in points], dim=1)
+    for point, part in zip(points, parts, strict=True):
+        if groups := point.series.groups:
+            slowest = [part[list(group)].amax(0) for group in groups]
+            part = torch.stack(slowest).mean(0)  # noqa: PLW2901
+        found.setdefault(point.series, {})[point.size] = part.quantile(0.5).item()
+    return found
+
+
+# -- the profile -----------------------------------------------------------------------------------
+
+
+def _profile(
+    device: torch.device, backend: Backend, found: dict[Series, dict[int, float]]
+) -> Hardware:
+    cuda = device.type == "cuda"
+    operators: dict[str, Curve] = {}
+    batched: dict[str, tuple[tuple[int, int, float], ...]] = {}
+    measured: list[Collective] = []
+    launch = bandwidth = 0.0
+    for one, times in found.items():
+        operator = one.key.split(":")[0]
+        if one.key == "launch":
+            (launch,) = times.values()
+        elif one.key == "bandwidth":
+            ((size, second),) = times.items()
+            bandwidth = 2 * size / second  # read and written
+        elif one.groups:
+            measured.append(Collective(one.key, len(one.groups[0]), _curve(times, float)))
+        else:
+            if one.batch == 1:
+                operators[one.key] = _curve(times, FLOPS.get(operator, float))
+            if cuda and operator not in FLOPS:
+                rows = tuple((side, one.batch, second) for side, second in times.items())
+                batched[one.key] = batched.get(one.key, ()) + rows
+    about = {
+        "host": platform.node(),
+        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
+        "threads": torch.get_num_threads(),
+        "memory": torch.cuda.get_device_properties(device).total_memory if cuda else None,
+    }
+    every = [json.loads(text) for text in gather_texts(backend, json.dumps(about), PHASE)]
+    node = _node([one["host"] for one in every])
+    links = [_link(one) for one in measured if one.operation == "broadcast"]  # of all, of pairs
+    return Hardware(
+        name="this machine",
+        device=device.type,
+        source=(
+            f"soframe.planning.measure on {every[0]['device']}, torch {torch.__version__}, "
+            f"threads: {every[0]['threads']}, ranks: {backend.world_size}"
+        ),
+        launch=launch,
+        bandwidth=bandwidth,
+        operators=operators,
+        batched=batched,
+        pools=cuda,
+        collectives=tuple(measured),
+        node=node,
+        within=links[-1] if links else Hardware.within,
+        across=links[0] if node is not None else None,
+        memory=min(one["memory"] for one in every) if cuda else None,
+    )
+
+
+def _curve(times: dict[int, float], unit: Callable[[int], float]) -> Curve:
+    return Curve(tuple((unit(size), second) for size, second in times.items()))
+
+
+def _node(hosts: Sequence[str]) -> int | None:
+    """Return the ranks of a node, from each rank's host; None if all ranks share one."""
+    runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
+    # Of uneven nodes the greatest number that divides all, so that no node crosses hosts.
+    return None if len(runs) == 1 else math.gcd(*runs)
+
+
+def _link(broadcast: Collective) -> Link:
+    """Return the link that gives a broadcast's smallest and largest size, as `Hardware` does."""
+    (_, first), *_, (size, last) = broadcast.seconds.points
+    return Link(first / math.ceil(math.log2(broadcast.ranks)), size / last)
+
+
+def _processor() -> str:
+    """Return the name of the processor; only Linux has it in a file."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else []
+    return names[0] if names else platform.machine()

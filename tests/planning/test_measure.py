@@ -1,0 +1,162 @@
+"""Measured profiles: their curves, the sides that were asked for, and agreement over ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from soframe.comm import TorchDistributed
+from soframe.comm.recording import Recording
+from soframe.planning import measure as measuring
+from soframe.planning.hardware import Collective, Curve, Hardware, Link
+from soframe.planning.measure import COLLECTIVES, measure
+from tests.distributed.harness import run_ranks
+
+FACTORISATIONS = ("cholesky", "inverse", "triangular", "qr", "eigh")
+
+
+@cache
+def measured() -> Hardware:
+    return measure("cpu", sides=(8, 48, 160), dtypes=("float64", "bfloat16"), budget=1.0)
+
+
+def test_every_operator_has_a_curve_of_positive_seconds() -> None:
+    products = {f"{one}:{d}" for one in ("product", "convolution") for d in ("float64", "bfloat16")}
+    assert measured().operators.keys() == products | {f"{one}:float64" for one in FACTORISATIONS}
+    for curve in measured().operators.values():
+        sizes, seconds = zip(*curve.points, strict=True)
+        assert len(sizes) >= 2
+        assert all(a < b for a, b in itertools.pairwise(sizes))
+        assert all(0 < second < 60 for second in seconds)
+    assert 0 < measured().launch < 1
+    assert measured().bandwidth > 1e6
+    assert (measured().collectives, measured().node, measured().across) == ((), None, None)
+    assert measured().memory is None
+
+
+def test_large_matrices_take_longer() -> None:
+    """Sizes far enough apart that other work on the machine does not matter."""
+    cholesky = measure("cpu", sides=(8, 256), budget=0.0).operators["cholesky:float32"]
+    assert cholesky(256) > cholesky(8)
+
+
+def test_factorisations_are_measured_at_the_sides_of_a_model() -> None:
+    for operator in FACTORISATIONS:
+        sides = [side for side, _ in measured().operators[f"{operator}:float64"].points]
+        assert sides == [8, 48, 160][: len(sides)]
+
+
+@pytest.mark.parametrize(
+    ("sides", "found"),
+    [
+        ([64, 8, 64], [8, 64]),
+        ([576, 256], [32, 128, 256, 576]),  # small ones first, by which the budget foresees others
+        (range(1, 101), [1, 12, 23, 34, 45, 56, 67, 78, 89, 100]),
+        ([], []),
+    ],
+)
+def test_many_sides_are_thinned_out(sides: list[int], found: list[int]) -> None:
+    assert measuring._some(sides) == found
+
+
+def test_a_budget_ends_a_curve() -> None:
+    """Without a budget every curve has the two points that a power law needs."""
+    spent = measure("cpu", sides=(8, 16, 24, 4096), budget=0.0)
+    assert all(len(curve.points) == 2 for curve in spent.operators.values())
+    assert spent.operators["cholesky:float32"].points[-1][0] == 16
+
+
+def test_random_numbers_stay_as_they_were() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    measure("cpu", sides=(8,), budget=0.0)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_measured_profile_survives_its_file(tmp_path: Path) -> None:
+    measured().save(tmp_path / "here.json")
+    assert Hardware.load(tmp_path / "here.json") == measured()
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="'int8' is not a floating dtype"):
+        measure("cpu", dtypes=("int8",))
+    with pytest.raises(ValueError, match="sides must be positive"):
+        measure("cpu", sides=(8, 0))
+    with pytest.raises(ValueError, match="simulated ranks"):
+        measure("cpu", backend=Recording(world_size=4))
+
+
+def on_a_rank(rank: int, ranks: int, fused: bool) -> Hardware:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank > 0:  # a slow rank, which would stop earlier by itself
+            clock = SimpleNamespace(perf_counter=lambda: 10 * time.perf_counter())
+            patch.setattr(measuring, "time", clock)
+        return measure("cpu", backend=TorchDistributed(fused=fused), sides=(8, 16), budget=0.1)
+
+
+@pytest.mark.distributed
+def test_two_ranks_have_one_profile() -> None:
+    one, other = run_ranks(on_a_rank, 2, False)
+    assert one == other
+    assert [(one.operation, one.ranks) for one in one.collectives] == [(x, 2) for x in COLLECTIVES]
+    for collective in one.collectives:
+        assert len(collective.seconds.points) >= 2
+        assert all(0 < second < 60 for _, second in collective.seconds.points)
+        assert one.collective(collective.operation, 4096, (0, 1)) > 0
+    assert one.node is None
+    assert one.across is None
+    assert one.within.latency > 0
+    assert one.within.bandwidth > 0
+    assert "ranks: 2" in one.source
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_of_five_ranks_pairs_are_measured_at_the_same_time() -> None:
+    found = run_ranks(on_a_rank, 5, True)
+    assert all(one == found[0] for one in found)
+    pairs = [one.operation for one in found[0].collectives if one.ranks == 2]
+    assert pairs == ["broadcast", "reduce"]
+
+
+def in_a_subgroup(rank: int, ranks: int) -> Hardware | None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    return measure("cpu", backend=TorchDistributed(group), sides=(8, 16), budget=0.0)
+
+
+@pytest.mark.distributed
+def test_a_group_of_ranks_is_measured_by_itself() -> None:
+    outside, one, other = run_ranks(in_a_subgroup, 3)
+    assert outside is None
+    assert one == other
+    assert {collective.ranks for collective in one.collectives} == {2}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "node"),
+    [("aaaa", None), ("aabb", 2), ("abab", 1), ("aaabbbbb", 1), ("aaaabbbbbbbb", 4)],
+)
+def test_a_node_is_the_ranks_of_one_host(hosts: str, node: int | None) -> None:
+    assert measuring._node(hosts) == node
+
+
+def test_a_link_gives_the_broadcasts_that_it_was_made_of() -> None:
+    link = Link(1e-4, 1e9)
+    made = Hardware("x", "cpu", "", 0, 1, {"product:float32": Curve()}, within=link)
+    sizes = (4.0, 1e12)
+    curve = Curve(tuple((size, made.collective("broadcast", size, range(8))) for size in sizes))
+    found = measuring._link(Collective("broadcast", 8, curve))
+    assert math.isclose(found.latency, link.latency, rel_tol=1e-3)
+    assert math.isclose(found.bandwidth, link.bandwidth, rel_tol=1e-3)
