@@ -8,32 +8,10 @@ from torch import nn
 
 import soframe
 from soframe.comm.recording import Recording
+from soframe.planning.workloads import WORKLOADS
 from tests import kit
 
 DIM, HEADS, KEYS, HIDDEN, VOCABULARY, LAYERS = 4096, 32, 8, 14_336, 128_256, 32
-
-
-class Layer(nn.Module):
-    """The matrices of one layer of Llama 3 8B."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        keys = DIM // HEADS * KEYS
-        self.q_proj, self.o_proj = (nn.Linear(DIM, DIM, bias=False) for _ in range(2))
-        self.k_proj, self.v_proj = (nn.Linear(DIM, keys, bias=False) for _ in range(2))
-        self.gate_proj, self.up_proj = (nn.Linear(DIM, HIDDEN, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(HIDDEN, DIM, bias=False)
-        self.norm = nn.RMSNorm(DIM)
-
-
-class Llama(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(VOCABULARY, DIM)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.lm_head = nn.Linear(DIM, VOCABULARY, bias=False)
-
-
 MATRICES = LAYERS * [
     *2 * [(DIM, DIM)],
     *2 * [(DIM // HEADS * KEYS, DIM)],
@@ -46,8 +24,7 @@ HEAD = (VOCABULARY, DIM)
 @pytest.mark.parametrize("strategy", ["comm-opt", "sharded"])
 def test_eight_billion_parameters_on_eight_ranks(strategy: str) -> None:
     """K-FAC of sides up to 8,192: triangles, eigenvectors, eigenvalues; two diagonals above."""
-    with torch.device("meta"):
-        model = Llama()
+    model = WORKLOADS["llama-8b"].model()
     ranks = soframe.Distribution(backend=Recording(world_size=8))
     own = soframe.Preconditioner(
         model, solver="eigen", strategy=strategy, kl_clip=None, distribution=ranks

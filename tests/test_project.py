@@ -62,6 +62,13 @@ def test_types_are_packaged() -> None:
     assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["soframe"]
 
 
+def test_hardware_profiles_are_packaged() -> None:
+    folder = Path(soframe.__file__).parent
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["soframe"]
+    packaged = {path for pattern in patterns for path in folder.glob(pattern)}
+    assert packaged >= set((folder / "planning" / "profiles").iterdir())
+
+
 def test_version_is_the_same_everywhere() -> None:
     version = PROJECT["project"]["version"]
     assert importlib.metadata.version("soframe") == version

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from experiments import clutter, data, models
 from experiments.workloads import cross_entropy, half_square, names, workload
+from soframe.planning import workloads
 
 MAKERS = [*(name for name in names() if name != "cluttered-digits"), "cluttered-digits:50"]
 
@@ -155,7 +156,7 @@ def test_a_gpt_reads_no_byte_ahead_and_both_kinds_are_one_model(fused):
 
 def test_attention_is_torch_s():
     sizes = models.Sizes(16, context=5, width=8, layers=1, heads=2)
-    plain, fused = (models.Layer(sizes, fused=fused).double() for fused in (False, True))
+    plain, fused = models.Layer(sizes).double(), workloads.Layer(8, 2).double()
     state = plain.state_dict()
     for part in ("weight", "bias"):
         parts = state.pop(f"qkv.{part}").chunk(3)
