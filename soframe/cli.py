@@ -19,10 +19,17 @@ try:
 except ModuleNotFoundError as missing:  # a traceback would hide what to install
     sys.exit(f"soframe: missing: {missing.name}. Install it with: pip install 'soframe[cli]'")
 
+import torch
+
 import soframe
 from soframe.diagnostics import display, inspection
 from soframe.diagnostics.metrics import scalars
+from soframe.planning import planner
+from soframe.planning.hardware import Hardware, names
+from soframe.planning.measure import measure as measure_hardware
+from soframe.planning.workloads import WORKLOADS
 from soframe.registry import KINDS
+from soframe.text import parse_bytes
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -105,6 +112,96 @@ def inspect(
         _print_json({"recommendation": plain, **inspection.as_dict(report, placement)})
     else:
         typer.echo(f"{report}\n\n{placement}\n\n{advice}")
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODULE:CALLABLE",
+            help="Builds the model; or the name of a workload: see --list.",
+        ),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="The number of ranks.")] = 1,
+    hardware: Annotated[
+        str, typer.Option(help="A profile by name, or a file that --measure wrote.")
+    ] = "h100-ib",
+    memory: Annotated[
+        str | None, typer.Option(help="What a rank may hold for curvature, such as 2GiB.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input", help="The shape of an input, such as 32x3x224x224, or 8x1024:int64."
+        ),
+    ] = None,
+    method: Annotated[str, typer.Option(help="The method.")] = "kfac",
+    solver: Annotated[str | None, typer.Option(help="The solver.")] = None,
+    statistics_every: Annotated[int, typer.Option(help="The interval of statistics.")] = 10,
+    solve_every: Annotated[int, typer.Option(help="The interval of solves.")] = 100,
+    vary: Annotated[
+        list[planner.Vary] | None, typer.Option(help="Vary a setting beside the strategy.")
+    ] = None,
+    amp: Annotated[bool, typer.Option("--amp", help="Passes in bfloat16.")] = False,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw time against memory into an image.")
+    ] = None,
+    measure: Annotated[
+        Path | None, typer.Option(help="Measure this machine into a profile, and plan on it.")
+    ] = None,
+    listing: Annotated[
+        bool, typer.Option("--list", help="List workloads and hardware, and end.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Price strategies for a model in time and memory, and choose one; nothing runs.
+
+    Ranks and hardware exist on paper, weights need no memory, and 4,096 ranks fit a laptop.
+    """
+    with _user_errors():
+        if listing:
+            _list_plans()
+            return
+        if measure is not None:
+            measure_hardware("cuda" if torch.cuda.is_available() else "cpu").save(measure)
+            hardware = str(measure)
+            typer.echo(f"profile: {measure}", err=True)
+            if model is None:
+                return
+        if model is None:
+            raise ValueError("name a model, MODULE:CALLABLE, or a workload: see --list")
+        task = inspection.task_of(model, inputs or (), method=method, solver=solver)
+        base = planner.Option(
+            soframe.strategies.CommOpt(),
+            statistics_every=statistics_every,
+            solve_every=solve_every,
+        )
+        planned = planner.plan(
+            task,
+            ranks=ranks,
+            hardware=Hardware.load(hardware),
+            memory_limit=None if memory is None else parse_bytes(memory),
+            options=planner.varied(planner.usual(task.work, ranks, base), vary or ()),
+            amp=amp,
+        )
+        if figure is not None:
+            figure.parent.mkdir(parents=True, exist_ok=True)
+            display.front(planned).savefig(figure, dpi=150)
+    if as_json:
+        _print_json(planned.as_dict())
+    else:
+        typer.echo(str(planned))
+
+
+def _list_plans() -> None:
+    table = Table("kind", "name", "source")
+    for name, workload in WORKLOADS.items():
+        table.add_row("workload", name, workload.note)
+    table.add_section()
+    for name in names():
+        table.add_row("hardware", name, Hardware.load(name).source)
+    _console().print(table)
 
 
 @app.command()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import nn
 
 import soframe
 from soframe.comm.recording import Recording
-from soframe.planning.task import OnPaper
+from soframe.planning.task import OnPaper, Task
+from soframe.planning.workloads import WORKLOADS
 
 
 class InspectionError(ValueError):
@@ -95,6 +98,37 @@ def inspect(
     report, placement = preconditioner.report(), preconditioner.placement
     preconditioner.close()
     return report, placement
+
+
+def task_of(path: str, shapes: Sequence[str], **settings: Any) -> Task:
+    """Return the task of a model by ``MODULE:CALLABLE``, or of a workload by its name.
+
+    Args:
+        path: The callable, or the name.
+        shapes: The shape of each positional input, such as ``"8x1024:int64"``; empty for those of
+            a workload, or to leave passes without a price.
+        settings: The method and the solver.
+
+    Returns:
+        The task.
+    """
+    workload = WORKLOADS.get(path)
+    model = build_model(path, meta=True) if workload is None else workload.model()
+    inputs = None if workload is None else workload.inputs(workload.batch)
+    try:
+        return Task.of(model, [_input(shape) for shape in shapes] or inputs, **settings)
+    except (ValueError, TypeError, RuntimeError) as error:
+        if isinstance(error, ValueError):
+            raise
+        raise InspectionError(f"the forward pass of {path} raised {error}: see --input") from error
+
+
+def _input(text: str) -> torch.Tensor:
+    sides, _, name = text.partition(":")
+    dtype = getattr(torch, name or "float32", None)
+    if not re.fullmatch(r"\d+(x\d+)*", sides) or not isinstance(dtype, torch.dtype):
+        raise InspectionError(f"{text!r} is no shape such as 32x3x224x224 or 8x1024:int64")
+    return torch.empty([int(side) for side in sides.split("x")], dtype=dtype, device="meta")
 
 
 def as_dict(report: soframe.Report, placement: soframe.Placement) -> dict[str, Any]:

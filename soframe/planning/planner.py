@@ -7,8 +7,9 @@ described (`soframe.planning.hardware`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
@@ -281,6 +282,27 @@ def usual(work: Sequence[BlockWork], ranks: int, base: Option | None = None) -> 
     one_worker.append(OwnerLocal())
     found = [replace(base, strategy=strategy) for strategy in (*strategies, *one_worker)]
     return found + [replace(base, strategy=s, local=True) for s in one_worker]
+
+
+class Vary(StrEnum):
+    """A setting that a plan varies beside the strategy."""
+
+    BACKGROUND = "background"
+    STAGGER = "stagger"
+    INTERVALS = "intervals"
+
+
+def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option]:
+    """Return options together with those that differ from them in some settings."""
+    found = list(options)
+    if Vary.BACKGROUND in settings:
+        found += [replace(one, background=min(9, one.solve_every)) for one in found]
+    if Vary.STAGGER in settings:
+        found += [replace(one, stagger=True) for one in found if not one.background]
+    if Vary.INTERVALS in settings:
+        every = ((1, 1), (1, 10), (10, 10), (10, 50), (10, 100), (50, 500))
+        found = [replace(one, statistics_every=f, solve_every=k) for one in found for f, k in every]
+    return list(dict.fromkeys(found))
 
 
 def _row(costs: Costs, task: Task, option: Option, ranks: int) -> Row:
