@@ -93,31 +93,34 @@ def measure(
     counted under the phase ``"measure"`` of the backend.
 
     Args:
-        device: The device.
+        device: A processor, or a GPU of this process.
         backend: The ranks; every one must call this, with equal arguments but for `device`. None
             for this process alone.
         sides: The factor sides of a model, at ten of which at most, the smallest and the largest
             included, factorisations are measured as far as the budget allows. By default powers of
             two from 16 to 2,048.
-        dtypes: Names such as ``"float32"``. Factorisations are measured in float32 and float64.
+        dtypes: Names such as ``"float32"``. Factorisations of smaller ones are in float32, whose
+            products are measured in any case.
         budget: Seconds for all measurements, about; a curve has two points at least.
 
     Returns:
         The profile, the same on every rank.
 
     Raises:
-        ValueError: If a dtype is not a floating one of torch, a side is not positive, or the ranks
-            of the backend are simulated.
+        ValueError: If the device is of another type, a dtype is not a floating one of torch, a side
+            is not positive, or the ranks of the backend are simulated.
     """
     device = torch.device(device)
     backend = SingleProcess() if backend is None else backend
+    if device.type not in LARGE:
+        raise ValueError(f"a device of type {device.type!r} is not measured: choose cpu or cuda")
     if backend.on_paper:
         raise ValueError("simulated ranks have no collectives to measure: pass backend=None")
     for name in dtypes:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"{name!r} is not a floating dtype of torch")
-    if sides is not None and not all(side > 0 for side in sides):
+    if not all(side > 0 for side in sides or ()):
         raise ValueError("sides must be positive")
     cuda = device.type == "cuda"
     with (
@@ -130,7 +133,7 @@ def measure(
             *_limits(device),
             *collectives(backend, device, BYTES),
             *products(device, dtypes),
-            *factorisations(device, dtypes, SIDES if sides is None else _some(sides)),
+            *factorisations(device, dtypes, _some(sides or SIDES)),
         ]
         return _profile(device, backend, seconds(series, backend, device, budget))
 
@@ -141,7 +144,7 @@ def _some(sides: Sequence[int]) -> list[int]:
     last = len(sides) - 1
     if last >= 10:
         sides = [sides[round(last * step / 9)] for step in range(10)]
-    return [side for side in (32, 128) if side < min(sides, default=0)] + list(sides)
+    return [side for side in (32, 128) if side < sides[0]] + list(sides)
 
 
 # -- the curves ------------------------------------------------------------------------------------
@@ -177,7 +180,7 @@ def products(
             ("product", sides, product, 2.5),
             ("convolution", CHANNELS, convolution, 2.0),
         )
-        for name in dtypes
+        for name in dict.fromkeys(["float32", *dtypes] if operator == "product" else dtypes)
     ]
     if device.type == "cuda":
         make = partial(product, torch.float32)
@@ -208,10 +211,8 @@ def factorisations(
 
     found = []
     for operator in factorise:
-        for name in dtypes:
+        for name in dict.fromkeys("float64" if one == "float64" else "float32" for one in dtypes):
             for batch in BATCHES if device.type == "cuda" else (1,):
-                if name not in ("float32", "float64"):
-                    continue
                 # The smallest side in any case, and others up to a quarter of a gigabyte.
                 fit = [side for side in sides if side == sides[0] or batch * side**2 <= 2**26]
                 call = partial(make, operator, getattr(torch, name), batch)
