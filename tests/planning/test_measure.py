@@ -82,6 +82,13 @@ def test_a_budget_ends_a_curve() -> None:
     assert spent.operators["cholesky:float32"].points[-1][0] == 16
 
 
+def test_points_are_sorted_in_whatever_order_they_are_measured() -> None:
+    backend, device = SingleProcess(), torch.device("cpu")
+    (series,) = measuring.products(device, ("float32",), (32, 8, 16))[:1]
+    (found,) = measuring.seconds([series], backend, device, 1.0).values()
+    assert list(found) == [8, 16, 32]
+
+
 def test_random_numbers_stay_as_they_were() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
