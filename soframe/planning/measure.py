@@ -30,7 +30,7 @@ from soframe.planning.hardware import Collective, Curve, Hardware, Link
 
 SIDES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 CHANNELS = (16, 64, 256)
-BYTES = tuple(4**power * 1024 for power in range(1, 8))  # 4 KiB to 16 MiB
+BYTES = tuple(4**power * 1024 for power in (1, 5, 7, 3, 6, 4, 2))  # 4 KiB to 16 MiB
 BATCHES = (1, 8, 64)  # on a GPU
 LARGE = {"cpu": 2**27, "cuda": 2**28}  # bytes, more than caches hold
 ROUNDS = 3
@@ -60,7 +60,7 @@ class Series:
 
     Attributes:
         key: ``"<operator>:<dtype>"``, or the collective.
-        sizes: Sides, channels or bytes, ascending.
+        sizes: Sides, channels or bytes, in the order in which the budget is spent on them.
         make: Allocates the operands of a size, and returns the call to measure.
         power: The power of the size by which seconds are expected to grow.
         batch: The matrices of a call.
@@ -93,31 +93,34 @@ def measure(
     counted under the phase ``"measure"`` of the backend.
 
     Args:
-        device: The device.
+        device: A processor, or a GPU of this process.
         backend: The ranks; every one must call this, with equal arguments but for `device`. None
             for this process alone.
         sides: The factor sides of a model, at ten of which at most, the smallest and the largest
             included, factorisations are measured as far as the budget allows. By default powers of
             two from 16 to 2,048.
-        dtypes: Names such as ``"float32"``. Factorisations are measured in float32 and float64.
+        dtypes: Names such as ``"float32"``. Factorisations of smaller ones are in float32, whose
+            products are measured in any case.
         budget: Seconds for all measurements, about; a curve has two points at least.
 
     Returns:
         The profile, the same on every rank.
 
     Raises:
-        ValueError: If a dtype is not a floating one of torch, a side is not positive, or the ranks
-            of the backend are simulated.
+        ValueError: If the device is of another type, a dtype is not a floating one of torch, a side
+            is not positive, or the ranks of the backend are simulated.
     """
     device = torch.device(device)
     backend = SingleProcess() if backend is None else backend
+    if device.type not in LARGE:
+        raise ValueError(f"a device of type {device.type!r} is not measured: choose cpu or cuda")
     if backend.on_paper:
         raise ValueError("simulated ranks have no collectives to measure: pass backend=None")
     for name in dtypes:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"{name!r} is not a floating dtype of torch")
-    if sides is not None and not all(side > 0 for side in sides):
+    if not all(side > 0 for side in sides or ()):
         raise ValueError("sides must be positive")
     cuda = device.type == "cuda"
     with (
@@ -130,7 +133,7 @@ def measure(
             *_limits(device),
             *collectives(backend, device, BYTES),
             *products(device, dtypes),
-            *factorisations(device, dtypes, SIDES if sides is None else _some(sides)),
+            *factorisations(device, dtypes, _some(sides or SIDES)),
         ]
         return _profile(device, backend, seconds(series, backend, device, budget))
 
@@ -141,7 +144,7 @@ def _some(sides: Sequence[int]) -> list[int]:
     last = len(sides) - 1
     if last >= 10:
         sides = [sides[round(last * step / 9)] for step in range(10)]
-    return [side for side in (32, 128) if side < min(sides, default=0)] + list(sides)
+    return [side for side in (32, 128) if side < sides[0]] + list(sides)
 
 
 # -- the curves ------------------------------------------------------------------------------------
@@ -177,7 +180,7 @@ def products(
             ("product", sides, product, 2.5),
             ("convolution", CHANNELS, convolution, 2.0),
         )
-        for name in dtypes
+        for name in dict.fromkeys(["float32", *dtypes] if operator == "product" else dtypes)
     ]
     if device.type == "cuda":
         make = partial(product, torch.float32)
@@ -208,10 +211,8 @@ def factorisations(
 
     found = []
     for operator in factorise:
-        for name in dtypes:
+        for name in dict.fromkeys("float64" if one == "float64" else "float32" for one in dtypes):
             for batch in BATCHES if device.type == "cuda" else (1,):
-                if name not in ("float32", "float64"):
-                    continue
                 # The smallest side in any case, and others up to a quarter of a gigabyte.
                 fit = [side for side in sides if side == sides[0] or batch * side**2 <= 2**26]
                 call = partial(make, operator, getattr(torch, name), batch)
@@ -291,29 +292,35 @@ def seconds(
 ) -> dict[Series, dict[int, float]]:
     """Return the seconds by size of each series, the same on every rank.
 
-    A series ends before a size that would probably exceed its share of the remaining budget.
+    From its third size on, a series skips those that would probably exceed its share of the
+    remaining budget.
     """
     # All ranks decide by the clock of rank 0, so that they enter the same collectives.
     points: list[_Point] = []
     for index, one in enumerate(series):
-        share = budget / (len(series) - index)
-        left, before = share, (0, 0.0)
-        for number, size in enumerate(one.sizes):
-            expected = before[1] * (size / before[0]) ** one.power if before[0] else 0.0
-            if number >= 2 and expected > left:
-                break
+        share = left = budget / (len(series) - index)
+        least: dict[int, float] = {}  # seconds of the fewest samples, by size
+        for size in one.sizes:
+            bounds = [cost * max(1.0, size / n) ** one.power for n, cost in least.items()]
+            if len(least) >= 2 and min(bounds) > left:
+                continue
             start = time.perf_counter()
             call = one.make(size)
             made = time.perf_counter() - start
             with within(one.precision):
                 _sample(backend, device, one, call, 1)
+                start = time.perf_counter()
                 once = _sample(backend, device, one, call, 1)
-            made, once = _of_rank_zero(backend, [made, once])
+            _meet(backend, device)
+            waited = time.perf_counter() - start - once
+            made, once, waited = _of_rank_zero(backend, [made, once, waited])
             repeats = 1 if one.groups else min(20, max(1, int(TICK / once)))
-            fit = share / 2 / len(one.sizes) / rounds / (once * repeats)
-            points.append(_Point(one, size, repeats, min(MOST, max(1, int(fit)))))
-            left -= (1 + rounds) * made + (2 + rounds * repeats * points[-1].samples) * once
-            before = size, (1 + rounds) * made + (2 + rounds) * once
+            each = waited + repeats * once
+            samples = int(share / 2 / len(one.sizes) / rounds / each)
+            points.append(_Point(one, size, repeats, min(MOST, max(1, samples))))
+            fixed = (1 + rounds) * made + 2 * (waited + once)
+            least[size] = fixed + rounds * each
+            left -= fixed + rounds * points[-1].samples * each
         budget -= share - left
     for _ in range(rounds):
         for point in points:
@@ -371,7 +378,7 @@ def _over_ranks(points: Sequence[_Point], backend: Backend) -> dict[Series, dict
     every = torch.stack(backend.all_gather(mine, PHASE)).cpu()  # [ranks, samples]
     found: dict[Series, dict[int, float]] = {}
     parts = every.split([len(point.seconds) for point in points], dim=1)
-    for point, part in zip(points, parts, strict=True):
+    for point, part in sorted(zip(points, parts, strict=True), key=lambda pair: pair[0].size):
         if groups := point.series.groups:
             slowest = [part[list(group)].amax(0) for group in groups]
             part = torch.stack(slowest).mean(0)  # noqa: PLW2901
