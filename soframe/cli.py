@@ -169,9 +169,7 @@ def plan(
             typer.echo(f"profile: {measure}", err=True)
             if model is None:
                 return
-        if model is None:
-            raise ValueError("name a model, MODULE:CALLABLE, or a workload: see --list")
-        task = inspection.task_of(model, inputs or (), method=method, solver=solver)
+        task = inspection.task_of(model or "", inputs or (), method=method, solver=solver)
         base = planner.Option(
             soframe.strategies.CommOpt(),
             statistics_every=statistics_every,

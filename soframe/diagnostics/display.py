@@ -143,18 +143,13 @@ def front(plan: Plan) -> Figure:
 
     drawn = Figure(figsize=(7, 4.5), layout="constrained")
     axes = drawn.subplots()
-    for exact, marker, label in (
-        (True, "o", "all ranks' statistics"),
-        (False, "^", "fewer samples"),
-    ):
+    kinds = ((True, "o", "all ranks' statistics"), (False, "^", "fewer samples"))
+    for exact, marker, label in kinds:
         rows = [row for row in plan.rows if row.exact == exact]
         sizes, times = [row.memory["total"] / 1e9 for row in rows], [_ms(row) for row in rows]
         color = COLORS[0] if exact else COLORS[1]
         axes.plot(sizes, times, marker, color=color, alpha=0.6, label=label)
-    best = plan.front
-    axes.step([row.memory["total"] / 1e9 for row in best], list(map(_ms, best)), color="#999999",
-              where="pre", linewidth=1, zorder=0)  # fmt: skip
-    for row in best:
+    for row in plan.front:
         at = row.memory["total"] / 1e9, _ms(row)
         axes.annotate(str(row.option), at, (4, 4), textcoords="offset points", fontsize=7)
     if plan.limit is not None:

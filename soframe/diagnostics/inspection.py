@@ -111,16 +111,20 @@ def task_of(path: str, shapes: Sequence[str], **settings: Any) -> Task:
 
     Returns:
         The task.
+
+    Raises:
+        InspectionError: If there is no such model, or its forward pass does not take the inputs.
     """
     workload = WORKLOADS.get(path)
     model = build_model(path, meta=True) if workload is None else workload.model()
-    inputs = None if workload is None else workload.inputs(workload.batch)
+    inputs = [_input(shape) for shape in shapes]
+    if workload is not None and not inputs:
+        inputs = list(workload.inputs(workload.batch))
     try:
-        return Task.of(model, [_input(shape) for shape in shapes] or inputs, **settings)
-    except (ValueError, TypeError, RuntimeError) as error:
-        if isinstance(error, ValueError):
-            raise
-        raise InspectionError(f"the forward pass of {path} raised {error}: see --input") from error
+        return Task.of(model, inputs or None, **settings)
+    except (TypeError, RuntimeError) as error:  # of the user's code, with these inputs
+        said = f"the forward pass of {path} raised {type(error).__name__}: {error}; see --input"
+        raise InspectionError(said) from error
 
 
 def _input(text: str) -> torch.Tensor:

@@ -113,10 +113,11 @@ class Plan:
 
     @property
     def front(self) -> list[Row]:
-        """The rows of which no other is both faster and smaller, the fastest first."""
+        """The rows than which no other, of as many samples, is both faster and smaller."""
         found: list[Row] = []
         for row in self.rows:
-            if not found or row.memory["total"] < found[-1].memory["total"]:
+            better = [one for one in found if one.exact >= row.exact]
+            if all(row.memory["total"] < one.memory["total"] for one in better):
                 found.append(row)
         return found
 
@@ -193,7 +194,7 @@ class Plan:
             )
             for row in self.rows
         ]
-        where = f"{self.ranks} rank(s), {self.hardware.name}: {self.hardware.source}"
+        where = f"planned for {self.ranks} rank(s), {self.hardware.name}"
         lines = [where, format_table(HEADER, rows), LEGEND]
         if self.fitting:
             lines += ["", self.details(self.chosen), "", self.chosen.option.call(), self.why]
@@ -215,7 +216,7 @@ class Plan:
 HEADER = ("  option", "ms", "longest", "exposed", "MB", "held", "MB sent", "imbalance", "samples")
 
 LEGEND = """\
-* no other is both faster and smaller. ms of a step with the passes; exposed: only the network
+* no other, of as many samples, is both faster and smaller. ms of a step with the passes; exposed: only the network
 works. MB of the fullest rank, at the peak of a step and held between steps; imbalance: the longest
 solve of a rank over the mean."""
 
