@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
+from soframe.kernels.devices import memory_of
+
 if TYPE_CHECKING:
     from soframe.blocks.block import Block
 
@@ -158,8 +160,8 @@ def _windows(block: Block, matrix: Tensor, in_order: bool) -> _Windows | None:
     """
     named = block.layout.unpack(matrix)
     parts = [named[name] for name in block.parameters]
-    memory = matrix.untyped_storage().data_ptr()
-    plain = all(p.untyped_storage().data_ptr() == memory and p.dtype == matrix.dtype for p in parts)
+    memory = memory_of(matrix)
+    plain = all(memory_of(p) == memory and p.dtype == matrix.dtype for p in parts)
     if not plain or sum(part.numel() for part in parts) != matrix.numel():
         return None
     start = matrix.storage_offset()

@@ -16,6 +16,13 @@ def on_gpu(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
+def memory_of(x: Tensor) -> int:
+    """Return a number that tensors share if they share memory."""
+    # Not its address, which tensors of a plan do not have.
+    number: int = x.untyped_storage()._cdata
+    return number
+
+
 def batches(matrices: Tensor) -> Sequence[Tensor]:
     """Split ``[groups, ...]`` so that work on copies takes a few gigabytes at once."""
     parts: Sequence[Tensor] = matrices.split(max(1, MOST // max(1, matrices[:1].numel())))

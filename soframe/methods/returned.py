@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from soframe.kernels.devices import memory_of
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Direction, Given, Method
 from soframe.specs import FactorSpec, SecondOrder
@@ -21,11 +22,11 @@ def direction_of(method: Method, given: Given, *, check: bool = False) -> Direct
     made = method.direct(given)
     if check:
         check_direction(method, given, made)
-    read = {_memory(given.gradient), _memory(given.incoming)}
-    state = {n: t.clone() if _memory(t) in read else t for n, t in made.state.items()}
+    read = {memory_of(given.gradient), memory_of(given.incoming)}
+    state = {n: t.clone() if memory_of(t) in read else t for n, t in made.state.items()}
     data = (tensor for tensors in given.data.values() for tensor in tensors.values())
-    kept = {_memory(t) for t in (*state.values(), *given.state.values(), *data)}
-    shared = _memory(made.matrix) in read | kept
+    kept = {memory_of(t) for t in (*state.values(), *given.state.values(), *data)}
+    shared = memory_of(made.matrix) in read | kept
     return Direction(made.matrix.clone() if shared else made.matrix, state)
 
 
@@ -67,7 +68,7 @@ def observed_by(
         if not factor.captured:
             require_statistics(method, factor, made.get(factor.name), "observe()")
     own = {name: tensor.to(gradient.dtype) for name, tensor in made.items()}
-    return {n: t.clone() if _memory(t) == _memory(gradient) else t for n, t in own.items()}
+    return {n: t.clone() if memory_of(t) == memory_of(gradient) else t for n, t in own.items()}
 
 
 def require_told(method: Method, name: str, told: frozenset[str], where: str) -> None:
@@ -113,7 +114,3 @@ def require_like(method: Method, what: str, tensor: Tensor, like: Tensor) -> Non
             f"{method!r}: {what} of shape {tuple(tensor.shape)} and {tensor.dtype}, and it must "
             f"have {tuple(like.shape)} and {like.dtype}"
         )
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""The cost of each rank's part in a step: its arithmetic by phase, and its transient memory.
+"""The cost of each rank's part in a step: its arithmetic by phase.
 
 A stack is priced once for each number of its blocks, by running its own method, solver and helpers
 on paper (`soframe.planning.pricing`). Ranks with the same part in everything are one class.
@@ -20,9 +20,11 @@ from soframe.blocks.block import Block
 from soframe.layers.base import LayerHelper
 from soframe.layers.sharing import SharedInputs
 from soframe.methods.base import Call, Given
+from soframe.methods.returned import direction_of, observed_by
 from soframe.planning.hardware import Hardware
 from soframe.planning.pricing import Paper, Priced
 from soframe.planning.task import Task
+from soframe.solvers.base import Problem, solve_stacks
 from soframe.specs import VALUE
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import ITEM_BYTES
@@ -39,17 +41,19 @@ class Part:
         directs: The stacks for which it computes updates.
         gathers: The stacks to which it contributes statistics.
         holds: The stacks and factors of which it holds the running factors.
+        makes: The same for factors of which it makes the statistics from averaged gradients.
     """
 
     solves: tuple[tuple[int, int, int], ...] = ()
     directs: tuple[int, ...] = ()
     gathers: tuple[int, ...] = ()
     holds: tuple[tuple[int, int], ...] = ()
+    makes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Seconds of a rank by phase, and the bytes that it holds for a while.
+    """Seconds of a rank by phase.
 
     Attributes:
         statistics: Moments of calls, in the backward pass.
@@ -58,8 +62,6 @@ class Arithmetic:
         solve: Solves of factors.
         direct: Updates.
         write: Reading gradients into stacks and writing updates.
-        solving: The most bytes of a step with solves, beside those that are held.
-        updating: The same of a step without.
     """
 
     statistics: float
@@ -68,8 +70,6 @@ class Arithmetic:
     solve: float
     direct: float
     write: float
-    solving: int
-    updating: int
 
 
 def parts(placement: Placement) -> dict[Part, list[int]]:
@@ -78,6 +78,7 @@ def parts(placement: Placement) -> dict[Part, list[int]]:
     directs: dict[int, list[int]] = {}
     gathers: dict[int, list[int]] = {}
     holds: dict[int, list[tuple[int, int]]] = {}
+    makes: dict[int, list[tuple[int, int]]] = {}
     for number, members in enumerate(placement.stacks):
         work, place = placement.work[members[0]], placement.blocks[members[0]]
         captured = [index for index, factor in enumerate(work.factors) if factor.captured]
@@ -86,8 +87,9 @@ def parts(placement: Placement) -> dict[Part, list[int]]:
         for rank in {rank for index in captured for rank in place.contributing(index)}:
             gathers.setdefault(rank, []).append(number)
         for index, factor in enumerate(work.factors):
-            for rank in place.holding(index) if index in captured else ():
-                holds.setdefault(rank, []).append((number, index))
+            kind = holds if index in captured else makes
+            for rank in place.holding(index):
+                kind.setdefault(rank, []).append((number, index))
             for member in members if factor.name not in work.unsolved else ():
                 owner = placement.blocks[member].owners[index]
                 solves.setdefault(owner, Counter())[number, index] += 1
@@ -98,6 +100,7 @@ def parts(placement: Placement) -> dict[Part, list[int]]:
             tuple(directs.get(rank, ())),
             tuple(gathers.get(rank, ())),
             tuple(holds.get(rank, ())),
+            tuple(makes.get(rank, ())),
         )
         found.setdefault(part, []).append(rank)
     return found
@@ -180,28 +183,33 @@ class Costs:
             for factor, own in shapes.items()
         }
 
-    def solve(self, stack: Sequence[int], factor: int, blocks: int) -> Priced:
-        """Return the cost of solving a factor of some blocks of a stack."""
-        block = self._task.blocks[stack[0]]
-        shape = _times(block.factors[factor].shape, blocks)
-        solver = next(solver for index, _, solver in block.solved_here if index == factor)
-        specs = block.tensors[block.factors[factor].name]
+    def solve(self, solves: Sequence[tuple[Sequence[int], int, int]]) -> Priced:
+        """Return the cost of solving factors: of a stack, by index, of a number of its blocks."""
+        found = []
+        for stack, factor, blocks in solves:
+            block = self._task.blocks[stack[0]]
+            spec = block.factors[factor]
+            solver = next(solver for index, _, solver in block.solved_here if index == factor)
+            last = block.tensors[spec.name] if solver.continues else {}
+            shapes = {name: _times(one.shape, blocks) for name, one in last.items()}
+            found.append((solver, _times(spec.shape, blocks), block.dtype, tuple(shapes.items())))
 
-        def run() -> object:
-            matrix, damping = (self._paper.new(s, block.dtype) for s in (shape, shape[:1]))
-            if not solver.continues:
-                return solver.solve(matrix, damping)
-            last = {n: self._paper.new(_times(s.shape, blocks)) for n, s in specs.items()}
-            return solver.solve_again(matrix, damping, last)
+        def make() -> Callable[[], object]:
+            new = self._paper.new
+            problems = [
+                Problem(
+                    solver, new(shape, dtype), new(shape[:1], dtype), {n: new(s) for n, s in last}
+                )
+                for solver, shape, dtype, last in found
+            ]
+            return lambda: solve_stacks(problems)
 
-        return self._once(("solve", solver, shape, block.dtype), run, "float32")
+        return self._once(("solve", *found), make, "float32")
 
     def direct(self, stack: Sequence[int]) -> Priced:
         """Return the cost of the updates of a stack."""
-        block = self._task.blocks[stack[0]]
-        return self._once(
-            ("direct", *self._key(stack)), lambda: block.method.direct(self._given(stack))
-        )
+        method = self._task.blocks[stack[0]].method
+        return self._of_stack("direct", stack, lambda given: direction_of(method, given))
 
     def observe(self, stack: Sequence[int]) -> Priced:
         """Return the cost of a stack's statistics of averaged gradients."""
@@ -209,61 +217,55 @@ class Costs:
         if len(block.captured) == len(block.factors):
             return Priced()
 
-        def run() -> object:
-            given = self._given(stack)
-            return block.method.observe(given.gradient, given.data)
+        def run(given: Given) -> object:
+            return observed_by(block.method, block.factors, given.gradient, given.data)
 
-        return self._once(("observe", *self._key(stack)), run)
+        return self._of_stack("observe", stack, run)
 
-    def _key(self, stack: Sequence[int]) -> tuple[Hashable, ...]:
-        block = self._task.blocks[stack[0]]
-        of_block = (block.method, block.solver, block.factors, block.dtype)
-        return (*of_block, self._shape(stack), tuple(block.states.items()))
+    def _of_stack(self, phase: str, stack: Sequence[int], run: Callable[[Given], object]) -> Priced:
+        block, shape = self._task.blocks[stack[0]], self.shape(stack)
+        states = {
+            name: shape if block.elementwise else _times(spec.shape, len(stack))
+            for name, spec in block.states.items()
+        }
 
-    def _shape(self, stack: Sequence[int]) -> tuple[int, ...]:
+        def make() -> Callable[[], object]:
+            gradient = self._paper.new(shape, block.dtype)
+            state = {name: self._paper.new(own, block.dtype) for name, own in states.items()}
+            data = self._data(block, len(stack))
+            given = Given(gradient, gradient, data, state, UPDATES, block.solver, DAMPING)
+            return lambda: run(given)
+
+        of_block = (block.method, block.solver, block.factors, block.dtype, tuple(states.items()))
+        return self._once((phase, *of_block, shape), make)
+
+    def shape(self, stack: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a stack's gradients."""
         if len(stack) > 1 and self._task.blocks[stack[0]].elementwise:
             return (sum(prod(self.work[index].shape) for index in stack), 1, 1)
         return _times(tuple(self._task.blocks[stack[0]].shape), len(stack))
 
-    def _given(self, stack: Sequence[int]) -> Given:
-        block, shape = self._task.blocks[stack[0]], self._shape(stack)
-        gradient = self._paper.new(shape, block.dtype)
-        shapes = {
-            name: shape if block.elementwise else _times(spec.shape, len(stack))
-            for name, spec in block.states.items()
-        }
-        state = {name: self._paper.new(own, block.dtype) for name, own in shapes.items()}
-        data = self._data(block, len(stack))
-        return Given(gradient, gradient, data, state, UPDATES, block.solver, DAMPING)
-
     def _once(
-        self, key: Hashable, run: Callable[[], object], products: str | None = None
+        self, key: Hashable, make: Callable[[], Callable[[], object]], products: str | None = None
     ) -> Priced:
+        """Price the code that ``make`` returns, with tensors that it has made before."""
         if key not in self._priced:
             with self._paper, torch.no_grad():
-                self._priced[key] = self._paper.price(run, products=products or self._fast)
+                self._priced[key] = self._paper.price(make(), products=products or self._fast)
         return self._priced[key]
 
     # -- a rank ---------------------------------------------------------------------------------
 
     def arithmetic(self, placement: Placement, part: Part) -> Arithmetic:
-        """Return the seconds of a rank's phases, and its transient bytes."""
-        stacks = placement.stacks
-        solves = [self.solve(stacks[stack], *of) for stack, *of in part.solves]
+        """Return the seconds of a rank's phases."""
+        stacks, first = placement.stacks, [self.work[members[0]] for members in placement.stacks]
+        item = [ITEM_BYTES[work.dtype] for work in first]
+        solve = self.solve([(stacks[s], factor, blocks) for s, factor, blocks in part.solves])
         directs = [self.direct(stacks[stack]) for stack in part.directs]
         observes = [self.observe(stacks[stack]) for stack in part.directs]
-        first = [self.work[members[0]] for members in stacks]
-        item = [ITEM_BYTES[work.dtype] for work in first]
-        # Bytes: of all gradients, of states and of factors that are held, of matrices solved here.
-        gradients = sum(
-            item[stack] * prod(self._shape(members)) for stack, members in enumerate(stacks)
-        )
-        states = sum(
-            item[stack] * len(stacks[stack]) * prod(spec.shape)
-            for stack in part.directs
-            for spec in first[stack].state
-        )
+        gradients = [
+            size * prod(self.shape(members)) for size, members in zip(item, stacks, strict=True)
+        ]
         held = sum(
             item[stack] * len(stacks[stack]) * first[stack].factors[factor].packed_numel
             for stack, factor in part.holds
@@ -272,14 +274,6 @@ class Costs:
             item[stack] * blocks * prod(first[stack].factors[factor].shape)
             for stack, factor, blocks in part.solves
         )
-        made = sum(
-            item[stack] * blocks * prod(spec.shape)
-            for stack, factor, blocks in part.solves
-            for spec in first[stack].second_order[factor]
-        )
-        # Gradients side by side, updates, and new states beside the old ones.
-        updating = 2 * gradients + states + max((one.peak for one in directs), default=0)
-        solving = gradients + matrices + made + max((one.peak for one in solves), default=0)
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
             statistics=sum(
@@ -290,11 +284,9 @@ class Costs:
             average=3 * held / bandwidth + launch * len(part.holds),
             observe=sum(one.seconds for one in observes),
             # A triangle is read, and the matrix written.
-            solve=sum(one.seconds for one in solves) + 1.5 * matrices / bandwidth,
+            solve=solve.seconds + 1.5 * matrices / bandwidth,
             direct=sum(one.seconds for one in directs),
-            write=4 * gradients / bandwidth + 2 * launch * len(stacks),
-            solving=max(updating, solving),
-            updating=updating,
+            write=4 * sum(gradients) / bandwidth + 2 * launch * len(stacks),
         )
 
 

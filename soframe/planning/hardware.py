@@ -152,11 +152,16 @@ class Hardware:
         return along(batches[-1]) * batch / batches[-1]
 
     def _curve(self, operator: str, dtype: str) -> Curve:
-        # A device without a rate of its own for a dtype has float32's, and products' for the rest.
-        for key in (f"{operator}:{dtype}", f"{operator}:float32", f"product:{dtype}"):
+        # A device without a rate of its own for a dtype has float32's.
+        for key in (f"{operator}:{dtype}", f"{operator}:float32"):
             if key in self.operators:
                 return self.operators[key]
-        return self.operators["product:float32"]
+        if operator == "convolution":
+            return self._curve("product", dtype)
+        raise ValueError(
+            f"the hardware profile {self.name!r} has no curve of {operator!r}, which this plan "
+            f"needs: add it, or measure one by `soframe plan --measure`"
+        )
 
     def collective(self, operation: str, size: float, group: Sequence[int]) -> float:
         """Return the seconds of a collective.

@@ -14,6 +14,7 @@ from typing import Any
 
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
+from soframe.planning.memory import transients
 from soframe.planning.schedule import KINDS, Messages, Rank, Schedule, Timing
 from soframe.planning.task import Task
 from soframe.registry import available
@@ -216,9 +217,9 @@ class Plan:
 HEADER = ("  option", "ms", "longest", "exposed", "MB", "held", "MB sent", "imbalance", "samples")
 
 LEGEND = """\
-* no other, of as many samples, is both faster and smaller. ms of a step with the passes; exposed: only the network
-works. MB of the fullest rank, at the peak of a step and held between steps; imbalance: the longest
-solve of a rank over the mean."""
+* no other, of as many samples, is both faster and smaller. ms of a step with the passes; exposed:
+only the network works. MB of the fullest rank, at the peak of a step and held between steps;
+imbalance: the longest solve of a rank over the mean."""
 
 
 def _mega(size: float) -> str:
@@ -346,7 +347,7 @@ def _row(costs: Costs, task: Task, option: Option, ranks: int) -> Row:
     )
     return Row(
         option,
-        _memory(placement, found, priced),
+        _memory(costs, placement, found),
         traffic,
         timing,
         exact=_exact(placement),
@@ -397,20 +398,17 @@ def _traffic(messages: Mapping[str, Messages], option: Option) -> dict[str, dict
 
 
 def _memory(
-    placement: Placement,
-    found: Mapping[Part, Sequence[int]],
-    priced: Mapping[Part, Arithmetic],
+    costs: Costs, placement: Placement, found: Mapping[Part, Sequence[int]]
 ) -> dict[str, int]:
     """Return the bytes by category of the rank with most."""
     most: dict[str, int] = {"total": -1}
     for part, ranks in found.items():
         sizes = placement.memory(ranks[0])
-        window = bytes_of.window(placement.pairs, placement.stacks, ranks[0])
-        transient = priced[part].solving
+        short = transients(costs, placement, part)
         held = sizes.pop("total")
-        total = held + max(window, transient)
+        total = held + short.most
         if total > most["total"]:
-            most = {**sizes, "held": held, "window": window, "transient": transient}
+            most = {**sizes, "held": held, "window": short.window, "transient": short.solving}
             most["total"] = total
     return most
 

@@ -52,20 +52,14 @@ class Priced:
         operators: Their number.
         flops: The FLOPs of products and convolutions.
         peak: The most bytes that it held at once in new tensors, its results among them.
+        left: The bytes of its results.
     """
 
     seconds: float = 0.0
     operators: int = 0
     flops: float = 0.0
     peak: int = 0
-
-    def __add__(self, other: Priced) -> Priced:
-        return Priced(
-            self.seconds + other.seconds,
-            self.operators + other.operators,
-            self.flops + other.flops,
-            max(self.peak, other.peak),
-        )
+    left: int = 0
 
 
 class Pricing(TorchDispatchMode):
@@ -80,7 +74,7 @@ class Pricing(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._hardware, self._float32 = hardware, precision
         self.priced = Priced()
-        self._held = 0
+        self.held = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -138,12 +132,12 @@ class Pricing(TorchDispatchMode):
             if storage._cdata in known:
                 continue
             known.add(storage._cdata)
-            self._held += storage.nbytes()
-            self.priced.peak = max(self.priced.peak, self._held)
+            self.held += storage.nbytes()
+            self.priced.peak = max(self.priced.peak, self.held)
             weakref.finalize(storage, self._release, storage.nbytes())
 
     def _release(self, size: int) -> None:
-        self._held -= size
+        self.held -= size
 
 
 def _tensors(nested: Any) -> list[Tensor]:
@@ -204,6 +198,7 @@ class Paper:
         """Return the cost of some code, with products of float32 in another precision."""
         with Pricing(self._hardware, products) as pricing:
             made = code()
+            pricing.priced.left = pricing.held
         del made
         priced: Priced = pricing.priced
         return priced

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from soframe.kernels.devices import memory_of
 from soframe.specs import FactorKind, FactorSpec, TensorSpec
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # untyped
@@ -378,7 +379,7 @@ def _solve(
     # The same layout on every rank: products with other strides round differently.
     data = {name: tensor.to(dtype).contiguous() for name, tensor in made.items()}
     # The factor changes in place at the next statistics; its data must not.
-    data = {n: t.clone() if _same_memory(t, matrices) else t for n, t in data.items()}
+    data = {n: t.clone() if memory_of(t) == memory_of(matrices) else t for n, t in data.items()}
     # One number for each group and tensor: NaN or infinite where any entry is.
     largest = [damping, *(_largest(tensor, len(matrices)) for tensor in data.values())]
     good = functools.reduce(torch.maximum, largest) < math.inf
@@ -443,10 +444,6 @@ def _reason(
     if all(bool(tensor.isfinite().all()) for tensor in data.values()):
         return f"{dtype} cannot hold the result: its scale is out of range"
     return "the result is not finite: the damped factor is not positive-definite"
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def replace_groups(

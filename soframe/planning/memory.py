@@ -1,0 +1,116 @@
+"""The bytes that a rank needs for a while: beside factors, second-order data and states.
+
+They follow the order of the step and its buffers, as `soframe.strategies.plan` does for the bytes
+that stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from soframe.planning.costs import Costs, Part
+from soframe.planning.pricing import Priced
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import ITEM_BYTES
+
+
+@dataclass(frozen=True)
+class Transients:
+    """The most bytes at once, beside those that are held between steps.
+
+    Attributes:
+        window: The sums of a statistics step, and their triangles on the way.
+        solving: In a step with solves.
+        updating: In another step.
+    """
+
+    window: int
+    solving: int
+    updating: int
+
+    @property
+    def most(self) -> int:
+        """The most of any step."""
+        return max(self.window, self.solving, self.updating)
+
+
+def transients(costs: Costs, placement: Placement, part: Part) -> Transients:
+    """Return the transient bytes of the ranks of a part."""
+    stacks = placement.stacks
+    works = [placement.work[members[0]] for members in stacks]
+    places = [placement.blocks[members[0]] for members in stacks]
+    item = [ITEM_BYTES[work.dtype] for work in works]
+    directs = [costs.direct(stacks[stack]) for stack in part.directs]
+    gradients = [
+        size * prod(costs.shape(members)) for size, members in zip(item, stacks, strict=True)
+    ]
+
+    def factors(stack: int, index: int, *, packed: bool) -> int:
+        spec = works[stack].factors[index]
+        size = spec.packed_numel if packed else prod(spec.shape)
+        return item[stack] * len(stacks[stack]) * size
+
+    # Sums, and triangles for a reduction.
+    gathered = [(s, i) for s in part.gathers for i, f in enumerate(works[s].factors) if f.captured]
+    sent = {*gathered, *part.holds}
+    window = sum(factors(*one, packed=False) for one in gathered) + sum(
+        factors(*one, packed=True)
+        for one in sent
+        if len(places[one[0]].reductions[one[1]].group) > 1 and not places[one[0]].deferred
+    )
+    settled = max(
+        (factors(s, i, packed=True) for s, i in gathered if places[s].deferred), default=0
+    )
+
+    # Gradients side by side (of a single parameter they are read where they are), updates and new
+    # states; then updates on the way, and those that arrive.
+    alone = [
+        len(members) == work.parameters == 1 for members, work in zip(stacks, works, strict=True)
+    ]
+    read = sum(size for size, one in zip(gradients, alone, strict=True) if not one)
+    made = sum(one.left for one in directs)
+    travelling = sum(
+        size
+        for size, place in zip(gradients, places, strict=True)
+        if len(place.gradient_workers) < placement.world_size
+    )
+    updating = read + max(_peak(directs), made + 2 * travelling)
+
+    # Statistics of gradients come before the new states replace the old ones, solves behind.
+    after = any(work.after for work in works)
+    observing = [
+        costs.observe(stacks[stack]).peak
+        + sum(factors(s, i, packed=True) for s, i in part.makes if s == stack and places[s].packed)
+        for stack in part.directs
+    ]
+    kept = read + (made + travelling if after else 0)
+    updating = max(updating, kept + max(observing, default=0))
+
+    # Matrices out of triangles, results, and those that arrive.
+    kept = read + (sum(gradients) if after else 0)
+    solve = costs.solve([(stacks[s], index, blocks) for s, index, blocks in part.solves])
+    unpacked = sum(
+        item[s] * blocks * prod(works[s].factors[index].shape)
+        for s, index, blocks in part.solves
+        if places[s].packed and works[s].factors[index].kind == "psd"
+    )
+    arriving = sum(
+        item[s] * len(stacks[s]) * (spec.packed_numel + prod(spec.shape))
+        for s in part.directs
+        for index, specs in enumerate(works[s].second_order)
+        for spec in specs
+        if len(places[s].sharing(index)) > 1
+    )
+    solving = kept + max(unpacked + solve.peak, solve.left + arriving) + settled
+    return Transients(window, max(updating, solving), updating)
+
+
+def _peak(each: Sequence[Priced]) -> int:
+    """Return the most bytes of calls of which each leaves its results to the next."""
+    before, most = 0, 0
+    for one in each:
+        most = max(most, before + one.peak)
+        before += one.left
+    return most
