@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 import soframe
 from soframe.cli import app
+from soframe.planning.hardware import Hardware
 from soframe.registry import KINDS
+from tests.planning.kit import CPU
 
 ROOT = Path(soframe.__file__).parents[1]
 
@@ -172,6 +174,63 @@ def test_inspect_takes_classes_and_models(models, path, shape):
 )
 def test_inspect_says_what_is_wrong(models, arguments, message):
     failed(models("inspect", *arguments), message)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    CPU.save(tmp_path / "cpu.json")
+    return tmp_path / "cpu.json"
+
+
+def test_plan_ends_with_a_line_to_paste(models, profile):
+    arguments = ["plan", "mymodels:make", "--ranks", 4, "--hardware", profile, "--input", "16x4"]
+    out = succeeded(models(*arguments, "--memory", "1MB"))
+    assert out.startswith("planned for 4 rank(s), cpu\n")
+    assert "\nstrategy=" in out
+    assert "statistics_every=10, solve_every=100\nit is the fastest of those within 1 MB" in out
+    assert "backward" in out
+
+
+def test_plan_as_json_and_as_a_figure(models, profile, tmp_path):
+    figure = tmp_path / "plots" / "front.png"
+    arguments = ["mymodels:make", "--ranks", 2, "--hardware", profile, "--solve-every", 10]
+    options = ["--vary", "stagger", "--figure", figure, "--json"]
+    read = json.loads(succeeded(models("plan", *arguments, *options)))
+    assert read["ranks"] == 2
+    assert {row["option"]["solve_every"] for row in read["rows"]} == {10}
+    assert {row["option"]["stagger"] for row in read["rows"]} == {True, False}
+    assert read["passes"] == 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_lists_workloads_and_hardware(invoke):
+    out = succeeded(invoke("plan", "--list"))
+    for name in ("bert-large", "llama-70b", "h100-ib", "rtx2080ti-ib100"):
+        assert name in out
+
+
+def test_plan_measures_this_machine(invoke, tmp_path, monkeypatch):
+    monkeypatch.setattr("soframe.cli.measure_hardware", lambda device: CPU)
+    result = invoke("plan", "--measure", tmp_path / "here.json")
+    assert result.exit_code == 0
+    assert f"profile: {tmp_path / 'here.json'}" in result.stderr
+    assert Hardware.load(tmp_path / "here.json") == CPU
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "'' is not MODULE:CALLABLE"),
+        (["mymodels:make", "--hardware", "abacus"], "no hardware profile 'abacus'"),
+        (["mymodels:make", "--memory", "much"], "'much' is no number of bytes"),
+        (["mymodels:make", "--input", "4by4"], "'4by4' is no shape"),
+        (["mymodels:make", "--input", "4:text"], "'4:text' is no shape"),
+        (["mymodels:make", "--input", "16x5"], "the forward pass of mymodels:make raised"),
+        (["mymodels:make", "--method", "magic"], "no method 'magic'"),
+    ],
+)
+def test_plan_says_what_is_wrong(models, arguments, message):
+    failed(models("plan", *arguments), message)
 
 
 def test_the_version(invoke):

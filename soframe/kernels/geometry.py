@@ -19,6 +19,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(frozen=True)
@@ -175,11 +176,13 @@ def patch_means(x: Tensor, geometry: Geometry) -> Tensor:
 @lru_cache(maxsize=1024)
 def _meets(axis: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return ``[kernel, size]``: one where a kernel position meets an input position."""
-    # Cached, since copying it to an accelerator makes the host wait.
-    meets = torch.zeros(axis.kernel, axis.size, device="cpu")
-    for k in range(axis.kernel):
-        start, stop = axis.inside(k)
-        if start < stop:
-            first = axis.dilation * k - axis.before
-            meets[k, first + axis.stride * start : first + axis.stride * stop : axis.stride] = 1
-    return meets.to(device, dtype)
+    # Cached, since copying it to an accelerator makes the host wait. It has its numbers even if a
+    # plan, which runs without numbers, is the first to need it.
+    with _disable_current_modes():
+        meets = torch.zeros(axis.kernel, axis.size, device="cpu")
+        for k in range(axis.kernel):
+            start, stop = axis.inside(k)
+            if start < stop:
+                first = axis.dilation * k - axis.before
+                meets[k, first + axis.stride * start : first + axis.stride * stop : axis.stride] = 1
+        return meets.to(device, dtype)

@@ -65,6 +65,8 @@ class Auto(Strategy):
             ValueError: If no strategy fits into the limit, or ranks are simulated and there is no
                 profile.
         """
+        if now.ranks == 1 and self.memory_limit is None:
+            return CommOpt()  # all strategies are alike
         # Imported here: a run with a named strategy needs neither.
         from soframe.planning.planner import Option, plan, usual
         from soframe.planning.task import Task

@@ -138,9 +138,11 @@ class Hardware:
 
     def factorisation(self, operator: str, side: int, batch: int, dtype: str) -> float:
         """Return the seconds of a batch of factorisations of one side."""
-        rows = self.batched.get(f"{operator}:{dtype}")
-        if rows is None:
+        exact, usual = f"{operator}:{dtype}", f"{operator}:float32"
+        key = exact if {exact} & {*self.operators, *self.batched} else usual
+        if key not in self.batched:
             return batch * self._curve(operator, dtype)(side)
+        rows = self.batched[key]
         batches = sorted({size for _, size, _ in rows})
         curves = {
             size: Curve(tuple(sorted((float(n), s) for n, b, s in rows if b == size)))

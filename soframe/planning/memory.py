@@ -60,9 +60,9 @@ def transients(costs: Costs, placement: Placement, part: Part) -> Transients:
         for one in sent
         if len(places[one[0]].reductions[one[1]].group) > 1 and not places[one[0]].deferred
     )
-    settled = max(
-        (factors(s, i, packed=True) for s, i in gathered if places[s].deferred), default=0
-    )
+    deferred = [factors(*one, packed=True) for one in gathered if places[one[0]].deferred]
+    settled = max(deferred, default=0)
+    window += settled  # a triangle, before it is added to its accumulator
 
     # Gradients side by side (of a single parameter they are read where they are), updates and new
     # states; then updates on the way, and those that arrive.

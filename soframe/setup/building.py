@@ -207,19 +207,21 @@ def build(
         raise
     settings_of_rank = describe_settings(registration.blocks, *settings, background, refresh)
     compare_ranks(backend, placement, settings_of_rank)
-    settled = strategy.settled(
-        Circumstances(
-            blocks=registration.blocks,
-            work=placement.work,
-            parameters=[p for p in model.parameters() if p.requires_grad],
-            backend=backend,
-            local=gradients == "local",
-            background=background.delay,
-            stagger=refresh.stagger,
-            statistics_every=refresh.statistics_every.at(LATE),
-            solve_every=refresh.solve_every.at(LATE),
+    settled = strategy
+    if type(strategy).settled is not Strategy.settled:
+        settled = strategy.settled(
+            Circumstances(
+                blocks=registration.blocks,
+                work=placement.work,
+                parameters=[p for p in model.parameters() if p.requires_grad],
+                backend=backend,
+                local=gradients == "local",
+                background=background.delay,
+                stagger=refresh.stagger,
+                statistics_every=refresh.statistics_every.at(LATE),
+                solve_every=refresh.solve_every.at(LATE),
+            )
         )
-    )
     if settled is not strategy:
         placement = place(settled, registration.blocks, backend.world_size)
         _check_placed(model, registration.blocks, placement, refresh, choices)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockWork
@@ -35,7 +33,7 @@ class Circumstances:
 
     blocks: Sequence[Block]
     work: Sequence[BlockWork]
-    parameters: Sequence[nn.Parameter]
+    parameters: Sequence[Any]
     backend: Backend
     local: bool
     background: int

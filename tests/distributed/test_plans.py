@@ -52,6 +52,7 @@ EVERY: dict[str, Strategy] = {
     "deferred everywhere": Deferring(),
     "apart": Apart(),
     "apart, deferred": Apart(deferred=True),
+    "auto": soframe.Auto(hardware="h100-ib"),
 }
 
 
@@ -73,9 +74,11 @@ def planned(
     fused: bool = False,
     clips: Iterable[str] = (),
 ) -> Traffic:
-    """All of a run; before the first step the ranks compare two digests."""
-    start = {"start": {"bytes": 64, "calls": 1}} if placement.world_size > 1 else {}
-    start = {**start, "total": {"bytes": 64 * len(start), "calls": len(start)}}
+    """All of a run; before the first step the ranks compare two digests, a choice once more."""
+    calls = 1 + any("chosen" in note for note in placement.notes)
+    calls *= placement.world_size > 1
+    one = {"bytes": 64 * calls, "calls": calls}
+    start = {"start": one, "total": one} if calls else {"total": one}
     names = list(used)
     # Statistics that are made with second-order data are made anew after each solve.
     waiting = [work.name for work in placement.work if any(f.needs for f in work.factors)]

@@ -342,7 +342,7 @@ def find() -> Table:
                 )
         for fisher in FISHERS:
             found.fishers[fisher] = table.cell(*of_fisher(method, fisher))
-        for strategy in sorted(soframe.available("strategy")):
+        for strategy in STRATEGIES:
             found.strategies[strategy] = table.cell(*of_strategy(method, strategy))
         first = {column: (make, inputs) for column, make, inputs in reversed(every.values())}
         for column, fisher, strategy in product(first, FISHERS, found.strategies):
@@ -353,6 +353,8 @@ def find() -> Table:
                 table.others.append(f"`{method}`, {column}, {fisher}, {strategy}: {why}")
     return table
 
+
+STRATEGIES = sorted({*soframe.available("strategy")} - {"auto"})
 
 HEAD = """\
 # Combinations
@@ -401,9 +403,9 @@ def render(table: Table) -> str:
     lines += _lines(
         table,
         "Strategies",
-        f"On {RANKS} ranks.",
+        f'On {RANKS} ranks. `"auto"` takes one of these.',
         "strategies",
-        sorted(soframe.available("strategy")),
+        STRATEGIES,
     )
     lines += ["## All together", ""]
     lines += ["Combinations that are refused though none of their pairs is:", ""]

@@ -1,0 +1,168 @@
+"""Prices: code on paper calls the operators of real code, each priced by its shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.layers.sharing import SharedInputs
+from soframe.methods.base import Call, Given
+from soframe.planning.costs import Costs
+from soframe.planning.hardware import Hardware
+from soframe.planning.pricing import Paper, Pricing
+from soframe.planning.task import Task
+from soframe.solvers import Eigen, Inverse, NewtonSchulz
+from soframe.specs import VALUE
+from tests.planning.kit import CPU, GPU, convolutional, dense
+
+
+@pytest.mark.parametrize("hardware", [CPU, GPU], ids=lambda one: one.name)
+def test_a_product_has_its_price(hardware: Hardware) -> None:
+    with Paper(hardware) as paper:
+        left, right = paper.new((3, 100, 200)), paper.new((3, 200, 50))
+        priced = paper.price(lambda: left @ right)
+    assert priced.flops == 3 * 2 * 100 * 200 * 50
+    assert priced.seconds == pytest.approx(hardware.product(priced.flops / 3, 3, "float32"))
+    assert priced.operators == 1
+    assert priced.peak == priced.left == 4 * 3 * 100 * 50
+
+
+def test_products_in_place_and_convolutions_have_theirs() -> None:
+    with Paper(CPU) as paper, torch.no_grad():
+        total, x, images = paper.new((8, 8)), paper.new((8, 30)), paper.new((2, 3, 9, 9))
+        weight = paper.new((4, 3, 3, 3))
+        added = paper.price(lambda: total.addmm_(x, x.mT, beta=0.5))
+        convolved = paper.price(lambda: nn.functional.conv2d(images, weight))
+    assert (added.flops, added.peak) == (2 * 8 * 30 * 8, 0)
+    assert convolved.flops == 2 * (2 * 4 * 7 * 7) * (3 * 3 * 3)
+
+
+def test_other_operators_take_the_memory_s_time() -> None:
+    with Paper(CPU) as paper:
+        x = paper.new((1000, 1000))
+        assert paper.price(lambda: x + 1).seconds == pytest.approx(8e6 / CPU.bandwidth)
+        assert paper.price(lambda: x.mT[:2].view(2, -1)).seconds == 0
+        assert paper.price(lambda: x[:2, :2] + 1).seconds == CPU.launch
+
+
+def test_memory_is_counted_for_as_long_as_it_lives() -> None:
+    def code() -> Tensor:
+        big = torch.zeros(1000)
+        small = big[:10] + 1
+        del big
+        return small + 1
+
+    assert_equal(Paper(CPU).price(code), peak=4000 + 40, left=40)
+
+
+def assert_equal(priced: object, **expected: object) -> None:
+    assert {name: getattr(priced, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("solver", [Inverse(), Eigen(), NewtonSchulz()], ids=repr)
+def test_solvers_of_both_devices_cost_more_for_larger_matrices(
+    device: str, solver: soframe.Solver
+) -> None:
+    seconds = []
+    for size in (32, 128):
+        with Paper(CPU if device == "cpu" else GPU) as paper:
+            matrix, damping = paper.new((2, size, size)), paper.new((2,))
+            seconds.append(paper.price(lambda: solver.solve(matrix, damping)).seconds)  # noqa: B023
+    assert 0 < seconds[0] < seconds[1]
+
+
+METHODS = ["kfac", "ekfac", "foof", "soap", "shampoo", "muon", "normuon", "soap-muon", "tnt", "eva"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_updates_on_paper_call_the_operators_of_real_ones(method: str) -> None:
+    model = dense(6, 5, 5, 4)
+    auxiliary = {"auxiliary": "adamw"} if method in ("muon", "normuon", "soap-muon") else {}
+    task = Task.of(model, method=method, **auxiliary)
+    costs = Costs(task, CPU)
+    for index, block in enumerate(task.blocks):
+        on_paper = costs.direct([index])
+        shapes = {f: {n: s.shape for n, s in own.items()} for f, own in block.tensors.items()}
+        shapes |= {factor.name: {VALUE: factor.shape} for factor in block.unsolved}
+        data = {f: {n: torch.rand(s) for n, s in own.items()} for f, own in shapes.items()}
+        for name, tensors in data.items():
+            if "order" in tensors:
+                tensors["order"] = torch.arange(data[name]["order"].shape[-1]).expand_as(
+                    data[name]["order"]
+                )
+        state = {name: torch.rand(spec.shape) for name, spec in block.states.items()}
+        gradient = torch.rand(tuple(block.shape))
+        given = Given(gradient, gradient, data, state, 10, block.solver, 1e-3)
+        with torch.no_grad(), Pricing(CPU) as real:
+            made = block.method.direct(given)
+        del made
+        assert real.priced.operators == on_paper.operators
+        assert real.priced.flops == on_paper.flops
+        assert real.priced.seconds == pytest.approx(on_paper.seconds)
+
+
+def test_statistics_on_paper_call_the_operators_of_real_ones() -> None:
+    model, images = convolutional(), torch.rand(4, 3, 8, 8)
+    task = Task.of(model, (images,), method="kfac")
+    seconds = Costs(task, CPU).statistics
+    calls: dict[str, tuple[Tensor, Tensor]] = {}
+    names = {module: name for name, module in model.named_children()}
+
+    def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        calls[names[module]] = args[0].detach(), output.detach()
+
+    for module in names:
+        module.register_forward_hook(record)
+    model(images)
+    shared = SharedInputs()
+    for block in task.blocks:
+        (helper,) = block.helpers
+        inputs, output = calls[block.name]
+        rows = helper.output_rows(torch.rand(output.shape))
+        call = Call(helper, (inputs,), rows, block.dtype, shared)
+        totals = {f.name: torch.zeros(f.shape) for f in block.factors}
+        with torch.no_grad(), Pricing(CPU) as real:
+            for name, moment in block.method.statistics(call).items():
+                assert callable(moment)
+                moment(totals[name], 1.0)
+        assert real.priced.seconds == pytest.approx(seconds[block.name])
+
+
+def test_passes_on_paper_call_the_operators_of_real_ones() -> None:
+    model, images = convolutional(), torch.rand(4, 3, 8, 8)
+    priced = Costs(Task.of(model, (images,), method="kfac"), CPU).passes
+    with Pricing(CPU) as real:
+        model(images).sum().backward()
+    assert real.priced.flops == priced.flops
+    # The sum of the outputs is made in another way.
+    assert real.priced.operators == pytest.approx(priced.operators, abs=4)
+
+
+def test_the_model_of_a_task_stays_as_it_was() -> None:
+    model, images = convolutional(), torch.rand(4, 3, 8, 8)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    task = Task.of(model, (images,), method="kfac")
+    Costs(task, CPU).passes  # noqa: B018
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_activations_are_those_that_autograd_saves() -> None:
+    model, images = dense(6, 5, 4), torch.rand(7, 6)
+    task = Task.of(model, (images,), method="kfac")
+    # The inputs of both layers; weights are held anyway.
+    assert task.activations == 4 * 7 * (6 + 5)
+
+
+def test_a_plan_leaves_no_tensors_without_numbers_behind() -> None:
+    model, images = convolutional(), torch.rand(4, 3, 8, 8)
+    Costs(Task.of(model, (images,), method="kfac"), CPU).statistics  # noqa: B018
+    own = soframe.Preconditioner(model, lr=0.1, kl_clip=None)
+    model(images).square().sum().backward()
+    own.step()
+    assert all(type(p.grad) is Tensor for p in model.parameters())
+    assert all(p.grad.isfinite().all() for p in model.parameters())  # type: ignore[union-attr]
