@@ -98,6 +98,15 @@ def public_name(
     return None
 
 
+_PUBLIC = (
+    "soframe",
+    "soframe.diagnostics",
+    "soframe.planning",
+    "soframe.strategies",
+    "soframe.testing",
+)
+
+
 def _public(target: str) -> list[Any]:
     """`soframe.a.b.Name.method` as ["soframe.Name", "method"], if that is the same object."""
     parts = target.split(".")
@@ -106,7 +115,7 @@ def _public(target: str) -> list[Any]:
             value = getattr(importlib.import_module(".".join(parts[:end])), parts[end])
         except (ImportError, AttributeError, ValueError):
             continue
-        for module in ("soframe", "soframe.diagnostics", "soframe.testing"):
+        for module in _PUBLIC:
             try:
                 public = importlib.import_module(module)
             except ImportError:
