@@ -68,7 +68,11 @@ nitpick_ignore_regex = [
     # Bases of public classes, internal.
     (r"py:class", r"soframe\.state\.stateful\.(Stateful|OfModel)"),
     (r"py:class", r"soframe\.(layers\.layout\.WeightAndBias|methods\.blocked\.Parts)"),
-    (r"py:class", r"soframe\.blocks\.report\.ReportRow"),  # plain data
+    (
+        r"py:class",
+        r"soframe\.(blocks\.report\.ReportRow|planning\.task\.LayerShapes)",
+    ),
+    (r"py:class", r"soframe\.blocks\.block\.Block"),  # internal, in a plan's task
     (r"py:class", r"soframe\.trust_region\.base\.ClosureOptimizer"),  # of trust regions
     (r"py:class", r"(OnStep|ParamsT|Schedule|Writer)"),
     (r"py:class", r"(RMS|Coefficients|Carry|WeightDecayKind|Constraint)"),

@@ -11,7 +11,6 @@ from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockWork
 
 if TYPE_CHECKING:
-    from soframe.blocks.block import Block
     from soframe.comm.base import Backend
 
 
@@ -20,7 +19,7 @@ class Circumstances:
     """What a strategy may read before it places blocks, see `Strategy.settled`.
 
     Attributes:
-        blocks: The blocks.
+        blocks: The blocks, with their methods and solvers.
         work: Their work, in the same order.
         parameters: The model's trainable parameters.
         backend: The ranks.
@@ -31,7 +30,7 @@ class Circumstances:
         solve_every: The interval of solves, late in training.
     """
 
-    blocks: Sequence[Block]
+    blocks: Sequence[Any]
     work: Sequence[BlockWork]
     parameters: Sequence[Any]
     backend: Backend
