@@ -196,8 +196,8 @@ class Hardware:
 
     def _by_links(self, operation: str, size: float, ranks: int, group: Sequence[int]) -> float:
         """Price a collective by a ring for its bytes and a tree for its latency."""
-        nodes = 1 if self.node is None else len({rank // self.node for rank in group})
-        link = self.within if nodes == 1 or self.across is None else self.across
+        together = self.node is None or min(group) // self.node == max(group) // self.node
+        link = self.within if together or self.across is None else self.across
         rounds, volume = math.ceil(math.log2(ranks)), (ranks - 1) / ranks
         if operation == "all_reduce":
             rounds, volume = 2 * rounds, 2 * volume

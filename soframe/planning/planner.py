@@ -103,6 +103,7 @@ class Plan:
         limit: Bytes that a rank may hold for curvature; None without a limit.
         fixed: Bytes of a rank that no option changes: weights, gradients, activations.
         passes: Seconds of the forward and the backward pass; 0 if inputs are unknown.
+        plain: Seconds of a step without a preconditioner, whose gradients are averaged.
     """
 
     rows: tuple[Row, ...]
@@ -111,6 +112,7 @@ class Plan:
     limit: int | None = None
     fixed: Mapping[str, int] = field(default_factory=dict)
     passes: float = 0.0
+    plain: float = 0.0
 
     @property
     def front(self) -> list[Row]:
@@ -175,6 +177,7 @@ class Plan:
             "limit": self.limit,
             "fixed": dict(self.fixed),
             "passes": self.passes,
+            "plain": self.plain,
             "rows": [_plain(row) for row in self.rows],
             "front": [row.option.call() for row in self.front],
             "chosen": self.chosen.option.call() if self.fitting else None,
@@ -256,7 +259,8 @@ def plan(
     weights = sum(p.numel() * p.element_size() for p in task.parameters)
     fixed = {"weights": weights, "gradients": weights, "activations": task.activations}
     rows.sort(key=lambda row: (row.timing.mean, row.memory["total"], row.option.call()))
-    return Plan(tuple(rows), ranks, hardware, memory_limit, fixed, costs.passes.seconds)
+    passes, plain = costs.passes.seconds, _without(costs, task, ranks)
+    return Plan(tuple(rows), ranks, hardware, memory_limit, fixed, passes, plain)
 
 
 def usual(work: Sequence[BlockWork], ranks: int, base: Option | None = None) -> list[Option]:
@@ -314,7 +318,6 @@ def _row(costs: Costs, task: Task, option: Option, ranks: int) -> Row:
     priced = {part: costs.arithmetic(placement, part) for part in found}
     covered = {id(p) for block in task.blocks for p in block.parameters.values()}
     rest = [p for p in task.parameters if id(p) not in covered]
-    gradients = 0 if option.local else sum(p.numel() * p.element_size() for p in task.parameters)
     local = None
     if option.local:
         dtypes = [(p.numel(), str(p.dtype).removeprefix("torch.")) for p in rest]
@@ -329,18 +332,7 @@ def _row(costs: Costs, task: Task, option: Option, ranks: int) -> Row:
         own = _traffic(messages, option)
         if own["total"]["bytes"] > traffic.get("total", {"bytes": -1})["bytes"]:
             traffic = own
-    steps = Schedule(
-        costs.hardware,
-        of_ranks,
-        ranks=ranks,
-        passes=costs.passes.seconds,
-        gradients=gradients if ranks > 1 else 0,
-        optimizer=5
-        * sum(p.numel() * p.element_size() for p in task.parameters)
-        / costs.hardware.bandwidth,
-        background=option.background,
-    )
-    timing = steps.timing(
+    timing = _schedule(costs, task, of_ranks, ranks, option.local, option.background).timing(
         option.statistics_every,
         option.solve_every,
         option.solve_every if option.stagger else 1,
@@ -353,6 +345,33 @@ def _row(costs: Costs, task: Task, option: Option, ranks: int) -> Row:
         exact=_exact(placement),
         notes=placement.notes,
     )
+
+
+def _schedule(
+    costs: Costs,
+    task: Task,
+    of_ranks: Sequence[Rank],
+    ranks: int,
+    local: bool = False,
+    background: int = 0,
+) -> Schedule:
+    weights = sum(p.numel() * p.element_size() for p in task.parameters)
+    return Schedule(
+        costs.hardware,
+        of_ranks,
+        ranks=ranks,
+        passes=costs.passes.seconds,
+        gradients=0 if local or ranks == 1 else weights,
+        optimizer=5 * weights / costs.hardware.bandwidth,
+        background=background,
+    )
+
+
+def _without(costs: Costs, task: Task, ranks: int) -> float:
+    """Return the seconds of a step without a preconditioner."""
+    nothing = Arithmetic(*(0.0 for _ in dataclasses.fields(Arithmetic)))
+    rank = Rank(ranks, nothing, {kind: [] for kind in KINDS})
+    return _schedule(costs, task, [rank], ranks).timing(1, 1).mean
 
 
 def _loaded(found: Mapping[Part, Sequence[int]], priced: Mapping[Part, Arithmetic]) -> list[Part]:

@@ -22,7 +22,6 @@ from soframe.methods.base import Given
 from soframe.methods.returned import direction_of
 from soframe.specs import TensorSpec
 from soframe.step.gradients import Gradients
-from soframe.strategies.work import exchange_group
 
 
 @dataclass(eq=False)
@@ -121,15 +120,15 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
         if not active or stack.like.shards:
             continue
         like = stack.like
-        for worker in stack.place.gradient_workers:
-            group = exchange_group(worker, stack.place.sources)
-            spec = TensorSpec(stack.shape_of(active))
-            parcel = Parcel(worker, group, (spec,), dtype=like.dtype, device=like.device)
-            if not parcel.travels or backend.rank not in group:
-                continue
-            if worker == backend.rank:
-                parcel.tensors = [_all_of(stack, active, of_stack.get(stack, ()))]
-            parcels.append((stack, active, parcel))
+        worker = stack.place.sources[backend.rank]
+        group = stack.place.exchanges[worker]
+        spec = TensorSpec(stack.shape_of(active))
+        parcel = Parcel(worker, group, (spec,), dtype=like.dtype, device=like.device)
+        if not parcel.travels:
+            continue
+        if worker == backend.rank:
+            parcel.tensors = [_all_of(stack, active, of_stack.get(stack, ()))]
+        parcels.append((stack, active, parcel))
     if parcels:
         with backend.phases("exchange"):
             every = buckets(backend, [parcel for _, _, parcel in parcels], fused=backend.fused)

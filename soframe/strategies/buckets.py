@@ -13,13 +13,12 @@ the next one is packed.
 def fill(items: Iterable[tuple[Hashable, int]], limit: int | None = None) -> list[list[int]]:
     """Group items of the same route into buffers of at most `limit` bytes; return their indices."""
     limit = BUCKET_BYTES if limit is None else limit
-    routes: dict[Hashable, list[list[int]]] = {}
-    sizes: dict[Hashable, int] = {}
+    routes: dict[Hashable, tuple[list[list[int]], list[int]]] = {}
     for index, (route, size) in enumerate(items):
-        buckets = routes.setdefault(route, [])
-        if not buckets or sizes[route] + size > limit:
+        buckets, sizes = routes.setdefault(route, ([], []))
+        if not buckets or sizes[-1] + size > limit:
             buckets.append([])
-            sizes[route] = 0
+            sizes.append(0)
         buckets[-1].append(index)
-        sizes[route] += size
-    return [bucket for buckets in routes.values() for bucket in buckets]
+        sizes[-1] += size
+    return [bucket for buckets, _ in routes.values() for bucket in buckets]

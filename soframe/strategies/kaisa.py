@@ -52,12 +52,13 @@ class _Grid(Strategy):
             for (index, factors), row in zip(jobs, assign(costs, [0.0] * len(ranks_)), strict=True):
                 owned = len(owners[index][factors])
                 owners[index][factors] = [ranks_[row]] * owned
+        sources = {one: _sources(members[one], ranks, columns) for one in set(column_of)}
         blocks = tuple(
             BlockPlacement(
                 block.name,
                 tuple(owners[i]),
                 members[column_of[i]],
-                _sources(members[column_of[i]], ranks, columns),
+                sources[column_of[i]],
                 packed=ranks > 1,
             )
             for i, block in enumerate(work)
@@ -67,10 +68,7 @@ class _Grid(Strategy):
 
 def _sources(workers: tuple[int, ...], ranks: int, columns: int) -> tuple[int, ...]:
     by_row = {worker // columns: worker for worker in workers}
-    return tuple(
-        rank if rank in workers else by_row.get(rank // columns, workers[0])
-        for rank in range(ranks)
-    )
+    return tuple(by_row.get(rank // columns, workers[0]) for rank in range(ranks))
 
 
 @register("strategy", "comm-opt")

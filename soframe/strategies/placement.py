@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 
 from soframe.specs import FactorSpec
@@ -25,7 +26,6 @@ from soframe.strategies.work import (
     BlockPlacement,
     BlockWork,
     Traffic,
-    exchange_group,
 )
 from soframe.text import alike, format_table
 
@@ -65,11 +65,11 @@ class Placement:
                 f"its order"
             )
         for work, block in self._firsts:
-            checks = [
-                *_workers(block, self.world_size),
-                *_statistics_places(work, block, self.world_size),
-                *_residents(work, block),
-            ]
+            checks = chain(
+                _workers(block, self.world_size),
+                _statistics_places(work, block, self.world_size),
+                _residents(work, block),
+            )
             for good, problem in checks:
                 if not good:
                     raise ValueError(f"strategy {self.strategy!r}, block {work.name!r}: {problem}")
@@ -126,8 +126,7 @@ class Placement:
         groups: set[tuple[int, ...]] = set()
         for _, block in self._firsts:
             groups.update(map(block.sharing, range(len(block.owners))))
-            for worker in block.gradient_workers:
-                groups.add(exchange_group(worker, block.sources))
+            groups.update(block.exchanges.values())
             for way in block.reductions:
                 # The group of all ranks always exists.
                 groups.update(g for g in (way.group, way.spread) if g != block.everyone)
@@ -246,7 +245,7 @@ def _told(pair: tuple[BlockWork, BlockPlacement], statistics: bool) -> tuple[str
 
 
 def _receivers(worker: int, block: BlockPlacement) -> list[int]:
-    return [rank for rank in exchange_group(worker, block.sources) if rank != worker]
+    return [rank for rank in block.exchanges[worker] if rank != worker]
 
 
 def _each_of(pairs: Sequence[tuple[BlockWork, BlockPlacement]]) -> tuple[str, ...]:
@@ -279,10 +278,13 @@ def _workers(block: BlockPlacement, world_size: int) -> Checks:
     yield all(r in ranks for r in workers), "a worker is not a rank"
     yield len(set(workers)) == len(workers), "a worker is named twice"
     yield len(block.sources) == world_size, "one source per rank"
-    for rank, source in enumerate(block.sources):
-        yield source in workers, f"source of rank {rank} is no worker"
-        own = source == rank or rank not in workers
-        yield own, f"gradient worker {rank} must be its own source, not {source}"
+    known = set(workers)
+    others = [rank for rank, source in enumerate(block.sources) if source not in known]
+    for rank in others[:1]:
+        yield False, f"source of rank {rank} is no worker"
+    for worker in workers:
+        source = block.sources[worker]
+        yield source == worker, f"gradient worker {worker} must be its own source, not {source}"
 
 
 def _statistics_places(work: BlockWork, block: BlockPlacement, world_size: int) -> Checks:

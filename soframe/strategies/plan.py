@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from soframe.strategies.buckets import fill
 from soframe.strategies.local import LocalPlan
-from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork, Traffic, exchange_group
+from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork, Traffic
 
 Pairs = Sequence[tuple[BlockWork, BlockPlacement]]
 Stacks = Sequence[Sequence[int]]
@@ -228,13 +228,13 @@ class Step:
         """The updates of blocks whose parameters are whole."""
         parcels: Items = []
         for work, place, _, entries in self._stacked(pairs):
-            for worker in place.gradient_workers if not work.shards else ():
-                group = exchange_group(worker, place.sources)
-                if self.rank in group and len(group) > 1:
-                    route = Route("broadcast", group, worker, work.dtype, work.device)
-                    if self.fused and group == place.everyone:
-                        route = route._replace(operation="all_gather_shares", root=None)
-                    parcels.append(Message(route, ITEM_BYTES[work.dtype] * entries))
+            worker = place.sources[self.rank]
+            group = place.exchanges[worker]
+            if len(group) > 1 and not work.shards:
+                route = Route("broadcast", group, worker, work.dtype, work.device)
+                if self.fused and group == place.everyone:
+                    route = route._replace(operation="all_gather_shares", root=None)
+                parcels.append(Message(route, ITEM_BYTES[work.dtype] * entries))
         return _calls(parcels)
 
     def parts(self, pairs: Pairs, *, back: bool) -> list[Message]:

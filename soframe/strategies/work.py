@@ -214,6 +214,14 @@ class BlockPlacement:
         return share_group(self.owners[factor], self.needing(factor))
 
     @cached_property
+    def exchanges(self) -> dict[int, tuple[int, ...]]:
+        """The sorted ranks to which each gradient worker broadcasts updates, with itself."""
+        groups: dict[int, list[int]] = {}
+        for rank, source in enumerate(self.sources):
+            groups.setdefault(source, []).append(rank)
+        return {worker: tuple(ranks) for worker, ranks in groups.items()}
+
+    @cached_property
     def reductions(self) -> tuple[Reduction, ...]:
         """The reduction of each factor's statistics, from contributors to holders."""
         return tuple(map(self._reduction, range(len(self.owners))))
@@ -242,8 +250,3 @@ UNNAMED_PLACE = attrgetter(*(f.name for f in fields(BlockPlacement) if f.name !=
 def share_group(owner: int, gradient_workers: Sequence[int]) -> tuple[int, ...]:
     """Return the sorted ranks among which an owner broadcasts second-order data."""
     return tuple(sorted({owner, *gradient_workers}))
-
-
-def exchange_group(worker: int, sources: Sequence[int]) -> tuple[int, ...]:
-    """Return the sorted ranks to which a gradient worker broadcasts updates, with itself."""
-    return tuple(sorted({worker, *(rank for rank, s in enumerate(sources) if s == worker)}))
