@@ -3,6 +3,9 @@
     python -m benchmarks.planned                          # all sections
     python -m benchmarks.planned collectives --ranks 4 --json
 
+`steps` takes whole steps of three strategies on two models, with DistributedDataParallel on Gloo
+processes, beside the plan from a profile that the same processes measure before. Strategies take
+turns, cycle by cycle: statistics at every step, a solve at every fifth.
 `collectives` measures each collective on Gloo processes at powers of two from 4 KiB to 16 MiB,
 `operators` products and factorisations on one process at sides from 16 to 1024. A curve of every
 other size predicts the sizes between: `error` is |predicted / measured - 1|, its median and its
@@ -17,6 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,10 +28,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import soframe
 from soframe.comm import SingleProcess, TorchDistributed
 from soframe.planning import measure
 from soframe.planning.hardware import Curve
+from soframe.planning.planner import Option, plan
+from soframe.planning.task import Task
+from soframe.strategies import CommOpt, MemOpt, Sharded, Strategy
 
 CPU = torch.device("cpu")
 BYTES = [2**power for power in range(12, 25)]
@@ -79,7 +89,103 @@ def operators(options: argparse.Namespace) -> Rows:
     return {one.key: held_out(list(points.items())) for one, points in times.items()}
 
 
+def steps(options: argparse.Namespace) -> Rows:
+    found: Rows = {}
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory(prefix="planned-") as folder:
+            arguments = (ranks, folder, options.budget, options.rounds)
+            torch.multiprocessing.spawn(steps_on_a_rank, arguments, ranks)  # type: ignore[attr-defined,no-untyped-call]
+            rows = json.loads(Path(folder, "answer.json").read_text())
+        found.update({f"{ranks} ranks, {name}": row for name, row in rows.items()})
+    return found
+
+
+def steps_on_a_rank(rank: int, ranks: int, folder: str, budget: float, rounds: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    rows: Rows = {}
+    for name, (make, inputs) in MODELS.items():
+        task = Task.of(make(), (inputs,), method="kfac")
+        sides = sorted({factor.size for work in task.work for factor in work.factors})
+        hardware = measure.measure(CPU, backend=TorchDistributed(), sides=sides, budget=budget)
+        options = [Option(one, statistics_every=1, solve_every=CYCLE) for one in STRATEGIES]
+        planned = {
+            str(row.option.strategy): row.timing.mean
+            for row in plan(task, ranks=ranks, hardware=hardware, options=options).rows
+        }
+        runs = [(one, run(make, one)) for one in STRATEGIES]
+        seconds: dict[str, list[float]] = {}
+        for turn in range(rounds + 1):
+            for one, step in runs:
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(CYCLE):
+                    step(inputs)
+                dist.barrier()
+                if turn:  # the first is for warming up
+                    took = (time.perf_counter() - start) / CYCLE
+                    seconds.setdefault(str(one), []).append(took)
+        pairs = [
+            {"size": one, "seconds": statistics.median(seconds[one]), "predicted": planned[one]}
+            for one in seconds
+        ]
+        rows[name] = errors(pairs)
+    if rank == 0:
+        Path(folder, "answer.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(make: Callable[[], nn.Module], strategy: Strategy) -> Callable[[Tensor], None]:
+    """Return a function that takes a step."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    preconditioner = soframe.Preconditioner(
+        model, strategy=strategy, optimizer=optimizer, statistics_every=1, solve_every=CYCLE
+    )
+
+    def step(inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        preconditioner.step()
+        optimizer.step()
+
+    return step
+
+
+def convolutions() -> nn.Module:
+    """Return convolutions on images of 16 x 16."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 48, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(48, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 8 * 8, 10, bias=False),
+    )
+
+
+def dense() -> nn.Module:
+    """Return linear layers of several widths."""
+    widths = (300, 400, 200, 500, 100)
+    pairs = zip(widths, widths[1:], strict=False)  # noqa: RUF007
+    layers = [(nn.Linear(into, out), nn.Tanh()) for into, out in pairs]
+    return nn.Sequential(*(module for both in layers for module in both))
+
+
+CYCLE = 5
+STRATEGIES: tuple[Strategy, ...] = (CommOpt(), MemOpt(), Sharded(group=None, deferred=True))
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "convolutions": (convolutions, torch.rand(16, 3, 16, 16)),
+    "dense": (dense, torch.rand(128, 300)),
+}
+
 SECTIONS: Mapping[str, Callable[[argparse.Namespace], Rows]] = {
+    "steps": steps,
     "collectives": collectives,
     "operators": operators,
 }
@@ -97,8 +203,13 @@ def held_out(points: list[tuple[float, float]]) -> dict[str, Any]:
         {"size": size, "seconds": seconds, "predicted": curve(size)}
         for size, seconds in points[1 : len(points) - 1 : 2]
     ]
-    errors = [abs(one["predicted"] / one["seconds"] - 1) for one in sizes]
-    return {"median": statistics.median(errors), "largest": max(errors), "held out": sizes}
+    return errors(sizes)
+
+
+def errors(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the errors of predictions of seconds."""
+    found = [abs(one["predicted"] / one["seconds"] - 1) for one in pairs]
+    return {"median": statistics.median(found), "largest": max(found), "held out": pairs}
 
 
 def show(found: Mapping[str, Rows]) -> None:
@@ -122,7 +233,22 @@ def show(found: Mapping[str, Rows]) -> None:
                 f"{row['largest']:.1%}",
             )
         Console(width=100).print(table)
+        if section == "steps":
+            show_steps(rows)
         print(f"{section}: median error {overall(rows):.1%}")
+
+
+def show_steps(rows: Rows) -> None:
+    for name, row in rows.items():
+        ordered = sorted(row["held out"], key=lambda one: one["seconds"])
+        chosen = min(ordered, key=lambda one: one["predicted"])
+        ratio = chosen["seconds"] / ordered[0]["seconds"]
+        print(f"{name}: the strategy that is planned to be the fastest takes {ratio:.2f} of it")
+        for one in ordered:
+            print(
+                f"  {one['size'].split('(')[0]:12} measured {1e3 * one['seconds']:8.2f} ms, "
+                f"planned {1e3 * one['predicted']:8.2f}"
+            )
 
 
 def overall(rows: Rows) -> float:

@@ -68,7 +68,11 @@ nitpick_ignore_regex = [
     # Bases of public classes, internal.
     (r"py:class", r"soframe\.state\.stateful\.(Stateful|OfModel)"),
     (r"py:class", r"soframe\.(layers\.layout\.WeightAndBias|methods\.blocked\.Parts)"),
-    (r"py:class", r"soframe\.blocks\.report\.ReportRow"),  # plain data
+    (
+        r"py:class",
+        r"soframe\.(blocks\.report\.ReportRow|planning\.task\.LayerShapes)",
+    ),
+    (r"py:class", r"soframe\.blocks\.block\.Block"),  # internal, in a plan's task
     (r"py:class", r"soframe\.trust_region\.base\.ClosureOptimizer"),  # of trust regions
     (r"py:class", r"(OnStep|ParamsT|Schedule|Writer)"),
     (r"py:class", r"(RMS|Coefficients|Carry|WeightDecayKind|Constraint)"),
@@ -98,6 +102,15 @@ def public_name(
     return None
 
 
+_PUBLIC = (
+    "soframe",
+    "soframe.diagnostics",
+    "soframe.planning",
+    "soframe.strategies",
+    "soframe.testing",
+)
+
+
 def _public(target: str) -> list[Any]:
     """`soframe.a.b.Name.method` as ["soframe.Name", "method"], if that is the same object."""
     parts = target.split(".")
@@ -106,7 +119,7 @@ def _public(target: str) -> list[Any]:
             value = getattr(importlib.import_module(".".join(parts[:end])), parts[end])
         except (ImportError, AttributeError, ValueError):
             continue
-        for module in ("soframe", "soframe.diagnostics", "soframe.testing"):
+        for module in _PUBLIC:
             try:
                 public = importlib.import_module(module)
             except ImportError:

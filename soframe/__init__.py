@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from soframe import checkpoint as checkpoint
     from soframe import testing as testing
     from soframe import trust_region as trust_region
-    from soframe.diagnostics.recommendation import Recommendation as Recommendation
-    from soframe.diagnostics.recommendation import recommend as recommend
+    from soframe.planning.recommendation import Recommendation as Recommendation
+    from soframe.planning.recommendation import recommend as recommend
     from soframe.trust_region import StochasticTrustRegion as StochasticTrustRegion
     from soframe.trust_region import TrustRegion as TrustRegion
 else:
@@ -56,7 +56,7 @@ else:
         if name in ("StochasticTrustRegion", "TrustRegion"):
             return getattr(importlib.import_module("soframe.trust_region"), name)
         if name in ("Recommendation", "recommend"):
-            return getattr(importlib.import_module("soframe.diagnostics.recommendation"), name)
+            return getattr(importlib.import_module("soframe.planning.recommendation"), name)
         raise AttributeError(f"module 'soframe' has no attribute {name!r}")
 
 

@@ -22,9 +22,10 @@ except ModuleNotFoundError as missing:  # a traceback would hide what to install
 import torch
 
 import soframe
-from soframe.diagnostics import display, inspection
+from soframe.diagnostics import display
 from soframe.diagnostics.metrics import scalars
-from soframe.planning import planner
+from soframe.planning import inspection, planner
+from soframe.planning.figure import front
 from soframe.planning.hardware import Hardware, names
 from soframe.planning.measure import measure as measure_hardware
 from soframe.planning.workloads import WORKLOADS
@@ -185,7 +186,7 @@ def plan(
         )
         if figure is not None:
             figure.parent.mkdir(parents=True, exist_ok=True)
-            display.front(planned).savefig(figure, dpi=150)
+            front(planned).savefig(figure, dpi=150)
     if as_json:
         _print_json(planned.as_dict())
     else:

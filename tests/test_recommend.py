@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe.diagnostics.recommendation import ADVICE
+from soframe.planning.recommendation import ADVICE
 from tests import kit
 from tests.curvature import closing, randn
 

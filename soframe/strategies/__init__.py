@@ -1,7 +1,7 @@
 """Strategies: assign solves, preconditioning and receivers to ranks, as plain data."""
 
 from soframe.strategies.balance import assign, compute_cost, memory_cost
-from soframe.strategies.base import Strategy
+from soframe.strategies.base import Circumstances, Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
 from soframe.strategies.local import LocalPlan
 from soframe.strategies.placement import Placement
@@ -12,6 +12,7 @@ from soframe.strategies.work import BlockPlacement, BlockWork, Reduction
 __all__ = [
     "BlockPlacement",
     "BlockWork",
+    "Circumstances",
     "CommOpt",
     "HybridOpt",
     "LocalPlan",

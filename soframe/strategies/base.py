@@ -5,14 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockWork
-
-if TYPE_CHECKING:
-    from soframe.blocks.block import Block
-    from soframe.comm.base import Backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +16,10 @@ class Circumstances:
     """What a strategy may read before it places blocks, see `Strategy.settled`.
 
     Attributes:
-        blocks: The blocks.
+        blocks: The blocks, with their methods and solvers.
         work: Their work, in the same order.
         parameters: The model's trainable parameters.
-        backend: The ranks.
+        backend: The ranks, as a `soframe.Backend`.
         local: Whether soframe averages gradients.
         background: The steps for which solves run in the background; 1 for ``"ready"``.
         stagger: Whether the solves of an interval are spread over its steps.
@@ -31,10 +27,10 @@ class Circumstances:
         solve_every: The interval of solves, late in training.
     """
 
-    blocks: Sequence[Block]
+    blocks: Sequence[Any]
     work: Sequence[BlockWork]
     parameters: Sequence[Any]
-    backend: Backend
+    backend: Any
     local: bool
     background: int
     stagger: bool
@@ -44,7 +40,8 @@ class Circumstances:
     @property
     def ranks(self) -> int:
         """The number of ranks."""
-        return self.backend.world_size
+        ranks: int = self.backend.world_size
+        return ranks
 
 
 class Strategy(ABC):

@@ -154,7 +154,8 @@ def layers() -> dict[str, tuple[str, Make, Callable[[], Tensor]]]:
         )
         if name in CASES:
             column, make, inputs = CASES[name]
-            if isinstance(key, str):  # a class of that name, in place of the real one
+            # A class of that name, in place of the real one.
+            if isinstance(key, str) and make is Transposed:
                 known = type(name, (Transposed,), {"__module__": module})
                 make = known
             found[name] = (column, make, inputs)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from soframe.blocks.registration import unwrap
-from soframe.diagnostics import inspection
 from soframe.methods import SOAP
+from soframe.planning import inspection
 from soframe.registry import KINDS
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import complete
