@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +32,11 @@ from soframe.strategies.placement import Placement
 from soframe.strategies.work import ITEM_BYTES
 
 DAMPING, UPDATES = 1e-3, 10  # of every block on paper
+
+
+Entry = TypeVar("Entry", int, tuple[int, int])
+Entries = list[tuple[Entry, Collection[int]]]
+"""What ranks have in a placement, each with the ranks that have it."""
 
 
 @dataclass(frozen=True)
@@ -74,36 +81,43 @@ class Arithmetic:
 
 def parts(placement: Placement) -> dict[Part, list[int]]:
     """Return the ranks of each part."""
-    solves: dict[int, Counter[tuple[int, int]]] = {}
-    directs: dict[int, list[int]] = {}
-    gathers: dict[int, list[int]] = {}
-    holds: dict[int, list[tuple[int, int]]] = {}
-    makes: dict[int, list[tuple[int, int]]] = {}
+    ranks = range(placement.world_size)
+    solves = [Counter[tuple[int, int]]() for _ in ranks]
+    directs: Entries[int] = []
+    gathers: Entries[int] = []
+    holds: Entries[tuple[int, int]] = []
+    makes: Entries[tuple[int, int]] = []
     for number, members in enumerate(placement.stacks):
         work, place = placement.work[members[0]], placement.blocks[members[0]]
         captured = [index for index, factor in enumerate(work.factors) if factor.captured]
-        for rank in place.gradient_workers:
-            directs.setdefault(rank, []).append(number)
-        for rank in {rank for index in captured for rank in place.contributing(index)}:
-            gathers.setdefault(rank, []).append(number)
+        directs.append((number, place.gradient_workers))
+        gathers.append((number, {*chain.from_iterable(map(place.contributing, captured))}))
         for index, factor in enumerate(work.factors):
             kind = holds if index in captured else makes
-            for rank in place.holding(index):
-                kind.setdefault(rank, []).append((number, index))
+            kind.append(((number, index), place.holding(index)))
             for member in members if factor.name not in work.unsolved else ():
-                owner = placement.blocks[member].owners[index]
-                solves.setdefault(owner, Counter())[number, index] += 1
+                solves[placement.blocks[member].owners[index]][number, index] += 1
+    solved = [tuple((*key, count) for key, count in sorted(own.items())) for own in solves]
+    roles = (_by_rank(directs, ranks), _by_rank(gathers, ranks))
+    places = (_by_rank(holds, ranks), _by_rank(makes, ranks))
     found: dict[Part, list[int]] = {}
-    for rank in range(placement.world_size):
-        part = Part(
-            tuple((*key, count) for key, count in sorted(solves.get(rank, Counter()).items())),
-            tuple(directs.get(rank, ())),
-            tuple(gathers.get(rank, ())),
-            tuple(holds.get(rank, ())),
-            tuple(makes.get(rank, ())),
-        )
-        found.setdefault(part, []).append(rank)
+    for rank, own in enumerate(zip(solved, *roles, *places, strict=True)):
+        found.setdefault(Part(*own), []).append(rank)
     return found
+
+
+def _by_rank(entries: Entries[Entry], ranks: range) -> list[tuple[Entry, ...]]:
+    """Return the sorted entries of each rank, from the ranks of each entry."""
+    # Most entries are of all ranks: they are not added to each of thousands.
+    everyones: list[Entry] = sorted(e for e, some in entries if len(some) == len(ranks))
+    own: list[list[Entry]] = [[] for _ in ranks]
+    for entry, some in entries:
+        for rank in some if len(some) < len(ranks) else ():
+            own[rank].append(entry)
+    for more in own:
+        more.extend(everyones)
+        more.sort()
+    return [tuple(more) for more in own]
 
 
 class Costs:
