@@ -2,6 +2,7 @@
 
     sudo python -m benchmarks.thin_wire                       # 10, 1 and 0.1 Gbit/s, 4 hosts
     sudo python -m benchmarks.thin_wire --gbit 1 --ranks 2 --json
+    sudo python -m benchmarks.thin_wire --plan 30             # plans beside measured steps
 
 Each rank runs in a network namespace of its own, whose only link (a veth pair with a token bucket
 at both ends) leads to a bridge in another namespace. The host's network is not touched, and
@@ -49,7 +50,7 @@ STRATEGIES = (
     "sharded, deferred, local",
 )
 DDP_ALONE = STRATEGIES[0]
-KEYS = ("width", "layers", "batch", "statistics_every", "solve_every", "between", "cycles")
+KEYS = ("width", "layers", "batch", "statistics_every", "solve_every", "between", "cycles", "plan")
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
@@ -193,14 +194,54 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found, answer = {}, Path(options.worker)
+    planned = plan(options) if options.plan else {}
     for name in options.strategies:
         found[name] = measure(name, options)
+        if name in planned:
+            found[name]["planned_ms"] = 1e3 * planned[name]
         if dist.get_rank() == 0:
             whole = answer.with_suffix(".part")
             whole.write_text(json.dumps(found))
             whole.replace(answer)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def plan(options: argparse.Namespace) -> dict[str, float]:
+    """Return the seconds of a step of each strategy, planned from what these hosts measure."""
+    import torch
+    from torch import nn
+
+    from soframe.comm import TorchDistributed
+    from soframe.planning import Option, Task
+    from soframe.planning import plan as price
+    from soframe.planning.measure import measure as measured
+    from soframe.strategies import CommOpt, HybridOpt, MemOpt, OwnerLocal, Sharded
+
+    strategies = {
+        "comm-opt": CommOpt(),
+        "hybrid-opt": HybridOpt(),
+        "mem-opt": MemOpt(),
+        "sharded": Sharded(),
+        "sharded, deferred": Sharded(deferred=True),
+        "owner-local": OwnerLocal(),
+    }
+    layers = [m for _ in range(options.layers) for m in (_linear(options.width), nn.Tanh())]
+    task = Task.of(nn.Sequential(*layers), (torch.empty(options.batch, options.width),))
+    backend = TorchDistributed()
+    sides = [options.width, options.width + 1]
+    hardware = measured("cpu", backend=backend, sides=sides, budget=options.plan)
+    found = {}
+    for name in set(options.strategies) - {DDP_ALONE}:
+        option = Option(
+            strategies[name.removesuffix(", local")],
+            local=name.endswith("local") and "," in name,
+            statistics_every=options.statistics_every,
+            solve_every=options.solve_every,
+        )
+        made = price(task, ranks=backend.world_size, hardware=hardware, options=[option])
+        found[name] = made.rows[0].timing.mean
+    return found
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
@@ -305,14 +346,20 @@ def show(found: dict[str, dict[str, dict[str, float]]], title: str) -> None:
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("strategy", no_wrap=True)
+    with_plan = any("planned_ms" in row for own in found.values() for row in own.values())
+    keys = ["median_ms", "mean_ms", *["planned_ms"] * with_plan]
     for gbit in found:
         table.add_column(f"{gbit} Gbit/s\nmedian ms", justify="right")
         table.add_column("\nmean ms", justify="right")
+        if with_plan:
+            table.add_column("\nplanned", justify="right")
     for header in ("curvature\nMB", "sent\nMB"):
         table.add_column(header, justify="right")
     for name, last in list(found.values())[-1].items():
         times = [
-            f"{own[name][key]:.0f}" for own in found.values() for key in ("median_ms", "mean_ms")
+            f"{own[name][key]:.0f}" if key in own[name] else "-"
+            for own in found.values()
+            for key in keys
         ]
         table.add_row(name, *times, f"{last['curvature_mb']:.2f}", f"{last['sent_mb']:.2f}")
     Console(width=120).print(table)
@@ -330,6 +377,9 @@ def main() -> int:
     parser.add_argument("--between", type=int, default=4, help="steps run between two solves")
     parser.add_argument("--cycles", type=int, default=1, help="of solves, measured")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
+    parser.add_argument(
+        "--plan", type=float, default=0, help="seconds in which hosts measure, to plan steps"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()

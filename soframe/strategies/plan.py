@@ -230,12 +230,24 @@ class Step:
         for work, place, _, entries in self._stacked(pairs):
             worker = place.sources[self.rank]
             group = place.exchanges[worker]
-            if len(group) > 1 and not work.shards:
+            if not work.shards and len(group) > 1:
                 route = Route("broadcast", group, worker, work.dtype, work.device)
-                if self.fused and group == place.everyone:
-                    route = route._replace(operation="all_gather_shares", root=None)
                 parcels.append(Message(route, ITEM_BYTES[work.dtype] * entries))
-        return _calls(parcels)
+        if not (self.fused and parcels):
+            return _calls(parcels)
+        # Parcels to all ranks share buffers, from any source.
+        everyone = self.pairs[0][1].everyone
+        routes = [
+            (r._replace(root=None) if r.group == everyone else r, size) for r, size in parcels
+        ]
+        return [self._gathered([parcels[index] for index in bucket]) for bucket in fill(routes)]
+
+    @staticmethod
+    def _gathered(parcels: Items) -> Message:
+        route, size = parcels[0].route, sum(parcel.size for parcel in parcels)
+        if len({parcel.route.root for parcel in parcels}) > 1:
+            route = route._replace(operation="all_gather_shares", root=None)
+        return Message(route, size)
 
     def parts(self, pairs: Pairs, *, back: bool) -> list[Message]:
         """The parts of sharded gradients to gradient workers, or of updates back to all ranks."""

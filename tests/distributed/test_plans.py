@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +28,7 @@ from soframe.strategies import (
     Sharded,
     Strategy,
 )
+from soframe.strategies.plan import Step
 from tests import kit
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_accounting import SHAPES
@@ -141,10 +143,40 @@ def test_on_paper_the_plan_is_what_is_recorded(name, widths, ranks, where, solve
     rank = int(where * ranks)
     intervals = {"statistics_every": every[0], "solve_every": every[1]}
     strategy = EVERY[name]
-    own, _, _ = train_on_paper(strategy, widths, rank, ranks, solver, fused=fused, **intervals)
+    own, _, backend = train_on_paper(
+        strategy, widths, rank, ranks, solver, fused=fused, **intervals
+    )
     used = [work.name for work in own.placement.work]
     assert own.traffic() == planned(own.placement, rank, 5, every, used, fused=fused)
     assert own.memory_usage() == own.placement.memory(rank)
+    assert messages(own.placement, rank, every, used, fused=fused) == Counter(
+        (event.operation, event.group, event.source, event.numel * event.dtype.itemsize)
+        for event in backend.events
+        if event.operation != "all_gather"  # of the comparison at the start
+    )
+
+
+def messages(
+    placement: Placement, rank: int, every: tuple[int, int], used: list[str], *, fused: bool
+) -> Counter[tuple[object, ...]]:
+    """The collectives of five steps, as planned: operations, ranks, roots and bytes."""
+    found = Counter[tuple[object, ...]]()
+    for step in range(5 if placement.world_size > 1 else 0):
+        planned_step = Step(
+            placement.pairs,
+            placement.stacks,
+            rank,
+            statistics=step % every[0] == 0,
+            solve=step % every[1] == 0,
+            used=used,
+            local=None,
+            fused=fused,
+            first=step == 0,
+            clips=(),
+        )
+        for _, some in planned_step.phases():
+            found.update((*route[:3], size) for route, size in some)
+    return found
 
 
 GENERAL = ["comm", "mem", "hybrid", "spread", "sharded", "pairs", "deferred", "owner-local"]
