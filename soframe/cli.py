@@ -22,6 +22,7 @@ except ModuleNotFoundError as missing:  # a traceback would hide what to install
 import torch
 
 import soframe
+from soframe import citations
 from soframe.diagnostics import display
 from soframe.diagnostics.metrics import scalars
 from soframe.planning import inspection, planner
@@ -246,6 +247,28 @@ def components(as_json: AsJson = False) -> None:
             table.add_row(kind, name, component)
         table.add_section()
     _console().print(table)
+
+
+@app.command()
+def cite(
+    name: Annotated[list[str] | None, typer.Argument(help="Components, such as kfac.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print BibTeX of components and of soframe; without a name, list what can be cited."""
+    with _user_errors():
+        cited = citations.cite(*name or ())
+    if as_json:
+        read = {key: citations.fields(entry) for key, entry in cited.items()}
+        _print_json(read if name else citations.PAPERS)
+    elif name:
+        typer.echo("\n\n".join(cited.values()))
+    else:
+        table = Table("kind", "name", "papers")
+        for kind, known in citations.PAPERS.items():
+            for component, keys in known.items():
+                table.add_row(kind, component, ", ".join(keys) or "none")
+            table.add_section()
+        _console().print(table)
 
 
 def _name(key: object) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,28 @@ def test_components_are_those_of_the_registry(invoke):
     assert set(read["strategy"]) == set(soframe.available("strategy"))
     table = succeeded(invoke("components"))
     for name in (*read["solver"], *read["strategy"], "torch.nn.modules.linear.Linear"):
+        assert name in table
+
+
+def test_cite_prints_bibtex_of_components_and_of_soframe(invoke):
+    out = succeeded(invoke("cite", "soap-muon", "soap"))
+    assert re.findall(r"^@\w+\{(\w+),$", out, re.MULTILINE) == [
+        "vyas2024soap",
+        "jordan2024muon",
+        "soframe",
+    ]
+    read = json.loads(succeeded(invoke("cite", "owner-local", "--json")))
+    assert list(read) == ["zhang2022scalable", "soframe"]
+    assert read["zhang2022scalable"]["journal"] == "IEEE Transactions on Cloud Computing"
+    assert succeeded(invoke("cite", "soframe")) == succeeded(invoke("cite", "sharded"))
+    failed(invoke("cite", "kfca"), "no references for ['kfca']; there are: adamw, ")
+
+
+def test_cite_lists_names_and_keys(invoke):
+    read = json.loads(succeeded(invoke("cite", "--json")))
+    assert read["method"]["ekfac"] == ["george2018ekfac"]
+    table = succeeded(invoke("cite"))
+    for name in (*read["method"], *read["strategy"], "trust-region", "pauloski2021kaisa", "none"):
         assert name in table
 
 

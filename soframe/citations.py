@@ -1,0 +1,98 @@
+"""BibTeX entries of components and of soframe: `references.bib`, with one field to a line."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+KFAC = ("martens2015kfac", "grosse2016kfc", "eschenhagen2023kfac")
+
+PAPERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "method": {
+        "adamw": ("kingma2015adam", "loshchilov2019decoupled"),
+        "blocked": ("anil2020scalable", "shi2023distributed"),
+        "diagonal": ("amari2019fisher",),
+        "ekfac": ("george2018ekfac",),
+        "eva": ("zhang2023eva",),
+        "foof": ("benzing2022neurons",),
+        "graft": ("agarwal2020disentangling",),
+        "kfac": KFAC,
+        "kfac-muon": (*KFAC, "jordan2024muon"),
+        "kfac-reduce": ("martens2015kfac", "eschenhagen2023kfac"),
+        "kl-shampoo": ("lin2025kl",),
+        "kl-soap": ("lin2025kl",),
+        "match-rms": ("jordan2024muon", "liu2025moonlight"),
+        "momentum": ("polyak1964methods", "nesterov1983method"),
+        "muon": ("jordan2024muon",),
+        "newton-muon": ("benzing2022neurons", "jordan2024muon"),
+        "normalise-rows": ("li2025normuon",),
+        "normuon": ("li2025normuon",),
+        "orthogonalise": ("jordan2024muon", "amsel2025polar"),
+        "sgd": ("sutskever2013importance",),
+        "shampoo": ("gupta2018shampoo", "shi2023distributed"),
+        "soap": ("vyas2024soap",),
+        "soap-muon": ("vyas2024soap", "jordan2024muon"),
+        "soap-normuon": ("vyas2024soap", "li2025normuon"),
+        "tnt": ("ren2021tnt",),
+    },
+    "solver": {
+        "basis": ("vyas2024soap",),
+        "eigen": ("grosse2016kfc", "george2018ekfac"),
+        "inverse": ("martens2015kfac",),
+        "newton-schulz": ("schulz1933iterative",),
+        "orthogonal-iteration": ("golub2013matrix",),
+        "root": (),
+    },
+    "strategy": {
+        "auto": ("soframe",),
+        "comm-opt": ("pauloski2021kaisa",),
+        "hybrid-opt": ("pauloski2021kaisa",),
+        "mem-opt": ("pauloski2021kaisa",),
+        "owner-local": ("zhang2022scalable",),
+        "sharded": ("soframe",),
+    },
+    "loss": dict.fromkeys(
+        ("binary-cross-entropy", "cross-entropy", "gaussian", "mse", "squared-error", "sum"), ()
+    ),
+    "damping": {
+        "constant": (),
+        "levenberg-marquardt": ("martens2015kfac",),
+        "relative": ("grosse2023influence",),
+    },
+    "optimizer": {"trust-region": ("martens2015kfac",)},
+    "package": {"soframe": ("soframe",)},
+}
+"""Keys of `references.bib` by kind and name; empty where a component has no paper."""
+
+
+@cache
+def entries() -> dict[str, str]:
+    """Return the BibTeX entries of `references.bib`, by key."""
+    text = Path(__file__).with_name("references.bib").read_text(encoding="utf-8")
+    return {found[1]: found[0] for found in re.finditer(r"@\w+\{(\w+),\n(?:  .*\n)*\}", text)}
+
+
+def fields(entry: str) -> dict[str, str]:
+    """Return the type and the fields of a BibTeX entry, by name."""
+    (kind,) = re.findall(r"^@(\w+)", entry)
+    return {"type": kind, **dict(re.findall(r"^  (\w+) = \{(.*)\},$", entry, re.MULTILINE))}
+
+
+def cite(*names: str) -> dict[str, str]:
+    """Return the BibTeX entries of components and, last, of soframe.
+
+    Args:
+        names: Registered names, ``"trust-region"`` or ``"soframe"``.
+
+    Returns:
+        The entries by key, each once.
+
+    Raises:
+        ValueError: If a name has no references.
+    """
+    known = {name: keys for of_kind in PAPERS.values() for name, keys in of_kind.items()}
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"no references for {unknown}; there are: {', '.join(sorted(known))}")
+    keys = [key for name in names for key in known[name] if key != "soframe"]
+    return {key: entries()[key] for key in (*keys, "soframe")}
