@@ -27,7 +27,7 @@ class Curve:
     """Seconds as a function of a size: measured points, or ``alpha + beta size``.
 
     Between points it is a power law, above the last one the power law of the last two, below the
-    first one constant.
+    first one constant. Above the last one it grows as the last two do, or less.
 
     Attributes:
         points: Pairs of a size and its seconds, by size; empty for a line.
@@ -39,8 +39,8 @@ class Curve:
     alpha: float = 0.0
     beta: float = 0.0
 
-    def __call__(self, size: float) -> float:
-        """Return the seconds of a size."""
+    def __call__(self, size: float, power: float = math.inf) -> float:
+        """Return the seconds of a size; ``power`` bounds the growth above the last point."""
         if size <= 0:
             return self.alpha
         points = self.points
@@ -50,9 +50,12 @@ class Curve:
             first, seconds = points[0]
             return seconds * max(1.0, size / first)
         after = min(bisect.bisect_left(points, (size, 0.0)), len(points) - 1)
-        (low, from_), (high, to) = points[after - 1], points[after]
-        slope = math.log(to / from_) / math.log(high / low)
-        return from_ * math.exp(slope * math.log(size / low))
+        (low, start), (high, end) = points[after - 1], points[after]
+        slope = math.log(end / start) / math.log(high / low)
+        if size <= high:
+            return start * math.exp(slope * math.log(size / low))
+        # The last two points may be noisy, and the law of the operation is known.
+        return end * math.exp(min(slope, power) * math.log(size / high))
 
 
 @dataclass(frozen=True)
@@ -134,21 +137,21 @@ class Hardware:
             operator: ``"product"`` or ``"convolution"``.
         """
         curve = self._curve(operator, dtype)
-        return curve(batch * flops) if self.pools else batch * curve(flops)
+        return curve(batch * flops, 1) if self.pools else batch * curve(flops, 1)
 
     def factorisation(self, operator: str, side: int, batch: int, dtype: str) -> float:
         """Return the seconds of a batch of factorisations of one side."""
         exact, usual = f"{operator}:{dtype}", f"{operator}:float32"
         key = exact if {exact} & {*self.operators, *self.batched} else usual
         if key not in self.batched:
-            return batch * self._curve(operator, dtype)(side)
+            return batch * self._curve(operator, dtype)(side, 3)
         rows = self.batched[key]
         batches = sorted({size for _, size, _ in rows})
         curves = {
             size: Curve(tuple(sorted((float(n), s) for n, b, s in rows if b == size)))
             for size in batches
         }
-        along = Curve(tuple((float(size), curves[size](side)) for size in batches))
+        along = Curve(tuple((float(size), curves[size](side, 3)) for size in batches))
         if batch <= batches[-1]:
             return along(batch)
         return along(batches[-1]) * batch / batches[-1]
@@ -178,13 +181,13 @@ class Hardware:
             return 0.0
         measured = self._measured.get(operation, {})
         if ranks in measured:
-            return measured[ranks](size)
+            return measured[ranks](size, 1)
         if measured:  # the nearest group, by the ratio that the links' formula gives
             near = min(measured, key=lambda other: abs(math.log(other / ranks)))
             ratio = self._by_links(operation, size, ranks, group) / self._by_links(
                 operation, size, near, group
             )
-            return measured[near](size) * ratio
+            return measured[near](size, 1) * ratio
         return self._by_links(operation, size, ranks, group)
 
     @cached_property
