@@ -291,7 +291,7 @@ class Costs:
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
             statistics=sum(
-                self.statistics[self.work[index].name]
+                self.hardware.hooks + self.statistics[self.work[index].name]
                 for stack in part.gathers
                 for index in stacks[stack]
             ),
@@ -300,7 +300,7 @@ class Costs:
             # A triangle is read, and the matrix written.
             solve=solve.seconds + 1.5 * matrices / bandwidth,
             direct=sum(one.seconds for one in directs),
-            write=4 * sum(gradients) / bandwidth + 2 * launch * len(stacks),
+            write=4 * sum(gradients) / bandwidth + self.hardware.host * len(self.work),
         )
 
 

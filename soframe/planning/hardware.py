@@ -108,8 +108,10 @@ class Hardware:
         within: The link within a node.
         across: The link between nodes; None if all ranks share one.
         memory: Bytes of a device; None if unknown.
-        beside: The part of a solve in the background by which training waits for it: 0 where it
-            runs on processors that are idle, 1 where it takes them from training.
+        beside: The part of solves in the background and of collectives under way that takes
+            processors from training: 0 where they have some of their own, 1 where ranks share all.
+        hooks: Seconds of the host for the statistics of a block, where no device works meanwhile.
+        host: The same for the rest of a block's step.
     """
 
     name: str
@@ -126,6 +128,8 @@ class Hardware:
     across: Link | None = None
     memory: int | None = None
     beside: float = 0.0
+    hooks: float = 0.0
+    host: float = 0.0
 
     def product(self, flops: float, batch: int, dtype: str, operator: str = "product") -> float:
         """Return the seconds of products or convolutions.

@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import platform
 import re
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,13 +22,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from soframe.comm.agreement import gather_texts
 from soframe.comm.base import Backend, Handle
 from soframe.comm.single import SingleProcess
 from soframe.kernels.precision import Precision, within
 from soframe.planning.hardware import Collective, Curve, Hardware, Link
+from soframe.preconditioner import Preconditioner
+from soframe.settings import Distribution
 
 SIDES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 CHANNELS = (16, 64, 256)
@@ -421,6 +425,9 @@ def _profile(
     every = [json.loads(text) for text in gather_texts(backend, json.dumps(about), PHASE)]
     node = _node([one["host"] for one in every])
     links = [_link(one) for one in measured if one.operation == "broadcast"]  # of all, of pairs
+    local = node or backend.world_size
+    shared = not cuda and local * torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    hooks, host = (0.0, 0.0) if cuda else _of_rank_zero(backend, _python())
     return Hardware(
         name="this machine",
         device=device.type,
@@ -438,7 +445,41 @@ def _profile(
         within=links[-1] if links else Hardware.within,
         across=links[0] if node is not None else None,
         memory=min(one["memory"] for one in every) if cuda else None,
+        beside=float(shared),
+        hooks=hooks,
+        host=host,
     )
+
+
+def _python(blocks: int = 8, steps: int = 15) -> list[float]:
+    """Return the host's seconds for a block's statistics, and for the rest of its step."""
+    with torch.enable_grad():
+        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(blocks)))
+        inputs = torch.rand(8, 5, device="cpu")
+        passes, with_hooks, rest = list[float](), list[float](), list[float]()
+
+        def run(own: Preconditioner | None, spent: list[float]) -> None:
+            for _ in range(steps):
+                model.zero_grad()
+                start = time.perf_counter()
+                model(inputs).square().mean().backward()
+                spent.append(time.perf_counter() - start)
+                if own is not None:
+                    own.step()
+                    rest.append(time.perf_counter() - start - spent[-1])
+
+        run(None, passes)
+        own = Preconditioner(
+            model,
+            distribution=Distribution(backend=SingleProcess()),
+            kl_clip=None,
+            statistics_every=1,
+            solve_every=10 * steps,
+        )
+        run(own, with_hooks)
+        own.close()
+    medians = [statistics.median(one) for one in (passes, with_hooks, rest)]
+    return [max(0.0, medians[1] - medians[0]) / blocks, medians[2] / blocks]
 
 
 def _curve(times: dict[int, float], unit: Callable[[int], float]) -> Curve:

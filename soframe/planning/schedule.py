@@ -75,7 +75,8 @@ Amounts = dict[str, float]
 class _Clock:
     """The time of all ranks and of the network, from step to step."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: float) -> None:
+        self._beside = beside
         self.now = self.network = self.arrival = self.solved = 0.0
         self.spent: Amounts = {}
 
@@ -86,6 +87,7 @@ class _Clock:
     def send(self, seconds: float, since: float, last: float = 0.0) -> float:
         """Start messages, the first since some time and the last of them now; return their end."""
         self._spend("travelled", seconds)
+        since = (1 - self._beside) * since + self._beside * self.now
         self.network = max(max(self.network, since) + seconds, self.now + last)
         return self.network
 
@@ -197,7 +199,7 @@ class Schedule:
 
     def _steps(self, kinds: Sequence[str]) -> list[Amounts]:
         """Return the times of successive steps; a solve in the background lands in a later one."""
-        clock, found, lands = _Clock(), list[Amounts](), -1
+        clock, found, lands = _Clock(self._hardware.beside), list[Amounts](), -1
         for number, kind in enumerate(kinds):
             clock.spent, start = {}, clock.now
             if kind == "solve" and self._background:
@@ -222,6 +224,7 @@ class Schedule:
             clock.compute("reduce", slowest["average"])
             seconds, _ = network.get("reduce", (0.0, 0.0))
             clock.arrival = clock.send(seconds, clock.now) if seconds else clock.now
+            clock.wait("reduce", clock.now + self._hardware.beside * seconds)
         self._exchange(clock, "gradients", network)
         clock.compute("write", slowest["write"])
         clock.compute("observe", slowest["observe"])
