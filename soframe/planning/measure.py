@@ -454,7 +454,7 @@ def _profile(
 def _python(blocks: int = 8, steps: int = 15) -> list[float]:
     """Return the host's seconds for a block's statistics, and for the rest of its step."""
     with torch.enable_grad():
-        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(blocks)))
+        model = nn.Sequential(*(nn.Linear(5, 5, device="cpu") for _ in range(blocks)))
         inputs = torch.rand(8, 5, device="cpu")
         passes, with_hooks, rest = list[float](), list[float](), list[float]()
 
