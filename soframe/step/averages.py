@@ -101,7 +101,8 @@ def enter(
             if entries[id(total)][0].stack.place.holds(backend.rank, entries[id(total)][0].index)
         ]
         entry = _entry(pending, arriving)
-        for stack in {one.stack: None for _, one, _ in arriving}:
+        # Ranks that only send wait too: until then the engine keeps their buffer.
+        for stack in {entries[id(total)][0].stack: None for total in pending.sums}:
             stack.expect(entry)
     average(
         (one, total.tensor, rates)
