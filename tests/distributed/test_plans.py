@@ -251,6 +251,30 @@ def test_nothing_is_held_that_is_not_counted(name, solver, rank):
     assert counted <= held <= 1.05 * counted, (held, counted)
 
 
+def flat_tensors(rank: int, ranks: int) -> list[int]:
+    """The vectors that are alive after each step of a rank."""
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
+    own = Preconditioner(model, strategy=Sharded(), kl_clip=None, statistics_every=1)
+    counts = []
+    for step in range(6):
+        model.zero_grad()
+        model(torch.full((4, 40), 1.0 + step + rank)).square().mean().backward()
+        own.step()
+        gc.collect()
+        counts.append(sum(type(o) is Tensor and o.dim() == 1 for o in gc.get_objects()))
+    own.close()
+    return counts[2:]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_no_buffer_of_a_statistics_step_stays():
+    for counts in run_ranks(flat_tensors, 2):
+        assert max(counts) <= counts[0] + 1, (
+            counts
+        )  # Gloo may let go of the last one a little later
+
+
 def _storages(objects: Iterable[object]) -> list[torch.UntypedStorage]:
     kinds = (Tensor, nn.Parameter)
     return [o.untyped_storage() for o in objects if type(o) in kinds]
