@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_BLOCK = 256  # rows that share a mask; their transposes stay in the cache
+BLOCK = 256
+"""The rows that share a mask: their transposes stay in the cache."""
 
 
 def packed_size(n: int) -> int:
@@ -87,8 +88,8 @@ def _mirror(matrix: Tensor, lower: Tensor) -> None:
 
 def _blocks(n: int) -> Iterator[tuple[slice, slice]]:
     """Yield the rows of each block on the diagonal, and the rows below it."""
-    for start in range(0, n, _BLOCK):
-        end = min(start + _BLOCK, n)
+    for start in range(0, n, BLOCK):
+        end = min(start + BLOCK, n)
         yield slice(start, end), slice(end, n)
 
 

@@ -28,15 +28,15 @@ RUNNERS_UP = 3  # that the report names
 class Auto(Strategy):
     """The fastest strategy within a limit of memory, by a plan on measured hardware.
 
-    Once all ranks agree on the model and the settings, they measure collectives over their group
-    and solves and products of the model's own sizes, each at the same time; average what they
-    measured; and plan. Equal measurements give equal choices. Only strategies with all ranks'
-    statistics are taken, as long as one of them fits: then the choice changes cost alone. Intervals
-    and all other settings stay as they are. `Placement.notes` has the choice and the runners-up.
+    Once all ranks agree on the model and the settings, they measure at the same time: collectives
+    over their group, products, and factorisations of the model's own sizes. All plan with the same
+    medians. Equal measurements give equal choices. If a strategy with the statistics of all ranks
+    fits, one of these is taken, so that the choice changes cost alone. Intervals and all other
+    settings stay as they are. `Placement.notes` has the choice, the runners-up and the reason.
 
     Attributes:
-        memory_limit: The bytes that a rank may hold for curvature at any time, as a number or as
-            ``"2GiB"``; None for no limit.
+        memory_limit: The bytes that a rank may hold for curvature at the peak of a step, as they
+            are planned, as a number or as ``"2GiB"``; None for no limit.
         hardware: A profile by its name or file, in place of measuring; see `soframe plan`.
         passes: The seconds of a forward and a backward pass, behind which tensors travel.
         budget: The seconds of measuring, about.
@@ -65,8 +65,9 @@ class Auto(Strategy):
             ValueError: If no strategy fits into the limit, or ranks are simulated and there is no
                 profile.
         """
-        if now.ranks == 1 and self.memory_limit is None:
-            return CommOpt()  # all strategies are alike
+        # On one rank all strategies are alike; a stage of a pipeline may have no block.
+        if not now.blocks or (now.ranks == 1 and self.memory_limit is None):
+            return CommOpt()
         # Imported here: a run with a named strategy needs neither.
         from soframe.planning.planner import Option, plan, usual
         from soframe.planning.task import Task
@@ -94,7 +95,8 @@ class Auto(Strategy):
             f"{row.option} {1e3 * row.timing.mean:.3g} ms, {row.memory['total'] / 1e6:,.1f} MB"
             for row in (chosen, *others[:RUNNERS_UP])
         )
-        note = f"chosen by a plan on {planned.hardware.name}, of {len(options)}: {said}"
+        note = f"chosen by a plan on {planned.hardware.name}, of {len(options)}: {said}; "
+        note += planned.why
         log.info("soframe: %s", note)
         return _Noted(chosen.option.strategy, note)
 
@@ -107,7 +109,7 @@ class Auto(Strategy):
         if now.backend.on_paper:
             raise ValueError(
                 "strategy 'auto' measures its ranks, and these are simulated: give it a profile, "
-                "soframe.planning.Auto(hardware=...)"
+                "soframe.Auto(hardware=...)"
             )
         sides = sorted({factor.size for work in now.work for factor in work.factors})
         return measure(

@@ -206,7 +206,8 @@ class Costs:
             solver = next(solver for index, _, solver in block.solved_here if index == factor)
             last = block.tensors[spec.name] if solver.continues else {}
             shapes = {name: _times(one.shape, blocks) for name, one in last.items()}
-            found.append((solver, _times(spec.shape, blocks), block.dtype, tuple(shapes.items())))
+            shape = _times(spec.shape, blocks)
+            found.append((solver, shape, block.dtype, tuple(shapes.items())))
 
         def make() -> Callable[[], object]:
             new = self._paper.new
@@ -218,7 +219,9 @@ class Costs:
             ]
             return lambda: solve_stacks(problems)
 
-        return self._once(("solve", *found), make, "float32")
+        # A solver of a user may not be hashable.
+        key = ("solve", *((repr(solver), *rest) for solver, *rest in found))
+        return self._once(key, make, "float32")
 
     def direct(self, stack: Sequence[int]) -> Priced:
         """Return the cost of the updates of a stack."""
@@ -236,6 +239,17 @@ class Costs:
 
         return self._of_stack("observe", stack, run)
 
+    def rebase(self, stack: Sequence[int]) -> Priced:
+        """Return the cost of taking a stack's states to new second-order data."""
+        block = self._task.blocks[stack[0]]
+        if not (block.states and block.method.rebases):
+            return Priced()
+
+        def run(given: Given) -> object:
+            return block.method.rebase(given.state, given.data, given.data)
+
+        return self._of_stack("rebase", stack, run)
+
     def _of_stack(self, phase: str, stack: Sequence[int], run: Callable[[Given], object]) -> Priced:
         block, shape = self._task.blocks[stack[0]], self.shape(stack)
         states = {
@@ -250,7 +264,8 @@ class Costs:
             given = Given(gradient, gradient, data, state, UPDATES, block.solver, DAMPING)
             return lambda: run(given)
 
-        of_block = (block.method, block.solver, block.factors, block.dtype, tuple(states.items()))
+        parts = (id(block.method), repr(block.solver))
+        of_block = (*parts, block.factors, block.dtype, tuple(states.items()))
         return self._once((phase, *of_block, shape), make)
 
     def shape(self, stack: Sequence[int]) -> tuple[int, ...]:

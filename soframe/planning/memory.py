@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from soframe.comm.packing import BLOCK
 from soframe.planning.costs import Costs, Part
 from soframe.planning.pricing import Priced
 from soframe.strategies.placement import Placement
@@ -36,8 +37,8 @@ class Transients:
         return max(self.window, self.solving, self.updating)
 
 
-def transients(costs: Costs, placement: Placement, part: Part) -> Transients:
-    """Return the transient bytes of the ranks of a part."""
+def transients(costs: Costs, placement: Placement, part: Part, rank: int) -> Transients:
+    """Return the transient bytes of a rank with some part."""
     stacks = placement.stacks
     works = [placement.work[members[0]] for members in stacks]
     places = [placement.blocks[members[0]] for members in stacks]
@@ -52,17 +53,25 @@ def transients(costs: Costs, placement: Placement, part: Part) -> Transients:
         size = spec.packed_numel if packed else prod(spec.shape)
         return item[stack] * len(stacks[stack]) * size
 
+    def folded(stack: int, index: int) -> int:
+        """Return the bytes of the masked corner of a matrix, of which a triangle is made."""
+        spec = works[stack].factors[index]
+        corner = min(spec.size // 2, BLOCK) ** 2 if spec.kind == "psd" else 0
+        return (item[stack] + 1) * len(stacks[stack]) * spec.groups * corner
+
     # Sums, and triangles for a reduction.
     gathered = [(s, i) for s in part.gathers for i, f in enumerate(works[s].factors) if f.captured]
-    sent = {*gathered, *part.holds}
-    window = sum(factors(*one, packed=False) for one in gathered) + sum(
-        factors(*one, packed=True)
-        for one in sent
-        if len(places[one[0]].reductions[one[1]].group) > 1 and not places[one[0]].deferred
-    )
-    deferred = [factors(*one, packed=True) for one in gathered if places[one[0]].deferred]
-    settled = max(deferred, default=0)
-    window += settled  # a triangle, before it is added to its accumulator
+    sent = [
+        (stack, index)
+        for stack, index in {*gathered, *part.holds}
+        if len(places[stack].reductions[index].group) > 1 and not places[stack].deferred
+    ]
+    triangles = sum(factors(*one, packed=True) for one in sent)
+    deferred = [one for one in gathered if places[one[0]].deferred]
+    # A deferred triangle, before it is added to its accumulator.
+    settled = max((factors(*one, packed=True) for one in deferred), default=0)
+    corner = max((folded(*one) for one in (*sent, *deferred)), default=0)
+    window = sum(factors(*one, packed=False) for one in gathered) + triangles + settled + corner
 
     # Gradients side by side (of a single parameter they are read where they are), updates and new
     # states; then updates on the way, and those that arrive.
@@ -82,13 +91,17 @@ def transients(costs: Costs, placement: Placement, part: Part) -> Transients:
     after = any(work.after for work in works)
     observing = [
         costs.observe(stacks[stack]).peak
-        + sum(factors(s, i, packed=True) for s, i in part.makes if s == stack and places[s].packed)
+        + sum(
+            factors(s, i, packed=True) + folded(s, i)
+            for s, i in part.makes
+            if s == stack and places[s].packed
+        )
         for stack in part.directs
     ]
     kept = read + (made + travelling if after else 0)
-    updating = max(updating, kept + max(observing, default=0))
+    updating = triangles + max(updating, kept + max(observing, default=0))
 
-    # Matrices out of triangles, results, and those that arrive.
+    # Matrices out of triangles and results; then those that arrive, and states that follow them.
     kept = read + (sum(gradients) if after else 0)
     solve = costs.solve([(stacks[s], index, blocks) for s, index, blocks in part.solves])
     unpacked = sum(
@@ -96,14 +109,27 @@ def transients(costs: Costs, placement: Placement, part: Part) -> Transients:
         for s, index, blocks in part.solves
         if places[s].packed and works[s].factors[index].kind == "psd"
     )
-    arriving = sum(
-        item[s] * len(stacks[s]) * (spec.packed_numel + prod(spec.shape))
-        for s in part.directs
-        for index, specs in enumerate(works[s].second_order)
+    shared = [
+        (stack, spec)
+        for stack, members in enumerate(stacks)
+        for member in members
+        for index, specs in enumerate(works[stack].second_order)
+        if len(group := placement.blocks[member].sharing(index)) > 1 and rank in group
         for spec in specs
-        if len(places[s].sharing(index)) > 1
-    )
-    solving = kept + max(unpacked + solve.peak, solve.left + arriving) + settled
+    ]
+    arrived = sum(item[stack] * prod(spec.shape) for stack, spec in shared)
+    travelled = sum(item[stack] * spec.packed_numel for stack, spec in shared)
+    # Parts of several owners are joined, stack by stack. Solves that continue from the last data
+    # keep them until the end.
+    joined = [
+        sum(item[s] * prod(spec.shape) for s, spec in shared if s == stack)
+        for stack in part.directs
+    ]
+    joining = (sum if any(map(any, (work.resident for work in works))) else max)([0, *joined])
+    # The updates still hold the states of before: all that follow are new.
+    states = _peak([costs.rebase(stacks[stack]) for stack in part.directs])
+    installing = solve.left + arrived + max(travelled, joining + states)
+    solving = kept + settled + max(unpacked + solve.peak + travelled, installing)
     return Transients(window, max(updating, solving), updating)
 
 

@@ -28,7 +28,7 @@ from soframe.strategies.work import BlockWork
 from soframe.text import format_table
 
 MOST_PARTS = 8
-"""The parts of ranks for which messages are planned: the largest loads, and the most common."""
+"""The parts of ranks whose messages are priced: the largest loads, and the most common."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class Plan:
         limit: Bytes that a rank may hold for curvature; None without a limit.
         fixed: Bytes of a rank that no option changes: weights, gradients, activations.
         passes: Seconds of the forward and the backward pass; 0 if inputs are unknown.
+        notes: What has no price.
         plain: Seconds of a step without a preconditioner, whose gradients are averaged.
     """
 
@@ -113,6 +114,7 @@ class Plan:
     fixed: Mapping[str, int] = field(default_factory=dict)
     passes: float = 0.0
     plain: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def front(self) -> list[Row]:
@@ -178,6 +180,7 @@ class Plan:
             "fixed": dict(self.fixed),
             "passes": self.passes,
             "plain": self.plain,
+            "notes": list(self.notes),
             "rows": [_plain(row) for row in self.rows],
             "front": [row.option.call() for row in self.front],
             "chosen": self.chosen.option.call() if self.fitting else None,
@@ -199,7 +202,7 @@ class Plan:
             for row in self.rows
         ]
         where = f"planned for {self.ranks} rank(s), {self.hardware.name}"
-        lines = [where, format_table(HEADER, rows), LEGEND]
+        lines = [where, format_table(HEADER, rows), LEGEND, *(f"note: {n}" for n in self.notes)]
         if self.fitting:
             lines += ["", self.details(self.chosen), "", self.chosen.option.call(), self.why]
         return "\n".join(lines)
@@ -260,7 +263,7 @@ def plan(
     fixed = {"weights": weights, "gradients": weights, "activations": task.activations}
     rows.sort(key=lambda row: (row.timing.mean, row.memory["total"], row.option.call()))
     passes, plain = costs.passes.seconds, _without(costs, task, ranks)
-    return Plan(tuple(rows), ranks, hardware, memory_limit, fixed, passes, plain)
+    return Plan(tuple(rows), ranks, hardware, memory_limit, fixed, passes, plain, task.unpriced())
 
 
 def usual(work: Sequence[BlockWork], ranks: int, base: Option | None = None) -> list[Option]:
@@ -325,10 +328,14 @@ def _row(costs: Costs, task: Task, option: Option, ranks: int) -> Row:
     fused = costs.hardware.device == "cuda"
     of_ranks = []
     traffic: dict[str, dict[str, float]] = {}
-    for part in _loaded(found, priced):
-        rank = found[part][0]
-        messages = {kind: _messages(placement, rank, kind, local, fused) for kind in KINDS}
-        of_ranks.append(Rank(len(found[part]), priced[part], messages))
+    loaded = _loaded(found, priced)
+    for part, members in found.items():
+        messages: dict[str, Messages] = {kind: [] for kind in KINDS}
+        if part in loaded:
+            messages = {
+                kind: _messages(placement, members[0], kind, local, fused) for kind in KINDS
+            }
+        of_ranks.append(Rank(len(members), priced[part], messages))
         own = _traffic(messages, option)
         if own["total"]["bytes"] > traffic.get("total", {"bytes": -1})["bytes"]:
             traffic = own
@@ -423,7 +430,7 @@ def _memory(
     most: dict[str, int] = {"total": -1}
     for part, ranks in found.items():
         sizes = placement.memory(ranks[0])
-        short = transients(costs, placement, part)
+        short = transients(costs, placement, part, ranks[0])
         held = sizes.pop("total")
         total = held + short.most
         if total > most["total"]:

@@ -104,7 +104,7 @@ class Schedule:
 
     Args:
         hardware: The hardware.
-        parts: The ranks, by part; rare parts with little work may be left out.
+        parts: All ranks, by part; rare parts with little work may have no messages.
         ranks: The number of ranks.
         passes: Seconds of a forward and backward pass.
         gradients: Bytes of gradients that DistributedDataParallel averages; 0 if soframe does.

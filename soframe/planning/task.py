@@ -92,6 +92,20 @@ class Task:
             activations=activations,
         )
 
+    def unpriced(self) -> tuple[str, ...]:
+        """Return what a plan leaves without a price, each with the reason."""
+        captured = [block for block in self.blocks if block.captured]
+        if self.inputs is None:
+            left = "statistics of calls" if captured else ""
+            left = left if self.seconds else " and ".join(filter(None, ("passes", left)))
+            return (f"no price for {left}: the inputs are unknown",) if left else ()
+        seen = {call.helper for call in self.calls}
+        missed = [block.name for block in captured if seen.isdisjoint(block.helpers)]
+        if not missed:
+            return ()
+        where = f"{len(missed)} block(s), such as {missed[0]}"
+        return (f"no price for the statistics of {where}: no call of theirs was seen",)
+
     def run(self, new: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         """Return a forward and backward pass, on tensors that ``new`` makes from those here."""
         assert self.model is not None
@@ -127,10 +141,13 @@ def _calls(
     kept: dict[int, int] = {}
 
     def hook(helper: LayerHelper) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            found = tuple(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            if isinstance(output, Tensor):
-                calls.append(LayerShapes(helper, found, output.detach()))
+        def record(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
+            # Products inside a module are found by its own parameters, which these are not.
+            if isinstance(output, Tensor) and type(helper).observe is LayerHelper.observe:
+                inputs = tuple(helper.inputs(args, kwargs))
+                calls.append(LayerShapes(helper, inputs, output.detach()))
 
         return record
 
@@ -143,7 +160,9 @@ def _calls(
     tensors = _tensors_of(model, _meta)
     own = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
     helpers = [helper for block in blocks for helper in block.helpers]
-    hooks = [helper.module.register_forward_hook(hook(helper)) for helper in helpers]
+    hooks = [
+        helper.module.register_forward_hook(hook(helper), with_kwargs=True) for helper in helpers
+    ]
     try:
         with (
             torch.enable_grad(),

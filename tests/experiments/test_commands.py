@@ -86,7 +86,10 @@ def test_the_settings_of_train_reach_the_run(invoke):
             "sgd was never tuned on byte-gpt",
         ),
         (["demo", "--seed", "1000"], "seed 1000 is the one that settings were tuned on"),
-        (["train", "--set", "strategy=best-opt"], "no strategy 'best-opt'; there are: auto, comm-opt"),
+        (
+            ["train", "--set", "strategy=best-opt"],
+            "no strategy 'best-opt'; there are: auto, comm-opt",
+        ),
         (["train", "--set", "speed=3"], "no such setting: .*speed"),
         (["train", "--set", "speed"], "--set takes NAME=VALUE, not 'speed'"),
         (["compare", "--optimizers", "sgd", "--strategies", "mem-opt"], "--strategies is of kfac"),
