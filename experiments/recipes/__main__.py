@@ -1,0 +1,36 @@
+"""The command `python -m experiments.recipes`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from experiments.launch import WorkerError
+from experiments.libraries import MissingLibraryError
+from experiments.recipes import NAMES
+from experiments.recipes.loop import run
+
+INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line, and return its exit status."""
+    tyro = importlib.import_module("tyro")
+    modules = {name: importlib.import_module(f"experiments.recipes.{name}") for name in NAMES}
+    try:
+        settings: Any = tyro.extras.subcommand_cli_from_dict(
+            {name: module.Settings for name, module in modules.items()},
+            prog="python -m experiments.recipes",
+            description="Train a published model, with soframe or a first-order optimizer.",
+            args=arguments,
+        )
+        outcome = run(sys.modules[type(settings).__module__], settings)
+        return 0 if outcome.finished else INTERRUPTED
+    except (ValueError, OSError, MissingLibraryError, WorkerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

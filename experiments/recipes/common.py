@@ -1,0 +1,207 @@
+"""Settings that every recipe has, and the optimizers that they stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+import soframe
+
+
+@dataclass(frozen=True)
+class Common:
+    """Settings of every recipe."""
+
+    rates: ClassVar[Mapping[str, float]] = {}
+    """The learning rate of each optimizer that the recipe supports."""
+
+    data: Path = Path("data")
+    """Folder or file of the data."""
+    output: Path = Path("runs/recipe")
+    """Folder of checkpoints, metrics.jsonl, run.json and TensorBoard's files."""
+    epochs: int = 1
+    """Passes through the training set."""
+    steps: int | None = None
+    """Optimizer steps of the run, instead of epochs."""
+    batch_size: int = 128
+    """Samples of a step, over all ranks and micro-batches."""
+    accumulate: int = 1
+    """Micro-batches of a step on each rank."""
+    optimizer: Literal["soframe", "sgd", "adamw"] = "soframe"
+    """soframe, or its first-order counterpart."""
+    method: str = "kfac"
+    """Method of soframe; see `soframe components`."""
+    base: Literal["sgd", "adamw", "lamb"] | None = "sgd"
+    """Optimizer behind a soframe.Preconditioner; None for a soframe.Optimizer."""
+    strategy: str = "comm-opt"
+    """Distribution strategy of soframe on several ranks."""
+    lr: float | None = None
+    """Learning rate at its peak; None for the recipe's rate of the optimizer."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    nesterov: bool = False
+    """Whether SGD's momentum is Nesterov's."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Betas of AdamW."""
+    weight_decay: float = 0.0
+    """Weight decay; AdamW and soframe.Optimizer apply it to matrices alone."""
+    clip: float | None = None
+    """Bound on the norm of gradients, for first-order optimizers; None for no clip."""
+    schedule: Literal["constant", "linear", "cosine", "root", "milestones"] = "linear"
+    """Decay of the rate after the warm-up: to zero on a line, half a cosine or the square root of
+    a line, or to a tenth at each milestone."""
+    milestones: tuple[int, ...] = ()
+    """Epochs at which the schedule `milestones` divides the rate by ten."""
+    warmup: float = 0.0
+    """Fraction of the run in which the rate grows from zero on a line."""
+    damping: float = 1e-3
+    """Damping of methods that have one."""
+    kl_clip: float | None = 1e-4
+    """Bound of the KL clip of soframe.Preconditioner; None for no clip."""
+    statistics_every: int | None = None
+    """Steps between statistics; None for soframe's default."""
+    solve_every: int | None = None
+    """Steps between solves; None for soframe's default."""
+    seed: int = 0
+    """Seed of weights, order, augmentation and dropout."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto` for CUDA where it is available."""
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    """Floating type of autocast; fp16 scales the loss."""
+    processes: int = 1
+    """Local processes over Gloo on CPUs; for GPUs use torchrun."""
+    workers: int = 0
+    """Processes of the data loader, for each rank."""
+    resume: bool = False
+    """Go on from the last checkpoint of `output`, if it has one."""
+    save_every: int | None = None
+    """Steps between checkpoints; None for an epoch."""
+    evaluate_every: int | None = None
+    """Steps between evaluations; None for an epoch."""
+    tensorboard: bool = True
+    """Write TensorBoard's files, if it is installed."""
+
+    #: Settings that may differ between a run and its continuation.
+    FREE: ClassVar = frozenset(
+        {"data", "output", "device", "processes", "workers", "resume", "save_every"}
+        | {"evaluate_every", "tensorboard", "strategy", "accumulate"}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accumulate", "processes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("steps", "save_every", "evaluate_every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup is a fraction of the run, not {self.warmup}")
+        if self.workers < 0:
+            raise ValueError(f"workers must not be negative, but is {self.workers}")
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the run.
+
+        Raises:
+            ValueError: If it is not given, and the recipe has none for the optimizer.
+        """
+        rate = self.rates.get(self.optimizer) if self.lr is None else self.lr
+        if rate is None:
+            known = ", ".join(self.rates)
+            raise ValueError(f"no rate for {self.optimizer} here (only {known}): pass --lr")
+        return rate
+
+    def factor(self, step: int, steps: int, epoch: float) -> float:
+        """Return the learning rate of a step, over that of the peak.
+
+        Args:
+            step: Steps taken.
+            steps: Steps of the whole run.
+            epoch: Epochs taken.
+        """
+        grown = self.warmup * steps
+        if step < grown:
+            return (step + 1) / (grown + 1)
+        if self.schedule == "milestones":
+            return float(0.1 ** sum(epoch >= milestone for milestone in self.milestones))
+        left = (steps - step) / max(steps - grown, 1)
+        shapes = {"linear": left, "root": math.sqrt(left), "constant": 1.0}
+        return shapes.get(self.schedule, 0.5 * (1 - math.cos(math.pi * left)))
+
+
+Built = tuple[torch.optim.Optimizer, soframe.Preconditioner | None]
+"""An optimizer, and the preconditioner in front of it, if it has one."""
+
+
+def optimizer(model: nn.Module, settings: Common, **more: Any) -> Built:
+    """Return the optimizer of the settings, and the preconditioner in front of it or None.
+
+    Args:
+        model: The model.
+        settings: The settings.
+        **more: Further settings of soframe, such as ``grad_scaler`` or ``skip``.
+
+    Raises:
+        ValueError: If soframe refuses a setting.
+    """
+    own = settings.optimizer == "soframe"
+    if own and settings.base is None:
+        options = {"lr": settings.rate, "weight_decay": settings.weight_decay}
+        return soframe.Optimizer(
+            model, settings.method, **{**options, **_intervals(settings), **more}
+        ), None
+    name = settings.base if own else settings.optimizer
+    assert name is not None
+    made = first_order(model, settings, name)
+    if not own:
+        return made, None
+    return made, soframe.Preconditioner(
+        model,
+        settings.method,
+        optimizer=made,
+        damping=settings.damping,
+        kl_clip=settings.kl_clip,
+        **{**_intervals(settings), **more},
+    )
+
+
+def first_order(model: nn.Module, settings: Common, name: str) -> torch.optim.Optimizer:
+    """Return SGD, AdamW or LAMB with the settings' rate.
+
+    Raises:
+        MissingLibraryError: If LAMB is chosen, and pytorch_optimizer is not installed.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name == "sgd":
+        return torch.optim.SGD(
+            trained,
+            lr=settings.rate,
+            momentum=settings.momentum,
+            nesterov=settings.nesterov,
+            weight_decay=settings.weight_decay,
+        )
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=settings.rate, betas=settings.betas)
+    from experiments.libraries import require
+
+    lamb: torch.optim.Optimizer = require("pytorch_optimizer").Lamb(
+        groups, lr=settings.rate, betas=settings.betas
+    )
+    return lamb
+
+
+def _intervals(settings: Common) -> dict[str, Any]:
+    names = ("strategy", "statistics_every", "solve_every")
+    return {name: getattr(settings, name) for name in names}
