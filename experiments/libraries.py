@@ -10,8 +10,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
-_EXTRAS = {"pytorch_optimizer": "benchmark", "optuna": "benchmark"}  # "demo" has all others
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
+_EXTRAS = {  # "demo" has all others
+    "pytorch_optimizer": "benchmark",
+    "optuna": "benchmark",
+    "PIL": "recipes",
+    "tyro": "recipes",
+    "transformers": "integrations",
+    "accelerate": "integrations",
+    "peft": "integrations",
+}
 
 KFAC_PYTORCH_MISSING = """kfac-pytorch cannot be imported ({error}).
 

@@ -24,5 +24,5 @@ It may also have:
 `experiments.recipes.loop.run` trains any such module.
 """
 
-NAMES = ("pinn",)
+NAMES = ("resnet32", "resnet50", "bert_large", "gpt2", "vit", "pinn")
 """The recipes."""

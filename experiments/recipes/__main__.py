@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.launch import WorkerError
 from experiments.libraries import MissingLibraryError
-from experiments.recipes import NAMES
+from experiments.recipes import NAMES, tokens
 from experiments.recipes.loop import run
 
 INTERRUPTED = 130
@@ -20,11 +20,15 @@ def main(arguments: list[str] | None = None) -> int:
     modules = {name: importlib.import_module(f"experiments.recipes.{name}") for name in NAMES}
     try:
         settings: Any = tyro.extras.subcommand_cli_from_dict(
-            {name: module.Settings for name, module in modules.items()},
+            {name: module.Settings for name, module in modules.items()}
+            | {"tokens": tokens.Settings},
             prog="python -m experiments.recipes",
             description="Train a published model, with soframe or a first-order optimizer.",
             args=arguments,
         )
+        if isinstance(settings, tokens.Settings):
+            print(", ".join(f"{name}: {n} tokens" for name, n in tokens.write(settings).items()))
+            return 0
         outcome = run(sys.modules[type(settings).__module__], settings)
         return 0 if outcome.finished else INTERRUPTED
     except (ValueError, OSError, MissingLibraryError, WorkerError) as error:

@@ -136,6 +136,9 @@ class Common:
         return shapes.get(self.schedule, 0.5 * (1 - math.cos(math.pi * left)))
 
 
+PASSED = ("method", "strategy", "statistics_every", "solve_every")
+"""Settings that soframe takes by the same names."""
+
 Built = tuple[torch.optim.Optimizer, soframe.Preconditioner | None]
 """An optimizer, and the preconditioner in front of it, if it has one."""
 
@@ -152,23 +155,18 @@ def optimizer(model: nn.Module, settings: Common, **more: Any) -> Built:
         ValueError: If soframe refuses a setting.
     """
     own = settings.optimizer == "soframe"
+    more = {**{name: getattr(settings, name) for name in PASSED}, **more}
     if own and settings.base is None:
         options = {"lr": settings.rate, "weight_decay": settings.weight_decay}
-        return soframe.Optimizer(
-            model, settings.method, **{**options, **_intervals(settings), **more}
-        ), None
+        return soframe.Optimizer(model, **{**options, **more}), None
     name = settings.base if own else settings.optimizer
     assert name is not None
     made = first_order(model, settings, name)
     if not own:
         return made, None
+    clip, damping = settings.kl_clip, settings.damping
     return made, soframe.Preconditioner(
-        model,
-        settings.method,
-        optimizer=made,
-        damping=settings.damping,
-        kl_clip=settings.kl_clip,
-        **{**_intervals(settings), **more},
+        model, **{"optimizer": made, "kl_clip": clip, "damping": damping, **more}
     )
 
 
@@ -200,8 +198,3 @@ def first_order(model: nn.Module, settings: Common, name: str) -> torch.optim.Op
         groups, lr=settings.rate, betas=settings.betas
     )
     return lamb
-
-
-def _intervals(settings: Common) -> dict[str, Any]:
-    names = ("strategy", "statistics_every", "solve_every")
-    return {name: getattr(settings, name) for name in names}

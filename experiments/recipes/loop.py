@@ -29,7 +29,6 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -44,7 +43,7 @@ from experiments.libraries import MissingLibraryError
 from experiments.optimizers import set_lr
 from experiments.recipes import common
 from experiments.recipes.common import Common
-from experiments.recipes.loaders import Stream
+from experiments.recipes.loaders import Stream, number
 from experiments.records import jsonable, write_json
 from soframe import checkpoint
 from soframe.diagnostics import ScalarLogger
@@ -178,7 +177,7 @@ class Interrupt:
     def __init__(self, act: Callable[[], None] | None = None, *, all_of_them: bool = False) -> None:
         self.asked, self._act, self._all = False, act, all_of_them
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, received: int, frame: FrameType | None) -> None:
         if self._act is not None and not self.asked:
             self._act()
         self.asked = True
@@ -187,28 +186,23 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         # Ranks of `launch` ignore SIGINT: their parent passes it on as SIGTERM.
-        taken = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._note) for number in taken}
+        own = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+        self._before = {taken: signal.signal(taken, self._note) for taken in own}
         return self
 
     def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-def _number(*parts: int) -> int:
-    """Return a seed made of several numbers."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+        for taken, handler in self._before.items():
+            signal.signal(taken, handler)
 
 
 def _seed(*parts: int) -> None:
     """Seed torch's default generators, here and on the GPU in use."""
-    torch.default_generator.manual_seed(_number(*parts))
+    torch.default_generator.manual_seed(number(*parts))
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(_number(*parts))
+        torch.cuda.manual_seed(number(*parts))
 
 
 class _Seeded(Dataset[Any]):
@@ -219,7 +213,7 @@ class _Seeded(Dataset[Any]):
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(_number(self._seed, *place))
+            torch.default_generator.manual_seed(number(self._seed, *place))
             return self._inner[place[1]]
 
 
@@ -235,11 +229,11 @@ class _Order(Sampler[list[tuple[int, int]]]):
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         order: list[int] = []
         for micro in range(self._begin, self._end):
-            epoch, number = divmod(micro, self._per_epoch)
-            if number == 0 or not order:
+            epoch, part = divmod(micro, self._per_epoch)
+            if part == 0 or not order:
                 self._sampler.set_epoch(epoch)
                 order = list(self._sampler)
-            yield [(epoch, i) for i in order[number * self._size : (number + 1) * self._size]]
+            yield [(epoch, i) for i in order[part * self._size : (part + 1) * self._size]]
 
 
 def _ignore_interrupts(worker: int) -> None:
@@ -444,15 +438,15 @@ class Run:
                     sums[name] = sums.get(name, 0.0) + mean.double() * len(batch[0])
                 count += len(batch[0])
         self.model.train()
-        *totals, number = self._summed([*sums.values(), torch.tensor(float(count))])
-        means_of_all = {name: total / number for name, total in zip(sums, totals, strict=True)}
+        *totals, samples = self._summed([*sums.values(), torch.tensor(float(count))])
+        means_of_all = {name: total / samples for name, total in zip(sums, totals, strict=True)}
         if hasattr(self.recipe, "summary"):
             means_of_all |= self.recipe.summary(means_of_all)
         return means_of_all
 
     def _summed(self, numbers: list[Tensor]) -> list[float]:
         """Return sums over the ranks."""
-        stacked = torch.stack([number.to(self.place.device).double() for number in numbers])
+        stacked = torch.stack([each.to(self.place.device).double() for each in numbers])
         if self.place.size > 1:
             dist.all_reduce(stacked)
         return list(stacked.tolist())

@@ -1,0 +1,118 @@
+"""Each recipe takes a few steps on small files in the real formats, by both optimizers."""
+
+import importlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import soframe
+from experiments.recipes import NAMES, loop
+from soframe.planning import workloads
+from tests.experiments.recipes import files
+
+SHORT = {"steps": 3, "evaluate_every": 3, "tensorboard": False, "device": "cpu"}
+IMAGES = {"side": 32, "classes": 2, "batch_size": 8}
+TEXT = {"vocabulary": 60, "length": 16, "width": 16, "layers": 2, "heads": 2, "batch_size": 4}
+CASES = {
+    "resnet32": (files.cifar, {"width": 4, "layers": 1, "batch_size": 10}),
+    "resnet50": (files.image_folder, {**IMAGES, "width": 4, "layers": (1, 1, 1, 1)}),
+    "vit": (files.image_folder, {**IMAGES, "patch": 8, "width": 16, "layers": 1, "heads": 2}),
+    "gpt2": (files.tokens, TEXT),
+    "bert_large": (files.tokens, {**TEXT, "mask": 59, "base": "adamw", "lr": 1e-3}),
+    "pinn": (lambda folder: folder, {"points": 64, "width": 8, "batch_size": 16}),
+}
+FIRST_ORDER = {"resnet32": "sgd", "resnet50": "sgd"}
+
+
+def recipe(name):
+    return importlib.import_module(f"experiments.recipes.{name}")
+
+
+def settings_of(name, folder, **changes):
+    prepare, sizes = CASES[name]
+    data = prepare(folder / "data")
+    values = {**SHORT, **sizes, "data": data, "output": folder / "run", **changes}
+    return recipe(name).Settings(**values)
+
+
+def test_every_recipe_is_run():
+    assert set(CASES) == set(NAMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_few_steps(tmp_path, name):
+    settings = settings_of(name, tmp_path)
+    found = {}
+    for optimizer in ("soframe", FIRST_ORDER.get(name, "adamw")):
+        output = tmp_path / optimizer
+        outcome = loop.run(recipe(name), replace(settings, optimizer=optimizer, output=output))
+        assert outcome.finished
+        assert all(math.isfinite(value) for value in outcome.figures.values())
+        found[optimizer] = outcome.figures["loss"]
+    assert len(set(found.values())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("vit", {"data": "cifar", "side": 32, "patch": 8, "classes": 10}),
+        ("vit", {"data": "shards", "samples": 15, "classes": 15}),
+        ("resnet50", {"data": "shards", "samples": 15, "classes": 15}),
+        ("gpt2", {"method": "kfac", "base": "sgd", "lr": 0.1, "accumulate": 2}),
+        ("bert_large", {"amp": "bf16"}),
+    ],
+)
+def test_other_data_and_methods(tmp_path, name, changes):
+    settings = settings_of(name, tmp_path, **{k: v for k, v in changes.items() if k != "data"})
+    if changes.get("data") == "cifar":
+        settings = replace(settings, data=files.cifar(tmp_path / "cifar"))
+    if changes.get("data") == "shards":
+        files.shards(tmp_path / "tars" / "train")
+        files.shards(tmp_path / "tars" / "val", counts=(2,))
+        settings = replace(settings, data=tmp_path / "tars")
+    assert math.isfinite(loop.run(recipe(name), settings).figures["loss"])
+
+
+def parameters(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_default_sizes_are_the_published_ones():
+    with torch.device("meta"):
+        models = {name: recipe(name).model(recipe(name).Settings()) for name in ("resnet32", "vit")}
+        # The published count of 464,154 is without convolutions in the two shortcuts.
+        assert parameters(models["resnet32"]) == 464_154 + 16 * 32 + 64 + 32 * 64 + 128
+        assert parameters(models["vit"]) / 1e6 == pytest.approx(22, abs=0.1)
+        resnet = recipe("resnet50").model(recipe("resnet50").Settings())
+        assert parameters(resnet) == parameters(workloads.resnet())
+        bert, own = workloads.BERT(), recipe("bert_large").Settings()
+        without = parameters(bert) - parameters(bert.follows) - parameters(bert.segments)
+        assert parameters(recipe("bert_large").model(own)) == without
+    assert recipe("gpt2").Settings().layers == 12
+
+
+def test_kfac_is_in_front_of_the_base_and_leaves_the_head_alone(tmp_path):
+    settings = settings_of("bert_large", tmp_path)
+    bert = recipe("bert_large")
+    optimizer, preconditioner = bert.optimizer(bert.model(settings), settings)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert isinstance(preconditioner, soframe.Preconditioner)
+    names = {block.block for block in preconditioner.placement.blocks}
+    assert len(names) == 2 * 6
+    assert all(name.startswith("layers.") for name in names)
+    vit = recipe("vit")
+    own = settings_of("vit", tmp_path / "vit")
+    optimizer, preconditioner = vit.optimizer(vit.model(own), own)
+    assert isinstance(optimizer, soframe.Optimizer)
+    assert preconditioner is None
+
+
+def test_classes_of_both_parts_have_to_be_the_same(tmp_path):
+    settings = settings_of("resnet50", tmp_path)
+    (settings.data / "val" / files.CLASSES[1]).rename(settings.data / "val" / "n02")
+    with pytest.raises(ValueError, match=r"val has 2 classes: `train` and `val` need the same"):
+        recipe("resnet50").data(settings)
