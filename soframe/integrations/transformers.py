@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import DeepSpeedOptimizerWrapper
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # also without DeepSpeed
 from transformers import TrainerCallback
 
 from soframe.integrations.accelerate import load, plain, require_plain, save, unscale
