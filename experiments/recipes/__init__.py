@@ -19,10 +19,11 @@ It may also have:
   `experiments.recipes.common.optimizer`; ``more`` are settings of soframe's, such as the scaler;
 - ``metrics(model, *batch)``, further means over a batch by name, and ``summary(means)``, figures
   that are computed from the means over the test set;
+- ``run(settings)``, its own training loop, instead of `experiments.recipes.loop`;
 - ``terms(*batch)``, the number or the mask of the loss's terms, for `soframe.Preconditioner.count`.
 
 `experiments.recipes.loop.run` trains any such module.
 """
 
-NAMES = ("resnet32", "resnet50", "bert_large", "gpt2", "vit", "pinn")
+NAMES = ("resnet32", "resnet50", "bert_large", "gpt2", "vit", "lora", "pinn")
 """The recipes."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from experiments.launch import WorkerError
 from experiments.libraries import MissingLibraryError
 from experiments.recipes import NAMES, tokens
-from experiments.recipes.loop import run
+from experiments.recipes.loop import Outcome, run
 
 INTERRUPTED = 130
 
@@ -29,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(settings, tokens.Settings):
             print(", ".join(f"{name}: {n} tokens" for name, n in tokens.write(settings).items()))
             return 0
-        outcome = run(sys.modules[type(settings).__module__], settings)
+        module = sys.modules[type(settings).__module__]
+        own: Callable[[Any], Outcome] | None = getattr(module, "run", None)
+        outcome = run(module, settings) if own is None else own(settings)
         return 0 if outcome.finished else INTERRUPTED
     except (ValueError, OSError, MissingLibraryError, WorkerError) as error:
         print(f"error: {error}", file=sys.stderr)

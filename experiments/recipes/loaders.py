@@ -363,7 +363,7 @@ class TarShards(Stream):
 def _members(shard: Path) -> Iterator[tuple[str, str, bytes]]:
     """Yield the key, the suffix and the content of each file of a tar file."""
     with shard.open("rb") as file:
-        # Python's reader takes a file that ends after a member for a whole one; tar ends with zeros.
+        # Python's reader takes a file that was cut after a member for a whole one.
         file.seek(max(0, shard.stat().st_size - 1024))
         end = file.read()
         if len(end) < 1024 or any(end):

@@ -100,7 +100,7 @@ def run(recipe: ModuleType, settings: Common) -> Outcome:
     """
     if settings.processes > 1:
         return _run_local(recipe, settings)
-    with _group(settings) as place:
+    with group(settings) as place:
         return Run(recipe, settings, place).advance()
 
 
@@ -140,7 +140,7 @@ def _work(worker: Worker, name: str, settings: Common) -> Outcome:
 
 
 @contextlib.contextmanager
-def _group(settings: Common) -> Iterator[Place]:
+def group(settings: Common) -> Iterator[Place]:
     """Join the ranks of torchrun, or of a process group that is there already."""
     device = _device(settings)
     begun = dist.is_initialized()
@@ -196,6 +196,15 @@ class Interrupt:
     def _restore(self) -> None:
         for taken, handler in self._before.items():
             signal.signal(taken, handler)
+
+
+def agreed(asked: bool, place: Place) -> bool:
+    """Return whether any rank was interrupted; a call for every rank."""
+    if place.size == 1:
+        return asked
+    flag = torch.tensor(int(asked))
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=place.control)
+    return bool(flag)
 
 
 def _seed(*parts: int) -> None:
@@ -357,7 +366,7 @@ class Run:
                 start = time.perf_counter()
                 self._step(batches)
                 self.seconds += time.perf_counter() - start
-                stopped = self._agree(interrupt.asked)
+                stopped = agreed(interrupt.asked, self.place)
                 last = self.step == self.steps
                 if last or (not stopped and self.step % self.evaluate_every == 0):
                     figures = self._record()
@@ -410,14 +419,6 @@ class Run:
         own = self.preconditioner or getattr(self.optimizer, "preconditioner", None)
         if own is not None and hasattr(self.recipe, "terms"):
             own.count(self.recipe.terms(*batch))
-
-    def _agree(self, asked: bool) -> bool:
-        """Return whether any rank was interrupted."""
-        if self.place.size == 1:
-            return asked
-        flag = torch.tensor(int(asked))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.place.control)
-        return bool(flag)
 
     # -- evaluations ------------------------------------------------------------------------------
 
@@ -528,8 +529,10 @@ class Run:
 
     def _begin_files(self) -> None:
         """Write run.json, and cut off the lines after the checkpoint."""
-        output = self.settings.output
-        write_json(output / "run.json", self._description())
+        settings, output = self.settings, self.settings.output
+        write_json(
+            output / "run.json", description(self.recipe.__name__, settings, self.place, self.model)
+        )
         path = output / "metrics.jsonl"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         rows = [json.loads(line) for line in text.splitlines()]
@@ -544,27 +547,6 @@ class Run:
             if own is not None:
                 # A prime: solves then have every age in the logged steps.
                 self.logger = ScalarLogger(own, self.writer, every=47)
-
-    def _description(self) -> dict[str, Any]:
-        gpu = self.place.device.type == "cuda"
-        device = torch.cuda.get_device_name(self.place.device) if gpu else display.processor()
-        return {
-            "recipe": self.recipe.__name__,
-            "settings": {name: _plain(value) for name, value in asdict(self.settings).items()},
-            "rate": self.settings.rate,
-            "steps": self.steps,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "ranks": self.place.size,
-            "device": device,
-            "threads": torch.get_num_threads(),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "soframe": importlib.metadata.version("soframe"),
-            },
-            "commit": _commit(),
-            "command": sys.argv,
-        }
 
     # -- the screen -------------------------------------------------------------------------------
 
@@ -596,6 +578,34 @@ class Run:
                         print(f"step {printed}  {text}", flush=True)
 
             yield show
+
+
+def description(name: str, settings: Common, place: Place, model: nn.Module) -> dict[str, Any]:
+    """Return the settings of a run, the versions, the commit and the hardware, for JSON.
+
+    Args:
+        name: The recipe's module.
+        settings: The settings.
+        place: The rank.
+        model: The model.
+    """
+    gpu = place.device.type == "cuda"
+    return {
+        "recipe": name,
+        "settings": {key: _plain(value) for key, value in asdict(settings).items()},
+        "rate": settings.rate,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "ranks": place.size,
+        "device": torch.cuda.get_device_name(place.device) if gpu else display.processor(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "soframe": importlib.metadata.version("soframe"),
+        },
+        "commit": _commit(),
+        "command": sys.argv,
+    }
 
 
 def _plain(value: Any) -> Any:

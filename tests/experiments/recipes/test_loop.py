@@ -174,7 +174,7 @@ def test_an_interrupt_ends_the_step_and_a_second_one_raises(tmp_path, number):
         wait_for_a_line(tmp_path)
         os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     outcome = loop.run(small, settings)
     thread.join()
