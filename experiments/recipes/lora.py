@@ -136,7 +136,10 @@ def run(settings: Settings) -> loop.Outcome:
         finished = state.global_step >= state.max_steps
         figures = {}
         if finished:
-            figures = {"loss": trainer.evaluate()["eval_loss"]}
+            seen = [row for row in state.log_history if "eval_loss" in row]
+            if not seen or seen[-1]["step"] < state.global_step:
+                seen.append(trainer.evaluate())
+            figures = {"loss": seen[-1]["eval_loss"]}
             if not math.isfinite(figures["loss"]):
                 raise loop.DivergedError(f"the loss is {figures['loss']}")
         elif place.rank == 0:
@@ -201,6 +204,7 @@ def _trainer(settings: Settings, place: loop.Place, interrupt: loop.Interrupt) -
         seed=settings.seed,
         dataloader_num_workers=settings.workers,
         remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
     )
     return library.Trainer(
         model=net,

@@ -77,7 +77,7 @@ def test_a_resumed_fine_tune_ends_with_the_bits_of_one_that_was_not_interrupted(
     outcome = lora.run(whole)
     assert (outcome.step, outcome.finished) == (6, True)
     rows = [json.loads(row) for row in (whole.output / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [3, 6, 6]
+    assert [row["step"] for row in rows] == [3, 6]
     assert rows[-1]["loss"] == outcome.figures["loss"] < rows[0]["loss"]
     # As if it had been killed after its first checkpoint.
     parts = replace(whole, output=tmp_path / "parts", resume=True)

@@ -77,6 +77,29 @@ def test_other_data_and_methods(tmp_path, name, changes):
     assert math.isfinite(loop.run(recipe(name), settings).figures["loss"])
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:(?!soframe)")
+@pytest.mark.parametrize("name", ["gpt2", "bert_large"])
+def test_models_of_transformers(tmp_path, name):
+    pytest.importorskip("transformers")
+    settings = settings_of(name, tmp_path, model_code="transformers")
+    own, theirs = (
+        recipe(name).model(replace(settings, model_code=it)) for it in ("own", "transformers")
+    )
+    assert parameters(theirs) == pytest.approx(parameters(own), rel=0.02)  # BERT's has segments
+    assert math.isfinite(loop.run(recipe(name), settings).figures["loss"])
+
+
+@pytest.mark.slow
+def test_kfac_in_front_of_lamb(tmp_path):
+    library = pytest.importorskip("pytorch_optimizer")
+    bert = recipe("bert_large")
+    settings = settings_of("bert_large", tmp_path, base="lamb", lr=None, steps=4)
+    optimizer, _ = bert.optimizer(bert.model(settings), settings)
+    assert isinstance(optimizer, library.Lamb)
+    assert math.isfinite(loop.run(bert, settings).figures["loss"])
+
+
 def parameters(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
