@@ -34,6 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
         own: Callable[[Any], Outcome] | None = getattr(module, "run", None)
         outcome = run(module, settings) if own is None else own(settings)
         return 0 if outcome.finished else INTERRUPTED
+    except KeyboardInterrupt:  # before the first step, or the second one
+        return INTERRUPTED
     except (ValueError, OSError, MissingLibraryError, WorkerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -17,7 +17,6 @@ import importlib.metadata
 import json
 import math
 import multiprocessing
-import os
 import platform
 import signal
 import subprocess
@@ -26,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -44,12 +43,12 @@ from experiments.optimizers import set_lr
 from experiments.recipes import common
 from experiments.recipes.common import Common
 from experiments.recipes.loaders import Stream, number
+from experiments.recipes.ranks import Interrupt, Place, agreed, device_of, group
 from experiments.records import jsonable, write_json
 from soframe import checkpoint
 from soframe.diagnostics import ScalarLogger
 
 LONGEST = 30 * 86400.0  # seconds of a launched run
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class DivergedError(ValueError):
@@ -69,16 +68,6 @@ class Outcome:
     step: int
     finished: bool
     figures: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process among the ranks; `control` is a group on CPUs, None for the default one."""
-
-    rank: int
-    size: int
-    device: torch.device
-    control: dist.ProcessGroup | None = None
 
 
 def run(recipe: ModuleType, settings: Common) -> Outcome:
@@ -107,7 +96,7 @@ def run(recipe: ModuleType, settings: Common) -> Outcome:
 def _run_local(recipe: ModuleType, settings: Common) -> Outcome:
     if settings.workers:
         raise ValueError("--workers with --processes is not supported: use torchrun")
-    if _device(settings).type == "cuda":
+    if device_of(settings).type == "cuda":
         raise ValueError("--processes is for CPUs: pass --device cpu, or use torchrun")
     start = launch(
         _work,
@@ -137,74 +126,6 @@ def _work(worker: Worker, name: str, settings: Common) -> Outcome:
         return Run(importlib.import_module(name), settings, place).advance()
     except (ValueError, OSError, MissingLibraryError) as error:
         raise RefusedError(str(error)) from error
-
-
-@contextlib.contextmanager
-def group(settings: Common) -> Iterator[Place]:
-    """Join the ranks of torchrun, or of a process group that is there already."""
-    device = _device(settings)
-    begun = dist.is_initialized()
-    if not begun and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if not dist.is_initialized():
-        yield Place(0, 1, device)
-        return
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    # Flags and checksums should not wait for the GPU.
-    control = dist.new_group(backend="gloo") if device.type == "cuda" else None
-    yield Place(dist.get_rank(), dist.get_world_size(), device, control)
-    if not begun:
-        dist.barrier()  # no rank may leave while another still reads from it
-        dist.destroy_process_group()
-
-
-def _device(settings: Common) -> torch.device:
-    if settings.device != "auto":
-        return torch.device(settings.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-class Interrupt:
-    """Notes interrupts while it is entered; a second one, of a process alone, raises as usual.
-
-    Args:
-        act: Called at the first.
-        all_of_them: Whether later ones are noted, too: torchrun passes each on once more.
-    """
-
-    def __init__(self, act: Callable[[], None] | None = None, *, all_of_them: bool = False) -> None:
-        self.asked, self._act, self._all = False, act, all_of_them
-
-    def _note(self, received: int, frame: FrameType | None) -> None:
-        if self._act is not None and not self.asked:
-            self._act()
-        self.asked = True
-        if not self._all:
-            self._restore()
-
-    def __enter__(self) -> Interrupt:
-        # Ranks of `launch` ignore SIGINT: their parent passes it on as SIGTERM.
-        own = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-        self._before = {taken: signal.signal(taken, self._note) for taken in own}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        for taken, handler in self._before.items():
-            signal.signal(taken, handler)
-
-
-def agreed(asked: bool, place: Place) -> bool:
-    """Return whether any rank was interrupted; a call for every rank."""
-    if place.size == 1:
-        return asked
-    flag = torch.tensor(int(asked))
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=place.control)
-    return bool(flag)
 
 
 def _seed(*parts: int) -> None:
@@ -286,6 +207,7 @@ class Run:
         if last is not None:
             self._load(checkpoint.read(last, process_group=place.control))
         self.rows: list[dict[str, Any]] = []
+        self.writer: Any = None
         self.logger: ScalarLogger | None = None
         if place.rank == 0:
             self._begin_files()
@@ -535,10 +457,11 @@ class Run:
         )
         path = output / "metrics.jsonl"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        rows = [json.loads(line) for line in text.splitlines()]
+        # A run that was killed may have left a part of a line.
+        whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        rows = [json.loads(line) for line in whole]
         self.rows = [row for row in rows if row["step"] <= self.step]
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
-        self.writer: Any = None
         if self.settings.tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 

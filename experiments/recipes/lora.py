@@ -29,6 +29,7 @@ import soframe
 from experiments.libraries import require
 from experiments.recipes import common, loop
 from experiments.recipes.common import Built, Common
+from experiments.recipes.ranks import Interrupt, Place, agreed, group
 from experiments.records import jsonable, write_json
 
 
@@ -129,7 +130,7 @@ def run(settings: Settings) -> loop.Outcome:
     continued = any(settings.output.glob("checkpoint-*"))
     if continued and not settings.resume:
         raise ValueError(f"{settings.output} has checkpoints of another run: pass --resume")
-    with loop.group(settings) as place, loop.Interrupt(all_of_them=place.size > 1) as interrupt:
+    with group(settings) as place, Interrupt(all_of_them=place.size > 1) as interrupt:
         trainer = _trainer(settings, place, interrupt)
         trainer.train(resume_from_checkpoint=continued)
         state = trainer.state
@@ -147,7 +148,7 @@ def run(settings: Settings) -> loop.Outcome:
         return loop.Outcome(state.global_step, finished, figures)
 
 
-def _trainer(settings: Settings, place: loop.Place, interrupt: loop.Interrupt) -> Any:
+def _trainer(settings: Settings, place: Place, interrupt: Interrupt) -> Any:
     library = require("transformers")
     callbacks = require("soframe.integrations.transformers")
     library.set_seed(settings.seed)
@@ -172,7 +173,7 @@ def _trainer(settings: Settings, place: loop.Place, interrupt: loop.Interrupt) -
         """Stops at an interrupt, and writes the evaluations."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            if loop.agreed(interrupt.asked, place) and state.global_step < state.max_steps:
+            if agreed(interrupt.asked, place) and state.global_step < state.max_steps:
                 control.should_training_stop = control.should_save = True
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:

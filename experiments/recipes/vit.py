@@ -15,7 +15,7 @@ Run for a few steps on generated files; not run to its end.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -57,7 +57,7 @@ class Settings(Common):
     momentum: float = 0.85
     """Momentum of Muon (docs/benchmarks/defaults.md), and of SGD."""
     weight_decay: float = 1e-4
-    """Weight decay (Beyer et al., 2022: decoupled from the rate; here it is multiplied by it)."""
+    """Weight decay of a step at the peak of the rate (Beyer et al., 2022)."""
     clip: float | None = 1.0
     """Bound on the norm of gradients, for first-order optimizers (Beyer et al., 2022)."""
     schedule: Literal["constant", "linear", "cosine", "root", "milestones"] = "cosine"
@@ -131,6 +131,8 @@ def loss(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
 
 
 def optimizer(model: nn.Module, settings: Settings, **more: Any) -> Built:
+    # Here and in torch the decay of a step is multiplied by the rate.
+    settings = replace(settings, weight_decay=settings.weight_decay / settings.rate)
     if settings.optimizer == "soframe" and settings.method == "muon":
         more["method"] = soframe.methods.Muon(settings.momentum)
     return common.optimizer(model, settings, **more)

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from experiments.recipes import loop, pinn
 from experiments.recipes.common import Common
+from experiments.recipes.ranks import Place
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def begin_then_resume(rank, ranks, folder, stop, changes):
     """Train once from start to end, and once with a stop on the way."""
     settings = Settings(output=folder / "whole", **changes)
     loop.run(sys.modules[__name__], settings)
-    place = loop.Place(rank, ranks, torch.device("cpu"))
+    place = Place(rank, ranks, torch.device("cpu"))
     run = loop.Run(sys.modules[__name__], replace(settings, output=folder / "parts"), place)
     batches = run._batches()
     for _ in range(stop):

@@ -17,6 +17,7 @@ import torch
 
 from experiments.recipes import loop, pinn
 from experiments.recipes.__main__ import main
+from experiments.recipes.ranks import Interrupt, Place
 from soframe import checkpoint
 from tests.distributed.harness import run_ranks
 from tests.experiments.recipes import small
@@ -72,7 +73,7 @@ def batches(rank, ranks, workers=0):
     """The micro-batches of a rank, without a process group."""
     run = loop.Run.__new__(loop.Run)
     run.settings = small.Settings(output=Path("nowhere"), workers=workers)
-    run.place, run.step = loop.Place(rank, ranks, torch.device("cpu")), 0
+    run.place, run.step = Place(rank, ranks, torch.device("cpu")), 0
     run.train, run.test = small.data(run.settings)
     run._count_steps()
     return [images for images, _ in run._batches()]
@@ -181,7 +182,7 @@ def test_an_interrupt_ends_the_step_and_a_second_one_raises(tmp_path, number):
     assert not outcome.finished
     assert last(tmp_path)["step"] == outcome.step
     assert signal.getsignal(number) is before
-    with loop.Interrupt() as noted:
+    with Interrupt() as noted:
         os.kill(os.getpid(), signal.SIGINT)
         assert noted.asked
         with pytest.raises(KeyboardInterrupt):
@@ -206,7 +207,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes_and_no_process(tmp_path, capsys
     settings = pinn.Settings(
         output=tmp_path, points=64, width=8, batch_size=16, device="cpu", resume=True, **ENDLESS
     )
-    run = loop.Run(pinn, settings, loop.Place(0, 1, torch.device("cpu")))
+    run = loop.Run(pinn, settings, Place(0, 1, torch.device("cpu")))
     assert run.step == step
     run._step(run._batches())
 
