@@ -486,15 +486,16 @@ class Run:
         screen = display.console()
         quiet = not screen.is_terminal
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        status = TextColumn("{task.fields[status]}")
-        with Progress(*columns, status, console=screen, disable=quiet) as shown:
+        loss = TextColumn("{task.fields[status]}")
+        with Progress(*columns, loss, console=screen, disable=quiet) as shown:
             task = shown.add_task("", total=self.steps, completed=self.step, status="")
             printed = self.rows[-1]["step"] if self.rows else 0
 
             def show(figures: Mapping[str, float]) -> None:
                 nonlocal printed
                 text = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
-                shown.update(task, completed=self.step, status=text)
+                status = text.partition("  ")[0]  # a terminal may be narrow
+                shown.update(task, completed=self.step, status=status)
                 if self.rows and self.rows[-1]["step"] > printed:
                     printed = self.rows[-1]["step"]
                     if quiet:

@@ -29,7 +29,7 @@ from experiments.recipes.common import Common
 class Settings(Common):
     """A physics-informed network for the Poisson equation (run to its end on a CPU)."""
 
-    rates: ClassVar[Mapping[str, float]] = {"soframe": 3e-3, "adamw": 3e-3}
+    rates: ClassVar[Mapping[str, float]] = {"soframe": 1e-2, "adamw": 3e-2}
 
     output: Path = Path("runs/pinn")
     epochs: int = 50
@@ -44,7 +44,8 @@ class Settings(Common):
     """Method of soframe, one that reads gradients alone."""
     base: Literal["sgd", "adamw", "lamb"] | None = None
     lr: float | None = None
-    """Learning rate; None for 3e-3, of a short search here (docs/guides/recipes.md)."""
+    """Learning rate; None for 0.01 with soframe and 0.03 with adamw, of a search
+    (docs/guides/recipes.md)."""
     waves: int = 2
     """The number k of half waves of the solution along each side."""
     width: int = 64
