@@ -221,6 +221,7 @@ def alive(group):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # it imports torch three times
 @pytest.mark.distributed
 def test_torchrun_trains_as_any_other_ranks_do(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
