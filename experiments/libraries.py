@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any
 
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
-_EXTRAS = {  # "demo" has all others
+_EXTRAS = {  # "demo" has all others; None for a library that no extra has
+    "timm": None,
     "pytorch_optimizer": "benchmark",
     "optuna": "benchmark",
     "PIL": "recipes",
@@ -48,9 +49,11 @@ def require(name: str) -> Any:
         if error.name is None or error.name.partition(".")[0] != top:
             raise
         extra = _EXTRAS.get(top, "demo")
+        command = (
+            f"pip install -c constraints.txt -e '.[{extra}]'" if extra else f"pip install {top}"
+        )
         raise MissingLibraryError(
-            f"missing: {_DISTRIBUTIONS.get(top, top)}. In the root of the repository: "
-            f"pip install -c constraints.txt -e '.[{extra}]'"
+            f"missing: {_DISTRIBUTIONS.get(top, top)}. In the root of the repository: {command}"
         ) from error
 
 

@@ -2,12 +2,14 @@
 
 import importlib
 import math
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 import soframe
+from experiments.libraries import MissingLibraryError
 from experiments.recipes import NAMES, loop
 from soframe.planning import workloads
 from tests.experiments.recipes import files
@@ -88,6 +90,12 @@ def test_models_of_transformers(tmp_path, name):
     )
     assert parameters(theirs) == pytest.approx(parameters(own), rel=0.02)  # BERT's has segments
     assert math.isfinite(loop.run(recipe(name), settings).figures["loss"])
+
+
+def test_a_library_without_an_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(MissingLibraryError, match=r"missing: timm\..* pip install timm$"):
+        recipe("vit").model(recipe("vit").Settings(model_code="timm"))
 
 
 @pytest.mark.slow
