@@ -454,7 +454,7 @@ class _Bound(NamedTuple):
         # Iterations bound the residual, rounded data the error. Written so that a NaN fails.
         return bool(error <= self.tolerance) or bool(residual <= self.tolerance)
 
-    def check(self, result: Tensor, problem: _Problem, name: str) -> None:
+    def compare(self, result: Tensor, problem: _Problem, name: str) -> None:
         """Raise if a result is too far from the solution, or leads uphill."""
         if self.tolerance is None or result.shape != problem.solution.shape:
             compare(result, problem.solution, name, rtol=self.rtol)
@@ -483,7 +483,7 @@ def _check_solution(
     given = gradient.clone()
     result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
     assert torch.equal(gradient, given), f"{name}: apply changes the gradient"
-    bound.check(result, problem, name)
+    bound.compare(result, problem, name)
     # A single factor, of inputs, takes the whole damping; the other one is the identity.
     right = factors["right"]
     alone = solver.solve(right, solver.shares([mean_trace(right)], damping)[0])
@@ -492,7 +492,7 @@ def _check_solution(
     damped = _damped(right, damping)
     expected = torch.linalg.solve(damped, gradient, left=False)
     problem = _Problem(gradient, expected, lambda x: x @ damped)
-    bound.check(result, problem, f"{name}, without a left factor")
+    bound.compare(result, problem, f"{name}, without a left factor")
     single = {s: {k: t.float() for k, t in tensors.items()} for s, tensors in data.items()}
     low = solver.apply(
         gradient.float(), left=single["left"], right=single["right"], damping=damping
@@ -621,7 +621,7 @@ def _check_again(
         result = solver.apply(problem.gradient, **sides, damping=damping)
         if count == _SETTLES or bound.met(result, problem):
             break
-    bound.check(result, problem, name)
+    bound.compare(result, problem, name)
 
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
