@@ -36,12 +36,12 @@ DAMPING, UPDATES = 1e-3, 10  # of every block on paper
 
 Entry = TypeVar("Entry", int, tuple[int, int])
 Entries = list[tuple[Entry, Collection[int]]]
-"""What ranks have in a placement, each with the ranks that have it."""
+"""Blocks or bytes of a placement, each with the ranks that have them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank does, by stack: ranks with equal parts take the same time.
+    """The work of a rank, by stack: ranks with equal parts take the same time.
 
     Attributes:
         solves: The stack, the factor and the number of blocks of each solve.
