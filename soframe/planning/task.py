@@ -15,6 +15,7 @@ from soframe.blocks.block import Block
 from soframe.blocks.registration import unwrap
 from soframe.comm.recording import Recording
 from soframe.layers.base import LayerHelper
+from soframe.planning.pricing import without_numbers
 from soframe.preconditioner import Preconditioner
 from soframe.settings import Distribution
 from soframe.strategies.work import BlockWork
@@ -168,6 +169,7 @@ def _calls(
             torch.enable_grad(),
             _Attention(),
             torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+            without_numbers("the forward pass", "plan without inputs"),
         ):
             torch.func.functional_call(model, tensors, inputs)
     finally:
