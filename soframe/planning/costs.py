@@ -37,19 +37,19 @@ REMEDY = "make it run on the meta device, or name a strategy and do without a pl
 
 Entry = TypeVar("Entry", int, tuple[int, int])
 Entries = list[tuple[Entry, Collection[int]]]
-"""What ranks have in a placement, each with the ranks that have it."""
+"""Parts of a placement, each with its ranks."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank does, by stack: ranks with equal parts take the same time.
+    """The work of a rank, by stack: ranks with equal parts take the same time.
 
     Attributes:
         solves: The stack, the factor and the number of blocks of each solve.
         directs: The stacks for which it computes updates.
         gathers: The stacks to which it contributes statistics.
-        holds: The stacks and factors of which it holds the running factors.
-        makes: The same for factors of which it makes the statistics from averaged gradients.
+        holds: The stacks and factors whose running factors it holds.
+        makes: The stacks and factors whose statistics it makes from averaged gradients.
     """
 
     solves: tuple[tuple[int, int, int], ...] = ()
@@ -215,7 +215,10 @@ class Costs:
             new = self._paper.new
             problems = [
                 Problem(
-                    solver, new(shape, dtype), new(shape[:1], dtype), {n: new(s) for n, s in last}
+                    solver,
+                    new(shape, dtype),
+                    new(shape[:1], dtype),
+                    {n: new(s, dtype) for n, s in last},
                 )
                 for solver, shape, dtype, last in found
             ]

@@ -200,6 +200,13 @@ def test_every_layer_under_every_method_has_a_plan(
     assert not (own and planned.notes)
 
 
+@pytest.mark.parametrize("solver", sorted(soframe.available("solver")))
+def test_every_solver_has_a_plan_in_double_precision(solver: str) -> None:
+    method = {"root": "shampoo", "basis": "soap"}.get(solver, "kfac")
+    task = Task.of(dense(6, 5, 5, 4).double(), method=method, solver=solver)
+    assert all(row.timing.phases["solve"] > 0 for row in plan(task, ranks=2, hardware=CPU).rows)
+
+
 class Reading(KFAC):
     """Looks at numbers."""
 
@@ -224,6 +231,6 @@ class Branching(nn.Module):
 
 
 def test_a_model_that_reads_numbers_is_planned_without_inputs() -> None:
-    with pytest.raises(ValueError, match=r"the forward pass cannot be planned.*without inputs"):
+    with pytest.raises(ValueError, match=r"the forward pass cannot be planned.*other inputs, or none"):
         Task.of(Branching(), (torch.ones(2, 3),))
     assert plan(Task.of(Branching()), ranks=2, hardware=CPU).notes
