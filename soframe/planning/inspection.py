@@ -105,8 +105,8 @@ def task_of(path: str, shapes: Sequence[str], **settings: Any) -> Task:
 
     Args:
         path: The callable, or the name.
-        shapes: The shape of each positional input, such as ``"8x1024:int64"``; empty for the inputs of
-            a workload, or to leave passes without a price.
+        shapes: The shape of each positional input, such as ``"8x1024:int64"``; empty to take a
+            workload's own, or to leave passes without a price.
         settings: The method and the solver.
 
     Returns:
