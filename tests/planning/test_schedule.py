@@ -156,3 +156,14 @@ def test_the_slowest_rank_of_each_phase_counts() -> None:
     assert found.mean == pytest.approx(STATISTICS + 0.9 + 0.3 + 0.2)
     assert found.imbalance == pytest.approx(0.9 / ((0.9 + 3 * 0.1) / 4))
     assert timing(rank()).imbalance == 1.0
+
+
+def test_the_longest_messages_are_of_one_rank_each() -> None:
+    parts = (
+        rank(1, sent=messages(gradients=[0.1, 0.1], exchange=[0.1, 0.1])),
+        rank(1, sent=messages(gradients=[0.15], exchange=[0.15])),
+    )
+    found = timing(*parts)
+    assert found.exposed["gradients"] == pytest.approx(0.2)
+    # Behind the 0.2 s in which updates are computed, all but the last message.
+    assert found.exposed["exchange"] == pytest.approx(0.15)
