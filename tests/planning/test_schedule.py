@@ -167,3 +167,12 @@ def test_the_longest_messages_are_of_one_rank_each() -> None:
     assert found.exposed["gradients"] == pytest.approx(0.2)
     # Behind the 0.2 s in which updates are computed, all but the last message.
     assert found.exposed["exchange"] == pytest.approx(0.15)
+
+
+def test_a_solve_in_the_background_begins_with_its_sums() -> None:
+    sent = messages(reduce=[0.5])
+    found = timing(rank(sent=sent, solve=3 * STATISTICS + 0.3), solve_every=10, background=3)
+    # They are exposed at the step of the solve, which then lands 0.3 s late.
+    assert found.exposed["reduce"] == pytest.approx((0.5 - 0.04 - 0.05) / 10, abs=1e-6)
+    assert found.exposed["solve"] == pytest.approx(0.03)
+    assert found.mean == pytest.approx(STATISTICS + 0.041 + 0.03)
