@@ -173,6 +173,7 @@ def test_one_process_needs_what_is_planned(make: Any, method: str) -> None:
     assert 0.98 * recorded <= planned <= (1.35 if method == "shampoo" else 1.1) * recorded
 
 
+@pytest.mark.covering(together=1)
 @pytest.mark.parametrize(
     "strategy",
     [*EVERY[:4], Sharded(group=None, deferred=True)],
