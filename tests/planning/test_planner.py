@@ -168,11 +168,12 @@ def test_a_plan_prints_and_is_json() -> None:
 @pytest.mark.parametrize("method", ["kfac", "soap", "muon", "shampoo", "ekfac"])
 @pytest.mark.parametrize("make", [convolutional, lambda: dense(40, 30, 30, 7)])
 def test_one_process_needs_what_is_planned(make: Any, method: str) -> None:
-    recorded, planned = peaks(make, method, CommOpt(), rank=0, world=1)
+    recorded, planned = peaks(make, method, CommOpt(), rank=0, world=1)[0]
     # All but a few flags, and the padded maps of a convolution.
     assert 0.98 * recorded <= planned <= (1.35 if method == "shampoo" else 1.1) * recorded
 
 
+@pytest.mark.covering(together=1)
 @pytest.mark.parametrize(
     "strategy",
     [*EVERY[:4], Sharded(group=None, deferred=True)],
@@ -189,12 +190,13 @@ def test_one_process_needs_what_is_planned(make: Any, method: str) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_need_what_is_planned(strategy: Any, method: str, make: Any, world: int) -> None:
     for rank in (0, world - 1):
-        recorded, planned = peaks(make, method, strategy, rank=rank, world=world)
-        assert 0.5 * planned <= recorded <= 1.04 * planned
+        solving, usual = peaks(make, method, strategy, rank=rank, world=world)
+        for (recorded, planned), least in ((solving, 0.7), (usual, 0.9)):
+            assert least * planned <= recorded <= 1.04 * planned
 
 
-def peaks(make: Any, method: str, strategy: Any, *, rank: int, world: int) -> tuple[int, int]:
-    """Return the most bytes of curvature in any step of a run, and as planned."""
+def peaks(make: Any, method: str, strategy: Any, *, rank: int, world: int) -> list[tuple[int, int]]:
+    """Return the most bytes of curvature, and as planned: in a step, and without solves."""
     model = make()
     x = torch.rand(4, 3, 8, 8) if isinstance(model[0], torch.nn.Conv2d) else torch.rand(4, 40)
     auxiliary = {"auxiliary": "adamw"} if method == "muon" else {}
@@ -210,7 +212,7 @@ def peaks(make: Any, method: str, strategy: Any, *, rank: int, world: int) -> tu
         **({} if method == "muon" else {"solve_every": 2}),
         **auxiliary,
     )
-    most = 0
+    most = [0, 0]
     with Pricing(CPU) as held:
         for step in range(5):
             model.zero_grad()
@@ -220,10 +222,12 @@ def peaks(make: Any, method: str, strategy: Any, *, rank: int, world: int) -> tu
             held.priced.peak = held.held
             own.step()
             if step > 1:
-                most = max(most, held.priced.peak - rest)
+                peak = held.priced.peak - rest
+                most = [max(most[0], peak), max(most[1], peak if step % 2 else 0)]
     task = Task.of(model, method=method, **auxiliary)
     part = next(part for part, members in parts(own.placement).items() if rank in members)
-    planned = own.placement.memory(rank)["total"]
-    planned += transients(Costs(task, CPU), own.placement, part, rank).most
+    held_between = own.placement.memory(rank)["total"]
+    short = transients(Costs(task, CPU), own.placement, part, rank)
     own.close()
-    return most, planned
+    planned = [held_between + extra for extra in (short.most, max(short.window, short.updating))]
+    return list(zip(most, planned, strict=True))
