@@ -370,15 +370,19 @@ steps.
 
 
 def _lines(table: Table, title: str, text: str, part: str, names: Sequence[str]) -> list[str]:
-    """Return a section: one row for all methods that are alike."""
+    """Return a section: one row for all methods that are alike, one column for all names."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        cells = tuple(getattr(found, part)[name] for found in table.methods.values())
+        columns.setdefault(cells, []).append(name)
     rows: dict[tuple[str, ...], list[str]] = {}
-    for method, found in table.methods.items():
-        cells = getattr(found, part)
-        rows.setdefault(tuple(cells[name] for name in names), []).append(f"`{method}`")
+    for method, cells in zip(table.methods, zip(*columns, strict=True), strict=True):
+        rows.setdefault(cells, []).append(f"`{method}`")
     lines = [f"## {title}", "", text, ""]
-    if list(rows) == [(YES,) * len(names)]:
+    if list(rows) == [(YES,)]:
         return [*lines, f"Every method works under each: {', '.join(f'`{n}`' for n in names)}.", ""]
-    lines += ["| methods | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 1)]
+    heads = [", ".join(alike) for alike in columns.values()]
+    lines += ["| methods | " + " | ".join(heads) + " |", "|" + "---|" * (len(heads) + 1)]
     lines += [f"| {', '.join(ms)} | " + " | ".join(cells) + " |" for cells, ms in rows.items()]
     return [*lines, ""]
 
