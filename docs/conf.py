@@ -32,6 +32,8 @@ templates_path: list[str] = []
 html_theme = "furo"
 html_title = f"soframe {release}"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
