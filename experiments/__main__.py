@@ -185,8 +185,8 @@ def compare(
             workload_name,
             _parts(optimizers),
             _parts(strategies),
-            _numbers("--seeds", seeds),
-            _numbers("--processes", processes),
+            _numbers("--seeds", seeds, 0),
+            _numbers("--processes", processes, 1),
             seconds,
             steps,
             tune,
@@ -214,10 +214,11 @@ def _parts(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
+def _numbers(option: str, text: str, least: int) -> tuple[int, ...]:
     parts = _parts(text)
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{option} takes numbers separated by commas, not {text!r}")
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        message = f"{option} takes numbers from {least}, separated by commas, not {text!r}"
+        raise ValueError(message)
     return tuple(map(int, parts))
 
 

@@ -236,12 +236,17 @@ def summary(workload: Workload, groups: Sequence[Group], budget: str) -> Table:
         add("sent/step", "maximum", [bytes_text(_sent(group)) for group in groups])
     add("curvature", "maximum", [bytes_text(_curvature(group)) for group in groups])
     title = f"{workload.title}: {workload.loss_name}"
-    notes = _notes(groups, seeds, budget, reaches=bool(every[0].targets), lost=any(lost))
+    notes = _notes(groups, seeds, budget, every[0].targets, lost=any(lost))
     return Table(title, tuple(heads), tuple(below), tuple(map(tuple, rows)), notes)
 
 
 def _notes(
-    groups: Sequence[Group], seeds: Sequence[int], budget: str, *, reaches: bool, lost: bool
+    groups: Sequence[Group],
+    seeds: Sequence[int],
+    budget: str,
+    targets: Sequence[float],
+    *,
+    lost: bool,
 ) -> tuple[str, ...]:
     ranks = sorted({group.processes for group in groups})
     counts = " and ".join(map(str, ranks)) + (" rank" if ranks == [1] else " ranks")
@@ -253,7 +258,7 @@ def _notes(
     else:
         start = f"One run each, of seed {seeds[0]}, on {counts}, after {budget} of training."
     notes = [start]
-    if reaches and len(seeds) > 1:
+    if targets and len(seeds) > 1:
         notes.append(
             "Steps and seconds to a loss: over the seeds that reached it; k/n if k of n did."
         )
@@ -266,6 +271,9 @@ def _notes(
     )
     sent = "Bytes sent in a step by the busiest rank; peak" if max(ranks) > 1 else "Peak"
     notes.append(f"{sent} of the memory of second-order data on a rank.")
+    if any("trials" in group.tuning for group in groups):
+        aim = f"the shortest time to {min(targets):g}" if targets else "the lowest loss"
+        notes.append(f"Trials: settings were tuned for {aim}.")
     if any(group.tuning == "untuned" for group in groups):
         notes.append("Untuned: default settings and a default learning rate.")
     return tuple(notes)

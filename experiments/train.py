@@ -39,7 +39,13 @@ from experiments.workloads import workload
 
 AT_ONCE = 2048  # examples of an evaluation
 LARGE = 8_000_000  # float32 numbers, just below the 32 MiB from which glibc's threshold is fixed
-ALONE = Worker(rank=0, world_size=1, send=lambda message: None)
+
+
+def _unheard(message: object) -> None:
+    """Drop a message; a lambda could not be sent to other processes."""
+
+
+ALONE = Worker(rank=0, world_size=1, send=_unheard)
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,8 @@ def _has_examples(examples: object) -> bool:
     if isinstance(examples, tuple):
         tensors = all(isinstance(each, Tensor) and each.ndim > 0 for each in examples)
         return tensors and len({len(each) for each in examples}) == 1
-    return hasattr(examples, "__getitem__") and hasattr(examples, "__len__")
+    items = hasattr(examples, "__getitem__") and hasattr(examples, "__len__")
+    return items and not isinstance(examples, Tensor)  # (inputs, targets) is one set, not two
 
 
 def _of_file(name: str) -> Workload:
