@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -406,3 +408,24 @@ def test_what_the_functions_return_is_checked(changes, message) -> None:
         of_module(whole(**changes)).make(0, torch.float32)
     with pytest.raises(ValueError, match="decides the types of its tensors"):
         of_module(whole()).make(0, torch.float64)
+
+
+def test_the_guide_s_file_and_command_give_the_guide_s_table(
+    tmp_path: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "guides" / "comparing.md").read_text()
+    code, shell, latex = (
+        re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0]
+        for kind in ("python", "sh", "latex")
+    )
+    (tmp_path / "perceptron.py").write_text(code)
+    words = shlex.split(shell.replace("\\\n", " ").replace("--tune 8 ", ""))
+    assert words[:4] == ["python", "-m", "experiments", "compare"]
+    result = invoke(*words[4:], "--steps", 2, "--seeds", "1,2")
+    assert result.exit_code == 0, result.output
+    written = (tmp_path / "runs" / "perceptron" / "perceptron.tex").read_text()
+    lines = latex.splitlines()
+    assert "\n".join(lines[:5]) in written
+    names = [line.partition(" & ")[0] for line in lines[5:8]]
+    assert names == re.findall(r"^([^&\n]*) & untuned &", written, re.MULTILINE)
