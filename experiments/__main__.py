@@ -73,6 +73,8 @@ def demo(
             parts.append(_report(name, records, said, output, as_json=as_json))
     if as_json:
         display.print_json({"processes": processes, "seed": seed, "workloads": parts})
+    else:
+        display.console().print(f"In short: {parts[0]['summary'][0]}", highlight=False)
 
 
 @app.command()

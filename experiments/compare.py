@@ -147,8 +147,13 @@ def _settle(
     method_of(optimizer)  # the name of an unknown one is an error before the first trial
     if not plan.trials or tuning.space_of(plan.workload, optimizer) is None:
         return *tuning.settled(plan.workload, optimizer), None
-    keep = partial(runs.kept, folder=plan.output / "trials", word=plan.word)
-    with display.trials(screen, optimizer, plan.trials) as tell:
+    with display.trials(screen, optimizer, plan.trials) as (tell, watch):
+        keep = partial(
+            runs.kept,
+            folder=plan.output / "trials",
+            train=partial(map, partial(train.train, replace(train.ALONE, send=watch))),
+            word=plan.word,
+        )
         outcome = tuning.tune(
             plan.workload,
             optimizer,

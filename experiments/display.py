@@ -94,8 +94,14 @@ def bars(screen: Console, labels: Sequence[str]) -> Iterator[Watch]:
 
 
 @contextlib.contextmanager
-def trials(screen: Console, optimizer: str, number: int) -> Iterator[Callable[[Trial], None]]:
-    """One progress bar for the trials of an optimizer; nothing unless on a terminal."""
+def trials(
+    screen: Console, optimizer: str, number: int
+) -> Iterator[tuple[Callable[[Trial], None], Callable[[Any], None]]]:
+    """One progress bar for the trials of an optimizer; nothing unless on a terminal.
+
+    Yields:
+        Functions to call after each trial, and at each evaluation of one.
+    """
     with Progress(*_COLUMNS, console=screen, disable=not screen.is_terminal) as shown:
         task = shown.add_task(f"tuning {optimizer}", total=number, status="")
         done: list[Trial] = []
@@ -103,9 +109,13 @@ def trials(screen: Console, optimizer: str, number: int) -> Iterator[Callable[[T
         def tell(trial: Trial) -> None:
             done.append(trial)
             best = min(done, key=lambda each: each.rank)
-            shown.update(task, advance=1, status=f"trial {len(done)}/{number}, best: {best}")
+            status = f"trial {len(done)}/{number}, best loss {best.loss:.4g}"
+            shown.update(task, completed=len(done), status=status)
 
-        yield tell
+        def watch(progress: train.Progress) -> None:
+            shown.update(task, completed=len(done) + progress.fraction)
+
+        yield tell, watch
 
 
 def table(

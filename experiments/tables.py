@@ -234,7 +234,7 @@ def summary(workload: Workload, groups: Sequence[Group], budget: str) -> Table:
         add(column.head, column.statistic, [column.cell(group) for group in groups])
     if any(group.processes > 1 for group in groups):
         add("sent/step", "maximum", [bytes_text(_sent(group)) for group in groups])
-    add("curvature", "maximum", [bytes_text(_curvature(group)) for group in groups])
+    add("memory", "maximum", [bytes_text(_curvature(group)) for group in groups])
     title = f"{workload.title}: {workload.loss_name}"
     notes = _notes(groups, seeds, budget, every[0].targets, lost=any(lost))
     return Table(title, tuple(heads), tuple(below), tuple(map(tuple, rows)), notes)

@@ -213,7 +213,8 @@ def tune(
         ValueError: If the optimizer needs no tuning.
     """
     optuna = require("optuna")
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # Failures and interrupts are raised, and need no second message.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     space = space or space_of(workload_name, optimizer)
     if space is None:
         raise ValueError(f"{optimizer} runs with its defaults: there is nothing to tune")

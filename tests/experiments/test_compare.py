@@ -306,7 +306,7 @@ def test_an_interrupt_keeps_finished_runs_and_the_command_goes_on(folder: Path) 
         "    return nn.functional", "    time.sleep(0.05)\n    return nn.functional"
     )
     (folder / "lines.py").write_text(slow)
-    options = command(*SHORT, "--optimizers", "sgd,adamw", "--seeds", "1,2", "--processes", 2)
+    options = command(*SHORT, "--optimizers", "sgd,adamw", "--seeds", "1,2")
     process = subprocess.Popen(
         options, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
