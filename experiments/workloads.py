@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -183,7 +183,7 @@ def _problem(name: str) -> Workload:
     return Workload(title, task, batch_size, whole=batch_size is None)
 
 
-def of_module(module: ModuleType) -> Workload:
+def of_module(module: ModuleType, *arguments: object) -> Workload:
     """Return the workload of a module with three functions.
 
     ``model()`` returns the model, with initial weights that torch draws: each run seeds it first.
@@ -196,6 +196,10 @@ def of_module(module: ModuleType) -> Workload:
     default the module's name), ``batch_size`` (64), ``targets`` (none), ``evaluate_every`` (20
     steps), ``loss_name`` ("held-out loss"), ``classifies`` (False; with True batches are inputs and
     classes), ``settings`` and ``spaces`` (none).
+
+    Args:
+        module: The module.
+        arguments: Arguments of ``model`` and ``data``, for a module whose functions have any.
 
     Raises:
         ValueError: If a function is missing, or if it returns something else.
@@ -213,19 +217,21 @@ def of_module(module: ModuleType) -> Workload:
     }
     chosen = {**defaults, **constants}
     chosen["targets"] = tuple(sorted(chosen.get("targets", ()), reverse=True))
-    make = partial(_task_of, path, module)
+    make = partial(_task_of, path, module, arguments)
     return Workload(make=make, held_out=True, at_once=chosen["batch_size"], source=path, **chosen)
 
 
-def _task_of(path: Path, module: ModuleType, seed: int, dtype: torch.dtype) -> Task:
+def _task_of(
+    path: Path, module: ModuleType, arguments: Sequence[object], seed: int, dtype: torch.dtype
+) -> Task:
     if dtype != torch.float32:
         raise ValueError(f"{path} decides the types of its tensors: leave out dtype")
     with seeded(seed):
-        model = module.model()
+        model = module.model(*arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{path}: model() must return an nn.Module, not {type(model).__name__}")
     with seeded(0):
-        sets = module.data()
+        sets = module.data(*arguments)
     if not (isinstance(sets, tuple | list) and len(sets) == 2 and all(map(_has_examples, sets))):
         raise ValueError(
             f"{path}: data() must return (train, test), each a tuple of tensors of one length or "

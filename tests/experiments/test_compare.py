@@ -371,6 +371,8 @@ def test_a_module_becomes_a_workload() -> None:
     first, again, other = (found.make(seed, torch.float32).model for seed in (1, 1, 2))
     assert torch.equal(first.weight, again.weight)
     assert not torch.equal(first.weight, other.weight)
+    wide = of_module(whole(model=lambda n: nn.Linear(2, n), data=lambda n: (tensors(n),) * 2), 7)
+    assert wide.make(0, torch.float32).model.out_features == 7
 
 
 def test_examples_are_the_same_for_all_seeds_and_leave_the_caller_s_randomness() -> None:
