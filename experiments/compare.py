@@ -63,7 +63,7 @@ class Plan:
     output: Path
 
     def __post_init__(self) -> None:
-        workload(self.workload)  # a file registers methods and strategies of its own
+        size = workload(self.workload).batch_size  # a file also registers methods of its own
         for seed in self.seeds:
             tuning.require_other_seed(seed)
         if (self.seconds is None) == (self.steps is None):
@@ -73,6 +73,13 @@ class Plan:
                 "--strategies is of kfac, trust-region and soframe:METHOD, which are not among "
                 "--optimizers"
             )
+        # Wrong names and sizes are errors before the first trial.
+        for name in self.optimizers:
+            for way in self.ways(name):
+                RunConfig(self.workload, name, lr=1.0, **self.fields, **way)
+        for count in self.processes:
+            if size and size % count:
+                raise ValueError(f"a batch of {size} cannot be split evenly over {count} processes")
 
     @property
     def name(self) -> str:
@@ -89,6 +96,10 @@ class Plan:
         """The fields of `RunConfig` that runs and trials have in common."""
         every = self.evaluate_every
         return {"seconds": self.seconds, "steps": self.steps, "evaluate_every": every}
+
+    def ways(self, optimizer: str) -> list[dict[str, Any]]:
+        """Return the fields of `RunConfig` for each row of an optimizer."""
+        return [{"strategy": s} for s in self.strategies] if has_strategy(optimizer) else [{}]
 
     @property
     def word(self) -> str:
@@ -115,7 +126,7 @@ def compare(plan: Plan, screen: Console) -> tuple[Table, dict[str, Any]]:
     contenders = [
         (mark, tuning.configure(plan.workload, name, settings, **plan.fields, **way))
         for name, (settings, mark, _) in tuned.items()
-        for way in _ways(plan, name)
+        for way in plan.ways(name)
     ]
     groups = []
     for processes in plan.processes:
@@ -136,15 +147,10 @@ def compare(plan: Plan, screen: Console) -> tuple[Table, dict[str, Any]]:
     return _report(plan, groups, {name: outcome for name, (*_, outcome) in tuned.items()})
 
 
-def _ways(plan: Plan, optimizer: str) -> list[dict[str, str]]:
-    return [{"strategy": each} for each in plan.strategies] if has_strategy(optimizer) else [{}]
-
-
 def _settle(
     plan: Plan, optimizer: str, screen: Console
 ) -> tuple[Mapping[str, Any], str, tuning.Tuned | None]:
     """Return settings, their origin in words, and the outcome of the trials, if there are any."""
-    method_of(optimizer)  # the name of an unknown one is an error before the first trial
     if not plan.trials or tuning.space_of(plan.workload, optimizer) is None:
         return *tuning.settled(plan.workload, optimizer), None
     with display.trials(screen, optimizer, plan.trials) as (tell, watch):

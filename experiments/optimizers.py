@@ -45,7 +45,9 @@ def build_optimizer(
             return torch.optim.AdamW(model.parameters(), betas=config.betas, fused=True, **common)
         case "trust-region":
             if likelihood is None:
-                raise ValueError("trust-region needs a loss that it has a name for: take another")
+                raise ValueError(
+                    "trust-region cannot run: it has no name for the loss of this workload"
+                )
             own = {"full_batch": full_batch, "strategy": config.strategy, **options}
             return soframe.TrustRegion(model, loss=likelihood, **grouped({**common, **own}))
         case "stochastic-trust-region":

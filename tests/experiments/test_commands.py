@@ -86,6 +86,11 @@ def test_the_settings_of_train_reach_the_run(invoke):
             "--seeds takes numbers from 0, separated by commas, not '1;2'",
         ),
         (["compare", "--processes", "0"], "--processes takes numbers from 1, separated by commas"),
+        (
+            ["compare", "--processes", "1,3"],
+            "a batch of 500 cannot be split evenly over 3 processes",
+        ),
+        (["compare", "--strategies", "best-opt"], "no strategy 'best-opt'; there are: auto"),
         (["compare", "--seconds", 1, "--steps", 2], "seconds or in steps, not both"),
         (["compare", "--workload", "no.py"], "no workload 'no.py': there is no such file"),
     ],
