@@ -1,6 +1,7 @@
-"""A workload of adapters: a byte-level GPT of Python's sources is fine-tuned to SciPy's, by LoRA.
+r"""A workload of adapters: a byte-level GPT of Python's sources is fine-tuned to SciPy's, by LoRA.
 
-    python -m experiments compare --workload benchmarks/adapters.py --optimizers adamw,soframe:soap
+    python -m experiments compare --workload benchmarks/adapters.py --steps 200 --tune 8 \
+        --optimizers adamw,soframe:soap --seeds 1,2,3 --output runs/adapters
 
 The base is trained once, on the standard library, and kept in `runs/adapters`. Then it is frozen,
 and every linear layer of its blocks gets a product of two thin matrices (Hu et al., 2021), which
@@ -26,8 +27,12 @@ STEPS, BATCH, LR = 1500, 16, 2e-3  # of the base
 
 title = "LoRA on a byte-level GPT, from Python's sources to SciPy's"
 loss_name = "loss on held-out modules (cross entropy per byte, nats)"
-batch_size = 16
-held_out = True
+batch_size, evaluate_every = 16, 20
+# Rates over two decades for both; the schedule of all is searched, too.
+spaces = {
+    "adamw": {"lr": (2e-4, 2e-2)},
+    "soframe:soap": {"lr": (2e-4, 2e-2), "method.max_ratio": [2]},
+}
 
 
 class LoRA(nn.Module):
