@@ -7,6 +7,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 ARGS ?=
 CASES ?= 2000
+FIGURES ?= runs/figures
 
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
@@ -64,6 +65,17 @@ format: $(VENV)/.stamp-lint ## write the style that lint asks for
 .PHONY: docs
 docs: $(VENV)/.stamp-docs ## build the documentation in docs/_build/html, warnings are errors
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
+
+# Others take longer: `python -m benchmarks.simulation`, `scaling`, `time_to_target`, `methods` and `kaisa`; their pages
+# have the commands.
+.PHONY: figures
+figures: $(VENV)/.stamp-demo ## draw the figures of the documentation that take under two minutes, in runs/figures (FIGURES=docs replaces them)
+	@mkdir -p $(FIGURES)/benchmarks $(FIGURES)/guides
+	$(BIN)/python -m experiments demo --output runs/demo
+	cp runs/demo/digits-autoencoder.png $(FIGURES)/benchmarks/demo.png
+	$(BIN)/python -m soframe plan bert-large --ranks 64 --amp --figure $(FIGURES)/benchmarks/front.png
+	cd runs/demo && PYTHONPATH=$(CURDIR) $(abspath $(BIN))/python $(CURDIR)/tests/docs/page.py $(CURDIR)/docs/guides/diagnostics.md
+	cp runs/demo/factors.png $(FIGURES)/guides/diagnostics.png
 
 .PHONY: bench
 bench: $(VENV)/.stamp-test ## time whole steps, beside the libraries that are installed

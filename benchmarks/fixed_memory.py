@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import kaisa
 from benchmarks.kaisa import CONTENDERS, SGD, TUNED, Machinery, Size, configuration, numbers
+from benchmarks.simulation import largest_batch
 from experiments import runs
 from experiments.config import ClockName, RunConfig
 from experiments.display import console, print_json, processor
@@ -96,18 +97,6 @@ class Memory:
     def at(self, batch: int) -> int:
         """Return the bytes with so many samples."""
         return self.fixed + self.per_sample * batch
-
-
-def largest_batch(cap: int, fixed: int, per_sample: int) -> int:
-    """Return the most samples that fit.
-
-    Raises:
-        ValueError: If not even one does.
-    """
-    batch = (cap - fixed) // per_sample
-    if batch < 1:
-        raise ValueError(f"no sample fits {cap:,} bytes: {fixed:,} and {per_sample:,} for each")
-    return batch
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -368,6 +357,8 @@ class Race:
         for label in (SGD, *STRATEGIES):
             memory = self.memory(label, ranks)
             batch = largest_batch(self.cap, memory.fixed, memory.per_sample)
+            if not batch:
+                raise ValueError(f"no sample of {label} fits {self.cap:,} bytes: {memory}")
             found[label] = {
                 "memory": asdict(memory),
                 "fixed": memory.fixed,

@@ -19,19 +19,17 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
+from experiments.launch import Worker, launch
 from soframe.comm import SingleProcess, TorchDistributed
 from soframe.planning import measure
 from soframe.planning.hardware import Curve
@@ -45,6 +43,9 @@ SIDES = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
 DTYPES = ("float32",)
 
 Rows = dict[str, dict[str, Any]]
+Points = list[tuple[float, float]]
+
+HOUR = 3600.0
 
 
 # -- sections --------------------------------------------------------------------------------------
@@ -53,30 +54,21 @@ Rows = dict[str, dict[str, Any]]
 def collectives(options: argparse.Namespace) -> Rows:
     found: Rows = {}
     for ranks in options.ranks:
-        with tempfile.TemporaryDirectory(prefix="planned-") as folder:
-            arguments = (ranks, folder, options.budget, options.rounds)
-            torch.multiprocessing.spawn(on_a_rank, arguments, ranks)  # type: ignore[attr-defined,no-untyped-call]
-            curves = json.loads(Path(folder, "answer.json").read_text())
+        curves = launch(of_collectives, ranks, timeout=HOUR)(options.budget, options.rounds)[0]
         for name, points in curves.items():
-            found[f"{ranks} ranks, {name}"] = held_out([tuple(point) for point in points])
+            found[f"{ranks} ranks, {name}"] = held_out(points)
     return found
 
 
-def on_a_rank(rank: int, ranks: int, folder: str, budget: float, rounds: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+def of_collectives(worker: Worker, budget: float, rounds: int) -> dict[str, Points]:
+    del worker
     backend = TorchDistributed()
     series = measure.collectives(backend, CPU, BYTES)
     times = measure.seconds(series, backend, CPU, budget, rounds)
-    if rank == 0:
-        found = {
-            one.key + (" of pairs" if len(one.groups) > 1 else ""): list(points.items())
-            for one, points in times.items()
-        }
-        Path(folder, "answer.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        one.key + (" of pairs" if len(one.groups) > 1 else ""): list(points.items())
+        for one, points in times.items()
+    }
 
 
 def operators(options: argparse.Namespace) -> Rows:
@@ -92,18 +84,12 @@ def operators(options: argparse.Namespace) -> Rows:
 def steps(options: argparse.Namespace) -> Rows:
     found: Rows = {}
     for ranks in options.ranks:
-        with tempfile.TemporaryDirectory(prefix="planned-") as folder:
-            arguments = (ranks, folder, options.budget, options.rounds)
-            torch.multiprocessing.spawn(steps_on_a_rank, arguments, ranks)  # type: ignore[attr-defined,no-untyped-call]
-            rows = json.loads(Path(folder, "answer.json").read_text())
+        rows = launch(of_steps, ranks, timeout=HOUR)(options.budget, options.rounds)[0]
         found.update({f"{ranks} ranks, {name}": row for name, row in rows.items()})
     return found
 
 
-def steps_on_a_rank(rank: int, ranks: int, folder: str, budget: float, rounds: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+def of_steps(worker: Worker, budget: float, rounds: int) -> Rows:
     rows: Rows = {}
     for name, (make, inputs) in MODELS.items():
         task = Task.of(make(), (inputs,), method="kfac")
@@ -112,7 +98,7 @@ def steps_on_a_rank(rank: int, ranks: int, folder: str, budget: float, rounds: i
         options = [Option(one, statistics_every=1, solve_every=CYCLE) for one in STRATEGIES]
         planned = {
             str(row.option.strategy): row.timing.mean
-            for row in plan(task, ranks=ranks, hardware=hardware, options=options).rows
+            for row in plan(task, ranks=worker.world_size, hardware=hardware, options=options).rows
         }
         runs = [(one, run(make, one)) for one in STRATEGIES]
         seconds: dict[str, list[float]] = {}
@@ -131,10 +117,7 @@ def steps_on_a_rank(rank: int, ranks: int, folder: str, budget: float, rounds: i
             for one in seconds
         ]
         rows[name] = errors(pairs)
-    if rank == 0:
-        Path(folder, "answer.json").write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    return rows
 
 
 def run(make: Callable[[], nn.Module], strategy: Strategy) -> Callable[[Tensor], None]:
@@ -194,7 +177,7 @@ SECTIONS: Mapping[str, Callable[[argparse.Namespace], Rows]] = {
 # -- predictions -----------------------------------------------------------------------------------
 
 
-def held_out(points: list[tuple[float, float]]) -> dict[str, Any]:
+def held_out(points: Points) -> dict[str, Any]:
     """Predict every other size, but the first and the last, by a curve of the rest."""
     if len(points) < 3:
         raise ValueError("the budget ended before a third size: pass a larger --budget")

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import os
 import shutil
@@ -205,6 +206,7 @@ def work(options: argparse.Namespace) -> None:
             whole.replace(answer)
     dist.barrier()
     dist.destroy_process_group()
+    gc.collect()  # models in cycles hold the group, too
 
 
 def plan(options: argparse.Namespace) -> dict[str, float]:

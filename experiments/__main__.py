@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from experiments import compare as comparing
 from experiments import demo as demonstration
 from experiments import display, tuning
 from experiments.config import RunConfig, method_of
 from experiments.launch import WorkerError
 from experiments.libraries import MissingLibraryError
-from experiments.records import FIRST_ORDER, SECOND_ORDER, RunRecord, verdict
+from experiments.records import RunRecord
 from experiments.train import run
 from experiments.workloads import names, workload
 
@@ -23,8 +24,13 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 Seed = Annotated[int, typer.Option(help="Of weights, data order and data split.")]
 Processes = Annotated[int, typer.Option(min=1, help="Processes that share each batch, over Gloo.")]
-Strategies = Annotated[str, typer.Option(help="Of K-FAC, separated by commas: a run for each.")]
-WorkloadName = Annotated[str, typer.Option("--workload", help=f"One of: {', '.join(names())}.")]
+Strategies = Annotated[
+    str, typer.Option(help="Of preconditioners, separated by commas: a row for each.")
+]
+WorkloadName = Annotated[
+    str,
+    typer.Option("--workload", help=f"One of: {', '.join(names())}; or the path of a Python file."),
+]
 OPTIMIZERS = "sgd, adamw, kfac, trust-region, stochastic-trust-region or soframe:METHOD"
 
 
@@ -67,6 +73,8 @@ def demo(
             parts.append(_report(name, records, said, output, as_json=as_json))
     if as_json:
         display.print_json({"processes": processes, "seed": seed, "workloads": parts})
+    else:
+        display.console().print(f"In short: {parts[0]['summary'][0]}", highlight=False)
 
 
 @app.command()
@@ -139,37 +147,81 @@ def compare(
     optimizers: Annotated[
         str, typer.Option(help=f"Separated by commas: {OPTIMIZERS}.")
     ] = "sgd,adamw,kfac",
-    strategies: Strategies = demonstration.STRATEGIES[0],
-    seconds: Annotated[float, typer.Option(help="Budget of training seconds for each run.")] = 15.0,
-    processes: Processes = 1,
-    seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="The folder of the plot.")] = Path("runs/compare"),
+    strategies: Strategies = comparing.STRATEGIES[0],
+    seeds: Annotated[
+        str, typer.Option("--seeds", "--seed", help="Separated by commas: runs of each row.")
+    ] = "0,1,2",
+    processes: Annotated[
+        str, typer.Option(help="Numbers of processes, separated by commas: a row for each.")
+    ] = "1",
+    seconds: Annotated[
+        float | None, typer.Option(help="Training seconds of each run; 15 without --steps.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run instead.")] = None,
+    tune: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="TRIALS",
+            help="Search for settings first: so many trials for each optimizer. Without it, "
+            "settings are known from an earlier search, or are defaults, marked as untuned.",
+        ),
+    ] = 0,
+    evaluate_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between evaluations.")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="The folder of runs and results; the same one resumes.")
+    ] = Path("runs/compare"),
     as_json: AsJson = False,
 ) -> None:
-    """Compare tuned optimizers on one workload: a table and a plot."""
+    """Compare optimizers over several seeds: tables, curves and data for a paper.
+
+    Results are written as JSON, Markdown, LaTeX, CSV, SVG, PDF and PNG. An interrupted command goes
+    on where it stopped. docs/guides/comparing.md has an example.
+    """
     with _user_errors():
-        targets = workload(workload_name).targets
-        chosen = list(dict.fromkeys(optimizers.split(",")))
-        if "kfac" not in chosen and strategies != demonstration.STRATEGIES[0]:
-            raise ValueError("--strategies is of kfac, which is not among --optimizers")
-        configs = [
-            tuning.tuned(workload_name, name, seconds=seconds, seed=seed, **way)
-            for name in chosen
-            for way in (
-                [{"strategy": strategy} for strategy in dict.fromkeys(strategies.split(","))]
-                if name == "kfac"
-                else [{}]
-            )
-        ]
-        records = _run(configs, processes, as_json=as_json)
-        said = [
-            verdict(records, min(targets), name)
-            for name in SECOND_ORDER
-            if name in chosen and set(chosen) & set(FIRST_ORDER)
-        ]
-        part = _report(workload_name, records, said, output, as_json=as_json)
+        if seconds is None and steps is None:
+            seconds = 15.0
+        plan = comparing.Plan(
+            workload_name,
+            _parts(optimizers),
+            _parts(strategies),
+            _numbers("--seeds", seeds, 0),
+            _numbers("--processes", processes, 1),
+            seconds,
+            steps,
+            tune,
+            evaluate_every,
+            output,
+        )
+        screen = display.console(to_stderr=as_json, width=160)
+        try:
+            table, content = comparing.compare(plan, screen)
+        except KeyboardInterrupt as interrupt:
+            kept = f"finished runs are kept in {output}, and the same command goes on"
+            typer.echo(f"interrupted: {kept}", err=True)
+            raise typer.Exit(130) from interrupt
     if as_json:
-        display.print_json(part)
+        display.print_json(content)
+        return
+    screen.print(table.terminal())
+    screen.print(" ".join(table.notes), highlight=False)
+    if len({str(run["environment"]["commit"]) for run in content["runs"]}) > 1:
+        screen.print("Attention: these runs are of several commits.")
+    screen.print(f"Files: {', '.join(content['files'].values())}", soft_wrap=True, highlight=False)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _numbers(option: str, text: str, least: int) -> tuple[int, ...]:
+    parts = _parts(text)
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        message = f"{option} takes numbers from {least}, separated by commas, not {text!r}"
+        raise ValueError(message)
+    return tuple(map(int, parts))
 
 
 @app.command()

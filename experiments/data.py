@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, default_collate
 
 from experiments.libraries import require
 
 Examples = tuple[Tensor, ...]
 """Tensors of one length: inputs, and mostly targets; the arguments of a loss after the model."""
+Source = Examples | Dataset[Any]
+"""All examples of a set: tensors, or a map-style dataset whose items are tuples of tensors."""
 
 TEST_FRACTION = 0.2
 CONTEXT = 128  # bytes of a window
@@ -23,9 +29,32 @@ HELD_OUT_WINDOWS = 128
 SIDE, POINTS, MARGIN = 16, 40, 2.0  # of CURVES
 
 
-def take(examples: Examples, index: Tensor | slice) -> Examples:
-    """Return some of the examples."""
-    return tuple(tensor[index] for tensor in examples)
+def size(examples: Source) -> int:
+    """Return the number of examples."""
+    return len(examples[0] if isinstance(examples, tuple) else examples)  # type: ignore[arg-type]
+
+
+def take(examples: Source, index: Tensor | slice) -> Examples:
+    """Return some of the examples; items of a dataset are stacked as by a `DataLoader`."""
+    if isinstance(examples, tuple):
+        return tuple(tensor[index] for tensor in examples)
+    chosen = range(size(examples))[index] if isinstance(index, slice) else index.tolist()
+    return tuple(default_collate([examples[i] for i in chosen]))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch, numpy and Python's `random`, and put their states back at the end."""
+    python, array = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        try:
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            torch.manual_seed(seed)
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(array)  # noqa: NPY002
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -23,8 +24,13 @@ from experiments.workloads import Workload
 from soframe.diagnostics.display import bytes_text
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from experiments.tuning import Trial
+
+    Array = npt.NDArray[np.float64]
 
 Watch = Callable[[str, train.Progress], None]
 """Called with the label of a run, and how far it is."""
@@ -65,15 +71,17 @@ def print_json(value: object) -> None:
     print()
 
 
+_COLUMNS = (
+    TextColumn("{task.description:<18}"),
+    BarColumn(bar_width=32),
+    TextColumn("{task.fields[status]}"),
+)
+
+
 @contextlib.contextmanager
 def bars(screen: Console, labels: Sequence[str]) -> Iterator[Watch]:
     """One progress bar for each run, with the loss; nothing unless on a terminal."""
-    columns = (
-        TextColumn("{task.description:<18}"),
-        BarColumn(bar_width=32),
-        TextColumn("{task.fields[status]}"),
-    )
-    with Progress(*columns, console=screen, disable=not screen.is_terminal) as shown:
+    with Progress(*_COLUMNS, console=screen, disable=not screen.is_terminal) as shown:
         tasks = {label: shown.add_task(label, total=1.0, status="") for label in labels}
 
         def watch(label: str, progress: train.Progress) -> None:
@@ -83,6 +91,31 @@ def bars(screen: Console, labels: Sequence[str]) -> Iterator[Watch]:
             shown.update(tasks[label], completed=progress.fraction, status=status)
 
         yield watch
+
+
+@contextlib.contextmanager
+def trials(
+    screen: Console, optimizer: str, number: int
+) -> Iterator[tuple[Callable[[Trial], None], Callable[[Any], None]]]:
+    """One progress bar for the trials of an optimizer; nothing unless on a terminal.
+
+    Yields:
+        Functions to call after each trial, and at each evaluation of one.
+    """
+    with Progress(*_COLUMNS, console=screen, disable=not screen.is_terminal) as shown:
+        task = shown.add_task(f"tuning {optimizer}", total=number, status="")
+        done: list[Trial] = []
+
+        def tell(trial: Trial) -> None:
+            done.append(trial)
+            best = min(done, key=lambda each: each.rank)
+            status = f"trial {len(done)}/{number}, best loss {best.loss:.4g}"
+            shown.update(task, completed=len(done), status=status)
+
+        def watch(progress: train.Progress) -> None:
+            shown.update(task, completed=len(done) + progress.fraction)
+
+        yield tell, watch
 
 
 def table(
@@ -137,18 +170,89 @@ def loss_curves(
 
     Runs of one name look alike, and are named once; targets are the workload's if None.
     """
-    # A figure of its own: no display, and none of pyplot's global state.
-    figure: Figure = require("matplotlib.figure").Figure(figsize=(10.5, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    figure, left, right = _panels()
     for record, style in zip(records, _styles(records), strict=True):
         rows = [row for row in record.rows if row.loss > 0]
         losses = [row.loss for row in rows]
         left.plot([row.step for row in rows], losses, **style)
         right.plot([row.seconds for row in rows], losses, **style)
-    lines = workload.targets if targets is None else targets
-    _dress(left, lines, "steps")
-    _dress(right, lines, "seconds of training (evaluations excluded)")
-    for target in lines:
+    _finish(workload, records, workload.targets if targets is None else targets, left, right)
+    processes = max(record.processes for record in records)
+    where = f"{processes} processes" if processes > 1 else "1 process"
+    figure.suptitle(f"{workload.title}, {where}", fontsize=12)
+    right.legend(frameon=False, fontsize=9, loc="upper right")
+    return figure
+
+
+def loss_bands(workload: Workload, groups: Mapping[str, Sequence[RunRecord]], title: str) -> Figure:
+    """Draw the mean loss of each group over its seeds, in a band from the lowest to the highest.
+
+    Args:
+        workload: The workload.
+        groups: Name in the legend -> runs that differ in their seeds. Those that diverged are thin
+            lines, outside of mean and band, and the legend counts them.
+        title: The title.
+    """
+    figure, left, right = _panels()
+    ranks = sorted({records[0].processes for records in groups.values()})
+    styles = _styles([records[0] for records in groups.values()])
+    for (label, records), style in zip(groups.items(), styles, strict=True):
+        drawn = [record for record in records if not record.diverged]
+        lost = [record for record in records if record.diverged]
+        style["label"] = label + (f", {len(lost)} of {len(records)} diverged" if lost else "")
+        if records[0].processes != ranks[0]:
+            # Their curves against steps coincide with those on fewer ranks.
+            style["linestyle"] = (0, (4, 2 * ranks.index(records[0].processes)))
+        for axes, of in ((left, "step"), (right, "seconds")):
+            grid, losses = _on_grid(drawn, of)
+            axes.plot(grid, losses.mean(axis=0), **style)
+            if len(drawn) > 1:
+                low, high = losses.min(axis=0), losses.max(axis=0)
+                axes.fill_between(grid, low, high, color=style["color"], alpha=0.2, linewidth=0)
+            for record in lost:
+                points = [getattr(row, of) for row in record.rows]
+                thin = {**style, "linewidth": 0.8, "label": "_"}
+                axes.plot(points, [row.loss for row in record.rows], **thin)
+    every = [record for records in groups.values() for record in records]
+    _finish(workload, every, every[0].targets, left, right)
+    figure.suptitle(title, fontsize=12)
+    handles, labels = left.get_legend_handles_labels()
+    place: Any = {"loc": "outside lower center", "ncols": 2 if len(labels) < 7 else 3}
+    figure.legend(handles, labels, frameon=False, fontsize=9, **place)
+    return figure
+
+
+def _on_grid(records: Sequence[RunRecord], of: str) -> tuple[Array, Array]:
+    """Return the points where all runs have a loss, and the losses `(runs, points)` there."""
+    curves = [([getattr(row, of) for row in r.rows], [row.loss for row in r.rows]) for r in records]
+    if not curves:
+        return np.empty(0), np.empty((1, 0))
+    grid = np.unique(np.concatenate([points for points, _ in curves]))
+    grid = grid[grid <= min(points[-1] for points, _ in curves)]
+    return grid, np.stack([np.interp(grid, points, losses) for points, losses in curves])
+
+
+def _panels() -> tuple[Figure, Axes, Axes]:
+    # A figure of its own: no display, and none of pyplot's global state.
+    figure: Figure = require("matplotlib.figure").Figure(figsize=(10.5, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    return figure, left, right
+
+
+def _finish(
+    workload: Workload,
+    records: Sequence[RunRecord],
+    targets: Sequence[float],
+    left: Axes,
+    right: Axes,
+) -> None:
+    """Add scales, names and targets."""
+    losses = [row.loss for record in records for row in record.rows if math.isfinite(row.loss)]
+    logarithmic = min(losses, default=0.0) >= 0
+    losses = [loss for loss in losses if loss > 0]
+    _dress(left, targets, "steps", logarithmic=logarithmic)
+    _dress(right, targets, "seconds of training (evaluations excluded)", logarithmic=logarithmic)
+    for target in targets:
         right.annotate(
             f"{target:g}",
             (1.0, target),
@@ -160,16 +264,10 @@ def loss_curves(
             color="#555555",
         )
     begun = [record.rows[0].loss for record in records]
-    losses = [row.loss for record in records for row in record.rows if 0 < row.loss < math.inf]
     # Runs that diverge leave the panel: they would leave the others no room.
-    if max(losses, default=0.0) > DIVERGED * max(begun):
-        left.set_ylim(min(*losses, *lines) / MARGIN, DIVERGED * max(begun))
+    if logarithmic and max(losses, default=0.0) > DIVERGED * max(begun):
+        left.set_ylim(min([*losses, *targets]) / MARGIN, DIVERGED * max(begun))
     left.set_ylabel(workload.loss_name)
-    processes = max(record.processes for record in records)
-    where = f"{processes} processes" if processes > 1 else "1 process"
-    figure.suptitle(f"{workload.title}, {where}", fontsize=12)
-    right.legend(frameon=False, fontsize=9, loc="upper right")
-    return figure
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -198,11 +296,12 @@ def _styles(records: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _dress(axes: Axes, targets: Sequence[float], label: str) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    # 2 and 5 between powers of ten: few decades are drawn, and no exponents needed.
-    axes.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else "")
+def _dress(axes: Axes, targets: Sequence[float], label: str, *, logarithmic: bool) -> None:
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        # 2 and 5 between powers of ten: few decades are drawn, and no exponents needed.
+        axes.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else "")
     axes.set_xlabel(label)
     axes.set_xlim(left=0)
     axes.grid(visible=True, which="major", linewidth=0.5, color="#DDDDDD")

@@ -7,14 +7,16 @@ end with every process gone and one exception in the parent.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -98,18 +100,20 @@ def launch(
         with tempfile.TemporaryDirectory(prefix="soframe-") as folder:
             rendezvous = (Path(folder) / "rendezvous").as_uri()
             place = (world_size, threads, rendezvous, timeout, sender, context.Lock())
-            group = start_processes(
-                _main,
-                (place, function, args, kwargs),
-                world_size,
-                join=False,
-                daemon=True,
-                start_method="forkserver",
-            )
+            group: ProcessContext | None = None
             try:
+                with _interrupts_later():
+                    group = start_processes(
+                        _main,
+                        (place, function, args, kwargs),
+                        world_size,
+                        join=False,
+                        daemon=True,
+                        start_method="forkserver",
+                    )
                 _wait(group, listen, timeout)
             finally:
-                for process in group.processes:
+                for process in group.processes if group else ():
                     process.kill()
                     process.join()
         return [results[rank] for rank in range(world_size)]
@@ -128,6 +132,25 @@ def _wait(group: ProcessContext, listen: Callable[[], None], timeout: float) -> 
         listen()  # a refusal goes first
         raise WorkerError(f"rank {error.error_index} failed: {error}") from error
     listen()
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Raise an interrupt at the end: processes that are half started could not be ended.
+
+    A signal mask does not do that, since another thread may receive the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # interrupts are the main thread's
+        return
+    interrupted: list[bool] = []
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _start_fork_server() -> None:

@@ -15,7 +15,7 @@ from experiments.libraries import require
 from experiments.muon import Together, muon_with_adamw, split
 from soframe.losses.base import Loss
 from soframe.methods import Chain
-from soframe.registry import first_match
+from soframe.registry import describe, first_match
 from soframe.settings import grouped
 
 Own = soframe.TrustRegion | soframe.StochasticTrustRegion | soframe.Optimizer
@@ -23,7 +23,7 @@ Own = soframe.TrustRegion | soframe.StochasticTrustRegion | soframe.Optimizer
 
 
 def build_optimizer(
-    model: nn.Module, config: RunConfig, likelihood: str | Loss, *, full_batch: bool
+    model: nn.Module, config: RunConfig, likelihood: str | Loss | None, *, full_batch: bool
 ) -> torch.optim.Optimizer:
     """Return the optimizer: for "kfac" its base, SGD with Nesterov momentum, as for "sgd".
 
@@ -44,6 +44,10 @@ def build_optimizer(
         case "adamw":
             return torch.optim.AdamW(model.parameters(), betas=config.betas, fused=True, **common)
         case "trust-region":
+            if likelihood is None:
+                raise ValueError(
+                    "trust-region cannot run: it has no name for the loss of this workload"
+                )
             own = {"full_batch": full_batch, "strategy": config.strategy, **options}
             return soframe.TrustRegion(model, loss=likelihood, **grouped({**common, **own}))
         case "stochastic-trust-region":
@@ -174,3 +178,32 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Multiply the initial learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+
+def settings_of(
+    optimizer: torch.optim.Optimizer, preconditioner: soframe.Preconditioner | None
+) -> dict[str, Any]:
+    """Return the settings in force, defaults included, ready for JSON."""
+    settings: dict[str, Any] = {
+        "optimizer": type(optimizer).__name__,
+        "groups": [
+            {name: _plain(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ],
+    }
+    if preconditioner is not None:
+        # One line for each setting, between a first and a last line of brackets.
+        lines = (line.strip().partition(": ") for line in repr(preconditioner).splitlines()[1:-1])
+        settings["preconditioner"] = {name: value for name, _, value in lines}
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON has it: numbers and texts as they are, components as text."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return (
+        value if value is None or isinstance(value, bool | int | float | str) else describe(value)
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from experiments.config import RunConfig
 from experiments.workloads import workload
 
 KFAC = ("kfac", "trust-region")
-#: Optimizers that a verdict is on, and those that it compares with.
-SECOND_ORDER = (*KFAC, "stochastic-trust-region")
+#: Optimizers that a verdict compares with.
 FIRST_ORDER = ("sgd", "adamw", "muon", "soframe:muon")
 
 
@@ -51,6 +50,9 @@ class RunRecord:
             largest sum. Empty on one process.
         curvature_bytes: The peak of the preconditioner's memory, for each rank.
         gradient_workers: The number of gradient workers of each block.
+        settings: The settings that the optimizer and the preconditioner had at the start, with
+            the defaults of their libraries.
+        environment: Versions, commit and hardware; empty unless the run is one of a comparison.
     """
 
     config: RunConfig
@@ -62,6 +64,8 @@ class RunRecord:
     sent_bytes_per_step: Mapping[str, float]
     curvature_bytes: tuple[int, ...]
     gradient_workers: tuple[int, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def last(self) -> Row:
@@ -72,6 +76,11 @@ class RunRecord:
     def best_loss(self) -> float:
         """The lowest loss of all evaluations that are finite."""
         return min((row.loss for row in self.rows if math.isfinite(row.loss)), default=math.inf)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last loss is infinite or not a number."""
+        return not math.isfinite(self.last.loss)
 
     @property
     def label(self) -> str:

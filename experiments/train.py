@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import soframe
 from experiments.config import RunConfig
-from experiments.data import Examples, take
+from experiments.data import Examples, Source, size, take
 from experiments.launch import RefusedError, Worker, launch
 from experiments.libraries import MissingLibraryError
 from experiments.optimizers import (
@@ -32,13 +32,20 @@ from experiments.optimizers import (
     build_preconditioner,
     schedule_factor,
     set_lr,
+    settings_of,
 )
 from experiments.records import Row, RunRecord
 from experiments.workloads import workload
 
 AT_ONCE = 2048  # examples of an evaluation
 LARGE = 8_000_000  # float32 numbers, just below the 32 MiB from which glibc's threshold is fixed
-ALONE = Worker(rank=0, world_size=1, send=lambda message: None)
+
+
+def _unheard(message: object) -> None:
+    """Drop a message; a lambda could not be sent to other processes."""
+
+
+ALONE = Worker(rank=0, world_size=1, send=_unheard)
 
 
 @dataclass(frozen=True)
@@ -107,11 +114,12 @@ class Run:
         self.worker, self.config = worker, config
         self.workload = workload(config.workload)
         self.task = task = self.workload.make(config.seed, getattr(torch, config.dtype))
-        self.model, examples = task.model, len(task.train[0])
+        self.model, examples = task.model, size(task.train)
         self.batch_size = self._batch_size(examples)
         full = self.batch_size == examples
         self.optimizer = build_optimizer(self.model, config, task.likelihood, full_batch=full)
         self.preconditioner = build_preconditioner(self.model, self.optimizer, config)
+        self.settings = settings_of(self.optimizer, self.preconditioner)
         self.forward: nn.Module = self.model
         if worker.world_size > 1:
             self.forward = DistributedDataParallel(self.model)
@@ -166,6 +174,7 @@ class Run:
             sent_bytes_per_step=self._sent_bytes_per_step(),
             curvature_bytes=(self.curvature_bytes,),
             gradient_workers=self._gradient_workers(),
+            settings=self.settings,
         )
 
     def finished(self) -> bool:
@@ -201,17 +210,16 @@ class Run:
         if self.worker.world_size > 1:
             dist.all_reduce(totals)
         loss, correct, seconds = totals.tolist()
-        accuracy = correct / len(test[0]) if test is not None and self.workload.classifies else None
-        mean = self.workload.scale * loss / len(measured[0])
+        accuracy = correct / size(test) if test is not None and self.workload.classifies else None
+        mean = self.workload.scale * loss / size(measured)
         return Row(len(self.step_seconds), seconds, mean, accuracy)
 
-    def _sum(self, mean: Callable[..., Tensor], examples: Examples) -> float:
+    def _sum(self, mean: Callable[..., Tensor], examples: Source) -> float:
         """Return this rank's part of a sum over examples."""
-        own = take(examples, slice(self.worker.rank, None, self.worker.world_size))
+        own = torch.arange(self.worker.rank, size(examples), self.worker.world_size)
         total = 0.0
-        for first in range(0, len(own[0]), AT_ONCE):
-            part = take(own, slice(first, first + AT_ONCE))
-            total += float(mean(self.model, *part)) * len(part[0])
+        for part in own.split(self.workload.at_once or AT_ONCE):
+            total += float(mean(self.model, *take(examples, part))) * len(part)
         return total
 
     @contextlib.contextmanager
@@ -243,7 +251,7 @@ class Run:
 
         The examples that are left over at the end of an epoch are dropped from it.
         """
-        examples = len(self.task.train[0])
+        examples = size(self.task.train)
         generator = torch.Generator().manual_seed(self.config.seed)
         rank, world_size = self.worker.rank, self.worker.world_size
         while True:

@@ -5,8 +5,8 @@ tree-structured Parzen estimator; Bergstra et al., 2011). Where the schedule is 
 is a part of the trial's budget, and is searched for too. The winner is the setting that gets
 furthest down the targets, and there the soonest, or else to the lowest loss.
 
-Outcomes are kept in `tuned/*.json`, with every trial. Seeds that are reported must differ from the
-seed of tuning.
+Outcomes are kept in `tuned/*.json`, with every trial; `python -m experiments compare` keeps its own
+beside its tables. Seeds that are reported must differ from the seed of tuning.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.config import TRUST_REGIONS, RunConfig, method_of
+from experiments.config import TRUST_REGIONS, UNTUNED_PEERS, RunConfig, method_of
 from experiments.libraries import require
 from experiments.records import RunRecord, jsonable, write_json
 from experiments.train import ALONE, train
+from experiments.workloads import workload
 
 TUNING_SEED = 1000
 FOLDER = Path(__file__).parent / "tuned"
@@ -29,6 +30,22 @@ DEMO = FOLDER / "demo.json"
 
 Space = Mapping[str, Any]
 """By setting a range, uniform in the logarithm, or a list of choices. See `configure`."""
+
+UNTUNED = "untuned"
+BY_HAND = "set by hand"
+
+RATES: Mapping[str, float] = {
+    "sgd": 0.01,
+    "adamw": 1e-3,
+    "kfac": 0.1,
+    "trust-region": 1.0,
+    "stochastic-trust-region": 0.7,
+    "soap": 3e-3,
+    "muon": 0.02,
+    "shampoo": 1e-3,
+    **dict.fromkeys(UNTUNED_PEERS, 1.0),  # which have their own
+}
+"""Learning rates without tuning."""
 
 SCHEDULES: Sequence[float | None] = [None, 0.25, 0.5, 1.0]
 """Lengths of the cosine, in parts of a trial's budget; None for a constant rate."""
@@ -105,18 +122,26 @@ class Tuned:
         seed: Seed of the trials' runs and of the search.
         search: How the settings were found.
         trials: All of them, the best first.
+        steps: Steps of a trial, where `seconds` is None.
     """
 
     targets: tuple[float, ...]
-    seconds: float
+    seconds: float | None
     seed: int
     search: str
     trials: tuple[Trial, ...]
+    steps: int | None = None
 
     @property
     def best(self) -> Trial:
         """The trial that was chosen."""
         return self.trials[0]
+
+    @property
+    def mark(self) -> str:
+        """The number of trials and their length, for tables and legends."""
+        each = f"{self.steps} steps" if self.seconds is None else f"{self.seconds:g} s"
+        return f"{len(self.trials)} trials of {each}"
 
     def soonest(self, target: float) -> Trial:
         """Return the trial that was at a target first, as far as is known; else the best.
@@ -160,10 +185,12 @@ def tune(
     optimizer: str,
     *,
     targets: Sequence[float],
-    seconds: float,
     trials: int,
+    seconds: float | None = None,
+    steps: int | None = None,
     space: Space | None = None,
     seed: int = TUNING_SEED,
+    trained: Callable[[RunConfig], RunRecord] = lambda config: train(ALONE, config),
     on_trial: Callable[[Trial], None] = lambda trial: print(f"  {trial}", flush=True),
     **fields: Any,
 ) -> Tuned:
@@ -173,10 +200,12 @@ def tune(
         workload_name: The workload.
         optimizer: The optimizer.
         targets: Losses to reach, descending; none to search for the lowest loss.
-        seconds: Seconds of training of a trial, of processor time.
         trials: How many.
-        space: The settings; None for `SPACES`'s. The length of a cosine is always one.
+        seconds: Seconds of training of a trial, of processor time.
+        steps: Steps of a trial, instead.
+        space: The settings; None for those of `space_of`. The length of a cosine is always one.
         seed: Seed of the runs and of the search.
+        trained: Trains one trial.
         on_trial: Called after each trial.
         fields: Further fields of `RunConfig`, such as ``evaluate_every``.
 
@@ -184,10 +213,14 @@ def tune(
         ValueError: If the optimizer needs no tuning.
     """
     optuna = require("optuna")
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    if space is None and optimizer not in SPACES:
+    # Failures and interrupts are raised, and need no second message.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    space = space or space_of(workload_name, optimizer)
+    if space is None:
         raise ValueError(f"{optimizer} runs with its defaults: there is nothing to tune")
-    space = {**(space or SPACES[optimizer]), "schedule": SCHEDULES}
+    if (seconds is None) == (steps is None):
+        raise ValueError("a trial has a budget in seconds or in steps")
+    space = {**space, "schedule": SCHEDULES}
     found: list[Trial] = []
 
     def objective(suggest: Any) -> float:
@@ -198,26 +231,47 @@ def tune(
             else:
                 drawn[name] = values[suggest.suggest_categorical(name, range(len(values)))]
         part = drawn.pop("schedule")
-        timed = {} if part is None else {"schedule_seconds": part * seconds}
-        run: dict[str, Any] = {"targets": tuple(targets), "seconds": seconds, "seed": seed}
-        run |= {"clock": "cpu", **fields}
-        record = train(ALONE, configure(workload_name, optimizer, {**drawn, **timed}, **run))
-        if part is not None:
+        timed: dict[str, Any] = {}
+        if part is not None and steps is not None:
+            drawn["schedule_steps"] = max(1, round(part * steps))
+        elif part is not None and seconds is not None:
+            timed = {"schedule_seconds": part * seconds}
+        run: dict[str, Any] = {"targets": tuple(targets), "seconds": seconds, "steps": steps}
+        run |= {"seed": seed, "clock": "cpu", **fields}
+        record = trained(configure(workload_name, optimizer, {**drawn, **timed}, **run))
+        if timed:
             # Kept in steps, which other machines and other loads repeat.
-            steps = part * seconds * record.last.step / max(record.last.seconds, 1e-9)
-            drawn["schedule_steps"] = max(1, round(float(f"{steps:.2g}")))
+            length = timed["schedule_seconds"] * record.last.step / max(record.last.seconds, 1e-9)
+            drawn["schedule_steps"] = max(1, round(float(f"{length:.2g}")))
         trial = Trial.of(drawn, record)
         found.append(trial)
         on_trial(trial)
         if trial.seconds is None:
             return 1.0 + math.atan(trial.loss)  # in the order of the ranks, and finite
-        return trial.seconds / seconds - 10.0 * trial.reached
+        return trial.seconds / (1.0 + trial.seconds) - 10.0 * trial.reached
 
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(1, trials // 2))
     optuna.create_study(sampler=sampler).optimize(objective, n_trials=trials)
     ordered = tuple(sorted(found, key=lambda trial: trial.rank))
     search = f"Optuna {optuna.__version__}, TPE, {trials} trials"
-    return Tuned(tuple(targets), seconds, seed, search, ordered)
+    return Tuned(tuple(targets), seconds, seed, search, ordered, steps)
+
+
+def space_of(workload_name: str, optimizer: str) -> Space | None:
+    """Return the settings to search: the workload's, those of `SPACES`, or a method's rate."""
+    space = workload(workload_name).spaces.get(optimizer) or SPACES.get(optimizer)
+    if space is None and method_of(optimizer):
+        rate = default_rate(optimizer)
+        return {"lr": (rate / 10, rate * 10)}
+    return space
+
+
+def default_rate(optimizer: str) -> float:
+    """Return the learning rate of an optimizer that was not tuned."""
+    if method := method_of(optimizer):
+        # Orthogonalised updates have lengths of their own; updates divided by roots have Adam's.
+        return 0.02 if method.endswith("muon") else 0.003
+    return RATES[optimizer]
 
 
 def configure(
@@ -251,12 +305,20 @@ def chosen(workload_name: str, optimizer: str, path: Path = DEMO) -> Mapping[str
     Raises:
         FileNotFoundError: If that optimizer was never tuned on that workload.
     """
-    if optimizer in TRUST_REGIONS:
-        return {"lr": 1.0 if optimizer == "trust-region" else 0.7}
-    if method := method_of(optimizer):
-        # Orthogonalised updates have lengths of their own; updates divided by roots have Adam's.
-        return {"lr": 0.02 if method.endswith("muon") else 0.003}
+    if optimizer in TRUST_REGIONS or method_of(optimizer):
+        return {"lr": default_rate(optimizer)}
     return load(path, workload_name, optimizer).best.settings
+
+
+def settled(workload_name: str, optimizer: str, path: Path = DEMO) -> tuple[Mapping[str, Any], str]:
+    """Return settings and a word on their origin: set by hand, tuned before, or untuned."""
+    if by_hand := workload(workload_name).settings.get(optimizer):
+        return by_hand, BY_HAND
+    try:
+        outcome = load(path, workload_name, optimizer)
+    except FileNotFoundError:
+        return {"lr": default_rate(optimizer)}, UNTUNED
+    return outcome.best.settings, outcome.mark
 
 
 def tuned(workload_name: str, optimizer: str, **fields: Any) -> RunConfig:

@@ -1,27 +1,50 @@
 """Workloads: a model, its data and loss, and the losses worth reaching.
 
-A workload fixes everything that must be the same for every optimizer in a comparison.
+A workload fixes everything that must be the same for every optimizer in a comparison. One of your
+own is a Python file with three functions, see `of_module`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments import clutter, data, models
-from experiments.data import Examples
+from experiments.data import Source, seeded
 from soframe.losses.base import Loss
 
 PROBLEM = "problem:"
 """Prefix of the small problems' names."""
 SIZED = "cluttered-digits:"
 """Prefix of the number of training images, where they are fewer than all."""
+FILE = ".py"
+"""End of the path of a file with a workload."""
+
+FUNCTIONS = {"model": "model()", "data": "data()", "loss": "loss(model, *batch)"}
+"""Functions of a workload's module."""
+CONSTANTS = (
+    "title",
+    "batch_size",
+    "targets",
+    "evaluate_every",
+    "loss_name",
+    "classifies",
+    "settings",
+    "spaces",
+)
+"""Fields of `Workload` that the module of a workload may set."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +53,17 @@ class Task:
 
     Attributes:
         model: The model.
-        likelihood: The loss, as `soframe.TrustRegion` names it.
+        likelihood: The loss, as `soframe.TrustRegion` names it; None if that optimizer cannot run.
         loss: From the model and a batch of examples to their mean loss.
         train: Training examples.
         test: Held-out examples, or None.
     """
 
     model: nn.Module
-    likelihood: str | Loss
+    likelihood: str | Loss | None
     loss: Callable[..., Tensor]
-    train: Examples
-    test: Examples | None = None
+    train: Source
+    test: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +82,10 @@ class Workload:
             the objective's.
         scale: Reported losses are the mean loss times this.
         held_out: Whether reported losses are those on the held-out examples.
+        at_once: Examples of an evaluation that the model gets at once; None for a fixed number.
+        settings: Settings chosen by hand, by optimizer; see `experiments.tuning.configure`.
+        spaces: Settings to search, by optimizer; see `experiments.tuning.Space`.
+        source: The file with the functions, or None.
     """
 
     title: str
@@ -71,6 +98,15 @@ class Workload:
     whole: bool = False
     scale: float = 1.0
     held_out: bool = False
+    at_once: int | None = None
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    spaces: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    source: Path | None = None
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the file with the functions; empty without one."""
+        return hashlib.sha256(self.source.read_bytes()).hexdigest() if self.source else ""
 
 
 def half_square(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -147,6 +183,92 @@ def _problem(name: str) -> Workload:
     return Workload(title, task, batch_size, whole=batch_size is None)
 
 
+def of_module(module: ModuleType, *arguments: object) -> Workload:
+    """Return the workload of a module with three functions.
+
+    ``model()`` returns the model, with initial weights that torch draws: each run seeds it first.
+    ``data()`` returns the training and the held-out examples, each a tuple of tensors of one length
+    or a map-style dataset whose items are tuples of tensors. It is called with seed 0, so that all
+    runs and ranks have the same examples. ``loss(model, *batch)`` returns the mean loss of a batch;
+    it must call ``model``, not its submodules. The reported loss is that on the held-out examples.
+
+    Optional constants of the module are the fields of `Workload` in `CONSTANTS`: ``title`` (by
+    default the module's name), ``batch_size`` (64), ``targets`` (none), ``evaluate_every`` (20
+    steps), ``loss_name`` ("held-out loss"), ``classifies`` (False; with True batches are inputs and
+    classes), ``settings`` and ``spaces`` (none).
+
+    Args:
+        module: The module.
+        arguments: Arguments of ``model`` and ``data``, for a module whose functions have any.
+
+    Raises:
+        ValueError: If a function is missing, or if it returns something else.
+    """
+    path = Path(str(module.__file__))
+    for name, call in FUNCTIONS.items():
+        if not callable(getattr(module, name, None)):
+            raise ValueError(f"{path} has no function {call}")
+    constants = {name: getattr(module, name) for name in CONSTANTS if hasattr(module, name)}
+    defaults: dict[str, Any] = {
+        "title": module.__name__.rpartition(".")[2],
+        "batch_size": 64,
+        "evaluate_every": 20,
+        "loss_name": "held-out loss",
+    }
+    chosen = {**defaults, **constants}
+    chosen["targets"] = tuple(sorted(chosen.get("targets", ()), reverse=True))
+    make = partial(_task_of, path, module, arguments)
+    return Workload(make=make, held_out=True, at_once=chosen["batch_size"], source=path, **chosen)
+
+
+def _task_of(
+    path: Path, module: ModuleType, arguments: Sequence[object], seed: int, dtype: torch.dtype
+) -> Task:
+    if dtype != torch.float32:
+        raise ValueError(f"{path} decides the types of its tensors: leave out dtype")
+    with seeded(seed):
+        model = module.model(*arguments)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{path}: model() must return an nn.Module, not {type(model).__name__}")
+    with seeded(0):
+        sets = module.data(*arguments)
+    if not (isinstance(sets, tuple | list) and len(sets) == 2 and all(map(_has_examples, sets))):
+        raise ValueError(
+            f"{path}: data() must return (train, test), each a tuple of tensors of one length or "
+            "a map-style dataset"
+        )
+    return Task(model, None, module.loss, *sets)
+
+
+def _has_examples(examples: object) -> bool:
+    if isinstance(examples, tuple):
+        tensors = all(isinstance(each, Tensor) and each.ndim > 0 for each in examples)
+        return tensors and len({len(each) for each in examples}) == 1
+    items = hasattr(examples, "__getitem__") and hasattr(examples, "__len__")
+    return items and not isinstance(examples, Tensor)  # (inputs, targets) is one set, not two
+
+
+def _of_file(name: str) -> Workload:
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"no workload {name!r}: there is no such file")
+    return of_module(_imported(path.resolve(), path.read_bytes()))
+
+
+@lru_cache
+def _imported(path: Path, content: bytes) -> ModuleType:
+    """Run a file once in each process: methods that it registers have one name each."""
+    # Modules beside it can be imported, as beside a script.
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"workload.{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # where dataclasses look names up
+    spec.loader.exec_module(module)
+    return module
+
+
 _WORKLOADS = {
     "digits-autoencoder": Workload(
         title="Digits autoencoder",
@@ -209,16 +331,22 @@ def names() -> tuple[str, ...]:
 
 
 def workload(name: str) -> Workload:
-    """Return a workload: one of `names()`, "cluttered-digits:10000", or "problem:" and its name.
+    """Return a workload.
+
+    Args:
+        name: One of `names()`; "cluttered-digits:10000"; "problem:" and its name; or the path of a
+            Python file, see `of_module`.
 
     Raises:
         ValueError: If the name is unknown; the message lists the names.
     """
+    if name.endswith(FILE):
+        return _of_file(name)
     prefix, colon, rest = name.partition(":")
     if prefix + colon == SIZED and rest.isdecimal() and int(rest) > 0:
         return _cluttered_digits(int(rest))
     if prefix + colon == PROBLEM:
         return _problem(rest)
     if name not in _WORKLOADS:
-        raise ValueError(f"no workload {name!r}; there are: {', '.join(_WORKLOADS)}")
+        raise ValueError(f"no workload {name!r}; there are: {', '.join(_WORKLOADS)}; or FILE.py")
     return _WORKLOADS[name]

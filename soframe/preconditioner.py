@@ -629,7 +629,7 @@ class Preconditioner(Stateful):
 
         By default the call is local to this rank, and None stands for values that this rank does
         not have. With ``all_ranks`` every rank must call, and receives the values of all ranks. The
-        guide "Diagnostics" describes each entry.
+        guide "Measure, log and profile" describes each entry.
 
         Args:
             spectra: Whether to decompose the factors: their extreme eigenvalues, condition,

@@ -157,3 +157,12 @@ def test_a_preconditioner_of_the_model_stays() -> None:
 def test_pages_exist_and_no_page_is_said_in_the_reason() -> None:
     for advice in ADVICE:
         assert (ROOT / advice.page).is_file() if advice.page else "not measured" in advice.reason
+
+
+def test_the_page_that_chooses_has_the_same_calls() -> None:
+    page = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8")
+    for advice in ADVICE:
+        assert advice.call.replace("{more}", "") in page
+        assert advice.page.removeprefix("docs/") in page
+        if advice.lrs is not None:
+            assert "({:g} to {:g})".format(*advice.lrs) in page

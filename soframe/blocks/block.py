@@ -175,11 +175,6 @@ class Block(BlockSpec):
         tensors = {name: whole.reshape(shapes[name]) for name, whole in wholes.items()}
         return self.layout.pack(tensors).to(self.dtype)
 
-    def write_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Write this rank's parts, by name, into the parameters' gradients, in place."""
-        for name, part in parts.items():
-            self.home.write(self.parameters[name], part)
-
 
 def factor_dtype(parameters: Sequence[nn.Parameter], wanted: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which factors are solved: ``wanted``, or the parameters', of 32 bits."""

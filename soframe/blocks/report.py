@@ -35,7 +35,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Report:
-    """Every parameter of a model; iterate for the rows, print for a table of those that differ.
+    """Every parameter of a model; iterate for the rows, print for a table without repetitions.
 
     Attributes:
         rows: The parameters.

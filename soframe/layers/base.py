@@ -67,6 +67,7 @@ class LayerHelper(WeightAndBias, ABC):
         module: The module.
         weight: Whether the weight is part of the block (False if it is frozen).
         bias: Whether the bias is part of the block.
+        keys: The names of the weight and of the bias in the module.
 
     Attributes:
         module: The module.

@@ -54,12 +54,18 @@ class WeightAndBias:
     """The layout of a module's weight and bias, its last column; see `LayerHelper`."""
 
     transposed: ClassVar[bool] = False
-    _keys: tuple[str, str] = ("weight", "bias")  # names of weight and bias in the module
 
-    def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        weight: bool = True,
+        bias: bool = True,
+        keys: tuple[str, str] = ("weight", "bias"),
+    ) -> None:
         self.module = module
-        own_weight = module._parameters.get("weight")
-        own_bias = module._parameters.get("bias")
+        self._keys = keys
+        own_weight, own_bias = map(module._parameters.get, keys)
         self.weight = own_weight if weight else None
         self.bias = own_bias if bias else None
         self._full_weight = own_weight

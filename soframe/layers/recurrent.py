@@ -38,10 +38,8 @@ class RecurrentCellHelper(LayerHelper):
     unit: ClassVar[Unit | None] = "row"
 
     def __init__(self, module: nn.Module, *, part: str, bias: bool) -> None:
-        super().__init__(module, weight=False, bias=False)
-        self._part, self._keys = part, (f"weight_{part}", f"bias_{part}")
-        self.weight = self._full_weight = module._parameters[f"weight_{part}"]
-        self.bias = module._parameters[f"bias_{part}"] if bias else None
+        super().__init__(module, bias=bias, keys=(f"weight_{part}", f"bias_{part}"))
+        self._part = part
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:

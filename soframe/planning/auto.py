@@ -13,7 +13,7 @@ from soframe.strategies.base import Circumstances, Strategy
 from soframe.strategies.kaisa import CommOpt
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockWork
-from soframe.text import parse_bytes
+from soframe.text import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from soframe.planning.hardware import Hardware
@@ -92,7 +92,7 @@ class Auto(Strategy):
         )
         chosen, others = planned.chosen, [row for row in planned.fitting if row != planned.chosen]
         said = "; ".join(
-            f"{row.option} {1e3 * row.timing.mean:.3g} ms, {row.memory['total'] / 1e6:,.1f} MB"
+            f"{row.option} {1e3 * row.timing.mean:.3g} ms, {format_bytes(row.memory['total'])}"
             for row in (chosen, *others[:RUNNERS_UP])
         )
         note = f"chosen by a plan on {planned.hardware.name}, of {len(options)}: {said}; "

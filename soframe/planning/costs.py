@@ -24,7 +24,7 @@ from soframe.layers.sharing import SharedInputs
 from soframe.methods.base import Call, Given
 from soframe.methods.returned import direction_of, observed_by
 from soframe.planning.hardware import Hardware
-from soframe.planning.pricing import Paper, Priced
+from soframe.planning.pricing import Paper, Priced, without_numbers
 from soframe.planning.task import Task
 from soframe.solvers.base import Problem, solve_stacks
 from soframe.specs import VALUE
@@ -32,23 +32,24 @@ from soframe.strategies.placement import Placement
 from soframe.strategies.work import ITEM_BYTES
 
 DAMPING, UPDATES = 1e-3, 10  # of every block on paper
+REMEDY = "make it run on the meta device, or name a strategy and do without a plan"
 
 
 Entry = TypeVar("Entry", int, tuple[int, int])
 Entries = list[tuple[Entry, Collection[int]]]
-"""What ranks have in a placement, each with the ranks that have it."""
+"""Parts of a placement, each with its ranks."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank does, by stack: ranks with equal parts take the same time.
+    """The work of a rank, by stack: ranks with equal parts take the same time.
 
     Attributes:
         solves: The stack, the factor and the number of blocks of each solve.
         directs: The stacks for which it computes updates.
         gathers: The stacks to which it contributes statistics.
-        holds: The stacks and factors of which it holds the running factors.
-        makes: The same for factors of which it makes the statistics from averaged gradients.
+        holds: The stacks and factors whose running factors it holds.
+        makes: The stacks and factors whose statistics it makes from averaged gradients.
     """
 
     solves: tuple[tuple[int, int, int], ...] = ()
@@ -166,7 +167,8 @@ class Costs:
                     inputs = tuple(made.setdefault(id(x), self._like(x)) for x in call.inputs)
                     rows = call.helper.output_rows(self._like(call.output))
                     run = functools.partial(self._moments, block, call.helper, inputs, rows, shared)
-                    found[block.name] += self._paper.price(run, products=self._fast).seconds
+                    with without_numbers(f"the statistics of {block.name!r}", REMEDY):
+                        found[block.name] += self._paper.price(run, products=self._fast).seconds
         return found
 
     def _moments(
@@ -213,7 +215,10 @@ class Costs:
             new = self._paper.new
             problems = [
                 Problem(
-                    solver, new(shape, dtype), new(shape[:1], dtype), {n: new(s) for n, s in last}
+                    solver,
+                    new(shape, dtype),
+                    new(shape[:1], dtype),
+                    {n: new(s, dtype) for n, s in last},
                 )
                 for solver, shape, dtype, last in found
             ]
@@ -221,7 +226,7 @@ class Costs:
 
         # A solver of a user may not be hashable.
         key = ("solve", *((repr(solver), *rest) for solver, *rest in found))
-        return self._once(key, make, "float32")
+        return self._once("a solve", key, make, "float32")
 
     def direct(self, stack: Sequence[int]) -> Priced:
         """Return the cost of the updates of a stack."""
@@ -266,7 +271,8 @@ class Costs:
 
         parts = (id(block.method), repr(block.solver))
         of_block = (*parts, block.factors, block.dtype, tuple(states.items()))
-        return self._once((phase, *of_block, shape), make)
+        code = f"{phase} of {type(block.method).__name__} on {block.name!r}"
+        return self._once(code, (phase, *of_block, shape), make)
 
     def shape(self, stack: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a stack's gradients."""
@@ -275,11 +281,15 @@ class Costs:
         return _times(tuple(self._task.blocks[stack[0]].shape), len(stack))
 
     def _once(
-        self, key: Hashable, make: Callable[[], Callable[[], object]], products: str | None = None
+        self,
+        code: str,
+        key: Hashable,
+        make: Callable[[], Callable[[], object]],
+        products: str | None = None,
     ) -> Priced:
         """Price the code that ``make`` returns, with tensors that it has made before."""
         if key not in self._priced:
-            with self._paper, torch.no_grad():
+            with self._paper, torch.no_grad(), without_numbers(code, REMEDY):
                 self._priced[key] = self._paper.price(make(), products=products or self._fast)
         return self._priced[key]
 

@@ -229,7 +229,7 @@ class Hardware:
         """Return a profile by the name of one that soframe has, or by the path of a file.
 
         Raises:
-            ValueError: If there is no such profile, or the file is none.
+            ValueError: If there is no such profile, or the file holds no profile.
         """
         path = PROFILES / f"{name}.json" if f"{name}" in names() else Path(name)
         if not path.is_file():

@@ -105,26 +105,23 @@ def task_of(path: str, shapes: Sequence[str], **settings: Any) -> Task:
 
     Args:
         path: The callable, or the name.
-        shapes: The shape of each positional input, such as ``"8x1024:int64"``; empty for those of
-            a workload, or to leave passes without a price.
+        shapes: The shape of each positional input, such as ``"8x1024:int64"``; empty to take a
+            workload's own, or to leave passes without a price.
         settings: The method and the solver.
 
     Returns:
         The task.
 
     Raises:
-        InspectionError: If there is no such model, or its forward pass does not take the inputs.
+        InspectionError: If there is no such model.
+        ValueError: If its forward pass fails on these inputs.
     """
     workload = WORKLOADS.get(path)
     model = build_model(path, meta=True) if workload is None else workload.model()
     inputs = [_input(shape) for shape in shapes]
     if workload is not None and not inputs:
         inputs = list(workload.inputs(workload.batch))
-    try:
-        return Task.of(model, inputs or None, **settings)
-    except (TypeError, RuntimeError) as error:  # of the user's code, with these inputs
-        said = f"the forward pass of {path} raised {type(error).__name__}: {error}; see --input"
-        raise InspectionError(said) from error
+    return Task.of(model, inputs or None, **settings)
 
 
 def _input(text: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from soframe.strategies.work import ITEM_BYTES
 
 @dataclass(frozen=True)
 class Transients:
-    """The most bytes at once, beside those that are held between steps.
+    """The most bytes at once, beside the bytes held between steps.
 
     Attributes:
         window: The sums of a statistics step, and their triangles on the way.
@@ -54,7 +54,7 @@ def transients(costs: Costs, placement: Placement, part: Part, rank: int) -> Tra
         return item[stack] * len(stacks[stack]) * size
 
     def folded(stack: int, index: int) -> int:
-        """Return the bytes of the masked corner of a matrix, of which a triangle is made."""
+        """Return the bytes of a matrix's masked corner, which a triangle needs."""
         spec = works[stack].factors[index]
         corner = min(spec.size // 2, BLOCK) ** 2 if spec.kind == "psd" else 0
         return (item[stack] + 1) * len(stacks[stack]) * spec.groups * corner
@@ -134,7 +134,7 @@ def transients(costs: Costs, placement: Placement, part: Part, rank: int) -> Tra
 
 
 def _peak(each: Sequence[Priced]) -> int:
-    """Return the most bytes of calls of which each leaves its results to the next."""
+    """Return the most bytes of calls, whose results stay until the last."""
     before, most = 0, 0
     for one in each:
         most = max(most, before + one.peak)

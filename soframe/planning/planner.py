@@ -25,7 +25,7 @@ from soframe.strategies.local import LocalPlan
 from soframe.strategies.placement import Placement, complete
 from soframe.strategies.sharded import OwnerLocal, Sharded
 from soframe.strategies.work import BlockWork
-from soframe.text import format_table
+from soframe.text import format_bytes, format_table
 
 MOST_PARTS = 8
 """The parts of ranks whose messages are priced: the largest loads, and the most common."""
@@ -103,7 +103,7 @@ class Plan:
         limit: Bytes that a rank may hold for curvature; None without a limit.
         fixed: Bytes of a rank that no option changes: weights, gradients, activations.
         passes: Seconds of the forward and the backward pass; 0 if inputs are unknown.
-        notes: What has no price.
+        notes: Parts without a price, with the reasons.
         plain: Seconds of a step without a preconditioner, whose gradients are averaged.
     """
 
@@ -153,7 +153,7 @@ class Plan:
     def why(self) -> str:
         """The reason of the choice, in a sentence."""
         chosen = self.chosen
-        among = "" if self.limit is None else f" of those within {self.limit / 1e6:,.0f} MB"
+        among = "" if self.limit is None else f" of the ones within {format_bytes(self.limit)}"
         exact = "" if chosen.exact else "; no option with all ranks' statistics fits"
         others = [row for row in self.fitting if row is not chosen]
         if not others:

@@ -7,9 +7,10 @@ numbers by the host are answered with one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -164,6 +165,18 @@ def _bytes(tensor: Tensor) -> int:
 def _computes_nothing(func: Any, name: str) -> bool:
     aliases = (result.alias_info for result in func._schema.returns)
     return name in FREE or any(alias is not None and not alias.is_write for alias in aliases)
+
+
+@contextlib.contextmanager
+def without_numbers(code: str, remedy: str) -> Iterator[None]:
+    """Raise a ValueError with a remedy if code fails on tensors without numbers."""
+    try:
+        yield
+    except Exception as error:  # of any kind: code of users runs within
+        raise ValueError(
+            f"{code} cannot be planned, as it fails on tensors without numbers "
+            f"({type(error).__name__}: {error}): {remedy}"
+        ) from error
 
 
 class Paper:

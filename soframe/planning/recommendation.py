@@ -65,8 +65,8 @@ class Recommendation:
 ADVICE = (
     Recommendation(
         "adapters",
-        "optimizer = soframe.Optimizer(model, method=soframe.methods.SOAP(max_ratio=2), "
-        "lr=3e-4{more})",
+        "method = soframe.methods.SOAP(max_ratio=2)\n"
+        "optimizer = soframe.Optimizer(model, method=method, lr=3e-4{more})",
         (1e-4, 1e-3),
         "most parameters are frozen. Fine-tuning is not measured: compare it with AdamW. Thin "
         "matrices have a factor on their short side alone, so the memory is about AdamW's",
@@ -86,10 +86,12 @@ ADVICE = (
     ),
     Recommendation(
         "convolutional",
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, "
-        "weight_decay=5e-4)\n"
-        "preconditioner = soframe.Preconditioner(model, optimizer=optimizer, damping=3e-3, "
-        "kl_clip=1e-3, solve_every=100{more})",
+        "optimizer = torch.optim.SGD(\n"
+        "    model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4\n"
+        ")\n"
+        "preconditioner = soframe.Preconditioner(\n"
+        "    model, optimizer=optimizer, damping=3e-3, kl_clip=1e-3, solve_every=100{more}\n"
+        ")",
         (0.05, 0.2),
         "a ResNet-20 has SGD's final accuracy in 0.53 to 0.72 of SGD's time, with learning rates "
         "that fall to zero on a line",

@@ -15,6 +15,7 @@ from soframe.blocks.block import Block
 from soframe.blocks.registration import unwrap
 from soframe.comm.recording import Recording
 from soframe.layers.base import LayerHelper
+from soframe.planning.pricing import without_numbers
 from soframe.preconditioner import Preconditioner
 from soframe.settings import Distribution
 from soframe.strategies.work import BlockWork
@@ -65,7 +66,7 @@ class Task:
 
         Args:
             model: The model, on any device; it does not change.
-            inputs: The arguments of its forward pass, of which shapes and dtypes are read; None to
+            inputs: The arguments of its forward pass, for their shapes and dtypes alone; None to
                 leave passes and statistics of calls without a price.
             settings: Settings of `soframe.Preconditioner`.
 
@@ -93,7 +94,7 @@ class Task:
         )
 
     def unpriced(self) -> tuple[str, ...]:
-        """Return what a plan leaves without a price, each with the reason."""
+        """Return the parts that a plan leaves without a price, each with the reason."""
         captured = [block for block in self.blocks if block.captured]
         if self.inputs is None:
             left = "statistics of calls" if captured else ""
@@ -168,6 +169,7 @@ def _calls(
             torch.enable_grad(),
             _Attention(),
             torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+            without_numbers("the forward pass", "other inputs, or none"),
         ):
             torch.func.functional_call(model, tensors, inputs)
     finally:

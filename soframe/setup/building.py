@@ -195,12 +195,20 @@ def build(
     Returns:
         The blocks, their placement and the strategy that placed them.
     """
+
+    def placed(strategy: Strategy) -> Placement:
+        """Place the blocks; raise ValueError if the placement does not go with the settings."""
+        placement = place(strategy, registration.blocks, backend.world_size)
+        every = refresh.solve_every.value
+        combinations.check_blocks(registration.blocks, placement, solve_every=every)
+        sharding.require_together(model, registration.blocks, placement, draws=choices.draws)
+        return placement
+
     try:
         registration = register(model, choices)
         rates.check(registration.blocks)
         require_averaged(registration.blocks, gradients)
-        placement = place(strategy, registration.blocks, backend.world_size)
-        _check_placed(model, registration.blocks, placement, refresh, choices)
+        placement = placed(strategy)
         stages.require_served(model, registration.blocks)
     except Exception as error:  # of any kind: the other ranks wait in `compare_ranks`
         say_failed(backend, error)
@@ -223,8 +231,7 @@ def build(
             )
         )
     if settled is not strategy:
-        placement = place(settled, registration.blocks, backend.world_size)
-        _check_placed(model, registration.blocks, placement, refresh, choices)
+        placement = placed(settled)
         compare_ranks(backend, placement, settings_of_rank)
     if not beside:
         modules = (helper.module for block in registration.blocks for helper in block.helpers)
@@ -232,19 +239,6 @@ def build(
     # Process groups are created by all ranks together, so only after they agree.
     backend.prepare(placement.groups())
     return registration, placement, settled
-
-
-def _check_placed(
-    model: nn.Module,
-    blocks: Sequence[Block],
-    placement: Placement,
-    refresh: Refresh,
-    choices: Choices,
-) -> None:
-    """Raise ValueError if a placement does not go with the settings."""
-    every = refresh.solve_every.value
-    combinations.check_blocks(blocks, placement, solve_every=every)
-    sharding.require_together(model, blocks, placement, draws=choices.draws)
 
 
 # Weak on both sides: neither a module nor a capture is kept alive by this table.

@@ -121,11 +121,6 @@ class BlockWork:
         return any(factor.captured for factor in self.factors)
 
     @property
-    def only_captured(self) -> bool:
-        """Whether hooks capture the statistics of all factors."""
-        return all(factor.captured for factor in self.factors)
-
-    @property
     def plain(self) -> bool:
         """Whether all factors are captured matrices, solved as they are."""
         needy = any(factor.needs or factor.decay is not None for factor in self.factors)

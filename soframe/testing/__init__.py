@@ -18,6 +18,7 @@ from soframe.testing.layer_blocks import (
     layer_matrix_basis,
     layer_parameters,
 )
+from soframe.testing.losses import check_loss
 from soframe.testing.methods import check_method
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "check_backend",
     "check_damping",
     "check_layer_helper",
+    "check_loss",
     "check_method",
     "check_solver",
     "check_strategy",

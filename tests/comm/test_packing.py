@@ -16,7 +16,7 @@ from tests.examples import examples
 @settings(max_examples=examples(60))
 def test_there_and_back(n: int, leading: list[int], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("soframe.comm.packing._BLOCK", block)
+        patch.setattr("soframe.comm.packing.BLOCK", block)
         there_and_back(n, leading)
 
 

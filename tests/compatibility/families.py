@@ -221,13 +221,17 @@ HEAD = """# Models of transformers and timm
 
 One step of `soframe.Optimizer` on a tiny, random model of each family: every parameter is in a
 block of the method or of the auxiliary one (AdamW), and moves. Columns have the method's share of
-the elements. `kfac` is with `layers="all"`; beside it are the classes of modules whose parameters
-the auxiliary method has, for the reasons in the report. Written by
-`python -m tests.compatibility.families` ({versions}), tested by
+the elements, `kfac` with `layers="all"`; the third has the classes of modules whose parameters
+the auxiliary method trains there, for the reasons in the report.
+
+Written by `python -m tests.compatibility.families` ({versions}), tested by
 `tests/compatibility/test_families.py::test_every_parameter_has_a_block_and_moves`. timm is used
 without torchvision: `pip install --no-deps timm`.
+"""
+TABLE = """
+## {library}
 
-| family | `kfac` | the auxiliary method has there | `soap-muon` |
+| family | `kfac`, % | auxiliary | `soap-muon`, % |
 |---|---|---|---|
 """
 SHORT = {"its weight is shared": "tied tables", "this bias and": "biases of tied layers"}
@@ -235,18 +239,21 @@ SHORT = {"its weight is shared": "tied tables", "this bias and": "biases of tied
 
 def main() -> None:
     """Write the page, or print the rows of the families that the arguments name."""
-    rows = []
+    tables: dict[str, list[str]] = {"transformers": [], "timm": []}
     for family in sys.argv[1:] or FAMILIES:
         (kfac, reasons), (muon, _) = (first_step(family, method) for method in METHODS)
         named = {next((n for start, n in SHORT.items() if r.startswith(start)), r) for r in reasons}
         others = ", ".join(sorted(f"`{n}`" if n[0].isupper() else n for n in named))
-        share = f"{100 * kfac['kfac']:.0f} % | {others} | {100 * muon['soap-muon']:.0f} %"
-        rows.append(f"| {family} | {share} |\n")
-        print(rows[-1], end="", flush=True)
+        share = f"{100 * kfac['kfac']:.0f} | {others} | {100 * muon['soap-muon']:.0f}"
+        library, _, name = family.partition(" ")
+        tables[library].append(f"| {name} | {share} |\n".replace("|  |", "| |"))
+        print(tables[library][-1], end="", flush=True)
     if not sys.argv[1:]:
-        packages = ("torch", "transformers", "timm")
-        versions = ", ".join(f"{name} {version(name)}" for name in packages)
-        PAGE.write_text(HEAD.format(versions=versions) + "".join(rows), encoding="utf-8")
+        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", *tables))
+        text = HEAD.format(versions=versions)
+        for library, rows in tables.items():
+            text += TABLE.format(library=library) + "".join(rows)
+        PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

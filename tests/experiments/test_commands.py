@@ -50,19 +50,6 @@ def test_strategies_that_coincide_are_named():
 
 
 @pytest.mark.slow
-def test_compare_prints_a_table_and_a_plot_and_no_progress_off_a_terminal(tmp_path, invoke):
-    options = ["--optimizers", "adamw,kfac", "--seconds", 0.2]
-    result = invoke("compare", *options)
-    assert result.exit_code == 0, result.output
-    assert "K-FAC, comm-opt" in result.stdout
-    assert "Neither K-FAC, comm-opt nor a first-order run" in result.stdout
-    assert "\x1b" not in result.stdout
-    assert "\r" not in result.stdout
-    assert result.stderr == ""
-    assert (tmp_path / "runs/compare/digits-autoencoder.png").exists()
-
-
-@pytest.mark.slow
 def test_the_settings_of_train_reach_the_run(invoke):
     settings = ["momentum=0.5", "schedule=cosine", "preconditioner.solver=inverse", "batch_size=64"]
     flat = [item for setting in settings for item in ("--set", setting)]
@@ -80,7 +67,6 @@ def test_the_settings_of_train_reach_the_run(invoke):
     [
         (["train", "--workload", "mnist"], "mnist"),
         (["train", "--optimizer", "lion"], "no optimizer 'lion'; there are: sgd"),
-        (["compare", "--optimizers", "sgd,soap"], "soap was never tuned on digits-autoencoder"),
         (
             ["train", "--optimizer", "sgd", "--workload", "byte-gpt"],
             "sgd was never tuned on byte-gpt",
@@ -93,6 +79,20 @@ def test_the_settings_of_train_reach_the_run(invoke):
         (["train", "--set", "speed=3"], "no such setting: .*speed"),
         (["train", "--set", "speed"], "--set takes NAME=VALUE, not 'speed'"),
         (["compare", "--optimizers", "sgd", "--strategies", "mem-opt"], "--strategies is of kfac"),
+        (["compare", "--optimizers", "sgd,soaq"], "no optimizer 'soaq'; there are: sgd"),
+        (["compare", "--seeds", "1,1000"], "seed 1000 is the one that settings were tuned on"),
+        (
+            ["compare", "--seeds", "1;2"],
+            "--seeds takes numbers from 0, separated by commas, not '1;2'",
+        ),
+        (["compare", "--processes", "0"], "--processes takes numbers from 1, separated by commas"),
+        (
+            ["compare", "--processes", "1,3"],
+            "a batch of 500 cannot be split evenly over 3 processes",
+        ),
+        (["compare", "--strategies", "best-opt"], "no strategy 'best-opt'; there are: auto"),
+        (["compare", "--seconds", 1, "--steps", 2], "seconds or in steps, not both"),
+        (["compare", "--workload", "no.py"], "no workload 'no.py': there is no such file"),
     ],
 )
 def test_what_a_user_can_put_right_is_one_line(invoke, arguments, message):

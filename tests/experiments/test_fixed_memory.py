@@ -92,8 +92,8 @@ def test_the_batch_is_the_largest_that_fits(tmp_path: Path) -> None:
         held = saved(model, partial(fixed_memory.loss_of, model, number))
         assert (bare + held <= CAP) == fits
     preconditioner.close()
-    with pytest.raises(ValueError, match="no sample fits"):
-        largest_batch(100, 101, 7)
+    with pytest.raises(ValueError, match=r"no sample of .* fits"):
+        Race(1_000, size, lrs, ["comm-opt"], [0], how).counted(2)
 
 
 def test_training_stops_at_the_first_length_with_the_target(

@@ -1,5 +1,8 @@
+import signal
+
 import pytest
 
+from experiments import launch as launching
 from experiments.launch import WorkerError, launch
 from tests.experiments import helpers
 
@@ -49,3 +52,20 @@ def test_the_time_limit_ends_the_processes(tmp_path):
 def test_impossible_sizes_are_refused(sizes):
     with pytest.raises(ValueError, match="must be at least 1, not 0"):
         launch(helpers.sum_of_ranks, **sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_an_interrupt_while_processes_start_ends_them(tmp_path, monkeypatch):
+    start, started = launching.start_processes, []
+
+    def interrupted(*args, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        started.append(start(*args, **kwargs))
+        return started[0]
+
+    monkeypatch.setattr(launching, "start_processes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch(helpers.sleep, 2)(str(tmp_path))
+    assert [process.exitcode for process in started[0].processes] == [-signal.SIGKILL] * 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

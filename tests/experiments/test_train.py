@@ -15,7 +15,7 @@ import torch
 import soframe
 from experiments import train as training
 from experiments.config import RunConfig
-from experiments.data import take
+from experiments.data import size, take
 from experiments.optimizers import build_optimizer, schedule_factor
 from experiments.train import ALONE, Run, run, train
 from soframe.methods import Chain, Momentum, Shampoo
@@ -347,6 +347,12 @@ def test_stages_of_a_chain_are_named_with_their_arguments():
 def test_examples_are_taken_together():
     inputs, targets = take((torch.arange(4), torch.arange(4) * 2), torch.tensor([3, 1]))
     assert (inputs.tolist(), targets.tolist()) == ([3, 1], [6, 2])
+    items = [(torch.arange(2.0) + i, i) for i in range(4)]  # a map-style dataset
+    inputs, targets = take(items, torch.tensor([3, 1]))
+    assert inputs.tolist() == [[3.0, 4.0], [1.0, 2.0]]
+    assert torch.equal(targets, torch.tensor([3, 1]))
+    assert take(items, slice(1, None, 2))[1].tolist() == [1, 3]
+    assert size(items) == size((torch.zeros(4, 2), torch.zeros(4))) == 4
 
 
 FAULTS = """

@@ -360,23 +360,30 @@ STRATEGIES = sorted({*soframe.available("strategy")} - {"auto"})
 HEAD = """\
 # Combinations
 
-Which method takes which layer, under which Fisher and strategy. This page is made by
-`python -m tests.methods.table --write`, which builds each combination and takes two steps, and a
-test holds the page to what comes out. Numbers in brackets are reasons, below: what is refused is
-refused when it is built, or has this reason in `report()`. [Methods](methods.md) says what they
-are, and [layers](layers.md) what is exact.
+Which [method](methods.md) takes which [layer](layers.md), under which Fisher and strategy. Numbers
+in brackets are [reasons](#reasons): a refused combination raises when it is built, or has this
+reason in `report()`.
 
-Every method passes `soframe.testing.check_method` under all strategies whose ranks all contribute
-to statistics, which `owner-local`'s do not (`tests/methods/test_every_method.py`).
+`python -m tests.methods.table --write` makes this page: it builds each combination and takes two
+steps.
 """
 
 
 def _lines(table: Table, title: str, text: str, part: str, names: Sequence[str]) -> list[str]:
-    lines = [f"## {title}", "", text, "", "| method | " + " | ".join(names) + " |"]
-    lines.append("|" + "---|" * (len(names) + 1))
-    for method, found in table.methods.items():
-        cells = getattr(found, part)
-        lines.append(f"| `{method}` | " + " | ".join(cells[name] for name in names) + " |")
+    """Return a section: one row for all methods that are alike, one column for all names."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        cells = tuple(getattr(found, part)[name] for found in table.methods.values())
+        columns.setdefault(cells, []).append(name)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for method, cells in zip(table.methods, zip(*columns, strict=True), strict=True):
+        rows.setdefault(cells, []).append(f"`{method}`")
+    lines = [f"## {title}", "", text, ""]
+    if list(rows) == [(YES,)]:
+        return [*lines, f"Every method works under each: {', '.join(f'`{n}`' for n in names)}.", ""]
+    heads = [", ".join(alike) for alike in columns.values()]
+    lines += ["| methods | " + " | ".join(heads) + " |", "|" + "---|" * (len(heads) + 1)]
+    lines += [f"| {', '.join(ms)} | " + " | ".join(cells) + " |" for cells, ms in rows.items()]
     return [*lines, ""]
 
 
@@ -386,17 +393,14 @@ def render(table: Table) -> str:
     members: dict[str, list[str]] = {}
     for name, (column, _, _) in every.items():
         members.setdefault(column, []).append(name)
-    columns = "; ".join(
-        f"*{column}*: " + ", ".join(f"`{n}`" if n in every and " " not in n else n for n in names)
-        for column, names in members.items()
-        if names != [column]
-    )
     lines = [HEAD]
     lines += _lines(
         table,
         "Layers",
         f'With `layers="all"`. *{YES}*: all parameters; *{PART}*: its matrices, each by itself, '
-        f"and vectors go to the auxiliary method. {columns}.",
+        "and vectors go to the auxiliary method. The columns have all classes of [the table of "
+        "layers](layers.md): *Conv* also transposed convolutions, *Embedding* also bags, *raw* a "
+        "raw matrix.",
         "layers",
         list(members),
     )
@@ -408,10 +412,11 @@ def render(table: Table) -> str:
         "strategies",
         STRATEGIES,
     )
-    lines += ["## All together", ""]
-    lines += ["Combinations that are refused though none of their pairs is:", ""]
-    lines += [f"- {_escaped(one)}" for one in table.others] or ["- none."]
-    lines += ["", "## Reasons", ""]
+    if table.others:
+        lines += ["## All together", ""]
+        lines += ["Combinations that are refused though none of their pairs is:", ""]
+        lines += [*(f"- {_escaped(one)}" for one in table.others), ""]
+    lines += ["## Reasons", ""]
     lines += [f"{number}. {_escaped(why)}" for why, number in table.reasons.items()]
     return "\n".join(lines) + "\n"
 

@@ -56,10 +56,68 @@ def test_collectives_are_measured_or_follow_from_links() -> None:
     within = MADE.collective("broadcast", 1e6, [0, 1])
     assert within == pytest.approx(1e-6 + 1e-5)
     assert MADE.collective("broadcast", 1e6, [0, 4]) == pytest.approx(1e-5 + 1e-4)
-    # A larger group than the measured one: its time, by the ratio of the formula.
-    assert MADE.collective("all_reduce", 1e6, range(64)) > MADE.collective(
-        "all_reduce", 1e6, range(4)
+
+
+@pytest.mark.parametrize(
+    ("operation", "ranks", "latencies", "volume"),
+    [
+        ("all_reduce", 3, 4, 4 / 3),  # twice two rounds, and twice two thirds of the bytes
+        ("reduce", 4, 2, 1.0),
+        ("broadcast", 3, 2, 1.0),
+        ("reduce_scatter", 4, 2, 3 / 4),
+        ("all_gather_shares", 2, 1, 1 / 2),
+        ("all_to_all", 3, 2, 2 / 3),
+    ],
+)
+def test_links_have_rings_and_trees(
+    operation: str, ranks: int, latencies: int, volume: float
+) -> None:
+    linked = replace(MADE, collectives=())
+    inside = latencies * 1e-6 + volume * 1e6 / 1e11
+    assert linked.collective(operation, 1e6, range(ranks)) == pytest.approx(inside)
+    # Ranks 2 and 3 of the first node, and the first ranks of the second.
+    outside = latencies * 1e-5 + volume * 1e6 / 1e10
+    assert linked.collective(operation, 1e6, range(2, 2 + ranks)) == pytest.approx(
+        outside if ranks > 2 else inside
     )
+
+
+def test_other_groups_take_the_nearest_measured_one_by_the_ratio_of_the_links() -> None:
+    curves = (Collective("reduce", 2, Curve(beta=1e-9)), Collective("reduce", 16, Curve(beta=8e-9)))
+    both = replace(MADE, collectives=curves)
+    # Four rounds to three, and the same bytes: 8 is nearer to 16 than to 2.
+    links = (3 * 1e-5 + 1e-4) / (4 * 1e-5 + 1e-4)
+    assert both.collective("reduce", 1e6, range(8)) == pytest.approx(8e-3 * links)
+    # Above the largest measured size the time of a collective grows with its bytes at most.
+    steep = (Collective("reduce", 2, Curve(((1e3, 1e-6), (1e4, 1e-4)))),)
+    assert replace(MADE, collectives=steep).collective("reduce", 1e5, range(2)) == pytest.approx(
+        1e-3
+    )
+
+
+def test_growth_above_the_last_point_is_that_of_the_last_two_or_less() -> None:
+    assert LAW(512) == pytest.approx(1e-9 * 512**3)
+    assert LAW(512, 2) == pytest.approx(4 * LAW(256))
+    assert LAW(200, 2) == pytest.approx(1e-9 * 200**3)
+    steep = replace(MADE, operators={"product:float32": Curve(((1e3, 1e-6), (1e4, 1e-4)))})
+    assert steep.product(1e5, 2, "float32") == pytest.approx(2e-3)
+    assert replace(steep, pools=True).product(1e5, 2, "float32") == pytest.approx(2e-3)
+
+
+def test_other_dtypes_and_convolutions_take_the_nearest_curve_that_exists() -> None:
+    half = {"product:bfloat16": Curve(beta=1e-12), "cholesky:float64": Curve(((16.0, 1.0),))}
+    more = replace(MADE, operators={**MADE.operators, **half})
+    assert more.product(1e6, 1, "bfloat16") == pytest.approx(1e-6)
+    assert more.product(1e6, 1, "bfloat16", "convolution") == pytest.approx(1e-6)
+    assert more.product(1e6, 1, "float16") == more.product(1e6, 1, "float32")
+    assert more.factorisation("cholesky", 16, 2, "float64") == pytest.approx(2.0)
+    assert more.factorisation("cholesky", 16, 1, "float32") == LAW(16)
+    double = {"eigh:float64": ((64, 1, 1.0), (256, 1, 2.0))}
+    batched = replace(MADE, batched={**MADE.batched, **double})
+    assert batched.factorisation("eigh", 64, 1, "float64") == pytest.approx(1.0)
+    assert batched.factorisation("eigh", 64, 1, "float16") == pytest.approx(1e-3)
+    with pytest.raises(ValueError, match="no curve of 'qr'"):
+        MADE.factorisation("qr", 16, 1, "float32")
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.layers.base import LayerHelper
 from soframe.layers.sharing import SharedInputs
+from soframe.methods import KFAC
 from soframe.methods.base import Call, Given
 from soframe.planning.costs import Costs
 from soframe.planning.hardware import Hardware
+from soframe.planning.planner import plan
 from soframe.planning.pricing import Paper, Pricing
 from soframe.planning.task import Task
 from soframe.solvers import Eigen, Inverse, NewtonSchulz
 from soframe.specs import VALUE
+from tests.methods.table import layers
 from tests.planning.kit import CPU, GPU, convolutional, dense
 
 
@@ -74,14 +80,17 @@ def test_solvers_of_both_devices_cost_more_for_larger_matrices(
     assert 0 < seconds[0] < seconds[1]
 
 
-METHODS = ["kfac", "ekfac", "foof", "soap", "shampoo", "muon", "normuon", "soap-muon", "tnt", "eva"]
+METHODS = sorted(soframe.available("method"))
+
+
+def auxiliary(method: str) -> dict[str, str]:
+    return {"auxiliary": "adamw"} if "muon" in method else {}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_updates_on_paper_call_the_operators_of_real_ones(method: str) -> None:
     model = dense(6, 5, 5, 4)
-    auxiliary = {"auxiliary": "adamw"} if method in ("muon", "normuon", "soap-muon") else {}
-    task = Task.of(model, method=method, **auxiliary)
+    task = Task.of(model, method=method, **auxiliary(method))
     costs = Costs(task, CPU)
     for index, block in enumerate(task.blocks):
         on_paper = costs.direct([index])
@@ -166,3 +175,63 @@ def test_a_plan_leaves_no_tensors_without_numbers_behind() -> None:
     own.step()
     assert all(type(p.grad) is Tensor for p in model.parameters())
     assert all(p.grad.isfinite().all() for p in model.parameters())  # type: ignore[union-attr]
+
+
+LAYERS = layers()
+
+
+@pytest.mark.covering(together=1)
+@pytest.mark.parametrize("hardware", [CPU, GPU], ids=lambda one: one.name)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer_under_every_method_has_a_plan(
+    layer: str, method: str, hardware: Hardware
+) -> None:
+    _, make, inputs = LAYERS[layer]
+    try:
+        task = Task.of(make(), (inputs(),), method=method)
+    except ValueError as error:
+        assert "there is nothing to precondition" in str(error)  # noqa: PT017
+        return
+    planned = plan(task, ranks=2, hardware=hardware)
+    assert all(row.timing.mean > 0 for row in planned.rows)
+    # Only helpers that observe in a way of their own may have statistics without a price.
+    own = all(type(h).observe is LayerHelper.observe for b in task.blocks for h in b.helpers)
+    assert not (own and planned.notes)
+
+
+@pytest.mark.parametrize("solver", sorted(soframe.available("solver")))
+def test_every_solver_has_a_plan_in_double_precision(solver: str) -> None:
+    method = {"root": "shampoo", "basis": "soap"}.get(solver, "kfac")
+    task = Task.of(dense(6, 5, 5, 4).double(), method=method, solver=solver)
+    assert all(row.timing.phases["solve"] > 0 for row in plan(task, ranks=2, hardware=CPU).rows)
+
+
+class Reading(KFAC):
+    """Looks at numbers."""
+
+    def direct(self, given: Given) -> Tensor:
+        return torch.from_numpy(given.gradient.numpy() + 1)
+
+
+def test_a_part_that_reads_numbers_is_named() -> None:
+    task = Task.of(dense(6, 5), method=Reading())
+    said = r"direct of Reading on '0' cannot be planned.*run on the meta device"
+    with pytest.raises(ValueError, match=said):
+        plan(task, ranks=2, hardware=GPU)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) if x.sum().item() > 0 else x
+
+
+def test_a_model_that_reads_numbers_is_planned_without_inputs() -> None:
+    said = r"the forward pass cannot be planned.*other inputs, or none"
+    with pytest.raises(ValueError, match=said):
+        Task.of(Branching(), (torch.ones(2, 3),))
+    assert plan(Task.of(Branching()), ranks=2, hardware=CPU).notes

@@ -273,6 +273,70 @@ def test_own_solvers_pass(solver: Solver) -> None:
     check_solver(solver)
 
 
+@dataclass(frozen=True)
+class FewSteps(Inverse):
+    """Newton-Schulz steps of a fixed number: approximate by design."""
+
+    steps: int = 8
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        if matrix.dim() == 2:
+            return super().solve(matrix, damping)
+        eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype)
+        damped = matrix + damping[:, None, None] * eye
+        inverse = eye / torch.linalg.matrix_norm(damped)[:, None, None]
+        for _ in range(self.steps):
+            inverse = 2 * inverse - inverse @ damped @ inverse
+        return {"inverse": (inverse + inverse.mT) / 2}
+
+
+class Rounded(Inverse):
+    """Inverses in three digits, whose residual is large where the condition is."""
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        data = super().solve(matrix, damping)
+        return {name: tensor.bfloat16().to(tensor.dtype) for name, tensor in data.items()}
+
+
+STATED: dict[str, Any] = {"conditions": (1.0, 100.0), "dampings": (1.0, 1e-2)}
+
+
+def test_a_solver_may_be_approximate_by_design() -> None:
+    check_solver(FewSteps(), tolerance=0.01, **STATED)
+    check_solver(Rounded(), tolerance=0.02)
+    for solver in (FewSteps(), Rounded()):
+        with pytest.raises(AssertionError, match="relative error"):
+            check_solver(solver, **STATED)
+
+
+class Uphill(Inverse):
+    """Off by three tenths, along the gradient: an ill-conditioned slope is no more than that."""
+
+    def apply(self, gradient: Tensor, **data: Any) -> Tensor:
+        result = super().apply(gradient, **data)
+        return result - 0.3 * gradient * (result.norm() / gradient.norm())
+
+
+@pytest.mark.parametrize(
+    ("solver", "stated", "message"),
+    [
+        (FewSteps(steps=3), {"tolerance": 0.1, **STATED}, "relative error .* > 1.0e-01"),
+        (Uphill(), {"tolerance": 0.5}, "no direction of descent"),
+    ],
+    ids=["three steps", "uphill"],
+)
+def test_an_approximate_solver_keeps_its_tolerance(
+    solver: Solver, stated: Mapping[str, Any], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_solver(solver, **stated)
+
+
+def test_a_tolerance_is_below_one() -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        check_solver(Inverse(), tolerance=1.0)
+
+
 class IgnoresDamping(Eigen):
     def apply(self, gradient: Tensor, **data: Any) -> Tensor:
         return super().apply(gradient, **{**data, "damping": 1e-12})

@@ -47,7 +47,7 @@ def backward(model: nn.Module, rank: int = 0) -> None:
 
 
 def profiled(model: nn.Module, preconditioner: soframe.Preconditioner, rank: int = 0) -> list[str]:
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         backward(model, rank)
         preconditioner.step()
     return ranges(found)
@@ -75,7 +75,7 @@ def on_ranks(rank: int, ranks: int) -> list[list[str]]:
     for strategy in ("comm-opt", "mem-opt", "sharded"):
         model, preconditioner = make({"^0$": "kfac", ".*": "shampoo"}, strategy=strategy)
         average = mean_over()
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
             backward(model, rank)
             for parameter in model.parameters():
                 average(parameter.grad)
@@ -130,7 +130,7 @@ def test_an_optimizer_moves_last() -> None:
     model = nn.Linear(3, 2)
     optimizer = soframe.Optimizer(model, "adamw", lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         optimizer.step()
     assert first(ranges(found)) == ["agree", "average", "direct", "write", "move"]
 

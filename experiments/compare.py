@@ -1,0 +1,288 @@
+"""Comparisons for a paper: optimizers x strategies x seeds x numbers of ranks on one workload.
+
+The output folder has every run and every trial in a file of its own, so that an interrupted
+comparison goes on; and the results as JSON, Markdown, LaTeX, CSV and plots.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import soframe
+from experiments import display, runs, tables, train, tuning
+from experiments.config import RunConfig, method_of
+from experiments.records import RunRecord, write_json
+from experiments.tables import Group, Table
+from experiments.workloads import workload
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("torch", "numpy", "scipy", "optuna", "pytorch_optimizer")
+
+STRATEGIES = ("comm-opt",)
+SUFFIXES = ("json", "md", "tex", "csv", "svg", "pdf", "png")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison.
+
+    Attributes:
+        workload: The workload's name, see `experiments.workloads.workload`.
+        optimizers: Names of optimizers.
+        strategies: Strategies of the optimizers that have one: a row for each.
+        seeds: Seeds of each row.
+        processes: Numbers of ranks: a row for each.
+        seconds: Seconds of training of a run, and of processor time of a trial.
+        steps: Steps of a run and of a trial, instead.
+        trials: Trials of tuning for each optimizer; 0 for settings that are known already.
+        evaluate_every: Steps between evaluations; the workload's if None.
+        output: The folder of runs, trials and results.
+    """
+
+    workload: str
+    optimizers: tuple[str, ...]
+    strategies: tuple[str, ...]
+    seeds: tuple[int, ...]
+    processes: tuple[int, ...]
+    seconds: float | None
+    steps: int | None
+    trials: int
+    evaluate_every: int | None
+    output: Path
+
+    def __post_init__(self) -> None:
+        size = workload(self.workload).batch_size  # a file also registers methods of its own
+        for seed in self.seeds:
+            tuning.require_other_seed(seed)
+        if (self.seconds is None) == (self.steps is None):
+            raise ValueError("give a budget in seconds or in steps, not both")
+        if self.strategies != STRATEGIES and not any(map(has_strategy, self.optimizers)):
+            raise ValueError(
+                "--strategies is of kfac, trust-region and soframe:METHOD, which are not among "
+                "--optimizers"
+            )
+        # Wrong names and sizes are errors before the first trial.
+        for name in self.optimizers:
+            for way in self.ways(name):
+                RunConfig(self.workload, name, lr=1.0, **self.fields, **way)
+        for count in self.processes:
+            if size and size % count:
+                raise ValueError(f"a batch of {size} cannot be split evenly over {count} processes")
+
+    @property
+    def name(self) -> str:
+        """The name of the files of results."""
+        return self.workload.rpartition("/")[2].removesuffix(".py").replace(":", "-")
+
+    @property
+    def budget(self) -> str:
+        """The length of a run, in words."""
+        return f"{self.steps} steps" if self.seconds is None else f"{self.seconds:g} s"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of `RunConfig` that runs and trials have in common."""
+        every = self.evaluate_every
+        return {"seconds": self.seconds, "steps": self.steps, "evaluate_every": every}
+
+    def ways(self, optimizer: str) -> list[dict[str, Any]]:
+        """Return the fields of `RunConfig` for each row of an optimizer."""
+        return [{"strategy": s} for s in self.strategies] if has_strategy(optimizer) else [{}]
+
+    @property
+    def word(self) -> str:
+        """See `experiments.runs.digest`."""
+        return f"soframe {soframe.__version__} {workload(self.workload).digest}"
+
+
+def has_strategy(optimizer: str) -> bool:
+    """Whether an optimizer distributes work by a strategy."""
+    return optimizer in ("kfac", "trust-region") or method_of(optimizer) is not None
+
+
+def compare(plan: Plan, screen: Console) -> tuple[Table, dict[str, Any]]:
+    """Tune, train and write the results.
+
+    Args:
+        plan: The comparison.
+        screen: Shows progress.
+
+    Returns:
+        The table, and the content of the JSON.
+    """
+    tuned = {name: _settle(plan, name, screen) for name in plan.optimizers}
+    contenders = [
+        (mark, tuning.configure(plan.workload, name, settings, **plan.fields, **way))
+        for name, (settings, mark, _) in tuned.items()
+        for way in plan.ways(name)
+    ]
+    groups = []
+    for processes in plan.processes:
+        configs = [
+            config.but(seed=seed, stop_at_target=False)
+            for seed in plan.seeds
+            for _, config in contenders
+        ]
+        records = runs.kept(
+            configs,
+            plan.output / "runs",
+            train=partial(_trained, processes, screen),
+            processes=processes,
+            word=plan.word,
+        )
+        for index, (mark, _) in enumerate(contenders):
+            groups.append(Group(tuple(records[index :: len(contenders)]), mark))
+    return _report(plan, groups, {name: outcome for name, (*_, outcome) in tuned.items()})
+
+
+def _settle(
+    plan: Plan, optimizer: str, screen: Console
+) -> tuple[Mapping[str, Any], str, tuning.Tuned | None]:
+    """Return settings, their origin in words, and the outcome of the trials, if there are any."""
+    if not plan.trials or tuning.space_of(plan.workload, optimizer) is None:
+        return *tuning.settled(plan.workload, optimizer), None
+    with display.trials(screen, optimizer, plan.trials) as (tell, watch):
+        keep = partial(
+            runs.kept,
+            folder=plan.output / "trials",
+            train=partial(map, partial(train.train, replace(train.ALONE, send=watch))),
+            word=plan.word,
+        )
+        outcome = tuning.tune(
+            plan.workload,
+            optimizer,
+            targets=workload(plan.workload).targets,
+            trials=plan.trials,
+            trained=lambda config: keep([config])[0],
+            on_trial=tell,
+            **plan.fields,
+        )
+    return outcome.best.settings, outcome.mark, outcome
+
+
+def _trained(processes: int, screen: Console, configs: Sequence[RunConfig]) -> Iterator[RunRecord]:
+    """Train in fresh processes, one run at a time, with a progress bar for each."""
+    for number, config in enumerate(configs, 1):
+        label = f"{number}/{len(configs)} {config.label}, seed {config.seed}, ranks {processes}"
+        with display.bars(screen, [label]) as watch:
+            record = train.run(config, processes=processes, on_progress=partial(watch, label))
+        yield replace(record, environment=environment(config.threads))
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """Return versions, the checkout's commit, the hardware and the command line.
+
+    Args:
+        threads: Torch threads of each process.
+    """
+    versions = {"python": platform.python_version(), "soframe": soframe.__version__}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an optional library
+    commit, dirty = _checkout()
+    hardware = {
+        "processor": display.processor(),
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads_per_process": threads,
+    }
+    return {
+        "versions": versions,
+        "commit": commit,
+        "dirty": dirty,
+        "hardware": hardware,
+        "command": shlex.join(sys.orig_argv),
+    }
+
+
+def _checkout() -> tuple[str | None, bool | None]:
+    """Return the commit, and whether tracked files have changed since; None outside of git."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(ROOT), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:  # no git on this machine
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    found = git("rev-parse", "--show-toplevel", "HEAD")
+    top, _, commit = (found or "").partition("\n")
+    if Path(top) != ROOT:  # no repository, or another one around this folder
+        return None, None
+    return commit, bool(git("status", "--porcelain", "--untracked-files=no"))
+
+
+def _report(
+    plan: Plan,
+    groups: Sequence[Group],
+    outcomes: Mapping[str, tuning.Tuned | None],
+) -> tuple[Table, dict[str, Any]]:
+    """Write all files, and return the table and the content of the JSON."""
+    problem = workload(plan.workload)
+    table = tables.summary(problem, groups, plan.budget)
+    paths = {suffix: plan.output / f"{plan.name}.{suffix}" for suffix in SUFFIXES}
+    every = [record for group in groups for record in group.records]
+    content = {
+        "workload": plan.workload,
+        "source": {"path": str(problem.source), "sha256": problem.digest}
+        if problem.source
+        else None,
+        "title": problem.title,
+        "loss": problem.loss_name,
+        "budget": plan.budget,
+        "seeds": plan.seeds,
+        "processes": plan.processes,
+        "targets": every[0].targets,
+        "environment": environment(every[0].config.threads),
+        "tuning": {name: asdict(outcome) for name, outcome in outcomes.items() if outcome},
+        "table": table.as_dict(),
+        "runs": [
+            {"label": group.label, "settings_from": group.tuning, **record.as_dict()}
+            for group in groups
+            for record in group.records
+        ],
+        "files": {suffix: str(path) for suffix, path in paths.items()},
+    }
+    write_json(paths["json"], content)
+    paths["md"].write_text(table.markdown(), encoding="utf-8")
+    paths["tex"].write_text(table.latex(plan.name), encoding="utf-8")
+    paths["csv"].write_text(tables.tidy(groups), encoding="utf-8")
+    figure = display.loss_bands(problem, _named(groups), _title(plan, problem.title))
+    for suffix in ("svg", "pdf", "png"):
+        display.save(figure, paths[suffix])
+    return table, content
+
+
+def _named(groups: Sequence[Group]) -> dict[str, Sequence[RunRecord]]:
+    """Return runs by their name in the legend, with the origin of the settings."""
+    several = len({group.processes for group in groups}) > 1
+    return {
+        f"{group.label}{f', {_ranks(group.processes)}' * several} ({group.tuning})": group.records
+        for group in groups
+    }
+
+
+def _title(plan: Plan, title: str) -> str:
+    where = f"{title}, {_ranks(*plan.processes)}"
+    if len(plan.seeds) == 1:
+        return f"{where}, seed {plan.seeds[0]}"
+    return f"{where}: mean and range of {len(plan.seeds)} seeds"
+
+
+def _ranks(*counts: int) -> str:
+    return f"{' and '.join(map(str, counts))} rank{'s' * (counts != (1,))}"

@@ -1,0 +1,114 @@
+"""The check of a loss: its Hessian, square root and samples against autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from soframe.losses import Loss
+from soframe.registry import KINDS
+from soframe.testing.compare import compare
+
+DRAWS = 4000
+"""Samples for each second moment."""
+RTOL = 1e-6
+
+
+def check_loss(
+    loss: str | type[Loss] | Loss,
+    outputs: Tensor,
+    criterion: Callable[[Tensor, Tensor], Tensor],
+    targets: Tensor,
+) -> None:
+    """Check a loss against the Hessian that autograd computes of it, in float64.
+
+    - ``hessian_product`` and the columns of ``half_factor`` give the Hessian of each sample's loss,
+      and do not divide by the number of samples. If `Loss.expected` is set they give its
+      expectation instead: the two must agree, and ``counts`` must find the factor of each sample.
+    - Samples have that second moment, and come from the generator.
+    - ``floor`` is a lower bound, and ``means`` is right where outputs have positions.
+    - Outputs stay as they are, and float32 stays float32.
+
+    Args:
+        loss: The loss; or its name or class.
+        outputs: ``[N, ...]``, some outputs of a model, at least two samples.
+        criterion: The loss of a batch of one sample, as a number: ``criterion(outputs[n : n + 1],
+            targets[n : n + 1])``.
+        targets: ``[N, ...]``.
+
+    Raises:
+        AssertionError: If the loss is wrong.
+        ValueError: If there are fewer than two samples, or not as many targets.
+    """
+    own: Loss = KINDS["loss"].build(loss, Loss)
+    if not 2 <= len(outputs) == len(targets):
+        raise ValueError(
+            f"check_loss needs two samples or more and as many targets, not {len(outputs)} and "
+            f"{len(targets)}"
+        )
+    name = repr(own)
+    outputs = outputs.detach().double()
+    given = outputs.clone()
+    targets = targets.double() if targets.is_floating_point() else targets
+    columns = list(own.half_factor(outputs))
+    shapes = {tuple(column.shape) for column in columns}
+    assert shapes == {tuple(outputs.shape)}, f"{name}: half_factor() yields columns of {shapes}"
+    roots = torch.stack([column.flatten(1) for column in columns], 2)
+    hessians = roots @ roots.mT
+    vectors = torch.randn(outputs.shape, dtype=torch.float64, generator=_generator())
+    product = own.hessian_product(outputs, vectors)
+    expected = (hessians @ vectors.flatten(1).unsqueeze(2)).view_as(outputs)
+    compare(product, expected, f"{name}: hessian_product and half_factor", rtol=RTOL)
+    if outputs.dim() > 2 and own.means is not None:
+        twice = torch.cat([outputs, outputs], -1), torch.cat([vectors, 0 * vectors], -1)
+        part = own.hessian_product(*twice)[..., : outputs.shape[-1]]
+        expected = product * (0.5 if own.means else 1.0)
+        compare(part, expected, f"{name}: with twice the positions, means={own.means}", rtol=RTOL)
+    leaf = outputs.clone().requires_grad_()
+    each = [criterion(leaf[n : n + 1], targets[n : n + 1]) for n in range(len(leaf))]
+    values = torch.stack(each)
+    if own.floor is not None:
+        least = values.min().item()
+        assert least >= own.floor, (
+            f"{name}: a loss of {least:.3e} is below its floor, {own.floor:g}"
+        )
+    if own.expected:
+        weights = torch.linspace(0.5, 1.5, len(outputs), dtype=torch.float64)
+        (gradients,) = torch.autograd.grad((weights * values).sum(), leaf)
+        found = own.counts(outputs, gradients).expand_as(outputs).flatten(1).T
+        compare(found, weights.expand_as(found), f"{name}: counts", rtol=RTOL)
+    else:
+        for n, hessian in enumerate(hessians):
+            one, target = outputs[n : n + 1], targets[n : n + 1]
+            exact = torch.func.hessian(lambda f, y=target: criterion(f, y))(one)
+            exact = exact.reshape(hessian.shape)
+            compare(hessian, exact, f"{name}: Hessian of sample {n}", rtol=RTOL)
+    _compare_samples(own, outputs, hessians, name)
+    single = outputs.float()
+    for which, made in (
+        ("hessian_product", own.hessian_product(single, single)),
+        ("half_factor", next(iter(own.half_factor(single)))),
+        ("sample", own.sample(single)),
+    ):
+        assert made.dtype == torch.float32, f"{name}: {which} turns float32 into {made.dtype}"
+    assert torch.equal(outputs, given), f"{name}: the outputs have changed"
+
+
+def _compare_samples(loss: Loss, outputs: Tensor, hessians: Tensor, name: str) -> None:
+    """Compare the second moments of samples with the Hessians, by their standard errors."""
+    many = outputs.repeat_interleave(DRAWS, 0)
+    drawn, again = (loss.sample(many, _generator()) for _ in range(2))
+    assert torch.equal(drawn, again), f"{name}: sample() does not draw from its generator"
+    for v, hessian in zip(drawn.reshape(len(outputs), DRAWS, -1), hessians, strict=True):
+        products = v.unsqueeze(2) * v.unsqueeze(1)
+        moment, error = products.mean(0), products.std(0) / math.sqrt(DRAWS)
+        off = (moment - hessian).abs() > 6 * error + RTOL * hessian.abs().max()
+        if bool(off.any()):
+            compare(moment, hessian, f"{name}: second moment of samples", rtol=0.0)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
