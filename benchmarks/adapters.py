@@ -30,8 +30,11 @@ loss_name = "loss on held-out modules (cross entropy per byte, nats)"
 batch_size, evaluate_every = 16, 20
 # Rates over two decades for both; the schedule of all is searched, too.
 spaces = {
-    "adamw": {"lr": (2e-4, 2e-2)},
-    "soframe:soap": {"lr": (2e-4, 2e-2), "method.max_ratio": [2]},
+    "adamw": {"lr": (5e-4, 5e-2)},
+    "soframe:soap": {"lr": (5e-4, 5e-2), "method.max_ratio": [2]},
+    "soframe:muon": {"lr": (2e-3, 2e-1)},
+    "soframe:soap-normuon": {"lr": (2e-3, 2e-1)},
+    "kfac": {"lr": (1e-2, 1.0)},
 }
 
 

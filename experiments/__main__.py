@@ -29,7 +29,9 @@ Strategies = Annotated[
 ]
 WorkloadName = Annotated[
     str,
-    typer.Option("--workload", help=f"One of: {', '.join(names())}; or the path of a Python file."),
+    typer.Option(
+        "--workload", help=f"One of: {', '.join(names())}; recipe:NAME; or a Python file."
+    ),
 ]
 OPTIMIZERS = "sgd, adamw, kfac, trust-region, stochastic-trust-region or soframe:METHOD"
 

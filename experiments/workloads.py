@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments import clutter, data, models
+from experiments import clutter, data, models, recipes
 from experiments.data import Source, seeded
 from soframe.losses.base import Loss
 
@@ -29,6 +29,8 @@ PROBLEM = "problem:"
 """Prefix of the small problems' names."""
 SIZED = "cluttered-digits:"
 """Prefix of the number of training images, where they are fewer than all."""
+RECIPE = "recipe:"
+"""Prefix of the names of recipes, see `experiments.recipes`."""
 FILE = ".py"
 """End of the path of a file with a workload."""
 
@@ -248,6 +250,15 @@ def _has_examples(examples: object) -> bool:
     return items and not isinstance(examples, Tensor)  # (inputs, targets) is one set, not two
 
 
+def _recipe(name: str) -> Workload:
+    """Return a recipe with its default settings, with the losses that it trains alone."""
+    if name not in recipes.NAMES:
+        raise ValueError(f"no recipe {name!r}; there are: {', '.join(recipes.NAMES)}")
+    module = importlib.import_module(f"{recipes.__name__}.{name}")
+    settings = module.Settings()
+    return replace(of_module(module, settings), batch_size=settings.batch_size)
+
+
 def _of_file(name: str) -> Workload:
     path = Path(name)
     if not path.is_file():
@@ -334,8 +345,8 @@ def workload(name: str) -> Workload:
     """Return a workload.
 
     Args:
-        name: One of `names()`; "cluttered-digits:10000"; "problem:" and its name; or the path of a
-            Python file, see `of_module`.
+        name: One of `names()`; "cluttered-digits:10000"; "problem:" or "recipe:" and its name; or
+            the path of a Python file, see `of_module`.
 
     Raises:
         ValueError: If the name is unknown; the message lists the names.
@@ -347,6 +358,8 @@ def workload(name: str) -> Workload:
         return _cluttered_digits(int(rest))
     if prefix + colon == PROBLEM:
         return _problem(rest)
+    if prefix + colon == RECIPE:
+        return _recipe(rest)
     if name not in _WORKLOADS:
         raise ValueError(f"no workload {name!r}; there are: {', '.join(_WORKLOADS)}; or FILE.py")
     return _WORKLOADS[name]

@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 import soframe
 from experiments import compare, train, tuning
 from experiments.__main__ import app
+from experiments.data import take
 from experiments.workloads import of_module, workload
 from soframe.settings import defaults
 from tests.experiments.helpers import is_alive
@@ -373,6 +374,17 @@ def test_a_module_becomes_a_workload() -> None:
     assert not torch.equal(first.weight, other.weight)
     wide = of_module(whole(model=lambda n: nn.Linear(2, n), data=lambda n: (tensors(n),) * 2), 7)
     assert wide.make(0, torch.float32).model.out_features == 7
+
+
+def test_a_recipe_is_a_workload() -> None:
+    made = workload("recipe:pinn")
+    assert made.batch_size == 256
+    task = made.make(0, torch.float32)
+    batch = take(task.train, torch.arange(4))
+    assert [len(each) for each in batch] == [4, 4, 4]
+    assert task.loss(task.model, *batch).item() > 0
+    with pytest.raises(ValueError, match="no recipe 'gpt5'; there are: resnet32, "):
+        workload("recipe:gpt5")
 
 
 def test_examples_are_the_same_for_all_seeds_and_leave_the_caller_s_randomness() -> None:
