@@ -73,7 +73,7 @@ figures: $(VENV)/.stamp-demo ## draw the figures of the documentation that take 
 	@mkdir -p $(FIGURES)/benchmarks $(FIGURES)/guides
 	$(BIN)/python -m experiments demo --output runs/demo
 	cp runs/demo/digits-autoencoder.png $(FIGURES)/benchmarks/demo.png
-	$(BIN)/python -m soframe plan bert-large --ranks 64 --amp --figure $(FIGURES)/benchmarks/front.png
+	$(BIN)/python -m soframe plan bert-large --method kfac --ranks 64 --amp --figure $(FIGURES)/benchmarks/front.png
 	cd runs/demo && PYTHONPATH=$(CURDIR) $(abspath $(BIN))/python $(CURDIR)/tests/docs/page.py $(CURDIR)/docs/guides/diagnostics.md
 	cp runs/demo/factors.png $(FIGURES)/guides/diagnostics.png
 

@@ -116,8 +116,7 @@ def train(
                 raise ValueError(f"--set takes NAME=VALUE, not {setting!r}")
             chosen[name] = _parsed(value)
         budget = {"seconds": seconds if seconds or steps else 10.0, "steps": steps}
-        with _no_such_setting():
-            config = tuning.configure(workload_name, optimizer, chosen, seed=seed, **budget)
+        config = tuning.configure(workload_name, optimizer, chosen, seed=seed, **budget)
         records = _run([config], processes, as_json=as_json)
     if as_json:
         display.print_json(records[0].as_dict())
@@ -133,14 +132,6 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
-
-
-@contextlib.contextmanager
-def _no_such_setting() -> Iterator[None]:
-    try:
-        yield
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no such setting: {error}") from error
 
 
 @app.command()

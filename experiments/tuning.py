@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,8 @@ def tune(
         trials: How many.
         seconds: Seconds of training of a trial, of processor time.
         steps: Steps of a trial, instead.
-        space: The settings; None for those of `space_of`. The length of a cosine is always one.
+        space: The settings; None for those of `space_of`. Without ``"schedule"``, the length of a
+            cosine is one of `SCHEDULES`.
         seed: Seed of the runs and of the search.
         trained: Trains one trial.
         on_trial: Called after each trial.
@@ -220,7 +222,7 @@ def tune(
         raise ValueError(f"{optimizer} runs with its defaults: there is nothing to tune")
     if (seconds is None) == (steps is None):
         raise ValueError("a trial has a budget in seconds or in steps")
-    space = {**space, "schedule": SCHEDULES}
+    space = {"schedule": SCHEDULES, **space}
     found: list[Trial] = []
 
     def objective(suggest: Any) -> float:
@@ -285,11 +287,21 @@ def configure(
         settings: Fields of `RunConfig`; names with a dot are arguments, as in
             ``preconditioner.damping``. With the length of a schedule it is a cosine.
         fields: Further fields: the budget, the seed, ...
+
+    Raises:
+        ValueError: If a setting does not exist.
     """
     of_run: dict[str, Any] = {}
     arguments: dict[str, Any] = {"preconditioner": {}, "options": {}, "method": {}}
+    known = {each.name for each in fields_of(RunConfig)}
     for name, value in settings.items():
         prefix, dot, argument = name.partition(".")
+        if prefix not in (arguments if dot else known):
+            raise ValueError(
+                f"no such setting: {name!r} of {optimizer!r}; there are: "
+                f"{', '.join(sorted(known))}; and arguments, such as preconditioner.damping, "
+                f"options.solve_every, method.beta"
+            )
         if dot:
             arguments[prefix][argument] = value
         else:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments import clutter, data, models, recipes
+from experiments.config import method_of
 from experiments.data import Source, seeded
 from soframe.losses.base import Loss
 
@@ -204,7 +205,8 @@ def of_module(module: ModuleType, *arguments: object) -> Workload:
         arguments: Arguments of ``model`` and ``data``, for a module whose functions have any.
 
     Raises:
-        ValueError: If a function is missing, or if it returns something else.
+        ValueError: If a function is missing, or if it returns something else; or if ``settings`` or
+            ``spaces`` name no optimizer.
     """
     path = Path(str(module.__file__))
     for name, call in FUNCTIONS.items():
@@ -218,6 +220,8 @@ def of_module(module: ModuleType, *arguments: object) -> Workload:
         "loss_name": "held-out loss",
     }
     chosen = {**defaults, **constants}
+    for optimizer in {**chosen.get("settings", {}), **chosen.get("spaces", {})}:
+        method_of(optimizer)  # which raises if it is none
     chosen["targets"] = tuple(sorted(chosen.get("targets", ()), reverse=True))
     make = partial(_task_of, path, module, arguments)
     return Workload(make=make, held_out=True, at_once=chosen["batch_size"], source=path, **chosen)

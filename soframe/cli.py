@@ -29,6 +29,7 @@ from soframe.planning import inspection, planner
 from soframe.planning.figure import front
 from soframe.planning.hardware import Hardware, names
 from soframe.planning.measure import measure as measure_hardware
+from soframe.planning.task import Task
 from soframe.planning.workloads import WORKLOADS
 from soframe.registry import KINDS
 from soframe.text import parse_bytes
@@ -138,10 +139,19 @@ def plan(
             "--input", help="The shape of an input, such as 32x3x224x224, or 8x1024:int64."
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help="The method.")] = "kfac",
+    method: Annotated[
+        str | None, typer.Option(help="The method, in place of the recommended one.")
+    ] = None,
+    auxiliary: Annotated[
+        str | None, typer.Option(help="With --method: the method of the other parameters.")
+    ] = None,
     solver: Annotated[str | None, typer.Option(help="The solver.")] = None,
-    statistics_every: Annotated[int, typer.Option(help="The interval of statistics.")] = 10,
-    solve_every: Annotated[int, typer.Option(help="The interval of solves.")] = 100,
+    statistics_every: Annotated[
+        int | None, typer.Option(help="The interval of statistics; the method's by default.")
+    ] = None,
+    solve_every: Annotated[
+        int | None, typer.Option(help="The interval of solves; the method's by default.")
+    ] = None,
     vary: Annotated[
         list[planner.Vary] | None, typer.Option(help="Vary a setting beside the strategy.")
     ] = None,
@@ -171,11 +181,15 @@ def plan(
             typer.echo(f"profile: {measure}", err=True)
             if model is None:
                 return
-        task = inspection.task_of(model or "", inputs or (), method=method, solver=solver)
+        built, given = inspection.problem(model or "", inputs or ())
+        settings = {"method": method, "auxiliary": auxiliary}
+        if method is None:
+            settings = dict(soframe.recommend(built).plan)
+        task = Task.of(built, given, **settings, solver=solver)
         base = planner.Option(
             soframe.strategies.CommOpt(),
-            statistics_every=statistics_every,
-            solve_every=solve_every,
+            statistics_every=statistics_every or task.intervals[0],
+            solve_every=solve_every or task.intervals[1],
         )
         planned = planner.plan(
             task,

@@ -64,6 +64,25 @@ def gpt() -> tuple[nn.Module, Tensor]:
     return model, torch.arange(30).view(6, 5) % 11
 
 
+class Written(nn.Module):
+    """Patches, a raw tensor of positions, and attention that is a function; no norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.positions = patches(8), nn.Parameter(torch.zeros(8, 8))
+        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(64, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).mT + self.positions
+        q, k, v = self.qkv(tokens).chunk(3, dim=-1)
+        mixed = self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+        return self.head(mixed.flatten(1))  # type: ignore[no-any-return]
+
+
+def written() -> tuple[nn.Module, Tensor]:
+    return Written(), images()
+
+
 def images() -> Tensor:
     return randn(6, 3, 16, 8).float()
 
@@ -89,6 +108,7 @@ def rnn() -> tuple[nn.Module, Tensor]:
 
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
     "vit": (vit, "transformer"),
+    "written": (written, "transformer"),
     "gpt": (gpt, "transformer"),
     "resnet": (resnet, "convolutional"),
     "mlp": (mlp, "dense"),

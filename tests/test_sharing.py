@@ -206,3 +206,32 @@ def test_inputs_of_another_precision_than_the_gradients(
     found = replace(plain, widens=True).input_moment()
     assert found.dtype == torch.float32
     compare(mirror(found), mirror(plain.input_moment()), "inputs", rtol=1e-6)
+
+
+class Scaled(LinearHelper):
+    """Its inputs are multiplied by a number of the module, which `input_key` does not know."""
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        return super().input_rows(*inputs) * self.module.scale
+
+
+class Keyed(Scaled):
+    """The same, with a key that knows the number."""
+
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        return super().input_rows(*inputs)
+
+    def input_key(self) -> Any:
+        return LinearHelper.input_key(self), self.module.scale
+
+
+@pytest.mark.parametrize("helper", [Scaled, Keyed])
+def test_a_subclass_with_other_rows_shares_no_moment_by_the_key_of_its_base(helper: Any) -> None:
+    x, rows = randn(5, 3), randn(1, 5, 1, 2)
+    shared, found = SharedInputs(), []
+    for scale in (1.0, 3.0):
+        module = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+        module.scale = scale  # type: ignore[assignment]
+        found.append(shared.add(helper(module), (x,), rows, None, 1.0, fresh=True).clone())
+    compare(mirror(found[1]), 9 * mirror(found[0]), "the second layer's", rtol=1e-12)
+    assert (helper(module).input_key() is None) == (helper is Scaled)

@@ -60,6 +60,9 @@ FEW = 2**15
 """Up to so many numbers, a CPU concatenates rows with ones for the bias; more it sums apart."""
 
 
+_OF_INPUTS = {"input_rows", "block_rows", "input_moment"}
+
+
 class LayerHelper(WeightAndBias, ABC):
     """The base class of layer helpers: how one module's tensors become rows and matrices.
 
@@ -76,7 +79,7 @@ class LayerHelper(WeightAndBias, ABC):
         unit: The parts of a call that ``take_inputs`` and ``take_rows`` can select: ``"row"``,
             ``"sample"``, or None, the default, if a call cannot be split.
         transposed: Whether the weight is stored with its inputs first. The gradient matrix has its
-            outputs first in any case.
+            outputs first in any case; `shape`, `to_matrix` and `from_matrix` do not follow.
         widens: Whether its moments accept rows in half precision, for one group
             (`soframe.kernels.halves.widens`), and `input_moment` reads nothing but the shape and
             the dtype of ``output_rows``. It is read from the class itself and not inherited, since
@@ -85,6 +88,12 @@ class LayerHelper(WeightAndBias, ABC):
 
     unit: ClassVar[Unit | None] = None
     widens: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # A key of the base class does not know the settings that other rows depend on.
+        if "input_key" not in vars(cls) and _OF_INPUTS & vars(cls).keys():
+            cls.input_key = LayerHelper.input_key  # type: ignore[method-assign]
 
     # -- required ---------------------------------------------------------------------------
 
@@ -395,7 +404,8 @@ class LayerHelper(WeightAndBias, ABC):
 
         Returns:
             A key. The moment of an input tensor is computed once for all layers with equal keys
-            (`soframe.layers.sharing`). None, the default, disables this.
+            (`soframe.layers.sharing`). None, the default, disables this; it is None again in a
+            subclass that overrides `input_rows`, `block_rows` or `input_moment` alone.
         """
         return None
 

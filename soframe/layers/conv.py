@@ -176,6 +176,7 @@ class Conv3dHelper(Conv2dHelper):
     """``nn.Conv3d``: one image for each output position of the last axis."""
 
     dimensions: ClassVar[int] = 3
+    input_key = Conv2dHelper.input_key
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         rows = super().input_rows(*inputs)  # [groups, batch * last, the others, features]
@@ -203,6 +204,7 @@ class _Transposed(Conv2dHelper):
 
     module: nn.modules.conv._ConvTransposeNd
     transposed: ClassVar[bool] = True
+    input_key = Conv2dHelper.input_key
 
     @property
     def shape(self) -> BlockShape:

@@ -16,7 +16,7 @@ from torch import nn
 
 import soframe
 from soframe.comm.recording import Recording
-from soframe.planning.task import OnPaper, Task
+from soframe.planning.task import OnPaper
 from soframe.planning.workloads import WORKLOADS
 
 
@@ -100,28 +100,26 @@ def inspect(
     return report, placement
 
 
-def task_of(path: str, shapes: Sequence[str], **settings: Any) -> Task:
-    """Return the task of a model by ``MODULE:CALLABLE``, or of a workload by its name.
+def problem(path: str, shapes: Sequence[str]) -> tuple[nn.Module, list[Any] | None]:
+    """Return a model by ``MODULE:CALLABLE``, or a workload's by its name, and its inputs.
 
     Args:
         path: The callable, or the name.
         shapes: The shape of each positional input, such as ``"8x1024:int64"``; empty to take a
             workload's own, or to leave passes without a price.
-        settings: The method and the solver.
 
     Returns:
-        The task.
+        The model, without memory for its weights, and its positional inputs; None if unknown.
 
     Raises:
-        InspectionError: If there is no such model.
-        ValueError: If its forward pass fails on these inputs.
+        InspectionError: If there is no such model, or a shape is none.
     """
     workload = WORKLOADS.get(path)
     model = build_model(path, meta=True) if workload is None else workload.model()
     inputs = [_input(shape) for shape in shapes]
     if workload is not None and not inputs:
         inputs = list(workload.inputs(workload.batch))
-    return Task.of(model, inputs or None, **settings)
+    return model, inputs or None
 
 
 def _input(text: str) -> torch.Tensor:

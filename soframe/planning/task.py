@@ -18,6 +18,7 @@ from soframe.layers.base import LayerHelper
 from soframe.planning.pricing import without_numbers
 from soframe.preconditioner import Preconditioner
 from soframe.settings import Distribution
+from soframe.setup.building import LATE
 from soframe.strategies.work import BlockWork
 
 
@@ -49,6 +50,7 @@ class Task:
         inputs: The arguments of its forward pass, on the meta device; None if unknown.
         calls: The calls of layers in a forward pass.
         activations: Bytes that the forward pass keeps for the backward pass.
+        intervals: The method's intervals of statistics and of solves, late in training.
     """
 
     blocks: Sequence[Block]
@@ -59,6 +61,7 @@ class Task:
     inputs: tuple[Any, ...] | None = None
     calls: Sequence[LayerShapes] = field(default_factory=list)
     activations: int = 0
+    intervals: tuple[int, int] = (10, 100)
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Sequence[Any] | None = None, **settings: Any) -> Task:
@@ -76,11 +79,11 @@ class Task:
         model = unwrap(model)
         paper = Distribution(backend=Recording())
         own = OnPaper(model, distribution=paper, kl_clip=None, **settings)
-        blocks, work = own.blocks, own.placement.work
+        blocks, work, intervals = own.blocks, own.placement.work, own.intervals
         own.close()
         trained = tuple(p for p in model.parameters() if p.requires_grad)
         if inputs is None:
-            return cls(blocks, work, trained)
+            return cls(blocks, work, trained, intervals=intervals)
         given = tuple(tree_map(_meta, tuple(inputs)))
         calls, activations = _calls(model, given, blocks)
         return cls(
@@ -91,6 +94,7 @@ class Task:
             inputs=given,
             calls=calls,
             activations=activations,
+            intervals=intervals,
         )
 
     def unpriced(self) -> tuple[str, ...]:
@@ -132,6 +136,12 @@ class OnPaper(Preconditioner):
     def blocks(self) -> list[Block]:
         """The blocks."""
         return self._blocks
+
+    @property
+    def intervals(self) -> tuple[int, int]:
+        """The intervals of statistics and of solves, late in training."""
+        every = (self._refresh.statistics_every, self._refresh.solve_every)
+        return every[0].at(LATE), every[1].at(LATE)
 
 
 def _calls(

@@ -345,7 +345,8 @@ def _lower(factor: Tensor) -> Tensor:
 def _check_packing(helper: LayerHelper, name: str) -> None:
     tensors = {k: torch.randn_like(p) for k, p in helper.parameters.items()}
     matrix = helper.pack(tensors)
-    assert tuple(matrix.shape) == tuple(helper.shape), f"{name}: pack gives {matrix.shape}"
+    packed, stated = list(matrix.shape), list(helper.shape)
+    assert packed == stated, f"{name}: pack gives {packed}, and `shape` is {stated}"
     back = helper.unpack(matrix)
     for key, given in tensors.items():
         assert key in back, f"{name}: unpack loses the {key}"
@@ -672,14 +673,14 @@ def check_strategy(
         name = f"{strategy!r} of {method!r} on {ranks} rank(s)"
         for work in _works(method):
             placement = strategy.place(work, ranks)
-            again = copy.deepcopy(strategy).place(list(work), ranks)
-            assert placement.digest == again.digest, f"{name}: place() is not a pure function"
             assert placement.world_size == ranks, f"{name}: for {placement.world_size} ranks"
             assert placement.work == tuple(work), f"{name}: the placement is of other work"
             try:
                 complete(placement).validate()
             except ValueError as error:
                 raise AssertionError(f"{name}: {error}") from error
+            again = copy.deepcopy(strategy).place(list(work), ranks)
+            assert placement.digest == again.digest, f"{name}: place() is not a pure function"
         _check_traces(strategy, method, ranks, name, fused=False)
         if ranks == world_sizes[-1]:
             _check_traces(strategy, method, ranks, f"{name}, fused", fused=True)

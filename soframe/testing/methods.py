@@ -148,7 +148,7 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
 
 
 def check_method(
-    method: Method | str,
+    method: Method | type[Method] | str,
     *,
     ranks: Sequence[int] = (2, 3, 4),
     strategies: Sequence[Strategy | str] = ALL_CONTRIBUTE,
@@ -173,7 +173,7 @@ def check_method(
       state, and from a sharded checkpoint.
 
     Args:
-        method: The method, or its name.
+        method: The method, or its name or class.
         ranks: Numbers of ranks that divide 12; the default covers all cases.
         strategies: The strategies; all ranks must contribute to all statistics.
         fishers: The Fishers, if the method reads calls; pass ``("empirical",)`` for a method that
@@ -188,7 +188,7 @@ def check_method(
         TypeError: If `Method.direct` returns no `Direction`.
         ValueError: If a returned tensor has another name, shape or dtype than declared.
     """
-    chosen = KINDS["method"].build(method, Method) if isinstance(method, str) else method
+    chosen: Method = KINDS["method"].build(method, Method)
     launch = spawn if launch is None else launch
     read = {factor.reads for factor in chosen.factors(BlockShape(1, 2, 2)) if factor.captured}
     one_fisher = read <= {"inputs"} or chosen.empirical_only

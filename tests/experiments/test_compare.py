@@ -376,6 +376,29 @@ def test_a_module_becomes_a_workload() -> None:
     assert wide.make(0, torch.float32).model.out_features == 7
 
 
+@pytest.mark.parametrize("constant", ["settings", "spaces"])
+def test_settings_of_an_unknown_optimizer_are_refused(folder: Path, constant: str) -> None:
+    path = folder / "misnamed.py"
+    path.write_text(f'{TENSORS}\n{constant} = {{"soap-muon": {{"lr": 0.1}}}}\n')
+    with pytest.raises(
+        ValueError, match=r"no optimizer 'soap-muon'; there are: .*did you mean soframe:soap-muon"
+    ):
+        workload(str(path))
+
+
+def test_unknown_settings_are_refused_and_a_space_may_fix_the_schedule(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"no such setting: 'learning_rate' of 'sgd'; .* lr,"):
+        tuning.configure("digits-cnn", "sgd", {"learning_rate": 0.1}, steps=2)
+    with pytest.raises(ValueError, match=r"no such setting: 'conditioner.damping'"):
+        tuning.configure("digits-cnn", "kfac", {"lr": 0.1, "conditioner.damping": 0.1}, steps=2)
+    path = folder / "fixed.py"
+    path.write_text(f'{TENSORS}\nspaces = {{"sgd": {{"lr": (0.01, 0.1), "schedule": [1.0]}}}}\n')
+    found = tuning.tune(
+        str(path), "sgd", targets=(), steps=2, trials=3, on_trial=lambda trial: None
+    )
+    assert [trial.settings["schedule_steps"] for trial in found.trials] == [2, 2, 2]
+
+
 def test_a_recipe_is_a_workload() -> None:
     made = workload("recipe:pinn")
     assert made.batch_size == 256
