@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,6 +15,9 @@ import torch
 from hypothesis import Phase, settings
 
 pytest_plugins = ["tests.background"]  # its fixtures
+
+# A shell lets what it runs in the background ignore interrupts, which tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A shared machine is slow at times; that is no failure. The same examples in every run: a change
 # is judged by what it changes. `make test-all` and `make fuzz` look for new ones.
