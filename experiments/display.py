@@ -53,6 +53,7 @@ _PRECONDITIONED: Sequence[_Style] = (
     ("#009E73", (0, (1.5, 1.5))),
     ("#56B4E9", (0, (4, 1.5, 1, 1.5))),
 )
+NARROW = 4.0  # from the lowest loss to the highest: within it scales are linear
 DIVERGED = 3.0  # times the loss at the beginning: above it nothing is drawn
 MARGIN = 1.2  # below the lowest loss, in a panel that is cut
 
@@ -248,7 +249,9 @@ def _finish(
 ) -> None:
     """Add scales, names and targets."""
     losses = [row.loss for record in records for row in record.rows if math.isfinite(row.loss)]
-    logarithmic = min(losses, default=0.0) >= 0
+    low, high = min(losses, default=0.0), max(losses, default=0.0)
+    # A part of a decade has too few powers of ten, and their multiples, to read losses at.
+    logarithmic = low >= 0 and high > NARROW * low
     losses = [loss for loss in losses if loss > 0]
     _dress(left, targets, "steps", logarithmic=logarithmic)
     _dress(right, targets, "seconds of training (evaluations excluded)", logarithmic=logarithmic)

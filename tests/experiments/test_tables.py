@@ -178,6 +178,11 @@ def test_bands_reach_from_the_lowest_to_the_highest_seed_and_count_the_lost() ->
     ]
 
 
-def test_losses_below_zero_have_a_linear_scale() -> None:
-    figure = display.loss_bands(CNN, {"a": [run(1, (1.0, -2.0))]}, "a title")
-    assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear"]
+@pytest.mark.parametrize(
+    ("losses", "scale"), [((1.0, -2.0), "linear"), ((3.0, 1.0), "linear"), ((5.0, 1.0), "log")]
+)
+def test_losses_below_zero_or_close_together_have_a_linear_scale(
+    losses: tuple[float, ...], scale: str
+) -> None:
+    figure = display.loss_bands(CNN, {"a": [run(1, losses)]}, "a title")
+    assert [axes.get_yscale() for axes in figure.axes] == [scale, scale]
