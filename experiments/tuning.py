@@ -222,7 +222,7 @@ def tune(
         raise ValueError(f"{optimizer} runs with its defaults: there is nothing to tune")
     if (seconds is None) == (steps is None):
         raise ValueError("a trial has a budget in seconds or in steps")
-    space = {"schedule": SCHEDULES, **space}
+    space = {**space, "schedule": space.get("schedule", SCHEDULES)}
     found: list[Trial] = []
 
     def objective(suggest: Any) -> float:
