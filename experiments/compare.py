@@ -6,12 +6,6 @@ comparison goes on; and the results as JSON, Markdown, LaTeX, CSV and plots.
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,12 +17,10 @@ from rich.console import Console
 import soframe
 from experiments import display, runs, tables, train, tuning
 from experiments.config import RunConfig, method_of
+from experiments.environment import environment
 from experiments.records import RunRecord, write_json
 from experiments.tables import Group, Table
 from experiments.workloads import workload
-
-ROOT = Path(__file__).resolve().parents[1]
-LIBRARIES = ("torch", "numpy", "scipy", "optuna", "pytorch_optimizer")
 
 STRATEGIES = ("comm-opt",)
 SUFFIXES = ("json", "md", "tex", "csv", "svg", "pdf", "png")
@@ -179,52 +171,6 @@ def _trained(processes: int, screen: Console, configs: Sequence[RunConfig]) -> I
         with display.bars(screen, [label]) as watch:
             record = train.run(config, processes=processes, on_progress=partial(watch, label))
         yield replace(record, environment=environment(config.threads))
-
-
-def environment(threads: int) -> dict[str, Any]:
-    """Return versions, the checkout's commit, the hardware and the command line.
-
-    Args:
-        threads: Torch threads of each process.
-    """
-    versions = {"python": platform.python_version(), "soframe": soframe.__version__}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # an optional library
-    commit, dirty = _checkout()
-    hardware = {
-        "processor": display.processor(),
-        "system": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads_per_process": threads,
-    }
-    return {
-        "versions": versions,
-        "commit": commit,
-        "dirty": dirty,
-        "hardware": hardware,
-        "command": shlex.join(sys.orig_argv),
-    }
-
-
-def _checkout() -> tuple[str | None, bool | None]:
-    """Return the commit, and whether tracked files have changed since; None outside of git."""
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(ROOT), *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError:  # no git on this machine
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    found = git("rev-parse", "--show-toplevel", "HEAD")
-    top, _, commit = (found or "").partition("\n")
-    if Path(top) != ROOT:  # no repository, or another one around this folder
-        return None, None
-    return commit, bool(git("status", "--porcelain", "--untracked-files=no"))
 
 
 def _report(

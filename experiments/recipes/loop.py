@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
+import importlib.util
 import json
 import math
 import multiprocessing
-import platform
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -37,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, S
 
 import soframe
 from experiments import display
+from experiments.environment import environment
 from experiments.launch import RefusedError, Worker, WorkerError, launch
 from experiments.libraries import MissingLibraryError
 from experiments.optimizers import set_lr
@@ -513,31 +511,16 @@ def description(name: str, settings: Common, place: Place, model: nn.Module) -> 
         place: The rank.
         model: The model.
     """
-    gpu = place.device.type == "cuda"
     return {
         "recipe": name,
         "settings": {key: _plain(value) for key, value in asdict(settings).items()},
         "rate": settings.rate,
         "parameters": sum(p.numel() for p in model.parameters()),
         "ranks": place.size,
-        "device": torch.cuda.get_device_name(place.device) if gpu else display.processor(),
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "soframe": importlib.metadata.version("soframe"),
-        },
-        "commit": _commit(),
-        "command": sys.argv,
+        "device": "cpu" if place.device.type == "cpu" else torch.cuda.get_device_name(place.device),
+        **environment(torch.get_num_threads()),
     }
 
 
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
-
-
-def _commit() -> str | None:
-    """Return the commit of the checkout; None outside of one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None

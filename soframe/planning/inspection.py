@@ -112,7 +112,7 @@ def problem(path: str, shapes: Sequence[str]) -> tuple[nn.Module, list[Any] | No
         The model, without memory for its weights, and its positional inputs; None if unknown.
 
     Raises:
-        InspectionError: If there is no such model, or a shape is none.
+        InspectionError: If there is no such model, or a shape cannot be read.
     """
     workload = WORKLOADS.get(path)
     model = build_model(path, meta=True) if workload is None else workload.model()

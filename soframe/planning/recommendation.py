@@ -29,7 +29,7 @@ class Recommendation:
             ``"dense"`` or ``"adapters"``.
         call: Lines to paste, for a variable ``model``: they make ``optimizer``, and perhaps
             ``preconditioner``, whose `step` comes before the optimizer's.
-        lrs: The lowest and the highest learning rate that were good; None without one.
+        lrs: The lowest and the highest learning rate that were good; None if none was measured.
         reason: Why.
         page: The page that measured it; empty if none did.
         plan: The method, solver and auxiliary method, as `soframe.Preconditioner` takes them.
@@ -53,7 +53,9 @@ class Recommendation:
         held = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in self.memory.items())
         lines = {
             "model": self.kind,
-            "learning rates": "none" if self.lrs is None else "{:g} to {:g}".format(*self.lrs),
+            "learning rates": "none measured"
+            if self.lrs is None
+            else "{:g} to {:g}".format(*self.lrs),
             "reason": self.reason,
             "measured in": self.page or "no page",
             "factors and second-order data of a rank": held,
@@ -69,11 +71,11 @@ ADVICE = (
     Recommendation(
         "adapters",
         "method = soframe.methods.SOAP(max_ratio=2)\n"
-        "optimizer = soframe.Optimizer(model, method=method, lr=3e-4{more})",
-        (1e-4, 1e-3),
+        "optimizer = soframe.Optimizer(model, method=method, lr=3e-4{more})  # or AdamW's rate",
+        None,
         "most parameters are frozen. On a byte-level GPT it ends where AdamW does, at AdamW's "
-        "rate; a gain is not shown. Thin matrices have a factor on their short side alone, so the "
-        "memory is about AdamW's",
+        "rate; a gain is not shown. The rate above is usual for large models, and not measured. "
+        "Thin matrices have a factor on their short side alone: the memory is about AdamW's",
         "docs/benchmarks/defaults.md",
         {"method": SOAP(max_ratio=2), "auxiliary": "adamw"},
     ),

@@ -21,7 +21,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import soframe
-from experiments import compare, train, tuning
+from experiments import compare, environment, train, tuning
 from experiments.__main__ import app
 from experiments.data import take
 from experiments.workloads import of_module, workload
@@ -162,14 +162,14 @@ def test_the_json_has_true_settings_versions_commit_and_hardware(
     assert own["solver"].startswith("Inverse(")
     assert own["damping"] == str(defaults(soframe.Preconditioner)["damping"])
     assert own["clip_lr"] == "'initial'"
-    environment = kfac["environment"]
-    assert environment["versions"]["torch"] == torch.__version__
-    assert environment["versions"].keys() >= {"python", "soframe", "numpy", "scipy"}
-    assert environment["hardware"]["cores"] == len(os.sched_getaffinity(0))
+    around = kfac["environment"]
+    assert around["versions"]["torch"] == torch.__version__
+    assert around["versions"].keys() >= {"python", "soframe", "numpy", "scipy"}
+    assert around["hardware"]["cores"] == len(os.sched_getaffinity(0))
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     done = subprocess.run(git, capture_output=True, text=True, check=False)
-    assert environment["commit"] == (done.stdout.strip() or None)
-    assert environment["command"]
+    assert around["commit"] == (done.stdout.strip() or None)
+    assert around["command"]
     assert content["source"]["sha256"] == workload("lines.py").digest
 
 
@@ -178,8 +178,9 @@ def test_there_is_no_commit_outside_of_a_repository(
 ) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "inner").mkdir()
-    monkeypatch.setattr(compare, "ROOT", tmp_path / "inner")  # the repository is another's
-    assert compare.environment(1)["commit"] is compare.environment(1)["dirty"] is None
+    monkeypatch.setattr(environment, "ROOT", tmp_path / "inner")  # the repository is another's
+    found = environment.environment(1)
+    assert found["commit"] is found["dirty"] is None
 
 
 def test_a_command_goes_on_until_the_file_changes(folder: Path, here: list[str]) -> None:
