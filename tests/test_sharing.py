@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import soframe
 from soframe.kernels.gram import mirror
 from soframe.layers import Conv2dHelper, LinearHelper
 from soframe.layers.base import LayerHelper, moment
@@ -235,3 +236,15 @@ def test_a_subclass_with_other_rows_shares_no_moment_by_the_key_of_its_base(help
         found.append(shared.add(helper(module), (x,), rows, None, 1.0, fresh=True).clone())
     compare(mirror(found[1]), 9 * mirror(found[0]), "the second layer's", rtol=1e-12)
     assert (helper(module).input_key() is None) == (helper is Scaled)
+
+
+def test_soframe_s_own_helpers_share_moments_where_they_say_so() -> None:
+    keyed = {name for name, helper in vars(soframe.layers).items() if has_key(helper)}
+    convolutions = {f"Conv{kind}{n}dHelper" for kind in ("", "Transpose") for n in (1, 2, 3)}
+    embeddings = {"EmbeddingHelper", "EmbeddingBagHelper"}  # whose own key is None
+    assert keyed == {"LinearHelper", "TransposedLinearHelper", *convolutions, *embeddings}
+
+
+def has_key(helper: object) -> bool:
+    of_layers = isinstance(helper, type) and issubclass(helper, LayerHelper)
+    return of_layers and helper.input_key is not LayerHelper.input_key  # type: ignore[union-attr]

@@ -25,6 +25,7 @@ class Settings(Common):
     save_every: int | None = 3
     evaluate_every: int | None = 4
     tensorboard: bool = False
+    together: bool = False  # float64, and nothing that depends on a rank's part of the batch
 
 
 class Shifted(Dataset):
@@ -41,14 +42,12 @@ class Shifted(Dataset):
 
 
 def model(settings):
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Dropout(0.2),
-        nn.Linear(64, 3),
-    )
+    parts = [nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)]
+    if not settings.together:
+        parts.insert(0, nn.BatchNorm2d(4))
+        parts.insert(-1, nn.Dropout(0.2))
+    made = nn.Sequential(nn.Conv2d(1, 4, 3), *parts)
+    return made.double() if settings.together else made
 
 
 def data(settings):
@@ -56,7 +55,8 @@ def data(settings):
 
 
 def loss(model, images, classes):
-    return F.cross_entropy(model(images), classes)
+    dtype = next(model.parameters()).dtype
+    return F.cross_entropy(model(images.to(dtype)), classes)
 
 
 def begin_then_resume(rank, ranks, folder, stop, changes):
@@ -71,6 +71,17 @@ def begin_then_resume(rank, ranks, folder, stop, changes):
     run._save()
     resumed = replace(settings, output=folder / "parts", resume=True)
     return loop.run(sys.modules[__name__], resumed).step
+
+
+def train_until(rank, ranks, settings, stop):
+    """Train, or go on, to a step; return the weights there."""
+    place = Place(rank, ranks, torch.device("cpu"))
+    run = loop.Run(sys.modules[__name__], settings, place)
+    batches = run._batches()
+    while run.step < stop:
+        run._step(batches)
+    run._save()
+    return nn.utils.parameters_to_vector(run.model.parameters()).detach()
 
 
 def train_pinn(rank, ranks, settings):

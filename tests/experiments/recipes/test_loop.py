@@ -69,6 +69,18 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(tmp_pa
     assert_same(last(tmp_path / "whole"), last(tmp_path / "parts"))
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("changes", [{"strategy": "mem-opt"}, {"base": None, "method": "soap"}])
+def test_four_ranks_with_micro_batches_that_go_on_as_two_are_one(tmp_path, changes):
+    settings = small.Settings(together=True, lr=0.01, output=tmp_path / "parts", **changes)
+    alone = small.train_until(0, 1, replace(settings, output=tmp_path / "whole"), 10)
+    run_ranks(small.train_until, 4, settings, 5)
+    going_on = replace(settings, resume=True, accumulate=1, strategy="comm-opt")
+    for weights in run_ranks(small.train_until, 2, going_on, 10):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-9)
+
+
 def batches(rank, ranks, workers=0):
     """The micro-batches of a rank, without a process group."""
     run = loop.Run.__new__(loop.Run)
