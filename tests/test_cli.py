@@ -110,6 +110,9 @@ def text():
 
 def empty():
     return nn.Sequential(nn.LayerNorm(2))
+
+def attending():
+    return nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 9))
 """
 
 
@@ -212,6 +215,22 @@ def test_plan_ends_with_a_line_to_paste(models, profile):
     assert "\nstrategy=" in out
     assert "statistics_every=10, solve_every=100\nit is the fastest of the ones within 1 MB" in out
     assert "backward" in out
+
+
+def test_plan_takes_the_recommended_method_with_its_intervals_or_another(models, profile):
+    def planned(*options):
+        arguments = ["mymodels:attending", "--hardware", profile, "--json", *options]
+        (row,) = json.loads(succeeded(models("plan", *arguments)))["rows"]
+        every = row["option"]["statistics_every"], row["option"]["solve_every"]
+        return every, row["memory"].get("state", 0)
+
+    every, state = planned()
+    assert every == (10, 10)
+    # Two moments of AdamW for the table and the last layer, of SOAP's for the other.
+    assert state >= 4 * 2 * (9 * 4 + 8 * 9)
+    assert planned("--method", "kfac") == ((10, 100), 0)
+    assert planned("--method", "soap-normuon")[1] < state  # the others are not trained by it
+    assert planned("--method", "soap-normuon", "--auxiliary", "adamw") == (every, state)
 
 
 def test_plan_as_json_and_as_a_figure(models, profile, tmp_path):

@@ -11,6 +11,7 @@ import torch
 import soframe
 from soframe.comm import Recording
 from soframe.strategies import CommOpt
+from soframe.strategies.base import Circumstances
 from soframe.text import parse_bytes
 from tests.distributed.harness import run_ranks
 from tests.planning.kit import CPU, GPU, dense
@@ -132,6 +133,21 @@ def fails(rank: int, ranks: int) -> str:
 def test_all_ranks_raise_if_nothing_fits() -> None:
     for said in run_ranks(fails, 2):
         assert "no strategy fits into memory_limit=10 bytes a rank on 2 rank(s)" in said
+
+
+def test_a_stage_without_blocks_is_placed_without_a_plan() -> None:
+    empty = Circumstances(
+        blocks=(),
+        work=(),
+        parameters=(),
+        backend=Recording(world_size=2),
+        local=False,
+        background=0,
+        stagger=False,
+        statistics_every=10,
+        solve_every=100,
+    )
+    assert soframe.Auto().settled(empty) == CommOpt()
 
 
 def test_it_stands_for_comm_opt_until_it_has_chosen() -> None:

@@ -207,6 +207,18 @@ def test_every_solver_has_a_plan_in_double_precision(solver: str) -> None:
     assert all(row.timing.phases["solve"] > 0 for row in plan(task, ranks=2, hardware=CPU).rows)
 
 
+def test_statistics_without_a_price_are_named() -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    model, x = nn.ModuleDict({"attend": attention}), torch.rand(3, 5, 8)
+    model.forward = lambda x: attention(x, x, x)[0]  # type: ignore[assignment]
+    made = plan(Task.of(model, (x,), layers="all"), ranks=2, hardware=CPU)
+    assert "no price for the statistics of 2 block(s), such as attend.in_proj" in made.notes[0]
+    assert f"note: {made.notes[0]}" in str(made)
+    unknown = plan(Task.of(dense(6, 5)), ranks=2, hardware=CPU).notes
+    assert unknown == ("no price for passes and statistics of calls: the inputs are unknown",)
+    assert not plan(Task.of(dense(6, 5), (torch.rand(3, 6),)), ranks=2, hardware=CPU).notes
+
+
 class Reading(KFAC):
     """Looks at numbers."""
 

@@ -28,7 +28,7 @@ class OfDegreeTwo(KFAC):
         return replace(a, degree=2), g
 
 
-@pytest.mark.parametrize("method", [OfTheFirstDegree(), OfDegreeTwo()], ids=repr)
-def test_a_wrong_degree_shows_where_the_batch_grows(method: KFAC) -> None:
+@pytest.mark.parametrize("method", [OfTheFirstDegree(), OfDegreeTwo], ids=repr)
+def test_a_wrong_degree_shows_where_the_batch_grows(method: KFAC | type[KFAC]) -> None:
     with pytest.raises(AssertionError, match="every sample twice"):
         check_method(method, ranks=())

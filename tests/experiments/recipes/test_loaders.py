@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from experiments.libraries import require
 from experiments.recipes import tokens
 from experiments.recipes.loaders import (
     IMAGENET_DEVIATION,
@@ -92,6 +93,26 @@ def test_a_crop_of_any_image_lies_within_it(size):
         assert RandomCrop(8)(files.picture(100, size)).isfinite().all()
 
 
+def test_crops_have_8_to_100_percent_of_the_area_and_aspects_of_3_to_4():
+    torch.manual_seed(0)
+    # Red is the column and green the row.
+    places = np.stack(np.broadcast_arrays(np.arange(200)[None], np.arange(200)[:, None], 0), -1)
+    image = require("PIL.Image").fromarray(places.astype(np.uint8))
+    deviation = torch.tensor(IMAGENET_DEVIATION)[:2, None]
+    shares, aspects = [], []
+    for _ in range(300):
+        pixels = RandomCrop(50)(image)[:2].flatten(1)
+        # Pixels are averages, of which the outermost are half a pixel of the result from the edge.
+        across, down = (255 * deviation * pixels).aminmax(dim=1, keepdim=True)
+        sides = (down - across).flatten() * 50 / 49
+        shares.append(float(sides.prod()) / 200**2)
+        aspects.append(float(sides[0] / sides[1]))
+    assert 0.06 < min(shares) < 0.13
+    assert 0.85 < max(shares) < 1.05
+    assert 0.7 < min(aspects) < 0.8
+    assert 1.25 < max(aspects) < 1.43
+
+
 def read(stream, workers=0, batch=2, count=None):
     """Classes of micro-batches."""
     loader = DataLoader(stream, batch_size=batch, num_workers=workers)
@@ -158,18 +179,22 @@ def test_token_windows(tmp_path):
 
 
 def test_masked_tokens(tmp_path):
-    files.tokens(tmp_path, train=4001, vocabulary=50)
+    files.tokens(tmp_path, train=40_001, vocabulary=50)
     plain = Tokens(tmp_path / "train.bin", length=2000, vocabulary=60)
-    tokens, labels = MaskedTokens(plain, 60, mask=59)[1]
+    masked = MaskedTokens(plain, 60, mask=59)
+    torch.manual_seed(0)
+    items = [masked[index] for index in range(20)]
+    tokens, labels = (torch.cat(each) for each in zip(*items, strict=True))
     drawn = labels != -100
-    assert int(drawn.sum()) == 300
-    original = plain[1][0]
+    assert int(drawn.sum()) == 20 * 300
+    original = torch.cat([plain[index][0] for index in range(20)])
     assert torch.equal(labels[drawn], original[drawn])
     assert torch.equal(tokens[~drawn], original[~drawn])
-    masked = (tokens[drawn] == 59).double().mean()
+    hidden = (tokens[drawn] == 59).double().mean()
     kept = (tokens[drawn] == original[drawn]).double().mean()
-    assert masked == pytest.approx(0.8, abs=0.08)
-    assert kept == pytest.approx(0.1, abs=0.06)
+    # Of 6000; one random token in sixty is the mask, or the one that was there.
+    assert hidden == pytest.approx(0.8 + 0.1 / 60, abs=0.02)
+    assert kept == pytest.approx(0.1 + 0.1 / 60, abs=0.015)
 
 
 def test_text_becomes_tokens(tmp_path):

@@ -43,6 +43,18 @@ def test_every_recipe_is_run():
     assert {*CASES, "lora"} == set(NAMES)  # see test_lora.py
 
 
+def test_bert_counts_its_masked_tokens(tmp_path, monkeypatch):
+    counted, plain = [], soframe.Preconditioner.count
+
+    def spy(self, terms, **options):
+        counted.append(int(terms.sum()))
+        plain(self, terms, **options)
+
+    monkeypatch.setattr(soframe.Preconditioner, "count", spy)
+    loop.run(recipe("bert_large"), settings_of("bert_large", tmp_path))
+    assert counted == [4 * round(0.15 * 16)] * 3  # four windows in each of three steps
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_few_steps(tmp_path, name):
