@@ -147,6 +147,15 @@ def test_results_are_written_in_every_format(folder: Path, here: list[str]) -> N
     assert first[heads.index("last loss")]["mean"] == pytest.approx(sum(last) / 2)
 
 
+def test_a_run_goes_on_when_it_has_reached_its_targets(folder: Path, here: list[str]) -> None:
+    del here
+    (folder / "lines.py").write_text(TENSORS.replace("targets = (0.9,)", "targets = (100.0, 50.0)"))
+    result = invoke(*SHORT, "--seeds", "1", "--json")
+    assert result.exit_code == 0, result.output
+    for run in json.loads(result.stdout)["runs"]:
+        assert [row["step"] for row in run["rows"]] == [0, 2, 4]
+
+
 def test_the_json_has_true_settings_versions_commit_and_hardware(
     folder: Path, here: list[str]
 ) -> None:

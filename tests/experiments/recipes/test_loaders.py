@@ -93,20 +93,22 @@ def test_a_crop_of_any_image_lies_within_it(size):
         assert RandomCrop(8)(files.picture(100, size)).isfinite().all()
 
 
+def shown(crop, image):
+    """The share of the area, and the aspect, that a crop of 50 pixels has of an image of 200."""
+    deviation = torch.tensor(IMAGENET_DEVIATION)[:2, None]
+    low, high = (255 * deviation * crop(image)[:2].flatten(1)).aminmax(dim=1, keepdim=True)
+    # The outermost pixels are averages, half a pixel of the crop from its edge.
+    sides = (high - low).flatten() * 50 / 49
+    return float(sides.prod()) / 200**2, float(sides[0] / sides[1])
+
+
 def test_crops_have_8_to_100_percent_of_the_area_and_aspects_of_3_to_4():
     torch.manual_seed(0)
     # Red is the column and green the row.
     places = np.stack(np.broadcast_arrays(np.arange(200)[None], np.arange(200)[:, None], 0), -1)
     image = require("PIL.Image").fromarray(places.astype(np.uint8))
-    deviation = torch.tensor(IMAGENET_DEVIATION)[:2, None]
-    shares, aspects = [], []
-    for _ in range(300):
-        pixels = RandomCrop(50)(image)[:2].flatten(1)
-        # Pixels are averages, of which the outermost are half a pixel of the result from the edge.
-        across, down = (255 * deviation * pixels).aminmax(dim=1, keepdim=True)
-        sides = (down - across).flatten() * 50 / 49
-        shares.append(float(sides.prod()) / 200**2)
-        aspects.append(float(sides[0] / sides[1]))
+    shares, aspects = zip(*(shown(RandomCrop(50), image) for _ in range(300)), strict=True)
+    assert shown(CentreCrop(50), image) == pytest.approx((0.875**2, 1.0), abs=0.01)
     assert 0.06 < min(shares) < 0.13
     assert 0.85 < max(shares) < 1.05
     assert 0.7 < min(aspects) < 0.8

@@ -102,7 +102,14 @@ def test_ranks_and_workers_share_the_samples_of_one():
     for step in range(10):
         assert torch.equal(sums(alone, step), sums(together, step))
     first, second = (torch.cat(alone[begin : begin + 10]) for begin in (0, 10))
-    assert not torch.equal(first, second)  # crops and order are new in each epoch
+    assert not torch.allclose(*(part.flatten(1).sum(1) for part in (first, second)))  # the order
+    # An image has one sum, however it is shifted: shifts are new in each epoch, for some at least.
+    known = {round(float(image.sum()), 4): image for image in first}
+    again = [known[key] for image in second if (key := round(float(image.sum()), 4)) in known]
+    matched = [image for image in second if round(float(image.sum()), 4) in known]
+    assert len(matched) > 30
+    same = sum(map(torch.equal, again, matched))
+    assert 0.1 * len(matched) < same < 0.6 * len(matched)  # a third, of three shifts
 
 
 def test_figures_are_written_and_lines_after_a_checkpoint_are_cut_off(tmp_path):
