@@ -101,7 +101,7 @@ def transients(costs: Costs, placement: Placement, part: Part, rank: int) -> Tra
     kept = read + (made + travelling if after else 0)
     updating = triangles + max(updating, kept + max(observing, default=0))
 
-    # Matrices out of triangles and results; then the results that arrive, and states that follow them.
+    # Matrices out of triangles and results; then results that arrive, and states that follow them.
     kept = read + (sum(gradients) if after else 0)
     solve = costs.solve([(stacks[s], index, blocks) for s, index, blocks in part.solves])
     unpacked = sum(
