@@ -68,7 +68,8 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
         rights = right.split([len(part) for part in lefts])
         return torch.cat([_by_parts(*pair) for pair in zip(lefts, rights, strict=True)])
     # By torch.set_float32_matmul_precision("medium") in bfloat16, on some processors.
-    if not left.is_cuda and torch.backends.mkldnn.matmul.fp32_precision in ("bf16", "tf32"):  # type: ignore[attr-defined]  # untyped
+    on_cpu = left.device.type == "cpu"
+    if on_cpu and torch.backends.mkldnn.matmul.fp32_precision in ("bf16", "tf32"):  # type: ignore[attr-defined]  # untyped
         return (left.double() @ right.double()).float()
     return left @ right
 

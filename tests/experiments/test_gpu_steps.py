@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,14 @@ import soframe
 from benchmarks import gpu_steps
 
 TINY = ["--preset", "tiny", "--device", "cpu", "--seconds", "0", "--rounds", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _precision() -> Iterator[None]:
+    """The command sets the precision of the whole process."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 def written(path: Path, *asked: str) -> dict:

@@ -207,6 +207,20 @@ def test_every_solver_has_a_plan_in_double_precision(solver: str) -> None:
     assert all(row.timing.phases["solve"] > 0 for row in plan(task, ranks=2, hardware=CPU).rows)
 
 
+@pytest.mark.parametrize("method", ["kfac", "shampoo", "soap-muon"])
+def test_the_precision_of_this_process_changes_no_price_of_a_gpu(method: str) -> None:
+    before, found = torch.get_float32_matmul_precision(), []
+    try:
+        for setting in ("highest", "high"):
+            torch.set_float32_matmul_precision(setting)
+            task = Task.of(dense(6, 5, 5, 4), method=method, **auxiliary(method))
+            (row, *_) = plan(task, ranks=1, hardware=GPU).rows
+            found.append((row.memory, row.timing))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found[0] == found[1]
+
+
 def test_statistics_without_a_price_are_named() -> None:
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     model, x = nn.ModuleDict({"attend": attention}), torch.rand(3, 5, 8)
