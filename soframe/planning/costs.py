@@ -305,9 +305,11 @@ class Costs:
         gradients = [
             size * prod(self.shape(members)) for size, members in zip(item, stacks, strict=True)
         ]
+        places = [placement.blocks[members[0]] for members in stacks]
         held = sum(
-            item[stack] * len(stacks[stack]) * first[stack].factors[factor].packed_numel
+            item[stack] * len(stacks[stack]) * (one.packed_numel if packed else prod(one.shape))
             for stack, factor in part.holds
+            for one, packed in [(first[stack].factors[factor], places[stack].packed)]
         )
         matrices = sum(
             item[stack] * blocks * prod(first[stack].factors[factor].shape)
@@ -320,7 +322,8 @@ class Costs:
                 for stack in part.gathers
                 for index in stacks[stack]
             ),
-            average=3 * held / bandwidth + launch * len(part.holds),
+            # Zeros and multiplied sums, which are added to the averages.
+            average=6 * held / bandwidth + launch * len(part.holds),
             observe=sum(one.seconds for one in observes),
             # A triangle is read, and the matrix written.
             solve=solve.seconds + 1.5 * matrices / bandwidth,

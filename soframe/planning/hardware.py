@@ -26,8 +26,8 @@ Points = tuple[tuple[float, float], ...]
 class Curve:
     """Seconds as a function of a size: measured points, or ``alpha + beta size``.
 
-    Between points it is a power law, above the last one the power law of the last two, below the
-    first one constant. Above the last one it grows as the last two do, or less.
+    Between points it is a power law, and below the first one constant. Above the last one it is the
+    power law of the last two, or where the power is known, an overhead and that power of the size.
 
     Attributes:
         points: Pairs of a size and its seconds, by size; empty for a line.
@@ -40,7 +40,7 @@ class Curve:
     beta: float = 0.0
 
     def __call__(self, size: float, power: float = math.inf) -> float:
-        """Return the seconds of a size; ``power`` bounds the growth above the last point."""
+        """Return the seconds of a size; above the last point they grow by its ``power``."""
         if size <= 0:
             return self.alpha
         points = self.points
@@ -52,10 +52,11 @@ class Curve:
         after = min(bisect.bisect_left(points, (size, 0.0)), len(points) - 1)
         (low, start), (high, end) = points[after - 1], points[after]
         slope = math.log(end / start) / math.log(high / low)
-        if size <= high:
+        if size <= high or power == math.inf:
             return start * math.exp(slope * math.log(size / low))
-        # The last two points may be noisy, and the law of the operation is known.
-        return end * math.exp(min(slope, power) * math.log(size / high))
+        # The last two points may be noisy: time does not fall, nor grow by more than its power.
+        rise = (end - start) / (1 - math.pow(low / high, power))
+        return end + min(max(0.0, rise), end) * (math.pow(size / high, power) - 1)
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class Hardware:
         within: The link within a node.
         across: The link between nodes; None if all ranks share one.
         memory: Bytes of a device; None if unknown.
-        beside: The part of solves in the background and of collectives under way that takes
-            processors from training: 0 where they have some of their own, 1 where ranks share all.
+        slots: The ranks of a node that can compute at the same time, where ranks share processors,
+            with solves in the background and collectives; None if each has a device of its own.
         hooks: Seconds of the host for the statistics of a block, where no device works meanwhile.
         host: The same for the rest of a block's step.
     """
@@ -127,9 +128,13 @@ class Hardware:
     within: Link = Link(1e-5, 1e10)
     across: Link | None = None
     memory: int | None = None
-    beside: float = 0.0
+    slots: float | None = None
     hooks: float = 0.0
     host: float = 0.0
+
+    def crowd(self, ranks: int) -> float:
+        """Return the ranks for each slot of a node, of so many ranks; 0 if all have their own."""
+        return 0.0 if self.slots is None else min(ranks, self.node or ranks) / self.slots
 
     def product(self, flops: float, batch: int, dtype: str, operator: str = "product") -> float:
         """Return the seconds of products or convolutions.

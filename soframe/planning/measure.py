@@ -33,9 +33,12 @@ from soframe.preconditioner import Preconditioner
 from soframe.settings import Distribution
 
 SIDES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+OF_PRODUCTS = (64, 512, 16, 32, 128, 256, 1024)
+MIDDLE = 300  # a side whose factorisations take about ten milliseconds at most
 CHANNELS = (16, 64, 256)
 BYTES = tuple(4**power * 1024 for power in (1, 5, 7, 3, 6, 4, 2))  # 4 KiB to 16 MiB
 BATCHES = (1, 8, 64)  # on a GPU
+CACHES = 2**23  # bytes that displace what a processor's caches hold
 LARGE = {"cpu": 2**27, "cuda": 2**28}  # bytes, more than caches hold
 ROUNDS = 3
 MOST = 30  # samples of a point in a round
@@ -70,6 +73,7 @@ class Series:
         batch: The matrices of a call.
         precision: Of float32 products on NVIDIA's GPUs.
         groups: Of a collective: the groups that run it at the same time.
+        cold: Whether operands are to come from memory.
     """
 
     key: str
@@ -79,6 +83,7 @@ class Series:
     batch: int = 1
     precision: Precision = "full"
     groups: Sequence[Group] = ()
+    cold: bool = False
 
 
 def measure(
@@ -92,9 +97,10 @@ def measure(
     """Measure the operators of a device, and the collectives of a group of ranks.
 
     All ranks compute at the same time, since ranks of one machine share its cores and memory. An
-    operator's seconds are the median over samples and ranks; a collective's are the median of its
-    slowest rank. Random numbers of torch stay as they were. The bytes of the collectives are
-    counted under the phase ``"measure"`` of the backend.
+    operator's seconds are the median over samples and ranks, on a CPU of the processor's time with
+    operands from memory, as in a step; a collective's are the median of its slowest rank. Random
+    numbers of torch stay as they were. The bytes of the collectives are counted under the phase
+    ``"measure"`` of the backend.
 
     Args:
         device: A processor, or a GPU of this process.
@@ -143,12 +149,17 @@ def measure(
 
 
 def _some(sides: Sequence[int]) -> list[int]:
-    """Return ten sides at most, after two small ones, from which the budget foresees the rest."""
+    """Return ten sides at most, behind two from which the budget foresees the rest."""
     sides = sorted(set(sides))
     last = len(sides) - 1
     if last >= 10:
         sides = [sides[round(last * step / 9)] for step in range(10)]
-    return [side for side in (32, 128) if side < sides[0]] + list(sides)
+    sides = [side for side in (32, 128) if side < sides[0]] + list(sides)
+    # Without overheads that hide how seconds grow.
+    second = max(
+        (side for side in sides[1:] if side <= MIDDLE), default=sides[min(1, len(sides) - 1)]
+    )
+    return list(dict.fromkeys([sides[0], second, *sides]))
 
 
 # -- the curves ------------------------------------------------------------------------------------
@@ -165,7 +176,7 @@ def _limits(device: torch.device) -> list[Series]:
 
 
 def products(
-    device: torch.device, dtypes: Sequence[str], sides: Sequence[int] = SIDES[:7]
+    device: torch.device, dtypes: Sequence[str], sides: Sequence[int] = OF_PRODUCTS
 ) -> list[Series]:
     """Return products of square matrices by side, and convolutions by channels."""
 
@@ -178,8 +189,9 @@ def products(
         weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
         return lambda: torch.nn.functional.conv2d(inputs, weight, padding=1)
 
+    cold = device.type == "cpu"
     found = [
-        Series(f"{operator}:{name}", sizes, partial(make, getattr(torch, name)), power)
+        Series(f"{operator}:{name}", sizes, partial(make, getattr(torch, name)), power, cold=cold)
         for operator, sizes, make, power in (
             ("product", sides, product, 2.5),
             ("convolution", CHANNELS, convolution, 2.0),
@@ -220,7 +232,8 @@ def factorisations(
                 # The smallest side in any case, and others up to a quarter of a gigabyte.
                 fit = [side for side in sides if side == sides[0] or batch * side**2 <= 2**26]
                 call = partial(make, operator, getattr(torch, name), batch)
-                found.append(Series(f"{operator}:{name}", fit, call, 2.5, batch))
+                cold = device.type == "cpu"
+                found.append(Series(f"{operator}:{name}", fit, call, 2.5, batch, cold=cold))
     return found
 
 
@@ -301,6 +314,7 @@ def seconds(
     """
     # All ranks decide by the clock of rank 0, so that they enter the same collectives.
     points: list[_Point] = []
+    other = torch.ones(CACHES // 4 if device.type == "cpu" else 0)
     for index, one in enumerate(series):
         share = left = budget / (len(series) - index)
         least: dict[int, float] = {}  # seconds of the fewest samples, by size
@@ -312,13 +326,13 @@ def seconds(
             call = one.make(size)
             made = time.perf_counter() - start
             with within(one.precision):
-                _sample(backend, device, one, call, 1)
+                _sample(backend, device, one, call, 1, other)
                 start = time.perf_counter()
-                once = _sample(backend, device, one, call, 1)
+                once = _sample(backend, device, one, call, 1, other)
             _meet(backend, device)
             waited = time.perf_counter() - start - once
             made, once, waited = _of_rank_zero(backend, [made, once, waited])
-            repeats = 1 if one.groups else min(20, max(1, int(TICK / once)))
+            repeats = 1 if one.groups or one.cold else min(20, max(1, int(TICK / once)))
             each = waited + repeats * once
             samples = int(share / 2 / len(one.sizes) / rounds / each)
             points.append(_Point(one, size, repeats, min(MOST, max(1, samples))))
@@ -332,23 +346,32 @@ def seconds(
             _meet(backend, device)
             with within(point.series.precision):
                 point.seconds += [
-                    _sample(backend, device, point.series, call, point.repeats)
+                    _sample(backend, device, point.series, call, point.repeats, other)
                     for _ in range(point.samples)
                 ]
     return _over_ranks(points, backend)
 
 
 def _sample(
-    backend: Backend, device: torch.device, series: Series, call: Call, repeats: int
+    backend: Backend,
+    device: torch.device,
+    series: Series,
+    call: Call,
+    repeats: int,
+    other: Tensor,
 ) -> float:
     """Return the seconds of a call, as the mean of some."""
     if series.groups:
         _meet(backend, device)
     if device.type != "cuda":
-        start = time.perf_counter()
+        if series.cold:
+            other.sum()
+        # Where ranks share processors, those of the others count in `Hardware.slots`.
+        clock = time.perf_counter if series.groups else time.thread_time
+        start = clock()
         for _ in range(repeats):
             call()
-        return (time.perf_counter() - start) / repeats
+        return (clock() - start) / repeats
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     first.record()
@@ -425,8 +448,7 @@ def _profile(
     every = [json.loads(text) for text in gather_texts(backend, json.dumps(about), PHASE)]
     node = _node([one["host"] for one in every])
     links = [_link(one) for one in measured if one.operation == "broadcast"]  # of all, of pairs
-    local = node or backend.world_size
-    shared = not cuda and local * torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    slots = None if cuda else len(os.sched_getaffinity(0)) / torch.get_num_threads()
     hooks, host = (0.0, 0.0) if cuda else _of_rank_zero(backend, _python())
     return Hardware(
         name="this machine",
@@ -445,7 +467,7 @@ def _profile(
         within=links[-1] if links else Hardware.within,
         across=links[0] if node is not None else None,
         memory=min(one["memory"] for one in every) if cuda else None,
-        beside=float(shared),
+        slots=slots,
         hooks=hooks,
         host=host,
     )

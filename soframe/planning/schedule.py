@@ -123,17 +123,21 @@ class Schedule:
         optimizer: float,
         background: int = 0,
     ) -> None:
-        self._hardware, self._parts = hardware, parts
-        self._passes, self._optimizer, self._background = passes, optimizer, background
+        self._hardware, self._parts, self._background = hardware, parts, background
+        crowd = hardware.crowd(ranks)
+        self._beside = float(crowd >= 1)
+        self._passes, self._optimizer = (max(1.0, crowd) * one for one in (passes, optimizer))
         everyone = range(ranks)
         buckets = -(-gradients // BUCKET)
         size = gradients / buckets if buckets else 0.0
         self._bucket = hardware.collective("all_reduce", size, everyone) if buckets else 0.0
         self._average = buckets * self._bucket
-        self._slowest = {
-            field.name: max(getattr(rank.arithmetic, field.name) for rank in parts)
-            for field in fields(Arithmetic)
-        }
+        # The longest of a rank, or the work of all where more ranks compute than processors.
+        self._slowest: dict[str, float] = {}
+        for field in fields(Arithmetic):
+            each = [getattr(rank.arithmetic, field.name) for rank in parts]
+            total = sum(rank.count * one for rank, one in zip(parts, each, strict=True))
+            self._slowest[field.name] = max(*each, crowd * total / ranks)
         self._network = {
             kind: self._durations([rank.messages[kind] for rank in parts]) for kind in KINDS
         }
@@ -199,7 +203,7 @@ class Schedule:
 
     def _steps(self, kinds: Sequence[str]) -> list[Amounts]:
         """Return the times of successive steps; a solve in the background lands in a later one."""
-        clock, found, lands = _Clock(self._hardware.beside), list[Amounts](), -1
+        clock, found, lands = _Clock(self._beside), list[Amounts](), -1
         for number, kind in enumerate(kinds):
             clock.spent, start = {}, clock.now
             if kind == "solve" and self._background:
@@ -224,14 +228,14 @@ class Schedule:
             clock.compute("reduce", slowest["average"])
             seconds, _ = network.get("reduce", (0.0, 0.0))
             clock.arrival = clock.send(seconds, clock.now) if seconds else clock.now
-            clock.wait("reduce", clock.now + self._hardware.beside * seconds)
+            clock.wait("reduce", clock.now + self._beside * seconds)
         self._exchange(clock, "gradients", network)
         clock.compute("write", slowest["write"])
         clock.compute("observe", slowest["observe"])
         begins = kind == "solve" and self._background
         if begins:
             clock.wait("reduce", clock.arrival)
-            clock.compute("solve", self._hardware.beside * slowest["solve"])
+            clock.compute("solve", self._beside * slowest["solve"])
             clock.solved = clock.now + slowest["solve"]
         if landing:
             clock.wait("solve", clock.solved)

@@ -95,10 +95,15 @@ def test_other_groups_take_the_nearest_measured_one_by_the_ratio_of_the_links() 
     )
 
 
-def test_growth_above_the_last_point_is_that_of_the_last_two_or_less() -> None:
+def test_above_the_last_point_an_overhead_stays_and_the_rest_grows_by_its_power() -> None:
     assert LAW(512) == pytest.approx(1e-9 * 512**3)
+    assert LAW(512, 3) == pytest.approx(1e-9 * 512**3)
     assert LAW(512, 2) == pytest.approx(4 * LAW(256))
     assert LAW(200, 2) == pytest.approx(1e-9 * 200**3)
+    overhead = Curve(((10.0, 1.0 + 1e-3), (20.0, 1.0 + 8e-3)))
+    assert overhead(100, 3) == pytest.approx(1.0 + 1.0)
+    falling = Curve(((10.0, 2.0), (20.0, 1.0)))
+    assert falling(100, 3) == 1.0
     steep = replace(MADE, operators={"product:float32": Curve(((1e3, 1e-6), (1e4, 1e-4)))})
     assert steep.product(1e5, 2, "float32") == pytest.approx(2e-3)
     assert replace(steep, pools=True).product(1e5, 2, "float32") == pytest.approx(2e-3)

@@ -60,15 +60,17 @@ def test_large_matrices_take_longer() -> None:
 def test_factorisations_are_measured_at_the_sides_of_a_model() -> None:
     for operator in FACTORISATIONS:
         sides = [side for side, _ in measured().operators[f"{operator}:float64"].points]
-        assert sides == [8, 48, 160][: len(sides)]
+        assert sides in ([8, 160], [8, 48, 160])
 
 
 @pytest.mark.parametrize(
     ("sides", "found"),
     [
         ([64, 8, 64], [8, 64]),
-        ([576, 256], [32, 128, 256, 576]),  # small ones first, by which the budget foresees others
-        (range(1, 101), [1, 12, 23, 34, 45, 56, 67, 78, 89, 100]),
+        ([500], [32, 128, 500]),
+        # A small and a middle one first, by which the budget foresees others.
+        ([576, 256], [32, 256, 128, 576]),
+        (range(10, 1001, 10), [10, 230, 120, 340, 450, 560, 670, 780, 890, 1000]),
     ],
 )
 def test_many_sides_are_thinned_out(sides: list[int], found: list[int]) -> None:
@@ -79,7 +81,7 @@ def test_a_budget_ends_a_curve() -> None:
     """Without a budget every curve has the two points that a power law needs."""
     spent = measure("cpu", sides=(8, 16, 24, 4096), budget=0.0)
     assert all(len(curve.points) == 2 for curve in spent.operators.values())
-    assert spent.operators["cholesky:float32"].points[-1][0] == 16
+    assert spent.operators["cholesky:float32"].points[-1][0] == 24
 
 
 def test_points_are_sorted_in_whatever_order_they_are_measured() -> None:
@@ -117,7 +119,8 @@ def on_a_rank(rank: int, ranks: int, fused: bool) -> Hardware:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "LARGE", SMALL)
         if rank > 0:  # a slow rank, which would stop earlier by itself
-            clock = SimpleNamespace(perf_counter=lambda: 10 * time.perf_counter())
+            slow = {n: lambda n=n: 10 * getattr(time, n)() for n in ("perf_counter", "thread_time")}
+            clock = SimpleNamespace(**slow)
             patch.setattr(measuring, "time", clock)
         return measure("cpu", backend=TorchDistributed(fused=fused), sides=(8, 16), budget=0.1)
 

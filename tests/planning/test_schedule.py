@@ -19,7 +19,7 @@ STATISTICS = PLAIN + 0.1 + 0.03
 RARELY = 10**9
 
 # A broadcast between two ranks of a link without latency takes its bytes over the rate.
-LINK: Hardware = replace(CPU, within=Link(0.0, 1.0), beside=0.0)
+LINK: Hardware = replace(CPU, within=Link(0.0, 1.0))
 PAIR = (0, 1)
 
 
@@ -128,13 +128,26 @@ def test_solves_in_the_background_land_three_steps_later(solve: float) -> None:
 
 
 def test_collectives_that_take_the_processor_hide_nothing() -> None:
-    beside = replace(LINK, beside=1.0)
+    shared = replace(LINK, slots=2)
     sent = messages(reduce=[0.5], exchange=[0.1, 0.1])
-    found = timing(rank(sent=sent), hardware=beside)
+    found = timing(rank(sent=sent), hardware=shared)
     assert found.mean == pytest.approx(STATISTICS + 0.7)
     assert found.overlapped == pytest.approx(0.0, abs=1e-9)
-    behind = timing(rank(solve=0.6), hardware=beside, solve_every=10, background=3)
+    behind = timing(rank(solve=0.6), hardware=shared, solve_every=10, background=3)
     assert behind.mean == pytest.approx(STATISTICS + 0.06)
+
+
+def test_more_ranks_than_processors_take_turns() -> None:
+    """Two ranks on one processor: the work of both, but no more of one that works alone."""
+    shared = replace(LINK, slots=1)
+    parts = (rank(1, solve=0.9), rank(1, solve=0.1))
+    found = timing(*parts, hardware=shared, solve_every=1)
+    assert found.mean == pytest.approx(2 * STATISTICS + 1.0)
+    assert found.phases["solve"] == pytest.approx(1.0)
+    alone = timing(rank(1, solve=0.9), rank(1, solve=0.1), hardware=replace(LINK, slots=2))
+    assert alone.mean == timing(*parts).mean
+    # Of four ranks on two nodes each node has its own processor.
+    assert replace(shared, node=1).crowd(4) == 1.0
 
 
 def test_gradients_are_averaged_in_buckets_behind_the_backward_pass() -> None:
