@@ -8,16 +8,18 @@ import time
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from soframe.comm import SingleProcess, TorchDistributed
 from soframe.comm.recording import Recording
 from soframe.planning import measure as measuring
 from soframe.planning.hardware import Collective, Curve, Hardware, Link
-from soframe.planning.measure import COLLECTIVES, measure
+from soframe.planning.measure import COLLECTIVES, Series, measure, seconds
 from tests.distributed.harness import run_ranks
 
 SMALL = {"cpu": 2**20, "cuda": 2**20}  # bytes of the tensor that is streamed
@@ -89,6 +91,30 @@ def test_points_are_sorted_in_whatever_order_they_are_measured() -> None:
     (series,) = measuring.products(device, ("float32",), (32, 8, 16))[:1]
     (found,) = measuring.seconds([series], backend, device, 1.0).values()
     assert list(found) == [8, 16, 32]
+
+
+class Sums(TorchDispatchMode):
+    """Counts sums, which displace what caches hold."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.sum.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_operands_come_from_memory_and_seconds_are_the_processors(
+    cold: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(perf_counter=time.perf_counter, thread_time=itertools.count().__next__)
+    monkeypatch.setattr(measuring, "time", clock)
+    calls: list[int] = []
+    series = Series("product:float32", [4], lambda size: lambda: calls.append(size), 1.0, cold=cold)
+    with Sums() as sums:
+        found = seconds([series], SingleProcess(), torch.device("cpu"), 0.1)
+    assert found == {series: {4: 1.0}}
+    assert sums.count == (len(calls) if cold else 0)
 
 
 def test_random_numbers_stay_as_they_were() -> None:

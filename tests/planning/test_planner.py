@@ -47,6 +47,16 @@ def test_the_parts_of_all_ranks_are_the_work(strategy: Any, sizes: list[int], wo
     assert directs == sum(len(block.gradient_workers) for block in placement.blocks)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_averages_take_six_passes_over_squares_or_over_triangles_that_travel(world: int) -> None:
+    task = task_of(3, 2)
+    placement = complete(CommOpt().place(task.work, world))
+    numbers = 3**2 + 2**2 if world == 1 else 6 + 3
+    for part in parts(placement):
+        average = Costs(task, CPU).arithmetic(placement, part).average
+        assert average == pytest.approx(6 * 4 * numbers / CPU.bandwidth + 2 * CPU.launch, rel=1e-9)
+
+
 @settings(max_examples=examples(20))
 @given(widths, ranks, st.integers(1, 10**6))
 def test_the_choice_is_the_fastest_within_the_limit(
