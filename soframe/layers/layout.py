@@ -187,7 +187,7 @@ class PlainLayout:
         shape = self._parameter.shape
         if self._parameter.is_complex():
             pairs = matrix.to(self._parameter.dtype.to_real()).reshape(*shape, 2)
-            return {self._name: torch.view_as_complex(pairs)}
+            return {self._name: torch.complex(*pairs.unbind(-1))}
         return {self._name: matrix.reshape(shape)}
 
 
