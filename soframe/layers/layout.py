@@ -73,7 +73,7 @@ class WeightAndBias:
     @property
     def multiplies(self) -> bool:
         """Whether a parameter of the block multiplies the inputs; False for a bias only."""
-        return self.weight is not None or any(name != "bias" for name in self.parameters)
+        return self.weight is not None or any(name != self._keys[1] for name in self.parameters)
 
     @property
     def groups(self) -> int:
