@@ -153,9 +153,16 @@ class Stateful(OfModel, Engine):
         self._begin()
 
     def gradients_were_zeroed(self) -> None:
-        """Discard the batch, if a ``GradScaler`` skipped its step after an overflow.
+        """Discard the statistics of the backward passes whose gradients they were.
+
+        With probes these may be of a backward pass that is still to come, unless a ``GradScaler``
+        skipped its step after an overflow.
 
         :meta private:
         """
-        if self._loss_scale.changed():
+        if not self._capture.probing:
+            if self._statistics.seen()[0]:
+                self._statistics.forget()
+            self._loss_scale.begin()
+        elif self._loss_scale.changed():
             self.reset_batch()

@@ -490,11 +490,11 @@ class Statistics:
         """Begin a new window, in which the blocks ``due`` take statistics."""
         self._sampler.begin(step)
         if self.due or due:  # after a window without statistics there is nothing to discard
-            self._forget()
+            self.forget()
         self._expect(due)
         self._share = 1.0
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Discard the backward passes so far."""
         for stack in self._placed.stacks:
             stack.begin_window()
