@@ -153,10 +153,7 @@ class Stateful(OfModel, Engine):
         self._begin()
 
     def gradients_were_zeroed(self) -> None:
-        """Discard the statistics of the backward passes whose gradients they were.
-
-        With probes these may be of a backward pass that is still to come, unless a ``GradScaler``
-        skipped its step after an overflow.
+        """Discard the statistics of backward passes whose gradients are gone.
 
         :meta private:
         """
@@ -164,5 +161,5 @@ class Stateful(OfModel, Engine):
             if self._statistics.seen()[0]:
                 self._statistics.forget()
             self._loss_scale.begin()
-        elif self._loss_scale.changed():
+        elif self._loss_scale.changed():  # else a probe's own backward pass may be still to come
             self.reset_batch()

@@ -259,7 +259,17 @@ class Statistics:
         probe: Probe | None,
     ) -> None:
         """Add the moments of a call to the block's sums."""
-        helper = seen.helper
+        helper, data = seen.helper, seen.data
+        both = [f for f in factors if f.reads == "both"] if data and data[1] == "row" else []
+        if data and both:
+            # The gradient of a sample is a sum over its positions: padding adds zeros to it.
+            counts = seen.rows.new_zeros(seen.rows[0, :, :, :1].shape)
+            counts.view(-1)[data[0]] = 1
+            whole = replace(seen, rows=seen.rows * counts, data=None)
+            self._sum(block, both, whole, scale=scale, probe=probe)
+            factors = [f for f in factors if f.reads != "both"]
+        if not factors:
+            return
         again = probe is not None and not probe.first
         weight = 1.0 if probe is None else probe.weight
         # Moments of inputs alone are added with the first probe only.
