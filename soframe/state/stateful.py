@@ -157,9 +157,7 @@ class Stateful(OfModel, Engine):
 
         :meta private:
         """
-        if not self._capture.probing:
-            if self._statistics.seen()[0]:
-                self._statistics.forget()
+        # A probe comes before its backward pass: the gradients may be those of before.
+        if not self._capture.probing and self._statistics.seen()[0]:
+            self._statistics.forget()
             self._loss_scale.begin()
-        elif self._loss_scale.changed():  # else a probe's own backward pass may be still to come
-            self.reset_batch()

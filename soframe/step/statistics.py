@@ -235,8 +235,8 @@ class Statistics:
             each = each and [reached * users for reached in each]
             block.record.counts.add(number, samples, left, each)
         if number not in self._loss_scales:
-            # Once per backward pass: reading the scale may make the host wait.
-            self._loss_scales[number] = self._grad_scale()
+            # Once per backward pass: reading the scale may make the host wait. Probes have none.
+            self._loss_scales[number] = self._grad_scale() if probe is None else 1.0
         factors = self._gathered(block)
         if factors and data_left[1] > 0:
             loss_scale = self._loss_scales[number]
