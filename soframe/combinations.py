@@ -115,17 +115,16 @@ BLOCKS: tuple[tuple[Callable[[Placed], object], str], ...] = (
 """A message contains the result of its predicate as ``{found}``."""
 
 
-def check_blocks(blocks: Sequence[Block], placement: Placement, *, solve_every: Interval) -> None:
-    """Raise the ValueError of the first row of `BLOCKS` that applies to a block."""
+def refused(blocks: Sequence[Block], placement: Placement, *, solve_every: Interval) -> str | None:
+    """Return the message of the first row of `BLOCKS` that applies to a block, or None."""
     every = 0 if callable(solve_every) else int(solve_every)
     for first, *_ in placement.kinds:
         block, place = blocks[first], placement.blocks[first]
         of = Placed(block, place, placement.strategy, every)
         for find, message in BLOCKS:
             if found := find(of):
-                raise ValueError(
-                    message.format(block=block, strategy=placement.strategy, found=found)
-                )
+                return message.format(block=block, strategy=placement.strategy, found=found)
+    return None
 
 
 # -- settings that no block reads --------------------------------------------------------------

@@ -413,7 +413,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.
 
-        This includes parameters that were frozen since their backward pass.
+        This includes parameters that were frozen since their backward pass. Statistics of backward
+        passes since the last step are discarded with them.
 
         Args:
             set_to_none: Whether gradients are None afterwards, rather than zero.

@@ -732,6 +732,24 @@ def backward(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward()
 
 
+@pytest.mark.parametrize("method", ["diagonal", "tnt", "ekfac"])
+def test_the_positions_of_a_sample_stay_together(method: str) -> None:
+    """Padding has no gradient: the gradients of samples are the same with and without a mask."""
+    keep = torch.ones_like(KEEP) if method == "ekfac" else KEEP  # its bases are of all data
+    found = []
+    for mask in (keep, None):
+        model, x = fill(deep()), randn(3, 4, 3)
+        with closing(preconditioner(model, method=method, solve_every=2)) as own:
+            for _ in range(2):
+                own.count(len(x), rows=mask)
+                model.zero_grad()
+                (model(x)[keep].square().sum() / len(x)).backward()
+                own.step()
+            found.append([f for block in own.blocks for f in block.running.values()])
+    for one, other in zip(*found, strict=True):
+        compare(one, other, "factor")
+
+
 def test_what_is_said_is_used_up_by_a_backward_pass() -> None:
     model, x = fill(chain()), randn(4, 3)
     with closing(preconditioner(model)) as own:

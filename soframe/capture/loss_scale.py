@@ -90,24 +90,15 @@ class LossScale:
         self._of_window = scale
         return scale
 
-    def changed(self) -> bool:
-        """Return whether a ``GradScaler`` has changed its scale since a pass of this window.
-
-        After an overflow it skips the optimizer's step, so that gradients are zeroed without one.
-        """
-        if self._known is None or self._of_window is None or self._known._scale is None:
-            return False
-        tensor = self._known._scale
-        if self._read is not None and self._read[0] == (id(tensor), tensor._version):
-            return False
-        return float(self._known.get_scale()) != self._of_window  # makes the host wait
-
-    def check(self, optimizer: torch.optim.Optimizer | None, *, half: bool = False) -> None:
+    def check(
+        self, optimizer: torch.optim.Optimizer | None, *, half: bool = False, probed: bool = False
+    ) -> None:
         """Check before a step that gradients are no longer scaled.
 
         Args:
             optimizer: The optimizer of these gradients, where it is known.
             half: Whether layers with float32 parameters had float16 gradients.
+            probed: Whether statistics are of probes, which are not scaled, and do not call `now`.
 
         Raises:
             RuntimeError: If the scaler has not unscaled them since the last step; or if gradients
@@ -123,6 +114,9 @@ class LossScale:
                 "GradScaler scales the loss, the statistics carry the square of its scale. Pass "
                 "grad_scaler=scaler, or grad_scaler=lambda: 1.0 for a loss that is not scaled"
             )
+        if probed and self._known is None and callable(self._scaler):
+            told = self._scaler()
+            self._known = told if isinstance(told, torch.amp.GradScaler) else None
         if self._known is not None and self._known.is_enabled():
             _require_unscaled(self._known, optimizer)
 

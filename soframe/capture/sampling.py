@@ -88,7 +88,7 @@ class Sampler:
         wanted = self._wanted(total, size)
         if unit is None or (wanted >= total and data is None):
             return inputs, rows, 1.0
-        key = (number, total, rows.device, data is None, unit)
+        key = (number, total, wanted, rows.device, data is None, unit)
         if key not in self._indices:
             self._indices[key] = self._index(number, total, wanted, rows.device, data)
         index = self._indices[key]

@@ -120,11 +120,6 @@ class AttentionHelper(LayerHelper):
         return self._groups
 
     @property
-    def multiplies(self) -> bool:
-        """False for the block of the common bias."""
-        return self.weight is not None
-
-    @property
     def shape(self) -> BlockShape:
         columns = self._into if self.weight is not None else 0
         return BlockShape(self._groups, self._out, columns + (self.bias is not None))

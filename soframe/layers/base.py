@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from soframe.kernels import devices
-from soframe.kernels.gram import add_bias, add_moment, empty, with_ones
+from soframe.kernels.gram import add_bias, add_moment, add_squares, empty, with_ones
 from soframe.kernels.samples import sample_moments, squared_gradients
 from soframe.layers.layout import BlockShape, WeightAndBias
 from soframe.specs import FactorSpec
@@ -88,12 +88,15 @@ class LayerHelper(WeightAndBias, ABC):
 
     unit: ClassVar[Unit | None] = None
     widens: ClassVar[bool] = False
+    _rowless: ClassVar[frozenset[str]] = frozenset({"input_key"})  # methods without `input_rows`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # A key of the base class does not know the settings that other rows depend on.
-        if "input_key" not in vars(cls) and _OF_INPUTS & vars(cls).keys():
-            cls.input_key = LayerHelper.input_key  # type: ignore[method-assign]
+        own = vars(cls).keys()
+        # What a base class computes without its rows is not true of others.
+        if "_rowless" not in own and _OF_INPUTS & own:
+            for name in cls._rowless - own:
+                setattr(cls, name, getattr(LayerHelper, name))
 
     # -- required ---------------------------------------------------------------------------
 
@@ -385,7 +388,8 @@ class LayerHelper(WeightAndBias, ABC):
             ``[groups, out, out]`` and ``[groups, in, in]``; the second is its diagonal
             ``[groups, in]`` if `factor` makes factors of the input side diagonal.
         """
-        return sample_moments(self.block_rows(inputs, output_rows), output_rows)
+        diagonal = (False, self.counts_inputs)
+        return sample_moments(self.block_rows(inputs, output_rows), output_rows, diagonal)
 
     def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         """Return the sum of the input rows of the block over batch and positions.
@@ -405,7 +409,8 @@ class LayerHelper(WeightAndBias, ABC):
         Returns:
             A key. The moment of an input tensor is computed once for all layers with equal keys
             (`soframe.layers.sharing`). None, the default, disables this; it is None again in a
-            subclass that overrides `input_rows`, `block_rows` or `input_moment` alone.
+            subclass that overrides `input_rows`, `block_rows` or `input_moment` alone, whose other
+            moments are computed from rows.
         """
         return None
 
@@ -428,11 +433,14 @@ class LayerHelper(WeightAndBias, ABC):
 
         Returns:
             ``[groups, in, in]`` in the dtype of ``output_rows``, or in float32 if that is half
-            precision. Only the lower triangle is defined.
+            precision. Only the lower triangle is defined. ``[groups, in]``, the diagonal, if
+            `factor` makes it one.
         """
-        beta = 1.0
+        beta, like = 1.0, widened(output_rows)
+        if self.counts_inputs:
+            return add_squares(total, self.block_rows(inputs, output_rows), scale, like.dtype)
         if total is None:
-            total, beta = empty(self.groups, self.shape.in_features, widened(output_rows)), 0.0
+            total, beta = empty(self.groups, self.shape.in_features, like), 0.0
         groups, batch, shared, _ = output_rows.shape
         if not self.multiplies:
             add_bias(total, total.new_zeros(groups, 0), batch * shared, scale, beta)
@@ -467,6 +475,8 @@ class LayerHelper(WeightAndBias, ABC):
         """
         rows = self.mean_rows(inputs, output_rows)
         beta = 1.0
+        if self.counts_inputs:
+            return add_squares(total, rows, scale)
         if total is None:
             total, beta = empty(len(rows), rows.shape[3], rows), 0.0
         add_moment(total, rows, scale, beta)

@@ -57,6 +57,7 @@ class Conv2dHelper(LayerHelper):
     path: ClassVar[Path | None] = None
     unit: ClassVar[Unit | None] = "sample"
     widens: ClassVar[bool] = True  # true of all paths that accelerators use
+    _rowless = frozenset({"input_key", "input_moment", "input_sum", "_weight_means"})
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
@@ -176,7 +177,7 @@ class Conv3dHelper(Conv2dHelper):
     """``nn.Conv3d``: one image for each output position of the last axis."""
 
     dimensions: ClassVar[int] = 3
-    input_key = Conv2dHelper.input_key
+    _rowless = Conv2dHelper._rowless
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         rows = super().input_rows(*inputs)  # [groups, batch * last, the others, features]
@@ -204,7 +205,7 @@ class _Transposed(Conv2dHelper):
 
     module: nn.modules.conv._ConvTransposeNd
     transposed: ClassVar[bool] = True
-    input_key = Conv2dHelper.input_key
+    _rowless = Conv2dHelper._rowless
 
     @property
     def shape(self) -> BlockShape:

@@ -39,6 +39,10 @@ class EmbeddingHelper(LayerHelper):
 
     module: nn.Embedding
     unit: ClassVar[Unit | None] = "row"
+    _rowless = frozenset(
+        {"input_key", "input_moment", "input_sum", "mean_moment"}
+        | {"squared_gradients", "sample_moments"}
+    )
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
@@ -190,6 +194,7 @@ class EmbeddingBagHelper(EmbeddingHelper):
 
     module: nn.EmbeddingBag  # type: ignore[assignment]  # has the same attributes
     unit: ClassVar[Unit | None] = "sample"
+    _rowless = EmbeddingHelper._rowless
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:

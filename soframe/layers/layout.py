@@ -73,7 +73,7 @@ class WeightAndBias:
     @property
     def multiplies(self) -> bool:
         """Whether a parameter of the block multiplies the inputs; False for a bias only."""
-        return self.weight is not None or any(name != "bias" for name in self.parameters)
+        return self.weight is not None or any(name != self._keys[1] for name in self.parameters)
 
     @property
     def groups(self) -> int:
@@ -187,7 +187,7 @@ class PlainLayout:
         shape = self._parameter.shape
         if self._parameter.is_complex():
             pairs = matrix.to(self._parameter.dtype.to_real()).reshape(*shape, 2)
-            return {self._name: torch.view_as_complex(pairs)}
+            return {self._name: torch.complex(*pairs.unbind(-1))}
         return {self._name: matrix.reshape(shape)}
 
 

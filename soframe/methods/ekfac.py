@@ -21,7 +21,7 @@ from torch import Tensor
 
 from soframe.kernels.samples import squared_gradients
 from soframe.layers.layout import BlockShape
-from soframe.methods.base import Addend, Call, Direction, Given, Method
+from soframe.methods.base import Addend, Call, Direction, Given
 from soframe.methods.kfac import KFAC
 from soframe.registry import register
 from soframe.solvers.base import Solver
@@ -98,9 +98,6 @@ class EKFAC(KFAC):
         # Zero curvature and zero damping: the pseudo-inverse gives no step.
         rotated = (rotated / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)
         return Direction(turned(rotated, left, right, back=True))
-
-    def forward_only(self) -> Method:
-        return Method.forward_only(self)
 
 
 def _damping(given: Given) -> Tensor | float:

@@ -56,11 +56,12 @@ class KFAC(Method):
     ) -> Tensor:
         return solver.apply(gradient, left=data["G"], right=data["A"], damping=damping)
 
+    # Not of a subclass, which defines another curvature.
+
     def forward_only(self) -> Method:
-        return FOOF(self.max_size)
+        return FOOF(self.max_size) if type(self) is KFAC else super().forward_only()
 
     def tied(self) -> Method | None:
-        # Not of a subclass, which defines another curvature.
         return TiedKFAC(self.max_size) if type(self) is KFAC else None
 
 
@@ -131,6 +132,3 @@ class KFACReduce(KFAC):
         if call.inputs is not None:
             moments["A"] = call.mean_input_moment
         return moments
-
-    def forward_only(self) -> Method:
-        return Method.forward_only(self)

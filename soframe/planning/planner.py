@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from soframe import combinations
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
 from soframe.planning.memory import transients
@@ -252,13 +253,22 @@ def plan(
         amp: Whether the passes run in bfloat16.
 
     Returns:
-        The plan, its rows sorted by time.
+        The plan, its rows sorted by time, without options that the task's blocks do not take.
+
+    Raises:
+        ValueError: If they take none.
     """
     costs = Costs(task, hardware, amp=amp)
-    rows = [
-        _row(costs, task, option, ranks)
-        for option in (usual(costs.work, ranks) if options is None else options)
-    ]
+    rows, refused = list[Row](), list[str]()
+    for option in usual(costs.work, ranks) if options is None else options:
+        placement = complete(option.strategy.place(costs.work, ranks))
+        why = combinations.refused(task.blocks, placement, solve_every=option.solve_every)
+        if why is None:
+            rows.append(_row(costs, task, option, placement))
+        else:
+            refused.append(why)
+    if not rows:
+        raise ValueError(refused[0])
     weights = sum(p.numel() * p.element_size() for p in task.parameters)
     fixed = {"weights": weights, "gradients": weights, "activations": task.activations}
     rows.sort(key=lambda row: (row.timing.mean, row.memory["total"], row.option.call()))
@@ -314,9 +324,9 @@ def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option
     return list(dict.fromkeys(found))
 
 
-def _row(costs: Costs, task: Task, option: Option, ranks: int) -> Row:
-    placement = complete(option.strategy.place(costs.work, ranks))
+def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
     placement.validate()
+    ranks = placement.world_size
     found = parts(placement)
     priced = {part: costs.arithmetic(placement, part) for part in found}
     covered = {id(p) for block in task.blocks for p in block.parameters.values()}

@@ -200,7 +200,8 @@ def build(
         """Place the blocks; raise ValueError if the placement does not go with the settings."""
         placement = place(strategy, registration.blocks, backend.world_size)
         every = refresh.solve_every.value
-        combinations.check_blocks(registration.blocks, placement, solve_every=every)
+        if why := combinations.refused(registration.blocks, placement, solve_every=every):
+            raise ValueError(why)
         sharding.require_together(model, registration.blocks, placement, draws=choices.draws)
         return placement
 

@@ -153,9 +153,11 @@ class Stateful(OfModel, Engine):
         self._begin()
 
     def gradients_were_zeroed(self) -> None:
-        """Discard the batch, if a ``GradScaler`` skipped its step after an overflow.
+        """Discard the statistics of backward passes whose gradients are gone.
 
         :meta private:
         """
-        if self._loss_scale.changed():
-            self.reset_batch()
+        # A probe comes before its backward pass: the gradients may be those of before.
+        if not self._capture.probing and self._statistics.seen()[0]:
+            self._statistics.forget()
+            self._loss_scale.begin()

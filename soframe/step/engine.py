@@ -282,7 +282,8 @@ class Engine:
         try:
             if self._placed.errors:
                 raise self._placed.errors[0]
-            self._loss_scale.check(self._optimizer, half=self._capture.half)
+            seen = self._capture
+            self._loss_scale.check(self._optimizer, half=seen.half, probed=seen.probing)
             self._statistics.require_counted()
             self._effect.check(self._statistics.due)
             self._raw.check()

@@ -235,8 +235,8 @@ class Statistics:
             each = each and [reached * users for reached in each]
             block.record.counts.add(number, samples, left, each)
         if number not in self._loss_scales:
-            # Once per backward pass: reading the scale may make the host wait.
-            self._loss_scales[number] = self._grad_scale()
+            # Once per backward pass: reading the scale may make the host wait. Probes have none.
+            self._loss_scales[number] = self._grad_scale() if probe is None else 1.0
         factors = self._gathered(block)
         if factors and data_left[1] > 0:
             loss_scale = self._loss_scales[number]
@@ -259,7 +259,17 @@ class Statistics:
         probe: Probe | None,
     ) -> None:
         """Add the moments of a call to the block's sums."""
-        helper = seen.helper
+        helper, data = seen.helper, seen.data
+        both = [f for f in factors if f.reads == "both"] if data and data[1] == "row" else []
+        if data and both:
+            # The gradient of a sample is a sum over its positions: padding adds zeros to it.
+            counts = seen.rows.new_zeros(seen.rows[0, :, :, :1].shape)
+            counts.view(-1)[data[0]] = 1
+            whole = replace(seen, rows=seen.rows * counts, data=None)
+            self._sum(block, both, whole, scale=scale, probe=probe)
+            factors = [f for f in factors if f.reads != "both"]
+        if not factors:
+            return
         again = probe is not None and not probe.first
         weight = 1.0 if probe is None else probe.weight
         # Moments of inputs alone are added with the first probe only.
@@ -490,11 +500,11 @@ class Statistics:
         """Begin a new window, in which the blocks ``due`` take statistics."""
         self._sampler.begin(step)
         if self.due or due:  # after a window without statistics there is nothing to discard
-            self._forget()
+            self.forget()
         self._expect(due)
         self._share = 1.0
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Discard the backward passes so far."""
         for stack in self._placed.stacks:
             stack.begin_window()

@@ -55,6 +55,25 @@ def test_a_batch_that_is_given_up_leaves_nothing() -> None:
         assert torch.equal(plain, other)
 
 
+def test_a_generator_s_loss_leaves_nothing_in_its_discriminator() -> None:
+    """Its gradients there are zeroed before the discriminator's own batch, or are never made."""
+    found = []
+    for frozen in (False, True):
+        model, generator = network(), nn.Linear(3, 3).double()
+        own = soframe.Optimizer(model, "kfac", lr=0.1, kl_clip=None, statistics_every=1)
+        for step in range(2):
+            own.zero_grad()
+            backward(model, seed=step)
+            own.step()
+            model.requires_grad_(not frozen)
+            backward(nn.Sequential(generator, model), seed=step)
+            model.requires_grad_(True)
+        found.append([*factors(own.preconditioner), *model.parameters()])
+        own.close()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_an_exchanged_module_is_registered_anew() -> None:
     model = network()
     preconditioner = soframe.Preconditioner(model, kl_clip=None, statistics_every=10)

@@ -114,6 +114,34 @@ def test_a_scaler_that_has_scaled_nothing() -> None:
         own.step()
 
 
+@pytest.mark.parametrize("scaling", ["fisher", "kaisa"])
+@pytest.mark.parametrize("later", [False, True])
+def test_probes_are_not_scaled(later: bool, scaling: str) -> None:
+    """They come before the loss, and before a scaler makes its scale."""
+    found = []
+    for scaled in (True, False):
+        model, optimizer = build()
+        scaler = scaler_of(enabled=scaled)
+        options: Any = {"grad_scaler": (lambda: scaler) if later else scaler, "scaling": scaling}  # noqa: B023
+        own = precondition(model, fisher="type-2", loss="squared-error", **options)
+        for step in range(2):
+            optimizer.zero_grad()
+            output = model(vectors(step))
+            own.observe(output)
+            scaler.scale(softplus(output)).backward()
+            if scaled and step:
+                with pytest.raises(RuntimeError, match="the gradients are still scaled"):
+                    own.step()
+                own.observe(model(vectors(step)))
+            scaler.unscale_(optimizer)
+            own.step()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(snapshot(model, own))
+        own.close()
+    assert_close(*found)
+
+
 def test_a_scale_that_changes_within_a_window_is_refused() -> None:
     model, optimizer = build()
     scaler = scaler_of(growth_interval=1)

@@ -1,14 +1,16 @@
 """Rows of a linear layer: the gradient from rows is autograd's, whatever the leading dimensions."""
 
+from collections.abc import Collection
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from soframe.kernels import devices
-from soframe.layers import LinearHelper, base
-from soframe.testing import compare
+from soframe.layers import LayerHelper, LinearHelper, base
+from soframe.testing import check_layer_helper, compare
 from tests.curvature import fill, randn
 from tests.examples import examples
 
@@ -84,6 +86,41 @@ def test_keyword_arguments_come_in_the_order_of_forward() -> None:
     helper = LinearHelper(fill(nn.Linear(2, 3)))
     x = randn(4, 2)
     assert helper.inputs((), {"input": x})[0] is x
+
+
+class Renamed(nn.Module):
+    """A linear layer whose weight and bias have other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.offset = nn.Parameter(randn(2, 3)), nn.Parameter(randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.kernel, self.offset)
+
+
+class RenamedHelper(LinearHelper):
+    def __init__(self, module: nn.Module, weight: bool, bias: bool) -> None:
+        super().__init__(module, weight=weight, bias=bias, keys=("kernel", "offset"))
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        return None
+
+    @classmethod
+    def names(cls, module: nn.Module) -> tuple[str, ...]:
+        return "kernel", "offset"
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
+    ) -> list[LayerHelper]:
+        weight, bias = "kernel" in trained, joint and "offset" in trained
+        return [cls(module, weight, bias)] if weight or bias else []
+
+
+def test_parameters_of_other_names_may_be_frozen() -> None:
+    check_layer_helper(Renamed(), randn(6, 3), helper=RenamedHelper)
 
 
 def test_rows_that_do_not_belong_together_name_both() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import soframe
-from soframe.layers import LinearHelper
+from soframe.layers import Conv1dHelper, EmbeddingHelper, LayerHelper, LinearHelper
 from soframe.registry import KINDS
-from soframe.testing import compare, dense_fisher
+from soframe.specs import FactorSpec
+from soframe.testing import check_layer_helper, compare, dense_fisher
 from tests.distributed.harness import run_ranks
 
 
@@ -133,6 +135,50 @@ def test_the_line_of_the_report_registers_it(
 
 def test_a_helper_chosen_for_the_module_serves_it() -> None:
     assert stepped(Cast(), rows(), layers={"^0$": LinearHelper}).blocks[0].mass > 0
+
+
+class Causal(nn.Conv1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (2, 0)))
+
+
+class CausalHelper(Conv1dHelper):
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        return super().input_rows(F.pad(inputs[0], (2, 0)))
+
+
+class Table(nn.Embedding):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class TableHelper(EmbeddingHelper):
+    def input_rows(self, *inputs: Tensor) -> Tensor:
+        return 3 * super().input_rows(*inputs)
+
+
+class Diagonal(LinearHelper):
+    """Its A is a diagonal."""
+
+    def factor(self, spec: FactorSpec) -> FactorSpec:
+        return replace(spec, kind="diagonal") if spec.side == "right" else spec
+
+
+@pytest.mark.parametrize(
+    ("layer", "helper", "x"),
+    [
+        (Causal(2, 3, 3), CausalHelper, torch.rand(4, 2, 5)),
+        (Table(4, 3), TableHelper, torch.arange(6).view(3, 2) % 4),
+        (nn.Linear(3, 2), Diagonal, torch.rand(4, 3)),
+    ],
+    ids=["conv", "embedding", "diagonal"],
+)
+def test_moments_are_of_the_rows_that_a_subclass_defines(
+    layer: nn.Module, helper: type[LayerHelper], x: Tensor
+) -> None:
+    check_layer_helper(layer, x, helper=helper)
+    for method in ("kfac", "kfac-reduce"):
+        assert stepped(layer, x, method=method, layers={"^0$": helper}).blocks[0].mass > 0
 
 
 def test_other_methods_and_other_helpers_are_not_concerned() -> None:

@@ -247,13 +247,14 @@ class Spectral(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.gain = nn.Parameter(torch.randn((), dtype=torch.float64))
         self.modes = nn.Parameter(torch.randn(3, 5, dtype=torch.complex128))
         self.shift = nn.Parameter(torch.randn((), dtype=torch.complex128))
         self.lift = nn.Linear(4, 8).double()
 
     def forward(self, x: Tensor) -> Tensor:
         found = torch.fft.rfft(self.lift(x)).unsqueeze(-2) * self.modes + self.shift
-        return torch.fft.irfft(found, 8)
+        return self.gain * torch.fft.irfft(found, 8)
 
 
 @pytest.mark.parametrize("method", ["adamw", "sgd", "muon", "kfac"])
@@ -268,7 +269,7 @@ def test_complex_weights_move_as_torchs(method: str) -> None:
     assert {row.parameter for row in ours.report() if row.block is None} == set()
     for model in (own, theirs):
         model.lift.requires_grad_(False)
-    weights = [theirs.modes, theirs.shift]
+    weights = [theirs.gain, theirs.modes, theirs.shift]
     if plain:
         reference: torch.optim.Optimizer = torch.optim.SGD(weights, 0.02, 0.9)
         for group in ours.param_groups:
@@ -283,6 +284,7 @@ def test_complex_weights_move_as_torchs(method: str) -> None:
             optimizer.step()
         torch.testing.assert_close(own.modes, theirs.modes, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(own.shift, theirs.shift, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(own.gain, theirs.gain, rtol=1e-10, atol=1e-12)
     again = Spectral()
     again.load_state_dict(own.state_dict())
     again.lift.requires_grad_(False)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import soframe
-from soframe.methods import FOOF, KFAC, Method
+from soframe.methods import EKFAC, FOOF, KFAC, KFACReduce
 from soframe.solvers import Eigen, Inverse, Solver
 from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
 from tests.curvature import (
@@ -220,10 +220,12 @@ def test_the_method_by_its_own_name_for_some_layers() -> None:
 
 def test_a_method_without_such_a_form_is_refused() -> None:
     class Other(KFAC):
-        forward_only = Method.forward_only
+        def precondition(self, gradient: Tensor, *others: Any, **named: Any) -> Tensor:
+            return 2 * super().precondition(gradient, *others, **named)
 
-    with pytest.raises(ValueError, match=r"Other\(\) has no form for fisher='forward-only'"):
-        preconditioner(fill(Net()), method=Other, fisher="forward-only")
+    for method in (Other, EKFAC, KFACReduce):
+        with pytest.raises(ValueError, match=r"\(\) has no form for fisher='forward-only'"):
+            preconditioner(fill(Net()), method=method, fisher="forward-only")
 
 
 def test_the_trust_region_takes_it() -> None:

@@ -74,6 +74,19 @@ def test_a_number_of_rows_is_at_least_that_many() -> None:
     compare(factors(own, "Conv2d")[0], factors(plain, "Conv2d")[0], "A", rtol=1e-12)
 
 
+def test_layers_take_as_many_images_as_their_own_positions_need() -> None:
+    """Of 16 rows a layer with 16 positions has one image, and one with 4 positions has four."""
+
+    def images() -> nn.Module:
+        return fill(nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 2, stride=2)))
+
+    x = randn(6, 2, 4, 4)
+    own = run(images(), [x], rows=16)
+    for name, wanted in (("0", 1), ("1", 4)):
+        plain = run(images(), [x[chosen(0, 0, 0, 6, wanted)]])
+        compare(factors(own, name)[0], factors(plain, name)[0], f"A of {name}", rtol=1e-12)
+
+
 def test_everything_is_the_default_bit_by_bit() -> None:
     weights = [
         Run(Case({"solver": "inverse", **options}, steps=2)).train().weights()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import soframe
 from soframe.comm import Recording
@@ -18,6 +19,7 @@ from soframe.planning.planner import Option, Plan, Row, Vary, plan, usual, varie
 from soframe.planning.pricing import Pricing
 from soframe.planning.schedule import Timing
 from soframe.planning.task import Task
+from soframe.solvers import Eigen
 from soframe.strategies import CommOpt, HybridOpt, MemOpt, OwnerLocal, Sharded
 from soframe.strategies.placement import complete
 from tests.examples import examples
@@ -198,17 +200,41 @@ def test_phases_and_waits_add_up_to_the_mean(hardware: Any) -> None:
         assert min(timing.exposed.values(), default=0) > -1e-9
 
 
-def test_the_line_to_paste_is_python_that_a_preconditioner_takes() -> None:
-    made: Plan = plan(task_of(6, 5, 4), ranks=8, hardware=CPU)
+def padded() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(6, 4, padding_idx=0), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "deferred"),
+    [
+        (lambda: dense(6, 5, 4), {}, {False, True}),
+        (padded, {"layers": "all"}, {False}),
+        (lambda: dense(6, 5, 4), {"solver": Eigen(follows=True)}, set()),
+    ],
+    ids=["all", "groups of rows", "followed"],
+)
+def test_the_line_to_paste_is_python_that_a_preconditioner_takes(
+    make: Any, settings: dict[str, Any], deferred: set[bool]
+) -> None:
+    made: Plan = plan(Task.of(make(), **settings), ranks=8, hardware=CPU)
+    shards = [row.option.strategy for row in made.rows if isinstance(row.option.strategy, Sharded)]
+    assert {one.deferred for one in shards} == deferred
     for row in made.rows:
         said = eval(f"dict({row.option.call()})", {"soframe": soframe})
         own = said.pop("distribution", soframe.Distribution())
         assert own.gradients == ("local" if row.option.local else "averaged")
         on_paper = soframe.Distribution(backend=Recording(world_size=8))
-        built = soframe.Preconditioner(dense(6, 5, 4), distribution=on_paper, kl_clip=None, **said)
+        said |= {"distribution": on_paper, "kl_clip": None, **settings}
+        built = soframe.Preconditioner(make(), **said)
         built.close()
         placement = complete(row.option.strategy.place(built.placement.work, 8))
         assert placement.digest == built.placement.digest
+
+
+def test_settings_that_no_strategy_takes_are_refused_as_by_a_preconditioner() -> None:
+    task = Task.of(dense(6, 5, 4), method="ekfac")
+    with pytest.raises(ValueError, match="solve_every=1 never uses the factor S"):
+        plan(task, ranks=2, hardware=CPU, options=[Option(CommOpt(), solve_every=1)])
 
 
 def test_a_plan_prints_and_is_json() -> None:
