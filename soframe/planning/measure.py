@@ -73,7 +73,6 @@ class Series:
         batch: The matrices of a call.
         precision: Of float32 products on NVIDIA's GPUs.
         groups: Of a collective: the groups that run it at the same time.
-        cold: Whether operands are to come from memory.
     """
 
     key: str
@@ -83,7 +82,10 @@ class Series:
     batch: int = 1
     precision: Precision = "full"
     groups: Sequence[Group] = ()
-    cold: bool = False
+
+    def cold(self, device: torch.device) -> bool:
+        """Return whether operands are to come from memory: those of operators on a CPU."""
+        return device.type == "cpu" and ":" in self.key
 
 
 def measure(
@@ -189,9 +191,8 @@ def products(
         weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
         return lambda: torch.nn.functional.conv2d(inputs, weight, padding=1)
 
-    cold = device.type == "cpu"
     found = [
-        Series(f"{operator}:{name}", sizes, partial(make, getattr(torch, name)), power, cold=cold)
+        Series(f"{operator}:{name}", sizes, partial(make, getattr(torch, name)), power)
         for operator, sizes, make, power in (
             ("product", sides, product, 2.5),
             ("convolution", CHANNELS, convolution, 2.0),
@@ -232,8 +233,7 @@ def factorisations(
                 # The smallest side in any case, and others up to a quarter of a gigabyte.
                 fit = [side for side in sides if side == sides[0] or batch * side**2 <= 2**26]
                 call = partial(make, operator, getattr(torch, name), batch)
-                cold = device.type == "cpu"
-                found.append(Series(f"{operator}:{name}", fit, call, 2.5, batch, cold=cold))
+                found.append(Series(f"{operator}:{name}", fit, call, 2.5, batch))
     return found
 
 
@@ -314,7 +314,7 @@ def seconds(
     """
     # All ranks decide by the clock of rank 0, so that they enter the same collectives.
     points: list[_Point] = []
-    other = torch.ones(CACHES // 4 if device.type == "cpu" else 0)
+    other = torch.ones(CACHES // 4 if device.type == "cpu" else 0, device="cpu")
     for index, one in enumerate(series):
         share = left = budget / (len(series) - index)
         least: dict[int, float] = {}  # seconds of the fewest samples, by size
@@ -332,7 +332,7 @@ def seconds(
             _meet(backend, device)
             waited = time.perf_counter() - start - once
             made, once, waited = _of_rank_zero(backend, [made, once, waited])
-            repeats = 1 if one.groups or one.cold else min(20, max(1, int(TICK / once)))
+            repeats = 1 if one.groups or one.cold(device) else min(20, max(1, int(TICK / once)))
             each = waited + repeats * once
             samples = int(share / 2 / len(one.sizes) / rounds / each)
             points.append(_Point(one, size, repeats, min(MOST, max(1, samples))))
@@ -364,7 +364,7 @@ def _sample(
     if series.groups:
         _meet(backend, device)
     if device.type != "cuda":
-        if series.cold:
+        if series.cold(device):
             other.sum()
         # Where ranks share processors, those of the others count in `Hardware.slots`.
         clock = time.perf_counter if series.groups else time.thread_time
