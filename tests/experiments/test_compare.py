@@ -94,6 +94,12 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save no figures, which takes longer than the training."""
+    monkeypatch.setattr(compare.display, "save", lambda figure, path: path)
+
+
 def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["compare", *map(str, arguments)])
 
@@ -103,6 +109,7 @@ SHORT = ("--workload", "lines.py", "--optimizers", "sgd,kfac", "--steps", 4, "--
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.usefixtures("undrawn")
 def test_tensors_and_datasets_on_one_and_two_processes_follow_one_trajectory(folder: Path) -> None:
     found = {}
     for name in ("lines", "items"):
@@ -148,6 +155,7 @@ def test_results_are_written_in_every_format(folder: Path, here: list[str]) -> N
     assert first[heads.index("last loss")]["mean"] == pytest.approx(sum(last) / 2)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_goes_on_when_it_has_reached_its_targets(folder: Path, here: list[str]) -> None:
     del here
     (folder / "lines.py").write_text(TENSORS.replace("targets = (0.9,)", "targets = (100.0, 50.0)"))
@@ -157,6 +165,7 @@ def test_a_run_goes_on_when_it_has_reached_its_targets(folder: Path, here: list[
         assert [row["step"] for row in run["rows"]] == [0, 2, 4]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_json_has_true_settings_versions_commit_and_hardware(
     folder: Path, here: list[str]
 ) -> None:
@@ -193,6 +202,7 @@ def test_there_is_no_commit_outside_of_a_repository(
     assert found["commit"] is found["dirty"] is None
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_command_goes_on_until_the_file_changes(folder: Path, here: list[str]) -> None:
     first = invoke(*SHORT, "--seeds", "1", "--json")
     assert here == ["sgd 1", "kfac 1"]
@@ -207,6 +217,7 @@ def test_a_command_goes_on_until_the_file_changes(folder: Path, here: list[str])
     assert here == ["sgd 1", "kfac 1"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_all_optimizers_are_tuned_alike_and_trials_are_kept(
     folder: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +248,7 @@ def test_all_optimizers_are_tuned_alike_and_trials_are_kept(
     assert again["runs"] == content["runs"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_settings_that_are_known_are_marked(folder: Path, here: list[str]) -> None:
     with (folder / "lines.py").open("a") as file:
         file.write('settings = {"sgd": {"lr": 0.5, "momentum": 0.0}}\n')
@@ -291,6 +303,7 @@ def command(*arguments: object) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.usefixtures("undrawn")
 def test_methods_and_strategies_that_a_file_registers_run_on_two_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from tests.experiments.helpers import interrupt, is_alive
 from tests.experiments.recipes import small
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY = ["--points", "64", "--width", "8", "--batch-size", "16", "--device", "cpu"]
+TINY = ["--points", "256", "--width", "8", "--batch-size", "256", "--device", "cpu"]
 
 
 def last(folder):
@@ -218,7 +218,7 @@ def resumable(folder):
     """Go on from the checkpoint by a step; return what the interrupted run has printed."""
     step = last(folder)["step"]
     settings = pinn.Settings(
-        output=folder, points=64, width=8, batch_size=16, device="cpu", resume=True, **ENDLESS
+        output=folder, points=256, width=8, batch_size=256, device="cpu", resume=True, **ENDLESS
     )
     run = loop.Run(pinn, settings, Place(0, 1, torch.device("cpu")))
     assert run.step == step
@@ -273,7 +273,7 @@ def test_torchrun_trains_as_any_other_ranks_do(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = start(tmp_path / "torchrun", "--steps", "6", "--no-tensorboard", launcher=launcher)
     settings = pinn.Settings(
-        output=tmp_path / "ranks", steps=6, points=64, width=8, batch_size=16, tensorboard=False
+        output=tmp_path / "ranks", steps=6, points=256, width=8, batch_size=256, tensorboard=False
     )
     run_ranks(small.train_pinn, 2, settings)
     out, errors = process.communicate(timeout=120)
@@ -289,8 +289,8 @@ def test_help_shows_the_settings_and_errors_are_one_line(tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--points" in shown
     assert "half waves of the solution along each side" in shown
-    assert main(["pinn", *TINY, "--output", str(tmp_path), "--batch-size", "65"]) == 1
-    assert capsys.readouterr().err == "error: a batch of 65 exceeds the 64 samples\n"
+    assert main(["pinn", *TINY, "--output", str(tmp_path), "--batch-size", "257"]) == 1
+    assert capsys.readouterr().err == "error: a batch of 257 exceeds the 256 samples\n"
 
 
 @pytest.mark.slow
@@ -298,6 +298,7 @@ def test_pinn_solves_the_equation(tmp_path):
     settings = pinn.Settings(
         output=tmp_path, steps=120, waves=1, width=24, points=512, batch_size=128, tensorboard=False
     )
+    settings = replace(settings, evaluate_every=120)
     assert loop.run(pinn, settings).figures["relative_l2"] < 0.05
 
 
