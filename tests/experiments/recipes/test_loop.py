@@ -296,9 +296,9 @@ def test_help_shows_the_settings_and_errors_are_one_line(tmp_path, capsys):
 @pytest.mark.slow
 def test_pinn_solves_the_equation(tmp_path):
     settings = pinn.Settings(
-        output=tmp_path, steps=120, waves=1, width=24, points=512, batch_size=128, tensorboard=False
+        output=tmp_path, steps=80, waves=1, width=24, points=512, batch_size=128, tensorboard=False
     )
-    settings = replace(settings, evaluate_every=120)
+    settings = replace(settings, evaluate_every=80)
     assert loop.run(pinn, settings).figures["relative_l2"] < 0.05
 
 
