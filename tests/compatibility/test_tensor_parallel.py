@@ -67,6 +67,9 @@ CASES: dict[str, Case] = {
     "own sequence": Case(owner="own", method="muon", kind="sequence", options=MEM),
     "own embedding": Case(owner="own", method="adamw", kind="embedding"),
 }
+OFTEN = ("comm kl", "mem norm", "sharded", "sequence", "distributed", "after", "global")
+"""Cases that `make test` runs, besides those that go on below; `make test-all` runs the others."""
+REST = tuple(name for name in CASES if name not in OFTEN)
 FEW = ("mem kl", "sequence", "own sequence")
 """Cases that run on four ranks, too."""
 
@@ -74,8 +77,8 @@ FEW = ("mem kl", "sequence", "own sequence")
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, tuple(CASES)[:12]),
-        pytest.param(2, tuple(CASES)[12:], marks=[pytest.mark.slow, pytest.mark.thorough]),
+        (2, OFTEN),
+        pytest.param(2, REST, marks=[pytest.mark.slow, pytest.mark.thorough]),
         pytest.param(4, FEW, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
@@ -100,8 +103,9 @@ def test_the_cases_are_not_all_one() -> None:
         ("comm kl", "sequence"),
         ("own muon", "own shampoo"),
     ]
+    found = {name: alone(CASES[name]) for name in {name for pair in pairs for name in pair}}
     for one, other in pairs:
-        first, second = alone(CASES[one]), alone(CASES[other])
+        first, second = found[one], found[other]
         assert max(float((first[n] - second[n]).abs().max()) for n in first) > 1e-4, (one, other)
 
 
@@ -114,11 +118,14 @@ def test_a_run_goes_on() -> None:
     early, names = [replace(case, end=3) for case in cases], ("mem kl", "own sequence")
     saved, *_ = run_ranks(save_all, 2, early)
     plain = [train(case).state() for case in early]
-    for states in (saved, plain):
-        rest = [replace(c, begin=3, state=s) for c, s in zip(cases, states, strict=True)]
-        results = run_ranks(train_all, 2, rest)
-        for index, (case, name) in enumerate(zip(cases, names, strict=True)):
-            check([own[index] for own in results], case, name)
+    rest = [
+        replace(case, begin=3, state=state)
+        for states in (saved, plain)
+        for case, state in zip(cases, states, strict=True)
+    ]
+    results = run_ranks(train_all, 2, rest)
+    for index, (case, name) in enumerate([*zip(cases, names, strict=True)] * 2):
+        check([own[index] for own in results], case, name)
     for case, state, name in zip(cases, saved, names, strict=True):
         options = {k: v for k, v in case.options.items() if k != "strategy"}
         run = train(replace(case, begin=3, state=state, options=options))
