@@ -157,9 +157,9 @@ def collectives(rank: int, ranks: int) -> list[list[int]]:
     return found
 
 
-def test_rows_travel_where_they_are_needed() -> None:
+def test_rows_travel_where_they_are_needed(observed: list[Observed]) -> None:
     """One gather for each call of a cut layer, at statistics steps alone."""
-    for plain, some in run_ranks(collectives, 2):
+    for (plain, some), _, _ in observed:
         none = plain[0]
         assert plain == [none] * 4
         assert some == [none + 4, none, none + 4, none]  # v, o, up, down
@@ -170,9 +170,9 @@ def recorded(rank: int, ranks: int) -> tuple[Any, ...]:
     return own.placement, own.traffic(), own.memory_usage()
 
 
-def test_plans_are_what_is_sent_and_held() -> None:
+def test_plans_are_what_is_sent_and_held(observed: list[Observed]) -> None:
     """Of what soframe sends itself; the rows of calls travel by the plan's own collectives."""
-    for rank, (placement, traffic, memory) in enumerate(run_ranks(recorded, 2)):
+    for rank, (_, (placement, traffic, memory), _) in enumerate(observed):
         used = [work.name for work in placement.work]
         assert traffic == planned(placement, rank, 4, (1, 2), used, clips=["kl"])
         assert memory == placement.memory(rank, used=used)
@@ -197,8 +197,21 @@ def seen_by_layers(rank: int, ranks: int) -> list[tuple[type, ...]]:
     return found
 
 
-def test_statistics_are_made_of_plain_tensors() -> None:
-    for found in run_ranks(seen_by_layers, 2):
+Observed = tuple[list[list[int]], tuple[Any, ...], list[tuple[type, ...]]]
+
+
+def all_of_these(rank: int, ranks: int) -> Observed:
+    return collectives(rank, ranks), recorded(rank, ranks), seen_by_layers(rank, ranks)
+
+
+@pytest.fixture(scope="module")
+def observed() -> list[Observed]:
+    """What two ranks send, hold and hand to layers, by rank."""
+    return run_ranks(all_of_these, 2)
+
+
+def test_statistics_are_made_of_plain_tensors(observed: list[Observed]) -> None:
+    for _, _, found in observed:
         assert found
         assert set(found) == {(Tensor,)}
 
