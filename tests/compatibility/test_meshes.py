@@ -117,6 +117,19 @@ def test_two_copies_of_two_parts_of_two_cuts() -> None:
         check([own[index] for own in results], case, name)
 
 
+Observed = tuple[dict[str, Tensor], list[tuple[Any, ...]], dict[tuple[str, int], int]]
+
+
+def all_of_these(rank: int, ranks: int) -> Observed:
+    return a_stage(rank, ranks), recorded(rank, ranks, ["mem kl"], 1), all_parts(rank, ranks)
+
+
+@pytest.fixture(scope="module")
+def observed() -> list[Observed]:
+    """A stage's weights, what a step sends, and where parts are, by rank."""
+    return run_ranks(all_of_these, 4)
+
+
 # -- states ----------------------------------------------------------------------------------------
 
 
@@ -195,11 +208,11 @@ def a_stage(rank: int, ranks: int) -> dict[str, Tensor]:
     return weights(model)
 
 
-def test_a_stage() -> None:
+def test_a_stage(observed: list[Observed]) -> None:
     """A part of all ranks, whose group is that of its mesh."""
     case = tensor_parallel.Case(end=2, options={"kl_clip": 1e-3})
     expected = tensor_parallel.alone(case)
-    for found in run_ranks(a_stage, 4):
+    for found, _, _ in observed:
         for name, weight in found.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=name)
 
@@ -230,9 +243,9 @@ def test_plans_are_what_is_sent_and_held() -> None:
             assert any(shards.copied for work in placement.work for shards in work.shards), name
 
 
-def test_a_worker_is_sent_what_it_lacks_and_each_rank_its_part() -> None:
+def test_a_worker_is_sent_what_it_lacks_and_each_rank_its_part(observed: list[Observed]) -> None:
     """By hand: of what both have cut up a rank has a quarter, of what one has cut up a half."""
-    own = [found for (found,) in run_ranks(recorded, 4, ["mem kl"], 1)]
+    own = [found for _, (found,), _ in observed]
     cut = ("q.weight", "k.weight", "v.weight", "o.weight", "up.weight", "up.bias", "down.weight")
     sizes = {name: p.numel() for name, p in make_net().named_parameters()}
     quarters = sum(size for name, size in sizes.items() if name.endswith(cut))
@@ -299,8 +312,8 @@ def all_parts(rank: int, ranks: int) -> dict[tuple[str, int], int]:
     return {case: where_parts_are(rank, ranks, *case) for case in PARTS}
 
 
-def test_parts_are_torchs() -> None:
-    assert run_ranks(all_parts, 4) == [PARTS] * 4
+def test_parts_are_torchs(observed: list[Observed]) -> None:
+    assert [parts for _, _, parts in observed] == [PARTS] * 4
 
 
 # -- what is seen, and what is refused -------------------------------------------------------------

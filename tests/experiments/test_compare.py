@@ -479,6 +479,7 @@ def test_what_the_functions_return_is_checked(changes, message) -> None:
         of_module(whole()).make(0, torch.float64)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_guide_s_file_and_command_give_the_guide_s_table(
     tmp_path: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
