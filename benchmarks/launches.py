@@ -2,6 +2,7 @@
 
     python -m benchmarks.launches gpt2 kfac
     python -m benchmarks.launches gpt2 muon soap --lines 40
+    python -m benchmarks.launches gpt2 kfac --layers 3
     python -m benchmarks.launches resnet50 kfac --json launches.json
 
 ``gpt2`` is GPT-2 of 124 million parameters with 16 sequences of 1024 tokens, in bfloat16 by
@@ -51,9 +52,9 @@ SCHEDULE: dict[str, Any] = {
 Loss = Callable[[], Tensor]
 
 
-def gpt2_loss() -> tuple[nn.Module, Loss]:
-    """Return GPT-2 and its loss."""
-    sizes = Sizes()
+def gpt2_loss(layers: int | None = None) -> tuple[nn.Module, Loss]:
+    """Return GPT-2, or only so many layers of it, and its loss."""
+    sizes = Sizes() if layers is None else Sizes(layers=layers)
     with FAKE:
         model = counting.moved(GPT(sizes, fused=True))
     tokens = fake((16, sizes.context + 1), torch.long)
@@ -65,8 +66,14 @@ def gpt2_loss() -> tuple[nn.Module, Loss]:
     return model, loss
 
 
-def resnet50_loss() -> tuple[nn.Module, Loss]:
-    """Return ResNet-50 and its loss."""
+def resnet50_loss(layers: int | None = None) -> tuple[nn.Module, Loss]:
+    """Return ResNet-50 and its loss.
+
+    Raises:
+        ValueError: If it is to have another number of layers.
+    """
+    if layers is not None:
+        raise ValueError("ResNet-50 has the layers that it has")
     with FAKE:
         model = counting.moved(resnet())
     images, labels = fake((64, 3, 224, 224)), fake((64,), torch.long)
@@ -118,10 +125,10 @@ def step(parameters: Sequence[Tensor], loss: Loss | None, optimizers: Sequence[A
             optimizer.step()
 
 
-def counted(network: str, method: str) -> dict[str, Any]:
+def counted(network: str, method: str, layers: int | None = None) -> dict[str, Any]:
     """Return the counts of each kind of step, by phase and by line."""
     build, contender = NETWORKS[network]
-    model, loss = build()
+    model, loss = build(layers)
     parameters = list(model.parameters())
     steps: dict[str, Any] = {}
     with counting.Gpu():
@@ -174,13 +181,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("network", choices=NETWORKS)
     parser.add_argument("methods", nargs="+", metavar="method")
+    parser.add_argument("--layers", type=int, help="how many layers GPT-2 has; by default all 12")
     parser.add_argument("--lines", type=int, default=20, help="how many lines of each step")
     parser.add_argument("--json", type=Path, help="write the counts to this file")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     counting.install()
     Phases.__call__ = lambda self, name: phase(name)  # type: ignore[method-assign]
-    results = [counted(given.network, method) for method in given.methods]
+    results = [counted(given.network, method, given.layers) for method in given.methods]
     print("\n\n".join(text(one, given.lines) for one in results))
     if given.json is not None:
         given.json.write_text(json.dumps(results, indent=1) + "\n")

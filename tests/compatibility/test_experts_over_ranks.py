@@ -242,7 +242,28 @@ def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Saved]:
     return [train(rank, ranks, case) for case in cases]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, SHARDED)], ids=["plain", "sharded"])
+OFTEN = ("shampoo", "skipped", "checkpoints", "spoilt", "early", "bf16")
+OFTEN_SHARDED = ("mixed", "early")
+
+
+def split(cases: dict[str, Case], often: tuple[str, ...]) -> list[dict[str, Case]]:
+    """The cases that `make test` runs, and the others."""
+    return [{k: c for k, c in cases.items() if (k in often) == which} for which in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(ranks, some, id=f"{name} {which}", marks=marks)
+        for name, ranks, cases, often in (
+            ("plain", 2, CASES, OFTEN),
+            ("sharded", 4, SHARDED, OFTEN_SHARDED),
+        )
+        for some, which, marks in zip(
+            split(cases, often), ("often", "rest"), ((), pytest.mark.thorough), strict=True
+        )
+    ],
+)
 def test_experts_are_those_of_one_process(ranks: int, cases: dict[str, Case]) -> None:
     results = run_ranks(train_all, ranks, list(cases.values()), timeout=200)
     start = weights(make_net())
@@ -271,10 +292,10 @@ def test_a_run_goes_on() -> None:
     """From a rank's experts to those of more ranks, in shards, and of one process; and back."""
     begun, rest = Case(options=MIXED, end=1), Case(options=MIXED, begin=1)
     expected = train(0, 1, Case(options=MIXED))[0]
-    (saved, *_) = run_ranks(train, 2, begun)
-    into = [(1, rest), (4, replace(rest, sharded=True))]
-    found = [run_ranks(train, ranks, replace(case, saved=saved))[0] for ranks, case in into]
-    found += run_ranks(train, 2, replace(rest, saved=train(0, 1, begun)))[:1]
+    back = replace(rest, saved=train(0, 1, begun))
+    ((saved, *found), *_) = run_ranks(train_all, 2, [begun, back])
+    found.append(train(0, 1, replace(rest, saved=saved)))
+    found += run_ranks(train, 4, replace(rest, sharded=True, saved=saved))[:1]
     for resumed, _ in found:
         for which, weight in resumed.items():
             torch.testing.assert_close(weight, expected[which], rtol=1e-9, atol=1e-9, msg=which)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
     "own frozen": Case(owner="own", method="soap-muon", options=MEM, frozen=(2, 4), end=6),
 }
 METHODS = {
-    f"method {name}": Case(owner="own", method=name, options={"strategy": strategy})
+    f"method {name}": Case(owner="own", method=name, options={"strategy": strategy}, end=3)
     for strategy, name in (
         ("mem-opt" if index % 2 else "comm-opt", name)
         for index, name in enumerate(sorted(available("method")))
@@ -108,20 +108,34 @@ UNLIKE = ("ekfac", "eva", "diagonal", "shampoo", "normuon", "newton-muon")
 """Methods that differ in what they read, keep and have solved; bases are unique."""
 FEW = ("kfac comm", "kfac mem clips", "own soap-muon", "after", "own after", "frozen", "spoilt")
 """Cases that run on every number of ranks."""
-THOROUGH = ("kfac hybrid clips", "kfac norm", "own muon")
-"""Cases that lead a group that `make test-all` alone runs."""
+OFTEN = {
+    2: (
+        "kfac deferred",
+        "kfac mem clips",
+        "passes, one reduction",
+        "checkpoints",
+        "spoilt",
+        "frozen after",
+        "own after",
+        "own frozen",
+    ),
+    4: ("after, stays, in copies", "in copies, hybrid", "own in copies"),
+}
+"""Cases that `make test` runs, by the number of ranks; `make test-all` runs the others, too."""
 TOGETHER = 7
-"""Cases that run in one start of the processes."""
+"""Of the others, cases that run in one start of the processes."""
 
 
 def groups_on(ranks: int) -> list[tuple[str, ...]]:
-    """The names of the cases for so many ranks, in groups."""
+    """The names of the cases for so many ranks, in groups, of which `make test` runs the first."""
     names = list(FEW)
     if ranks == 2:
         names = [name for name, case in CASES.items() if not case.hybrid]
     if ranks == 4:
         names += [name for name, case in CASES.items() if case.hybrid]
-    return [tuple(names[i : i + TOGETHER]) for i in range(0, len(names), TOGETHER)]
+    often = OFTEN.get(ranks, ())
+    rest = [name for name in names if name not in often]
+    return [often, *(tuple(rest[i : i + TOGETHER]) for i in range(0, len(rest), TOGETHER))]
 
 
 def train_all(rank: int, ranks: int, cases: list[Case]) -> list[Result]:
@@ -140,12 +154,11 @@ def check(results: list[Result], case: Case, what: str = "") -> None:
             ranks,
             names,
             # On two ranks all run that are not hybrid, so that on four the others are enough.
-            marks=[]
-            if (ranks == 2 and names[0] not in THOROUGH) or (ranks == 4 and names[0] not in FEW)
-            else [pytest.mark.slow, pytest.mark.thorough],
+            marks=[] if names == OFTEN.get(ranks) else [pytest.mark.slow, pytest.mark.thorough],
         )
         for ranks in (1, 2, 3, 4)
         for names in groups_on(ranks)
+        if names
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )
@@ -222,8 +235,9 @@ def test_the_cases_are_not_all_one() -> None:
         ("own soap-muon", "own cautious"),
         ("own soap-muon", "own muon"),
     ]
+    found = {name: alone(CASES[name]) for name in {name for pair in pairs for name in pair}}
     for one, other in pairs:
-        first, second = alone(CASES[one]), alone(CASES[other])
+        first, second = found[one], found[other]
         assert max(float((first[n] - second[n]).abs().max()) for n in first) > 1e-4, (one, other)
 
 
@@ -235,24 +249,31 @@ def save_all(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
 
 
 RESUMED = [
-    Case(options={"strategy": Sharded(group=None)}),
-    Case(owner="own", method="soap-muon", options=MEM),
+    Case(options={"strategy": Sharded(group=None)}, end=5),
+    Case(owner="own", method="soap-muon", options=MEM, end=5),
 ]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(2, 4), pytest.param(4, 3, marks=[pytest.mark.slow, pytest.mark.thorough])],
+    [
+        (2, 3),
+        pytest.param(2, 4, marks=[pytest.mark.slow, pytest.mark.thorough]),
+        pytest.param(4, 3, marks=[pytest.mark.slow, pytest.mark.thorough]),
+    ],
 )
 def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
     """In the middle of an interval; and from one process with plain parameters."""
     saved, *_ = run_ranks(save_all, before, [replace(case, end=3) for case in RESUMED])
     plain = [train(replace(case, end=3), sharded=False).state() for case in RESUMED]
-    for states in (saved, plain):
-        rest = [replace(c, begin=3, state=s) for c, s in zip(RESUMED, states, strict=True)]
-        results = run_ranks(train_all, after, rest)
-        for index, case in enumerate(RESUMED):
-            check([own[index] for own in results], case)
+    rest = [
+        replace(case, begin=3, state=state)
+        for states in (saved, plain)
+        for case, state in zip(RESUMED, states, strict=True)
+    ]
+    results = run_ranks(train_all, after, rest)
+    for index, case in enumerate(RESUMED * 2):
+        check([own[index] for own in results], case)
 
 
 # -- less precision in a pass ----------------------------------------------------------------------
@@ -263,10 +284,8 @@ def train_narrow(rank: int, ranks: int, dtype: torch.dtype) -> list[dict[str, Te
     found = []
     for when in ("before", "after"):
         for owner, method in (("sgd", "kfac"), ("own", "muon")):
-            case = Case(
-                owner=owner, method=method, options=MEM, when=when, shard={"mp_policy": policy}
-            )
-            run = train(case, rank, ranks)
+            case = Case(owner=owner, method=method, options=MEM, when=when, end=3)
+            run = train(replace(case, shard={"mp_policy": policy}), rank, ranks)
             for block in run.preconditioner.blocks:
                 assert block.dtype == torch.float64  # the parameters', whatever a pass computes in
             run.preconditioner.close()
@@ -279,7 +298,8 @@ def train_narrow(rank: int, ranks: int, dtype: torch.dtype) -> list[dict[str, Te
 )
 def test_a_policy_of_precision(dtype: torch.dtype) -> None:
     """Within the rounding of the passes, which is the only difference that there may be."""
-    kfac, muon = Case(options=MEM), Case(owner="own", method="muon", options=MEM)
+    kfac = Case(options=MEM, end=3)
+    muon = replace(kfac, owner="own", method="muon")
     bound = 1e-5 if dtype == torch.float32 else 0.05
     for own in run_ranks(train_narrow, 2, dtype):
         for found, case in zip(own, (kfac, muon, kfac, muon), strict=True):
@@ -309,8 +329,23 @@ def forward_only_first(rank: int, ranks: int) -> str:
     return ", ".join(kinds)
 
 
-def test_after_a_validation_pass() -> None:
-    assert run_ranks(forward_only_first, 2) == ["DTensor", "DTensor"]
+def test_after_a_validation_pass(by_function: Found) -> None:
+    assert by_function["forward_only_first"] == ["DTensor", "DTensor"]
+
+
+Found = dict[str, list[Any]]
+
+
+def one_after_the_other(rank: int, ranks: int, functions: list[Callable[..., Any]]) -> Any:
+    return {function.__name__: function(rank, ranks) for function in functions}
+
+
+@pytest.fixture(scope="module")
+def by_function() -> Found:
+    """The results of both ranks of functions that need two ranks, in one start of them."""
+    every = [forward_only_first, first_window, endless, train_scaled, again, told]
+    results = run_ranks(one_after_the_other, 2, every, timeout=60)
+    return {function.__name__: [own[function.__name__] for own in results] for function in every}
 
 
 def optimizer_in_backward(rank: int, ranks: int) -> None:
@@ -418,16 +453,15 @@ PLANNED = ("kfac comm", "kfac mem clips", "kfac hybrid clips", "kfac sharded", "
     "ranks", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.thorough])]
 )
 def test_plans_are_what_is_sent_and_held(ranks: int) -> None:
-    cases = {name: CASES[name] for name in PLANNED}
-    cases["copies"] = CASES["in copies"]
+    cases = {name: replace(CASES[name], end=3) for name in (*PLANNED, "in copies")}
     if ranks == 2:
-        del cases["copies"]
+        del cases["in copies"]
     results = run_ranks(recorded, ranks, list(cases.values()))
     for rank, own in enumerate(results):
         for (name, case), (placement, traffic, memory) in zip(cases.items(), own, strict=True):
             used = [work.name for work in placement.work if not work.name.startswith("unused")]
             clips = [k.removesuffix("_clip") for k in ("kl_clip", "norm_clip") if k in case.options]
-            plan = planned(placement, rank, 5, (1, 2), used, clips=clips)
+            plan = planned(placement, rank, 3, (1, 2), used, clips=clips)
             assert traffic == plan, (name, rank)
             assert memory == placement.memory(rank, used=used), (name, rank)
 
@@ -449,16 +483,23 @@ def test_a_gradient_goes_to_its_worker_and_the_direction_back_to_the_shards() ->
     for traffic in each:
         for phase in ("gradients", "exchange"):
             # A rank gives what the other worker lacks and takes what it lacks itself.
-            assert traffic[phase] == {"bytes": 5 * 8 * sum(lacked), "calls": 5}, phase
+            assert traffic[phase] == {"bytes": 4 * 8 * sum(lacked), "calls": 4}, phase
 
 
 # -- one at a time ---------------------------------------------------------------------------------
 
 
-def where_shards_are(rank: int, ranks: int, hybrid: bool) -> None:
+def where_shards_are(rank: int, ranks: int) -> None:
+    whole_mesh = init_device_mesh("cpu", (ranks,))
+    where_they_are(rank, ranks, whole_mesh)
+    if ranks % 2 == 0:
+        shape, names = (2, ranks // 2), ("copies", "rows")
+        where_they_are(rank, ranks, init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def where_they_are(rank: int, ranks: int, mesh: DeviceMesh) -> None:
     model = nn.ParameterList([torch.zeros(n, 2) for n in range(1, 11)])
-    shape, names = ((2, ranks // 2), ("copies", "rows")) if hybrid else ((ranks,), None)
-    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    fully_shard(model, mesh=mesh)
     for parameter in model:
         found = dtensors.shards(parameter, tuple(range(ranks)))
         assert found is not None
@@ -471,10 +512,10 @@ def where_shards_are(rank: int, ranks: int, hybrid: bool) -> None:
         )
 
 
-@pytest.mark.parametrize(("ranks", "hybrid"), [(3, False), (4, False), (4, True)])
-def test_shards_are_torchs(ranks: int, hybrid: bool) -> None:
-    """For any number of rows, more than there are ranks and fewer."""
-    run_ranks(where_shards_are, ranks, hybrid)
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.thorough), 4])
+def test_shards_are_torchs(ranks: int) -> None:
+    """For any number of rows, more than there are ranks and fewer; and in copies."""
+    run_ranks(where_shards_are, ranks)
 
 
 def first_window(rank: int, ranks: int) -> list[float]:
@@ -483,16 +524,9 @@ def first_window(rank: int, ranks: int) -> list[float]:
     return [block.mass for block in run.preconditioner.blocks]
 
 
-def test_the_first_window_of_a_model_that_is_sharded_later() -> None:
-    for masses in run_ranks(first_window, 2):
+def test_the_first_window_of_a_model_that_is_sharded_later(by_function: Found) -> None:
+    for masses in by_function["first_window"]:
         assert sum(mass > 0 for mass in masses) == len(masses) - 1  # one layer is not used
-
-
-def test_clips_of_what_ranks_know_together() -> None:
-    cases = [CASES["kfac norm"], CASES["kfac kl"]]
-    results = run_ranks(train_all, 2, cases)
-    for index, case in enumerate(cases):
-        check([own[index] for own in results], case)
 
 
 class Endless(KFAC):
@@ -514,9 +548,9 @@ def endless(rank: int, ranks: int) -> tuple[int, dict[str, Tensor]]:
     return run.preconditioner.counters["skipped_updates"], weights(run.model)
 
 
-def test_a_direction_that_is_not_finite() -> None:
+def test_a_direction_that_is_not_finite(by_function: Found) -> None:
     """One rank makes it, and all leave the step out."""
-    results = run_ranks(endless, 2, timeout=30)
+    results = by_function["endless"]
     for skipped, found in results:
         assert skipped == 1
         assert all(torch.equal(found[name], results[0][1][name]) for name in found)
@@ -556,11 +590,11 @@ def train_scaled(rank: int, ranks: int, *, sharded: bool = True) -> tuple[Any, .
     return weights(model), scaler.get_scale(), own.counters
 
 
-def test_a_scaler_sees_an_overflow_in_any_part() -> None:
+def test_a_scaler_sees_an_overflow_in_any_part(by_function: Found) -> None:
     expected, scale, counters = train_scaled(0, 1, sharded=False)
     assert scale == 512.0
     assert counters["skipped_updates"] == 1
-    for found, *others in run_ranks(train_scaled, 2):
+    for found, *others in by_function["train_scaled"]:
         assert others == [scale, counters]
         for name, weight in found.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=name)
@@ -575,9 +609,9 @@ def again(rank: int, ranks: int, *, sharded: bool = True) -> dict[str, Tensor]:
     return {n: whole(p.grad) for n, p in run.model.named_parameters() if p.grad is not None}
 
 
-def test_preconditioning_again() -> None:
+def test_preconditioning_again(by_function: Found) -> None:
     expected = again(0, 1, sharded=False)
-    for found in run_ranks(again, 2):
+    for found in by_function["again"]:
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-9, msg=name)
@@ -591,10 +625,10 @@ def told(rank: int, ranks: int, *, sharded: bool = True) -> dict[str, Any]:
     return run.preconditioner.metrics(all_ranks=ranks > 1)
 
 
-def test_metrics() -> None:
+def test_metrics(by_function: Found) -> None:
     """Clips and the norms of gradients are those of whole ones; norms of parts are not told."""
     expected = told(0, 1, sharded=False)
-    for found in run_ranks(told, 2):
+    for found in by_function["told"]:
         assert found["kl_clip_factor"] == pytest.approx(expected["kl_clip_factor"], rel=1e-9)
         for name, block in expected["blocks"].items():
             own = found["blocks"][name]

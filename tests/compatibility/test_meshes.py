@@ -25,7 +25,7 @@ from soframe.settings import grouped
 from soframe.strategies import Sharded
 from tests.compatibility import tensor_parallel
 from tests.compatibility.fully_sharded import weights
-from tests.compatibility.kit import require_refused, result_of
+from tests.compatibility.kit import Result, require_refused, result_of
 from tests.compatibility.meshed import Case, Run, check, save_all, train, train_all
 from tests.compatibility.tensor_parallel import make_net, plan
 from tests.distributed.harness import run_ranks
@@ -85,7 +85,7 @@ CASES: dict[str, Case] = {
 }
 
 
-OFTEN = ("sharded", "after", "own", "hybrid")
+OFTEN = ("sharded", "own after")
 """Cases that differ in what is cut up and when, and in whose step it is."""
 REST = tuple(name for name in CASES if name not in OFTEN)
 
@@ -117,7 +117,32 @@ def test_two_copies_of_two_parts_of_two_cuts() -> None:
         check([own[index] for own in results], case, name)
 
 
+Observed = tuple[dict[str, Tensor], list[tuple[Any, ...]], dict[tuple[str, int], int]]
+
+
+def all_of_these(rank: int, ranks: int) -> Observed:
+    return a_stage(rank, ranks), recorded(rank, ranks, ["mem kl"], 1), all_parts(rank, ranks)
+
+
+@pytest.fixture(scope="module")
+def observed() -> list[Observed]:
+    """A stage's weights, what a step sends, and where parts are, by rank."""
+    return run_ranks(all_of_these, 4)
+
+
 # -- states ----------------------------------------------------------------------------------------
+
+
+def save_and_go_on(
+    rank: int, ranks: int, early: Sequence[Case], rest: Sequence[Sequence[Case]]
+) -> tuple[list[dict[str, Any]], list[list[Result]]]:
+    """Save, and go on in several ways from what the first rank saved."""
+    saved = save_all(rank, ranks, early)
+    dist.broadcast_object_list(saved, 0)
+    return saved, [
+        train_all(rank, ranks, [replace(c, state=s) for c, s in zip(way, saved, strict=True)])
+        for way in rest
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,22 +157,21 @@ def test_a_run_goes_on(frameworks: tuple[str, ...]) -> None:
     """In the middle of an interval, from one framework to the next one and to one process."""
     cases = [CASES["mem kl"], replace(CASES["own hand"], framework="fully_shard")]
     early = [replace(case, end=2) for case in cases]
-    saved, *_ = run_ranks(save_all, 4, early)
-    rest = [replace(c, begin=2, state=s) for c, s in zip(cases, saved, strict=True)]
     settings: dict[str, dict[str, Any]] = {
         "fully_shard": {},
         "hand": {},
         "hybrid": {"tensor": 1, "kind": "none"},
         "replicate": {"tensor": 1, "kind": "none"},
     }
-    for framework in frameworks:
-        of = settings[framework]
-        results = run_ranks(
-            train_all, 4, [replace(case, framework=framework, **of) for case in rest]
-        )
+    rest = [
+        [replace(case, begin=2, framework=framework, **settings[framework]) for case in cases]
+        for framework in frameworks
+    ]
+    by_rank = run_ranks(save_and_go_on, 4, early, rest)
+    for number, framework in enumerate(frameworks):
         for index, case in enumerate(cases):
-            check([own[index] for own in results], case, framework)
-    for case, state in zip(cases, saved, strict=True):
+            check([results[number][index] for _, results in by_rank], case, framework)
+    for case, state in zip(cases, by_rank[0][0], strict=True):
         options = {k: v for k, v in case.options.items() if k != "strategy"}
         run = train(replace(case, begin=2, state=state, options=options))
         check([result_of(run)], case, "one process")
@@ -184,11 +208,11 @@ def a_stage(rank: int, ranks: int) -> dict[str, Tensor]:
     return weights(model)
 
 
-def test_a_stage() -> None:
+def test_a_stage(observed: list[Observed]) -> None:
     """A part of all ranks, whose group is that of its mesh."""
     case = tensor_parallel.Case(end=2, options={"kl_clip": 1e-3})
     expected = tensor_parallel.alone(case)
-    for found in run_ranks(a_stage, 4):
+    for found, _, _ in observed:
         for name, weight in found.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=name)
 
@@ -198,11 +222,11 @@ def test_a_stage() -> None:
 PLANNED = ("mem kl", "sharded", "hybrid", "replicate", "hand", "hand later")
 
 
-def recorded(rank: int, ranks: int, names: Sequence[str]) -> list[tuple[Any, ...]]:
+def recorded(rank: int, ranks: int, names: Sequence[str], steps: int) -> list[tuple[Any, ...]]:
     """What runs sent and hold, on this rank, with what their placements plan."""
     found = []
     for name in names:
-        own = train(replace(CASES[name], when="before"), ranks).preconditioner
+        own = train(replace(CASES[name], when="before", end=steps), ranks).preconditioner
         found.append((own.placement, own.traffic(), own.memory_usage()))
         own.close()
     return found
@@ -210,7 +234,7 @@ def recorded(rank: int, ranks: int, names: Sequence[str]) -> list[tuple[Any, ...
 
 @pytest.mark.thorough
 def test_plans_are_what_is_sent_and_held() -> None:
-    for rank, own in enumerate(run_ranks(recorded, 4, PLANNED, timeout=120)):
+    for rank, own in enumerate(run_ranks(recorded, 4, PLANNED, 3, timeout=120)):
         for name, (placement, traffic, memory) in zip(PLANNED, own, strict=True):
             used = [work.name for work in placement.work]
             clips = ["kl"] if "kl_clip" in CASES[name].options else []
@@ -219,9 +243,9 @@ def test_plans_are_what_is_sent_and_held() -> None:
             assert any(shards.copied for work in placement.work for shards in work.shards), name
 
 
-def test_a_worker_is_sent_what_it_lacks_and_each_rank_its_part() -> None:
+def test_a_worker_is_sent_what_it_lacks_and_each_rank_its_part(observed: list[Observed]) -> None:
     """By hand: of what both have cut up a rank has a quarter, of what one has cut up a half."""
-    own = [found for (found,) in run_ranks(recorded, 4, ["mem kl"])]
+    own = [found for _, (found,), _ in observed]
     cut = ("q.weight", "k.weight", "v.weight", "o.weight", "up.weight", "up.bias", "down.weight")
     sizes = {name: p.numel() for name, p in make_net().named_parameters()}
     quarters = sum(size for name, size in sizes.items() if name.endswith(cut))
@@ -232,14 +256,17 @@ def test_a_worker_is_sent_what_it_lacks_and_each_rank_its_part() -> None:
         ("exchange", 3 * quarters + 6 * halves),
     ):
         moved = sum(traffic[phase]["bytes"] for _, traffic, _ in own)
-        assert moved == 3 * 8 * 2 * lacked / 4, phase  # what one rank gives another one takes
+        assert moved == 8 * 2 * lacked / 4, phase  # what one rank gives another one takes
 
 
 # -- which part a rank has -------------------------------------------------------------------------
 
 
 def where_parts_are(rank: int, ranks: int, framework: str, along: int) -> int:
-    """For rows and columns that fully_shard cuts unevenly, and more ranks than rows."""
+    """For rows and columns that fully_shard cuts unevenly, and more ranks than rows.
+
+    Returns the number of matrices that are cut along both dimensions.
+    """
     widths = (4, 8, 12) if along else (2, 6, 10)  # torch cuts no columns unevenly
     model = nn.Sequential(*(nn.Linear(n, 8) for n in widths), *(nn.Linear(8, n) for n in widths))
     plan = {str(i): RowwiseParallel() if i < 3 else ColwiseParallel() for i in range(6)}
@@ -272,19 +299,21 @@ def where_parts_are(rank: int, ranks: int, framework: str, along: int) -> int:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("framework", "along", "both"),
-    [
-        ("fully_shard", 0, 3),
-        ("fully_shard", 1, 3),
-        ("hybrid", 0, 3),
-        ("replicate", 0, 0),
-        ("hand", 0, 0),
-    ],
-)
-def test_parts_are_torchs(framework: str, along: int, both: int) -> None:
-    for seen in run_ranks(where_parts_are, 4, framework, along):
-        assert seen == both  # matrices that are cut along both dimensions
+PARTS = {  # by framework and dimension: how many matrices are cut along both
+    ("fully_shard", 0): 3,
+    ("fully_shard", 1): 3,
+    ("hybrid", 0): 3,
+    ("replicate", 0): 0,
+    ("hand", 0): 0,
+}
+
+
+def all_parts(rank: int, ranks: int) -> dict[tuple[str, int], int]:
+    return {case: where_parts_are(rank, ranks, *case) for case in PARTS}
+
+
+def test_parts_are_torchs(observed: list[Observed]) -> None:
+    assert [parts for _, _, parts in observed] == [PARTS] * 4
 
 
 # -- what is seen, and what is refused -------------------------------------------------------------

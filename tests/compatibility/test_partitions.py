@@ -288,7 +288,7 @@ CASES = {
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(1, marks=[pytest.mark.slow, pytest.mark.thorough]),
         2,
         pytest.param(3, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],

@@ -67,6 +67,9 @@ CASES: dict[str, Case] = {
     "own sequence": Case(owner="own", method="muon", kind="sequence", options=MEM),
     "own embedding": Case(owner="own", method="adamw", kind="embedding"),
 }
+OFTEN = ("comm kl", "mem norm", "sharded", "sequence", "distributed", "after", "global")
+"""Cases that `make test` runs, besides those that go on below; `make test-all` runs the others."""
+REST = tuple(name for name in CASES if name not in OFTEN)
 FEW = ("mem kl", "sequence", "own sequence")
 """Cases that run on four ranks, too."""
 
@@ -74,8 +77,8 @@ FEW = ("mem kl", "sequence", "own sequence")
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, tuple(CASES)[:12]),
-        pytest.param(2, tuple(CASES)[12:], marks=[pytest.mark.slow, pytest.mark.thorough]),
+        (2, OFTEN),
+        pytest.param(2, REST, marks=[pytest.mark.slow, pytest.mark.thorough]),
         pytest.param(4, FEW, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
@@ -100,8 +103,9 @@ def test_the_cases_are_not_all_one() -> None:
         ("comm kl", "sequence"),
         ("own muon", "own shampoo"),
     ]
+    found = {name: alone(CASES[name]) for name in {name for pair in pairs for name in pair}}
     for one, other in pairs:
-        first, second = alone(CASES[one]), alone(CASES[other])
+        first, second = found[one], found[other]
         assert max(float((first[n] - second[n]).abs().max()) for n in first) > 1e-4, (one, other)
 
 
@@ -114,11 +118,14 @@ def test_a_run_goes_on() -> None:
     early, names = [replace(case, end=3) for case in cases], ("mem kl", "own sequence")
     saved, *_ = run_ranks(save_all, 2, early)
     plain = [train(case).state() for case in early]
-    for states in (saved, plain):
-        rest = [replace(c, begin=3, state=s) for c, s in zip(cases, states, strict=True)]
-        results = run_ranks(train_all, 2, rest)
-        for index, (case, name) in enumerate(zip(cases, names, strict=True)):
-            check([own[index] for own in results], case, name)
+    rest = [
+        replace(case, begin=3, state=state)
+        for states in (saved, plain)
+        for case, state in zip(cases, states, strict=True)
+    ]
+    results = run_ranks(train_all, 2, rest)
+    for index, (case, name) in enumerate([*zip(cases, names, strict=True)] * 2):
+        check([own[index] for own in results], case, name)
     for case, state, name in zip(cases, saved, names, strict=True):
         options = {k: v for k, v in case.options.items() if k != "strategy"}
         run = train(replace(case, begin=3, state=state, options=options))
@@ -150,9 +157,9 @@ def collectives(rank: int, ranks: int) -> list[list[int]]:
     return found
 
 
-def test_rows_travel_where_they_are_needed() -> None:
+def test_rows_travel_where_they_are_needed(observed: list[Observed]) -> None:
     """One gather for each call of a cut layer, at statistics steps alone."""
-    for plain, some in run_ranks(collectives, 2):
+    for (plain, some), _, _ in observed:
         none = plain[0]
         assert plain == [none] * 4
         assert some == [none + 4, none, none + 4, none]  # v, o, up, down
@@ -163,9 +170,9 @@ def recorded(rank: int, ranks: int) -> tuple[Any, ...]:
     return own.placement, own.traffic(), own.memory_usage()
 
 
-def test_plans_are_what_is_sent_and_held() -> None:
+def test_plans_are_what_is_sent_and_held(observed: list[Observed]) -> None:
     """Of what soframe sends itself; the rows of calls travel by the plan's own collectives."""
-    for rank, (placement, traffic, memory) in enumerate(run_ranks(recorded, 2)):
+    for rank, (_, (placement, traffic, memory), _) in enumerate(observed):
         used = [work.name for work in placement.work]
         assert traffic == planned(placement, rank, 4, (1, 2), used, clips=["kl"])
         assert memory == placement.memory(rank, used=used)
@@ -190,8 +197,21 @@ def seen_by_layers(rank: int, ranks: int) -> list[tuple[type, ...]]:
     return found
 
 
-def test_statistics_are_made_of_plain_tensors() -> None:
-    for found in run_ranks(seen_by_layers, 2):
+Observed = tuple[list[list[int]], tuple[Any, ...], list[tuple[type, ...]]]
+
+
+def all_of_these(rank: int, ranks: int) -> Observed:
+    return collectives(rank, ranks), recorded(rank, ranks), seen_by_layers(rank, ranks)
+
+
+@pytest.fixture(scope="module")
+def observed() -> list[Observed]:
+    """What two ranks send, hold and hand to layers, by rank."""
+    return run_ranks(all_of_these, 2)
+
+
+def test_statistics_are_made_of_plain_tensors(observed: list[Observed]) -> None:
+    for _, _, found in observed:
         assert found
         assert set(found) == {(Tensor,)}
 

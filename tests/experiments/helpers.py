@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from experiments import launch
 from experiments.config import RunConfig
 from experiments.records import Row, RunRecord
 
@@ -73,3 +76,32 @@ def is_alive(pid):
     except ProcessLookupError:
         return False
     return True
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield the processes below one, as Linux has them."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            yield child
+            yield from descendants(child)
+
+
+def interrupt(ready: Callable[[], object]) -> tuple[threading.Thread, set[int]]:
+    """Interrupt this process when it is ready and has started others.
+
+    Returns:
+        The thread that does so, and what will be these other processes.
+    """
+    launch._start_fork_server()  # it stays
+    before, started = {*descendants(os.getpid())}, set[int]()
+
+    def act() -> None:
+        while not (ready() and started):
+            time.sleep(0.01)
+            started.clear()
+            started.update({*descendants(os.getpid())} - before)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread, started

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -25,8 +25,9 @@ from experiments import compare, environment, train, tuning
 from experiments.__main__ import app
 from experiments.data import take
 from experiments.workloads import of_module, workload
+from soframe.registry import KINDS
 from soframe.settings import defaults
-from tests.experiments.helpers import is_alive
+from tests.experiments.helpers import descendants, interrupt, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,6 +94,12 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save no figures, which takes longer than the training."""
+    monkeypatch.setattr(compare.display, "save", lambda figure, path: path)
+
+
 def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["compare", *map(str, arguments)])
 
@@ -102,6 +109,7 @@ SHORT = ("--workload", "lines.py", "--optimizers", "sgd,kfac", "--steps", 4, "--
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.usefixtures("undrawn")
 def test_tensors_and_datasets_on_one_and_two_processes_follow_one_trajectory(folder: Path) -> None:
     found = {}
     for name in ("lines", "items"):
@@ -147,6 +155,7 @@ def test_results_are_written_in_every_format(folder: Path, here: list[str]) -> N
     assert first[heads.index("last loss")]["mean"] == pytest.approx(sum(last) / 2)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_goes_on_when_it_has_reached_its_targets(folder: Path, here: list[str]) -> None:
     del here
     (folder / "lines.py").write_text(TENSORS.replace("targets = (0.9,)", "targets = (100.0, 50.0)"))
@@ -156,6 +165,7 @@ def test_a_run_goes_on_when_it_has_reached_its_targets(folder: Path, here: list[
         assert [row["step"] for row in run["rows"]] == [0, 2, 4]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_json_has_true_settings_versions_commit_and_hardware(
     folder: Path, here: list[str]
 ) -> None:
@@ -192,6 +202,7 @@ def test_there_is_no_commit_outside_of_a_repository(
     assert found["commit"] is found["dirty"] is None
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_command_goes_on_until_the_file_changes(folder: Path, here: list[str]) -> None:
     first = invoke(*SHORT, "--seeds", "1", "--json")
     assert here == ["sgd 1", "kfac 1"]
@@ -206,6 +217,7 @@ def test_a_command_goes_on_until_the_file_changes(folder: Path, here: list[str])
     assert here == ["sgd 1", "kfac 1"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_all_optimizers_are_tuned_alike_and_trials_are_kept(
     folder: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +248,7 @@ def test_all_optimizers_are_tuned_alike_and_trials_are_kept(
     assert again["runs"] == content["runs"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_settings_that_are_known_are_marked(folder: Path, here: list[str]) -> None:
     with (folder / "lines.py").open("a") as file:
         file.write('settings = {"sgd": {"lr": 0.5, "momentum": 0.0}}\n')
@@ -288,19 +301,20 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "experiments", "compare", *map(str, arguments)]
 
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_methods_and_strategies_that_a_file_registers_run_on_two_ranks(folder: Path) -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_methods_and_strategies_that_a_file_registers_run_on_two_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("method", "strategy"):  # what is registered here ends with the test
+        monkeypatch.setattr(KINDS[kind], "_components", dict(KINDS[kind]._components))
     (folder / "lines.py").write_text(TENSORS + OWN)
     own = ["--optimizers", "soframe:soap_x", "--strategies", "own_opt", "--processes", 2]
-    options = command(*SHORT, *own, "--seeds", "1,2")
-    done = subprocess.run(
-        options, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    options = [*SHORT, *own, "--seeds", "1,2"]
+    monkeypatch.setattr(sys, "orig_argv", command(*options))
+    done = invoke(*options)
+    assert (done.exit_code, done.stderr) == (0, ""), done.stdout
     assert r"soap\_x, own\_opt & untuned" in (folder / "out" / "lines.tex").read_text()
     content = json.loads((folder / "out" / "lines.json").read_text())
     assert content["environment"]["command"].endswith(
@@ -309,29 +323,46 @@ def test_methods_and_strategies_that_a_file_registers_run_on_two_ranks(folder: P
     )
 
 
+def interrupted_here(options: list[object], kept: Path) -> tuple[int, str, str, set[int]]:
+    """Interrupt a command in this process; return its status, its output and its processes."""
+    thread, children = interrupt(lambda: list(kept.glob("*.json")))
+    result = invoke(*options)
+    thread.join()
+    return result.exit_code, result.stdout, result.stderr, children
+
+
+def interrupted_apart(options: list[object], kept: Path) -> tuple[int, str, str, set[int]]:
+    """Interrupt a command in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command(*options), env=environment, text=True, **pipes)
+    while process.poll() is None and not list(kept.glob("*.json")):
+        time.sleep(0.01)
+    children = {*descendants(process.pid)}
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=120)
+    return process.returncode, out, error, children
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_an_interrupt_keeps_finished_runs_and_the_command_goes_on(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "interrupted", [interrupted_here, pytest.param(interrupted_apart, marks=pytest.mark.thorough)]
+)
+def test_an_interrupt_keeps_finished_runs_and_the_command_goes_on(
+    folder: Path, interrupted: Callable[..., tuple[int, str, str, set[int]]]
+) -> None:
     slow = TENSORS.replace("import torch", "import time\nimport torch", 1)
     slow = slow.replace(
         "    return nn.functional", "    time.sleep(0.05)\n    return nn.functional"
     )
     (folder / "lines.py").write_text(slow)
-    options = command(*SHORT, "--optimizers", "sgd,adamw", "--seeds", "1,2")
-    process = subprocess.Popen(
-        options, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    options = [*SHORT, "--optimizers", "sgd,adamw", "--seeds", "1,2"]
     kept = folder / "out" / "runs"
-    while process.poll() is None and not list(kept.glob("*.json")):
-        time.sleep(0.01)
-    children = list(descendants(process.pid))
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert out == b""
-    assert error.decode() == (
-        "interrupted: finished runs are kept in out, and the same command goes on\n"
-    )
+    status, out, error, children = interrupted(options, kept)
+    assert status == 130
+    assert out == ""
+    assert error == "interrupted: finished runs are kept in out, and the same command goes on\n"
     assert children
     deadline = time.monotonic() + 30
     while any(map(is_alive, children)) and time.monotonic() < deadline:
@@ -340,18 +371,9 @@ def test_an_interrupt_keeps_finished_runs_and_the_command_goes_on(folder: Path) 
     before = {path: path.stat().st_mtime_ns for path in kept.glob("*.json")}
     assert 1 <= len(before) < 4
     assert not (folder / "out" / "lines.json").exists()
-    done = subprocess.run(options, cwd=folder, env=ENVIRONMENT, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert invoke(*options).exit_code == 0
     assert len(list(kept.glob("*.json"))) == 4
     assert before == {path: path.stat().st_mtime_ns for path in before}
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Yield the processes below one, as Linux has them."""
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            yield child
-            yield from descendants(child)
 
 
 def module(**functions: object) -> ModuleType:
@@ -457,6 +479,7 @@ def test_what_the_functions_return_is_checked(changes, message) -> None:
         of_module(whole()).make(0, torch.float64)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_guide_s_file_and_command_give_the_guide_s_table(
     tmp_path: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

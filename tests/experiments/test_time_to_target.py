@@ -117,14 +117,14 @@ def test_sentences_compare_with_the_best_peer():
 
 @pytest.mark.slow
 def test_runs_take_turns_and_are_what_they_would_be_alone():
-    muon = RunConfig("digits-autoencoder", "muon", lr=0.02, steps=4, evaluate_every=1, seed=5)
+    muon = RunConfig("digits-autoencoder", "muon", lr=0.02, steps=2, evaluate_every=1, seed=5)
     # Solving at every step, so that what the Fisher draws at each of them matters.
     own = muon.but(optimizer="trust-region", lr=1.0, options={"solve_every": 1})
     seen = []
     raced = race(
         [own, muon], turn=1e-9, on_turn=lambda runs: seen.append([len(run.rows) for run in runs])
     )
-    assert seen == [[2, 2], [3, 3], [4, 4], [5, 5]]
+    assert seen == [[2, 2], [3, 3]]
     for config, run in zip([own, muon], raced, strict=True):
         alone = train(ALONE, config)
         assert [row.loss for row in run.rows] == [row.loss for row in alone.rows]

@@ -23,7 +23,7 @@ CASES = {
     "vit": (files.image_folder, {**IMAGES, "patch": 8, "width": 16, "layers": 1, "heads": 2}),
     "gpt2": (files.tokens, TEXT),
     "bert_large": (files.tokens, {**TEXT, "mask": 59, "base": "adamw", "lr": 1e-3}),
-    "pinn": (lambda folder: folder, {"points": 64, "width": 8, "batch_size": 16}),
+    "pinn": (lambda folder: folder, {"points": 256, "width": 8, "batch_size": 256}),
 }
 FIRST_ORDER = {"resnet32": "sgd", "resnet50": "sgd"}
 
