@@ -67,7 +67,7 @@ CASES: dict[str, Case] = {
     "own sequence": Case(owner="own", method="muon", kind="sequence", options=MEM),
     "own embedding": Case(owner="own", method="adamw", kind="embedding"),
 }
-OFTEN = ("comm kl", "mem norm", "sharded", "sequence", "distributed", "after", "global")
+OFTEN = ("comm kl", "mem norm", "sharded", "sequence", "distributed", "after", "global", "observed")
 """Cases that `make test` runs, besides those that go on below; `make test-all` runs the others."""
 REST = tuple(name for name in CASES if name not in OFTEN)
 FEW = ("mem kl", "sequence", "own sequence")

@@ -29,6 +29,7 @@ FACTORISATIONS = ("cholesky", "inverse", "triangular", "qr", "eigh")
 @pytest.fixture(autouse=True)
 def _stream_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "LARGE", SMALL)
+    monkeypatch.setattr(measuring, "CACHES", 2**20)
 
 
 @cache
@@ -145,6 +146,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def on_a_rank(rank: int, ranks: int, fused: bool) -> Hardware:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "LARGE", SMALL)
+        patch.setattr(measuring, "CACHES", 2**20)
         if rank > 0:  # a slow rank, which would stop earlier by itself
             slow = {n: lambda n=n: 10 * getattr(time, n)() for n in ("perf_counter", "thread_time")}
             clock = SimpleNamespace(**slow)
