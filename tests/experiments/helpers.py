@@ -81,7 +81,11 @@ def is_alive(pid):
 def descendants(pid: int) -> Iterator[int]:
     """Yield the processes below one, as Linux has them."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
+        try:
+            found = [int(child) for child in children.read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):  # it has ended since
+            continue
+        for child in found:
             yield child
             yield from descendants(child)
 
