@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,3 +133,14 @@ def test_a_page_is_a_module(tmp_path: Path) -> None:
     )
     done = run(page, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_gallery_has_every_figure_behind_a_command() -> None:
+    docs, figures, commands = ROOT / "docs", set[Path](), False
+    for paragraph in (docs / "gallery.md").read_text(encoding="utf-8").split("\n\n"):
+        if figure := re.fullmatch(r"!\[.+\]\((.+)\)\n?", paragraph):
+            assert commands, paragraph
+            figures.add(docs / figure[1])
+        else:
+            commands = "`" in paragraph
+    assert figures == {p for p in docs.rglob("*.png") if not BUILT & {*p.relative_to(ROOT).parts}}
