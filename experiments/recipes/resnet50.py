@@ -73,7 +73,7 @@ class Settings(Common):
     layers: tuple[int, ...] = (3, 4, 6, 3)
     """Bottlenecks of each stage."""
     model_code: Literal["own", "timm"] = "own"
-    """The model: soframe's, or timm's `resnet50` (which was not run here)."""
+    """The model: soframe's, or timm's `resnet50` (run for a few steps alone)."""
 
 
 def model(settings: Settings) -> nn.Module:

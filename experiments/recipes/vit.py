@@ -78,7 +78,7 @@ class Settings(Common):
     heads: int = 6
     """Heads of the attention."""
     model_code: Literal["own", "timm"] = "own"
-    """The model: torch's layers, or timm's `vit_small_patch16_224` (which was not run here)."""
+    """The model: torch's layers, or timm's `vit_small_patch16_224` (run for a few steps alone)."""
 
 
 class ViT(nn.Module):

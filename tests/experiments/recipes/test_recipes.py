@@ -4,6 +4,7 @@ import importlib
 import math
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import soframe
 from experiments.libraries import MissingLibraryError
 from experiments.recipes import NAMES, loop
 from soframe.planning import workloads
+from tests.compatibility.families import imported_timm
 from tests.experiments.recipes import files
 
 SHORT = {"steps": 3, "evaluate_every": 3, "tensorboard": False, "device": "cpu"}
@@ -101,6 +103,16 @@ def test_models_of_transformers(tmp_path, name):
         recipe(name).model(replace(settings, model_code=it)) for it in ("own", "transformers")
     )
     assert parameters(theirs) == pytest.approx(parameters(own), rel=0.02)  # BERT's has segments
+    assert math.isfinite(loop.run(recipe(name), settings).figures["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
+@pytest.mark.parametrize("name", ["vit", "resnet50"])
+def test_models_of_timm(tmp_path, name):
+    imported_timm()
+    settings = settings_of(name, tmp_path, model_code="timm")
+    assert "timm" in type(recipe(name).model(settings)).__module__
     assert math.isfinite(loop.run(recipe(name), settings).figures["loss"])
 
 
