@@ -84,7 +84,7 @@ class Series:
     groups: Sequence[Group] = ()
 
     def cold(self, device: torch.device) -> bool:
-        """Return whether operands are to come from memory: those of operators on a CPU."""
+        """Return whether caches are displaced before a sample: for operators on a CPU."""
         return device.type == "cpu" and ":" in self.key
 
 
@@ -157,11 +157,9 @@ def _some(sides: Sequence[int]) -> list[int]:
     if last >= 10:
         sides = [sides[round(last * step / 9)] for step in range(10)]
     sides = [side for side in (32, 128) if side < sides[0]] + list(sides)
-    # Without overheads that hide how seconds grow.
-    second = max(
-        (side for side in sides[1:] if side <= MIDDLE), default=sides[min(1, len(sides) - 1)]
-    )
-    return list(dict.fromkeys([sides[0], second, *sides]))
+    # The second is large enough to show how seconds grow beyond overheads.
+    middle = [side for side in sides[1:] if side <= MIDDLE][-1:]
+    return list(dict.fromkeys([sides[0], *middle, *sides]))
 
 
 # -- the curves ------------------------------------------------------------------------------------
@@ -366,7 +364,7 @@ def _sample(
     if device.type != "cuda":
         if series.cold(device):
             other.sum()
-        # Where ranks share processors, those of the others count in `Hardware.slots`.
+        # The turns of other ranks on a shared processor are left to `Hardware.slots`.
         clock = time.perf_counter if series.groups else time.thread_time
         start = clock()
         for _ in range(repeats):

@@ -121,8 +121,8 @@ def check_header(state: Any, blocks: Sequence[Block], scaling: str) -> None:
         raise ValueError(
             f"the state is of another model or another choice of layers: it lacks "
             f"{sorted(expected - saved) or 'nothing'} and has "
-            f"{sorted(saved - expected) or 'nothing'} besides: choose the layers as they were, and "
-            f"freeze what was frozen before soframe is built"
+            f"{sorted(saved - expected) or 'nothing'} besides: choose the same layers, and freeze "
+            f"the same parameters before the preconditioner is built"
         )
     checksums.verify(state)
     if state["scaling"] != scaling:

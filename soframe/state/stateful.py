@@ -157,7 +157,7 @@ class Stateful(OfModel, Engine):
 
         :meta private:
         """
-        # A probe comes before its backward pass: the gradients may be those of before.
+        # A probe precedes its backward pass: the gradients may belong to an earlier batch.
         if not self._capture.probing and self._statistics.seen()[0]:
             self._statistics.forget()
             self._loss_scale.begin()

@@ -344,5 +344,6 @@ def test_a_state_from_before_a_layer_froze_is_of_another_choice_of_layers():
     freeze(run, "hidden", frozen=True)
     run.preconditioner.close()
     run.preconditioner = Preconditioner(run.model, lr=LR, statistics_every=1)
-    with pytest.raises(ValueError, match=r"it lacks nothing and has \['hidden'\] besides"):
+    message = r"it lacks nothing and has \['hidden'\] besides: choose the same layers, and freeze"
+    with pytest.raises(ValueError, match=message):
         load(run, file)
