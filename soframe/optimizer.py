@@ -215,6 +215,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         methods = {id(block.method): block.method for block in blocks}.values()
         self._options = sorted({"momentum", *(k for one in methods for k in one.settings())})
         self._balls = [ball for block in blocks if (ball := Ball(block, self._names)).matrices]
+        members = {id(p) for group in self.param_groups for p in group["params"]}
+        self._others = [p for p in self._model.parameters() if id(p) not in members]
 
     def _of_method(self, settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """Return the settings of a param group, from the constructor's."""
@@ -324,8 +326,6 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         if not self.state:  # cleared, to begin anew
             self.preconditioner.forget()
             cast(dict[Any, Any], self.state)[KEY] = {}
-        if self.preconditioner.changed:
-            sharding.require_own_step(self._model.parameters())
         self.preconditioner.step()
         self._moved = {}
         if self.preconditioner.updated:
@@ -419,10 +419,14 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         Args:
             set_to_none: Whether gradients are None afterwards, rather than zero.
         """
-        super().zero_grad(set_to_none)
         grouped = [p for group in self.param_groups for p in group["params"]]
-        known = {id(p) for p in grouped}
-        others = (p for p in self._model.parameters() if id(p) not in known)
+        if set_to_none:  # as torch does, which takes longer
+            for parameter in grouped:
+                parameter.grad = None
+        else:
+            super().zero_grad(set_to_none)
+        # A walk through the model takes a while, too.
+        others = list(self._model.parameters()) if self.preconditioner.changed else self._others
         home.empty(self.preconditioner.home, grouped, others, set_to_none=set_to_none)
         self.preconditioner.gradients_were_zeroed()
 

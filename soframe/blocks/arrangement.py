@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from soframe.kernels.devices import memory_of
 
@@ -96,6 +96,16 @@ class Arrangement:
         if all(gradient is not None for gradient in self.like.home.each(self.parameters)):
             return self.all
         return tuple(i for i, block in enumerate(self.blocks) if block.has_gradient)
+
+    def flattened(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """Undo `parts` for a flat stack, of gradients in its dtype; else None."""
+        windows = self._windows
+        if not self._flat or windows is None or None in windows:
+            return None
+        if any(g.dtype != self.like.dtype or g.is_sparse for g in gradients):
+            return None
+        flat: Tensor = _flatten_dense_tensors(gradients)
+        return flat.view(-1, 1, 1)
 
     def parts(self, tensor: Tensor) -> list[Tensor] | None:
         """Return each parameter's part of the gradients or updates of all blocks, as views.

@@ -26,6 +26,8 @@ class PlacedBlocks:
         placement: The owner, gradient workers and receivers of each block.
         backend: The collectives between them.
         stacks: The blocks that are alike, batched.
+        captured: The blocks with statistics of calls.
+        solvable: The blocks with factors that are solved.
         errors: The first error of this rank since the last status, where all ranks raise it.
     """
 
@@ -33,6 +35,8 @@ class PlacedBlocks:
     placement: Placement
     backend: Backend
     stacks: tuple[Stack, ...] = field(init=False, repr=False)
+    captured: tuple[Block, ...] = field(init=False, repr=False)
+    solvable: tuple[Block, ...] = field(init=False, repr=False)
     errors: list[Exception] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -42,6 +46,8 @@ class PlacedBlocks:
             for members in self.placement.stacks
         ]
         object.__setattr__(self, "stacks", tuple(stacks))
+        object.__setattr__(self, "captured", tuple(b for b in blocks if b.captured))
+        object.__setattr__(self, "solvable", tuple(b for b in blocks if b.tensors))
 
     def __iter__(self) -> Iterator[tuple[Block, BlockPlacement]]:
         return zip(self.blocks, self.placement.blocks, strict=True)

@@ -124,14 +124,21 @@ class Stack(Arrangement):
         for tensors in (self.factors, self.accumulators, self.data, self.state):
             tensors.clear()
 
+    def active(self, members: Members) -> Members:
+        """Return the blocks whose method already computes updates."""
+        if self.like.method.starts_at_once or not self.like.tensors:
+            return members
+        return [member for member in members if self.blocks[member].active]
+
     def alike(self, members: Members) -> list[tuple[int, ...]]:
         """Return sets of blocks in the same state; a method is called once for each set."""
         same: dict[tuple[object, ...], list[int]] = {}
+        unsolved = [factor.name for factor in self.like.unsolved]
         for member in members:
             block = self.blocks[member]
             record = block.record
-            known = tuple(factor.name in record.masses for factor in block.unsolved)
-            key = (record.updates, record.damping, block.solved, known, id(block.acting))
+            known = tuple([name in record.masses for name in unsolved]) if unsolved else ()
+            key = (record.updates, record.damping, record.solved, known, id(block.acting))
             same.setdefault(key, []).append(member)
         return list(map(tuple, same.values()))
 

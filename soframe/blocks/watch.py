@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from torch import nn
 
 from soframe.blocks import sharding
+
+_PROPERTIES = attrgetter("requires_grad", "dtype", "device")
 
 
 class Watch:
@@ -18,17 +22,14 @@ class Watch:
         self._seen = self._look()
         self.forgets = False
 
-    def _look(self) -> tuple[list[tuple[object, ...]], list[int], int]:
+    def _look(self) -> tuple[object, ...]:
         parameters = self.parameters()
         # By name, too: pruning renames a parameter, and computes the weight from it from then on.
-        trained: list[tuple[object, ...]] = [
-            (name, id(p), p.requires_grad, p.dtype, p.device)
-            for slots in self._slots
-            for name, p in slots.items()
-            if p is not None
-        ]
+        names = [list(slots.keys()) for slots in self._slots]
+        ids = list(map(id, parameters))
         children = [id(child) for slots in self._children for child in slots.values()]
-        return trained, children, sharding.zero_count(parameters)
+        properties = list(map(_PROPERTIES, parameters))
+        return names, ids, properties, children, sharding.zero_count(parameters)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the current parameters of the registered modules, without walking the model."""

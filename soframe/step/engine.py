@@ -147,7 +147,7 @@ class Engine:
 
     def _curved(self) -> bool:
         """Return whether any block has statistics of calls, or none needs them."""
-        captured = [block for block in self._blocks if block.captured]
+        captured = self._placed.captured
         return not captured or any(block.mass > 0 for block in captured)
 
     def _solve(self, settings: Settings, *, after: bool, changed: Collection[Block] = ()) -> None:
@@ -315,7 +315,10 @@ class Engine:
         present, reached = self._raw.none_present(), self._effect.nothing_said(due)
         try:
             largest = self._statistics.largest() if due else ()
-            sizes = Magnitude(self._watch.parameters(), self.home, largest)
+            parameters = self._watch.parameters()
+            # Gathered only now if sums of statistics still have to be reduced, for their memory.
+            gradients = self.home.of(parameters) if due else self._raw.own()
+            sizes = Magnitude(parameters, gradients, largest)
             if self._reads_later(sizes):
                 size, self._queued = 0.0, sizes
             else:

@@ -66,6 +66,7 @@ class AveragedGradients:
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
         self._backend, self._home = placed.backend, home
         self._present: Sequence[float] = ()
+        self._gathered: Gradients | None = None
         self._stacks = placed.stacks
         self._of_block = {block: list(block.parameters.values()) for block in placed.blocks}
         self._remembering = [
@@ -107,9 +108,16 @@ class AveragedGradients:
         """Store the flags of `present`, summed over ranks."""
         self._present = present
 
-    def raw(self) -> dict[Stack, Gradient]:
+    def own(self) -> list[Tensor]:
+        """Return all gradients of this rank, before `raw`, in few tensors."""
+        self._gathered = self.now()
+        matrices = [gradient.matrix for gradient in self._gathered.values()]
+        return [*(m for m in matrices if m is not None), *self._home.of(self._rest)]
+
+    def raw(self) -> Gradients:
         """Average the gradients; return the ones of all blocks that have any."""
-        return self.now()
+        gathered, self._gathered = self._gathered, None
+        return self.now() if gathered is None else gathered
 
     def now(self) -> dict[Stack, Gradient]:
         """Return the gradients that are in their home now."""
@@ -135,6 +143,10 @@ class AveragedGradients:
         """Return a scalar of updates, summed over ranks if each rank has some terms."""
         return tensor
 
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*(p for own in self._of_block.values() for p in own), *self._rest]
+
     def _leads(self, stack: Stack) -> bool:
         return stack.place.gradient_workers[0] == self._backend.rank
 
@@ -150,10 +162,14 @@ def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
         if len(blocks) == 1:
             found[stack] = stack.join([_matrix(blocks[0])])
             continue
+        present, parts = like.home.of(stack.parameters), None
+        complete = len(present) == len(stack.parameters) and len(blocks) == len(stack.blocks)
+        if complete and (flat := stack.flattened(present)) is not None:
+            found[stack] = flat
+            continue
         whole = torch.empty(stack.shape_of(members), dtype=like.dtype, device=like.device)
         found[stack] = whole
-        present, parts = like.home.of(stack.parameters), None
-        if len(present) == len(stack.parameters) and len(blocks) == len(stack.blocks):
+        if complete:
             parts = stack.parts(whole)
         targets += stack.split(whole, members) if parts is None else parts
         # Matrices of single blocks have zeros for missing gradients.
@@ -172,10 +188,6 @@ def _matrix(block: Block) -> Tensor:
 class LocalGradients(AveragedGradients):
     """Gradients of each rank's own samples: each is averaged here, on the ranks that need it."""
 
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [*(p for own in self._of_block.values() for p in own), *self._rest]
-
     def check(self) -> None:
         """See `AveragedGradients.check`.
 
@@ -185,6 +197,10 @@ class LocalGradients(AveragedGradients):
         super().check()
         if any(map(self._home.is_sparse, self._parameters)):
             raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
+
+    def own(self) -> list[Tensor]:
+        """See `AveragedGradients.own`; of each parameter by itself."""
+        return self._home.of(self._parameters)
 
     def alike(self) -> tuple[str, ...]:
         """Return nothing: ranks agree on the gradients of any rank, see `present`."""
@@ -292,6 +308,10 @@ class ShardedGradients(AveragedGradients):
 
     Whole updates, too, are on gradient workers only.
     """
+
+    def own(self) -> list[Tensor]:
+        """See `AveragedGradients.own`; of each parameter by itself."""
+        return self._home.of(self._parameters)
 
     def alike(self) -> tuple[str, ...]:
         """Return all blocks with gradients, since ranks exchange the parts of each."""

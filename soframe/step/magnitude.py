@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +26,18 @@ class Magnitude:
 
     Args:
         parameters: The parameters.
-        home: Where their gradients live.
+        gradients: Their gradients, in any tensors.
         statistics: Scalars that are to be finite, too.
     """
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
-        home: GradientHome,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
         statistics: Sequence[Tensor] = (),
     ) -> None:
-        every = list(parameters)
-        gradients = [gradient for gradient in home.of(every) if gradient.numel() > 0]
-        self._dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        some = [gradient for gradient in gradients if gradient.numel() > 0]
+        self._dense = [g.coalesce().values() if g.is_sparse else g for g in some]
         if self._dense and on_gpu(self._dense[0]):
             # On a GPU launches cost more than passes, and all norms take a few launches.
             sums = list(torch._foreach_norm(self._dense, ord=math.inf))
@@ -53,8 +52,8 @@ class Magnitude:
             each = [one.to(each[0].device) for one in each]
         # One tensor, so that the host waits for the device once.
         self._all = torch.stack(each) if each else None
-        self.queues = bool(every) and on_gpu(every[0])
-        self._device = every[0].device if every else torch.device("cpu")
+        self.queues = bool(parameters) and on_gpu(parameters[0])
+        self._device = parameters[0].device if parameters else torch.device("cpu")
         self._handle = Handle()
 
     def read(self) -> tuple[float, bool]:

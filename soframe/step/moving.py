@@ -115,24 +115,23 @@ def is_matrix(parameter: nn.Parameter) -> bool:
 
 def descend(parameters: Sequence[nn.Parameter], home: GradientHome, move: Move) -> None:
     """Move parameters along their updates, without a constraint; others stay."""
-    directions = home.each(parameters)
-    moved = [
-        p for p, direction in zip(parameters, directions, strict=True) if direction is not None
-    ]
+    local, each = home.locals(parameters), home.each(parameters)
+    moved = [(p, to) for p, to in zip(local, each, strict=True) if to is not None]
     if move.weight_decay > 0:
-        decaying = moved if move.decay_vectors else [p for p in moved if p.dim() > 1]
-        for weights, given in _alike(decaying, home):
+        # A part of a matrix has its dimensions.
+        decaying = moved if move.decay_vectors else [pair for pair in moved if pair[0].dim() > 1]
+        for weights, given in _alike(decaying):
             _decay(weights, given, move)
-    for weights, given in _alike(moved, home):
+    for weights, given in _alike(moved):
         torch._foreach_add_(weights, given, alpha=-move.lr)
 
 
 def _alike(
-    parameters: Sequence[nn.Parameter], home: GradientHome
+    moved: Sequence[tuple[Tensor, Tensor]],
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield parameters with their updates by device and dtype, for which kernels are fused."""
-    pairs: Any = [home.locals(parameters), home.of(parameters)]  # all have an update
-    alike: Any = Optimizer._group_tensors_by_device_and_dtype(pairs) if parameters else {}
+    pairs: Any = list(map(list, zip(*moved, strict=True)))
+    alike: Any = Optimizer._group_tensors_by_device_and_dtype(pairs) if moved else {}
     for (_, dtype), ((weights, directions), _) in alike.items():
         if dtype.is_complex:
             yield (

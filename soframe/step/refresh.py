@@ -91,24 +91,24 @@ class Refresh:
         These are all such blocks, if statistics are owed or at their interval; otherwise the blocks
         with a factor that waits for its first statistics with new second-order data.
         """
-        captured = [block for block in placed.blocks if block.captured]
-        if self.owed > 0:
-            return captured
         turn = step % self.statistics_every.at(step)
-        return [block for block in captured if turn == 0 or block.lacks]
+        if self.owed > 0 or turn == 0:
+            return list(placed.captured)
+        return [block for block in placed.captured if block.lacks]
 
     def interval(self, placed: PlacedBlocks, step: int) -> int:
         """Return the interval of statistics in force: of calls, if any block reads them."""
-        reads = any(block.captured for block in placed.blocks)
-        return (self.statistics_every if reads else self.gradients_every).at(step)
+        return (self.statistics_every if placed.captured else self.gradients_every).at(step)
 
     def due(self, placed: PlacedBlocks, step: int, *, after: bool) -> list[Block]:
         """Return the blocks with statistics whose turn it is, or that were never solved.
 
         These are the blocks whose solves come before their updates, or with ``after`` behind them.
         """
+        if not placed.solvable:
+            return []
         # Schedules may change the intervals during training.
-        if _solves_calls(placed.blocks):
+        if _solves_calls(placed.solvable):
             self.warn_of_intervals(step)
         turn = step % self.solve_every.at(step)
         return [

@@ -68,7 +68,7 @@ def precondition(placed: PlacedBlocks, gradients: Gradients, damping: float) -> 
     updates = []
     with placed.backend.phases("direct"):
         for stack, gradient in gradients.items():
-            active = [m for m in gradient.members if stack.blocks[m].active]
+            active = stack.active(gradient.members)
             # A batched call needs equal counters and dampings.
             for members in stack.alike(active):
                 matrix = gradient.of(stack, members)
@@ -188,26 +188,19 @@ def _scatter(placed: PlacedBlocks, of_stack: Mapping[Stack, Sequence[Update]]) -
 
 def write(updates: Sequence[Update], home: GradientHome) -> None:
     """Overwrite the gradients with the updates, in place."""
-    targets: list[Tensor] = []
-    values: list[Tensor] = []
+    pairs: list[tuple[Tensor | None, Tensor]] = []
     for update in updates:
         stack, matrix = update.stack, update.matrix
         whole = len(update.members) == len(stack.blocks) > 1 and not stack.like.shards
         if whole and matrix is not None and (parts := stack.parts(matrix)) is not None:
-            for target, value in zip(home.each(stack.parameters), parts, strict=True):
-                if target is not None:
-                    targets.append(target)
-                    values.append(value)
+            pairs += zip(home.each(stack.parameters), parts, strict=True)
             continue
         for block, named in _named(update):
-            for name, value in named.items():
-                target = home.read(block.parameters[name])
-                # A parameter of the block without a gradient gets none.
-                if target is not None:
-                    targets.append(target)
-                    values.append(value)
+            pairs += [(home.read(block.parameters[k]), value) for k, value in named.items()]
+    # A parameter of a block without a gradient gets none.
+    targets = [target for target, _ in pairs if target is not None]
     if targets:
-        torch._foreach_copy_(targets, values)
+        torch._foreach_copy_(targets, [value for target, value in pairs if target is not None])
 
 
 def _named(update: Update) -> Iterator[tuple[Block, Mapping[str, Tensor]]]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe import PlainGrad
 from soframe.settings import grouped
 from soframe.solvers import Eigen, Relative
 from soframe.step import magnitude as gradients
@@ -125,12 +124,12 @@ def test_magnitude(
     parameters[0].grad, parameters[1].grad = torch.tensor(values), torch.zeros(0)
     for statistics, finite in ([], True), ([1e30, 2.0], True), ([1.0, -math.inf], False):
         scalars = [torch.tensor(number, dtype=torch.float64) for number in statistics]
-        size, seen = gradients.Magnitude(parameters, PlainGrad(), scalars).read()
+        size, seen = gradients.Magnitude(parameters, [p.grad for p in parameters], scalars).read()
         assert size == pytest.approx(expected)
         assert seen == finite
-        assert gradients.Magnitude([], PlainGrad(), scalars).read() == (0.0, finite)
+        assert gradients.Magnitude([], [], scalars).read() == (0.0, finite)
     parameters[0].grad[0] = math.nan
     nan = torch.tensor(math.nan)
-    size, finite = gradients.Magnitude(parameters, PlainGrad(), [nan]).read()
+    size, finite = gradients.Magnitude(parameters, [p.grad for p in parameters], [nan]).read()
     assert math.isnan(size)
     assert not finite
