@@ -381,7 +381,9 @@ def _solve(
     # The factor changes in place at the next statistics; its data must not.
     data = {n: t.clone() if memory_of(t) == memory_of(matrices) else t for n, t in data.items()}
     # One number for each group and tensor: NaN or infinite where any entry is.
-    largest = [damping, *(_largest(tensor, len(matrices)) for tensor in data.values())]
+    largest = [_largest(tensor, len(matrices)) for tensor in data.values()]
+    if not (largest and solver.damps_factors):  # else the damping is in the data
+        largest.append(damping)
     good = functools.reduce(torch.maximum, largest) < math.inf
     usable = _usable(solver, data, len(matrices))
     return data, good if usable is True else good & usable

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.kernels.factorisations import eigh
 from soframe.kernels.precision import multiply
 from soframe.kernels.qr import orthonormal
 from soframe.registry import register
@@ -58,7 +59,7 @@ class Basis(Solver):
         return {**vectors, **order} if self.ordered else vectors
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = eigh(matrix)
         null = values - values[:, :1] <= GRADE * mean_trace(matrix).unsqueeze(-1)
         first = {"vectors": _canonical(vectors, null).flip(-1)}
         data = self.solve_again(matrix, damping, first)

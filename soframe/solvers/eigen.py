@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from soframe.kernels.factorisations import eigh
 from soframe.kernels.precision import multiply
 from soframe.registry import register
 from soframe.solvers.base import Solver, whole
@@ -63,7 +64,7 @@ class Eigen(Solver):
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         if matrix.dim() == 2:
             return {"values": matrix.clamp(min=0)}
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = eigh(matrix)
         return {"vectors": vectors, "values": values.clamp_(min=0)}
 
     def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:

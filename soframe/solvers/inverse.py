@@ -23,7 +23,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from soframe.kernels.devices import on_gpu
+from soframe.kernels import devices
+from soframe.kernels.factorisations import cholesky
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, TensorSpec
@@ -89,8 +90,11 @@ class Inverse(Solver):
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         if matrix.dim() == 2:
             return {"inverse": 1 / (matrix.clamp(min=0) + damping.unsqueeze(-1))}
-        if on_gpu(matrix):
-            return {"inverse": _inverse(matrix, damping)}
+        if devices.on_gpu(matrix):
+            parts = devices.batches(matrix)
+            shares = damping.split([len(part) for part in parts])
+            each = [_inverse(*pair) for pair in zip(parts, shares, strict=True)]
+            return {"inverse": each[0] if len(each) == 1 else torch.cat(each)}
         size = matrix.shape[-1]
         lower, info = torch.linalg.cholesky_ex(damped(matrix, damping, frame(size)))
         # NaN marks groups that are not positive definite.
@@ -125,15 +129,21 @@ class Inverse(Solver):
 
 def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:
     """Return the inverses by few operators, for a GPU; NaN where one is not positive definite."""
-    # CUDA's inverse is not symmetric, so ranks that receive a triangle would differ from the owner;
-    # the inverse of twice the matrix, added to its transpose, is symmetric.
-    twice = matrix + matrix
-    twice.diagonal(dim1=-2, dim2=-1).add_(damping.unsqueeze(-1), alpha=2)
-    lower, info = torch.linalg.cholesky_ex(twice)
-    half = torch.cholesky_inverse(lower).mT.contiguous()
+    size, dtype = matrix.shape[-1], matrix.dtype
+    if fast := devices.fast_double(matrix.device):  # and independent of settings for TF32
+        dtype = torch.float64
+    eye = torch.eye(size, dtype=dtype, device=matrix.device)
+    lower, info = cholesky(torch.addcmul(matrix, eye, damping.view(-1, 1, 1)))
+    # CUDA's inverse is not symmetric to the last bit, so ranks that receive a triangle would differ
+    # from the owner; its half, added to the half's transpose, is.
+    if fast:
+        root = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+        half = torch.baddbmm(root, root.mT, root, beta=0, alpha=0.5)
+    else:
+        half = torch.cholesky_inverse(lower).mT / 2
     # One where there is no error, since any number to the power of zero is one, else NaN.
-    fine = torch.pow(math.nan, info).to(half.dtype).view(-1, 1, 1)
-    return torch.addcmul(half, half.mT, fine)
+    fine = torch.pow(math.nan, info).view(-1, 1, 1)
+    return torch.addcmul(half, half.mT, fine, out=torch.empty_like(matrix))
 
 
 def pi_of(first: Tensor, second: Tensor, damping: Tensor, precision: float) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.kernels.factorisations import eigh
 from soframe.kernels.gram import mirror
 from soframe.kernels.precision import multiply
 from soframe.registry import register
@@ -60,7 +61,7 @@ class Root(Solver):
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         del damping
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = eigh(matrix)
         largest = values[:, -1:].clamp(min=0)
         if self.epsilon:
             values = values.clamp(min=0) + self.epsilon * largest

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from soframe.kernels import devices
 from soframe.solvers import (
     Eigen,
     Inverse,
@@ -19,7 +20,6 @@ from soframe.solvers import (
     Relative,
     Root,
     Solver,
-    inverse,
     retry,
     solve_safely,
     solve_stack,
@@ -101,14 +101,19 @@ def test_nothing_waits(name: str) -> None:
         solve_stack(solver, matrices, solver.shares(traces, 0.1)[0])
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_inverses_of_an_accelerator(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inverses_of_an_accelerator(
+    dtype: torch.dtype, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A processor's, symmetric to the last bit; NaN where a group is not positive definite."""
     matrices, damping = stack(7).to(dtype), shares().to(dtype)
     (plain,) = Inverse().solve(matrices, damping).values()
     lower = torch.where(torch.ones(7, 7).tril() > 0, matrices, torch.nan)
     lower[3] = -torch.eye(7)
-    monkeypatch.setattr(inverse, "on_gpu", lambda _: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda _: True)
+    monkeypatch.setattr(devices, "fast_double", lambda _: fast)
+    monkeypatch.setattr(devices, "MOST", 3 * 49)  # batches of three
     (found,) = Inverse().solve(lower, damping.where(torch.arange(6) != 3, 0)).values()
     good = [0, 1, 2, 4, 5]
     compare(found[good], plain[good], "inverses", rtol=1e-3 if dtype == torch.float32 else 1e-9)
