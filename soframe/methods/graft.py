@@ -42,6 +42,7 @@ class Graft(Method):
         method: Method = KINDS["method"].build(self.length, Method)
         object.__setattr__(self, "length", method)
         self._declare_as(method)
+        object.__setattr__(self, "elementwise", False)  # lengths are of whole matrices
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         return self._method.factors(shape)

@@ -165,8 +165,9 @@ def check_method(
     - with a check of the method's results: names, shapes and dtypes, and unchanged inputs;
     - with every sample twice in the batch, which keeps all means: a wrong ``degree`` of a factor in
       the gradient shows;
-    - in micro-batches, and with a copy of the method for every layer in place of one instance:
-      state in the instance, and results that mix groups, show;
+    - in micro-batches, and with a copy of the method for every layer in place of one instance, of
+      whole matrices: state in the instance, results that mix groups, and a wrong ``elementwise``
+      show;
     - saved in the middle and resumed by a fresh optimizer, to the bit;
     - on ranks, each with its part of the batch, under every strategy;
     - saved on the most ranks and resumed on at most half of them, under another strategy: from a
@@ -204,7 +205,7 @@ def check_method(
         twice = train(0, 1, replace(one, copies=2))
         _same(twice, whole, f"{name}, every sample twice", rtol)
         _same(train(0, 1, replace(one, passes=3)), whole, f"{name}, 3 micro-batches", rtol)
-        patterns = {name: _variant(chosen) for name, _ in Net().named_children()}
+        patterns = {k: _variant(chosen, elementwise=False) for k, _ in Net().named_children()}
         apart = train(0, 1, replace(one, method=patterns))
         _same(apart, whole, f"{name}, an instance for each layer, with groups of its own", rtol)
         first = train(0, 1, replace(one, end=MIDDLE))
@@ -267,6 +268,8 @@ def _variant(method: Method, **members: Any) -> Method:
     kind, copied = type(method), copy.deepcopy(method)
     derived = type(kind.__name__, (kind,), {"__slots__": (), **members})
     object.__setattr__(copied, "__class__", derived)
+    for name in members:
+        vars(copied).pop(name, None)  # of the instance
     return copied
 
 
