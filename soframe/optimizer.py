@@ -326,6 +326,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         if not self.state:  # cleared, to begin anew
             self.preconditioner.forget()
             cast(dict[Any, Any], self.state)[KEY] = {}
+        sharding.require_own_step(self._model.parameters())
         self.preconditioner.step()
         self._moved = {}
         if self.preconditioner.updated:

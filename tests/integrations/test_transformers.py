@@ -219,7 +219,7 @@ def test_gradient_checkpointing(tmp_path: Path) -> None:
     assert trainer.model_accepts_loss_kwargs
     assert len(runs) == 2 * STEPS * MICRO
     callback.preconditioner.close()
-    assert len(callback.preconditioner.blocks) == 13
+    assert len(callback.preconditioner.blocks) == 14
     assert_equal(weights(model), weights(expected), 1e-6)  # the loss is in float32
     assert not torch.equal(model.lm_head.weight, gpt().lm_head.weight)
 

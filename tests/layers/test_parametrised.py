@@ -81,7 +81,7 @@ def test_an_adapter_that_peft_adds_later_is_trained_alone() -> None:
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert {name.rpartition(".lora_")[2] for name in moved} == {"A.later.weight", "B.later.weight"}
     rows = {row.parameter: row for row in optimizer.report()}
-    assert {rows[name].method for name in moved} == {"kfac / eigen"}
+    assert {rows[name].method for name in moved} == {"kfac / inverse"}
 
 
 class Symmetric(nn.Module):
