@@ -121,8 +121,8 @@ class Training:
             optimizer.zero_grad()
 
     def warm_up(self) -> None:
-        """Take an interval and one step."""
-        for _ in range(len(self.batches) + 1):
+        """Take two intervals: a turn begins with a solve, which in the background lands in it."""
+        for _ in range(2 * len(self.batches)):
             self.step()
         self.zero_grad()
 
