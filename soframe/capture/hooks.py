@@ -25,11 +25,11 @@ since a reentrant checkpoint runs backward passes of its own inside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +58,7 @@ class Probe:
     samples: int | None = None
 
 
-@dataclass(frozen=True)
-class LayerCall:
+class LayerCall(NamedTuple):
     """One complete call of a layer.
 
     Attributes:
@@ -86,12 +85,15 @@ Sink = Callable[[LayerCall], None]
 
 
 class _Keep(torch.autograd.Function):
-    """Saves tensors as autograd does; its output exists only to own the node that saves them."""
+    """Saves tensors as autograd does; its output exists only to own the node that saves them.
+
+    The tensors before them are parameters: the node is next to theirs in the graph.
+    """
 
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return handle.view_as(handle)
+    def forward(ctx: Any, parameters: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[parameters:])
+        return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -117,7 +119,8 @@ class _Hook:
         helper = None if self._helper is None else self._helper()
         # torch.compile traces this much: only at statistics steps do layers break the graph.
         if capture is not None and (self._root or helper is not None) and capture.enabled:
-            if helper is not None and getattr(module, "_is_replica", False):
+            alike = helper is None or module is helper.module
+            if not alike and getattr(module, "_is_replica", False):
                 raise RuntimeError(
                     f"torch.nn.DataParallel runs copies of a {type(module).__name__}, each on a "
                     f"part of the batch, and statistics need the whole batch: use "
@@ -517,12 +520,9 @@ class Capture:
         view: Callable[[Tensor], Tensor] | None,
     ) -> _Pending:
         """Return the gradient hook of a call, which keeps the inputs that are needed."""
-        kept = None
-        if needed:
-            kept = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                sharding.local(trained[0]).new_empty(0, requires_grad=True), *needed
-            )
-        edges = [get_gradient_edge(p).node for p in trained]
+        kept = _Keep.apply(len(trained), *trained, *needed)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        edges = [node for node, _ in kept.grad_fn.next_functions[: len(trained)]]
+        kept = kept if needed else None
         return _Pending(
             weakref.ref(self), helper, kept, edges, self.counting, self.batch, number, view
         )
@@ -550,10 +550,9 @@ class Capture:
             single = (p.dtype == torch.float32 for p in helper.parameters.values())
             self.half = self.half or any(single)
         try:
-            device = gradient.device.type
-            ours = torch.autocast(device, enabled=False)  # entering it takes a while
-            outside = ours if torch.is_autocast_enabled(device) else nullcontext()
-            with torch.no_grad(), outside, within(self.precision):
+            device = gradient.device.type  # entering contexts takes a while
+            plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(device))
+            with nullcontext() if plain else _plainly(device), within(self.precision):
                 inputs: tuple[Tensor, ...] = ()
                 again = self._probe is not None and not self._probe.first
                 if kept is not None and (not again or helper in self.rereading):
@@ -669,6 +668,13 @@ def _accumulates(edge: Any) -> bool:
     except RuntimeError:
         # torch raises this for a parameter that is an input of autograd.grad.
         return False
+
+
+@contextmanager
+def _plainly(device: str) -> Iterator[None]:
+    """Compute without recording a graph, and in the dtypes of the operands."""
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        yield
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -296,7 +296,9 @@ class LayerHelper(WeightAndBias, ABC):
         return rows if self.bias is None else torch.cat([rows, ones], dim=3)
 
     def _weight_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        rows = self.input_rows(*inputs).to(output_rows.dtype)
+        rows = self.input_rows(*inputs)
+        if rows.dtype != output_rows.dtype:
+            rows = rows.to(output_rows.dtype)
         if rows.shape[:3] != output_rows.shape[:3]:
             raise ValueError(
                 f"{type(self).__name__}: input_rows gives [groups, batch, shared] = "

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +41,7 @@ from soframe.step.averages import enter
 from soframe.step.weights import BlockWeights
 
 
-@dataclass(frozen=True)
-class _Rows:
+class _Rows(NamedTuple):
     """One call of a layer, as input of its moments.
 
     Attributes:
@@ -265,7 +265,7 @@ class Statistics:
             # The gradient of a sample is a sum over its positions: padding adds zeros to it.
             counts = seen.rows.new_zeros(seen.rows[0, :, :, :1].shape)
             counts.view(-1)[data[0]] = 1
-            whole = replace(seen, rows=seen.rows * counts, data=None)
+            whole = seen._replace(rows=seen.rows * counts, data=None)
             self._sum(block, both, whole, scale=scale, probe=probe)
             factors = [f for f in factors if f.reads != "both"]
         if not factors:
