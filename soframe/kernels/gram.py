@@ -166,13 +166,11 @@ def add_moment(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.
         total.baddbmm_(flat.mT, flat, beta=beta, alpha=scale)
         return
     _, _, along, across = rows.stride()
-    if across != 1 and along == 1 and rows.dtype == total.dtype:
-        for moment, part in zip(total.unbind(), rows.mT.unbind(), strict=True):
-            add_maps(moment, part, scale, beta)
-        return
-    flat = rows.reshape(groups, batch * shared, size)
-    for moment, part in zip(total.unbind(), flat.unbind(), strict=True):
-        add_rows(moment, part, scale, beta)
+    as_maps = across != 1 and along == 1 and rows.dtype == total.dtype
+    parts = rows.mT if as_maps else rows.reshape(groups, batch * shared, size)
+    add_part = add_maps if as_maps else add_rows
+    for group in range(groups):
+        add_part(total.select(0, group), parts.select(0, group), scale, beta)
 
 
 def add_squares(

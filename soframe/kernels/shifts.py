@@ -91,7 +91,7 @@ def _add_products(
     step = geometry.rows.stride
     # On an accelerator one long product takes one launch, and no memory for a product per row.
     gpu = devices.on_gpu(total)
-    by_row = rowwise.serves(geometry) and not gpu
+    by_row = not gpu and rowwise.serves(geometry)
     for rows in segments(geometry.rows):
         if rows.other > 0 or (rows.other == 0 and columns is not None and columns.other > 0):
             continue  # above the diagonal
@@ -108,11 +108,11 @@ def _add_products(
             continue
         a, b = a.flatten(0, 1), b.flatten(0, 1)
         if geometry.groups == 1 and added.shape[1] == added.shape[2] == 1:
-            added[0, 0, 0].addmm_(a.T, b, alpha=scale)
+            added.view(added.shape[3:]).addmm_(a.mT, b, alpha=scale)
         elif gpu and geometry.groups == 1 and columns is None and rows.count == 1:
             # The short product of a border, once for each block: one launch instead of two.
             every = (added.shape[1], -1, -1)
-            added[0, :, 0].baddbmm_(a.T.expand(every), b.expand(every), alpha=scale)
+            added[0, :, 0].baddbmm_(a.mT.expand(every), b.expand(every), alpha=scale)
         else:
             added.add_(_product(a, b, geometry.groups)[:, None, None], alpha=scale)
 
@@ -126,7 +126,7 @@ def _rows_of(slab: Slab, start: int, count: int, step: int) -> Tensor:
 def _product(a: Tensor, b: Tensor, groups: int) -> Tensor:
     """Return ``a^T b`` of each group."""
     if groups == 1:
-        return (a.T @ b).unsqueeze(0)
+        return (a.mT @ b).unsqueeze(0)
     if a.shape[1] == groups:
         return (a * b).sum(0).view(groups, 1, 1)
     a, b = a.unflatten(1, (groups, -1)), b.unflatten(1, (groups, -1))

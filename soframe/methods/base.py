@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.kernels.gram import add_squares
+from soframe.kernels.halves import converted
 from soframe.kernels.samples import sample_moments
 from soframe.layers.base import LayerHelper, widened
 from soframe.layers.layout import BlockShape
@@ -73,7 +74,7 @@ class Call:
     @cached_property
     def output_rows(self) -> Tensor:
         """The output gradients in the dtype of the factors."""
-        return self.rows if self.rows.dtype == self.dtype else self.rows.to(self.dtype)
+        return converted(self.rows, self.dtype)
 
     def up_to(self, max_size: float) -> Call:
         """Return this call with another ``max_size``.

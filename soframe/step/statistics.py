@@ -282,7 +282,7 @@ class Statistics:
             seen.data,
         )
         # Not inherited: a subclass may override the moments, and has to declare this itself.
-        wide = vars(type(helper)).get("widens", False) and len(rows) == 1
+        wide = widens(rows, block.dtype) and rows.shape[0] == 1
         added = block.method.statistics(
             Call(
                 helper=helper,
@@ -291,7 +291,7 @@ class Statistics:
                 dtype=block.dtype,
                 shared=self._shared,
                 data=block.second_order,
-                widens=wide and widens(rows, block.dtype),
+                widens=wide and vars(type(helper)).get("widens", False),
                 first=block.record.counts.calls <= 1,
             )
         )
