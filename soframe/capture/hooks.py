@@ -25,8 +25,8 @@ since a reentrant checkpoint runs backward passes of its own inside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -80,15 +80,14 @@ class LayerCall(NamedTuple):
     earlier: int | None
 
 
+_NOTHING = nullcontext()
+
 Sink = Callable[[LayerCall], None]
 """Receives each complete call, while the backward pass runs."""
 
 
 class _Keep(torch.autograd.Function):
-    """Saves tensors as autograd does; its output exists only to own the node that saves them.
-
-    The tensors before them are parameters: the node is next to theirs in the graph.
-    """
+    """Saves tensors as autograd does: its output owns the node, next to those of parameters."""
 
     @staticmethod
     def forward(ctx: Any, parameters: int, *tensors: Tensor) -> Tensor:
@@ -520,7 +519,9 @@ class Capture:
         view: Callable[[Tensor], Tensor] | None,
     ) -> _Pending:
         """Return the gradient hook of a call, which keeps the inputs that are needed."""
-        kept = _Keep.apply(len(trained), *trained, *needed)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        kept = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            len(trained), *trained, *needed
+        )
         edges = [node for node, _ in kept.grad_fn.next_functions[: len(trained)]]
         kept = kept if needed else None
         return _Pending(
@@ -550,9 +551,10 @@ class Capture:
             single = (p.dtype == torch.float32 for p in helper.parameters.values())
             self.half = self.half or any(single)
         try:
-            device = gradient.device.type  # entering contexts takes a while
-            plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(device))
-            with nullcontext() if plain else _plainly(device), within(self.precision):
+            device = gradient.device.type  # contexts take a while, even without effect
+            cast: Any = torch.is_autocast_enabled(device) and torch.autocast(device, enabled=False)
+            recorded: Any = torch.is_grad_enabled() and torch.no_grad()
+            with cast or _NOTHING, recorded or _NOTHING, within(self.precision):
                 inputs: tuple[Tensor, ...] = ()
                 again = self._probe is not None and not self._probe.first
                 if kept is not None and (not again or helper in self.rereading):
@@ -668,13 +670,6 @@ def _accumulates(edge: Any) -> bool:
     except RuntimeError:
         # torch raises this for a parameter that is an input of autograd.grad.
         return False
-
-
-@contextmanager
-def _plainly(device: str) -> Iterator[None]:
-    """Compute without recording a graph, and in the dtypes of the operands."""
-    with torch.no_grad(), torch.autocast(device, enabled=False):
-        yield
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -269,8 +269,6 @@ class CutLayout:
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
     """Return the current parameter of a module, or of a submodule (``"out_proj.weight"``)."""
-    if "." in name:
-        path, _, name = name.rpartition(".")
-        module = module.get_submodule(path)
-    parameters = module._parameters
-    return parameters[name] if name in parameters else None  # noqa: SIM401  # TorchScript: no get()
+    path, _, last = name.rpartition(".")
+    parameters = (module.get_submodule(path) if path else module)._parameters
+    return parameters[last] if last in parameters else None  # noqa: SIM401  # TorchScript: no get()

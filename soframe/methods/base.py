@@ -77,14 +77,7 @@ class Call:
         return converted(self.rows, self.dtype)
 
     def up_to(self, max_size: float) -> Call:
-        """Return this call with another ``max_size``.
-
-        Args:
-            max_size: The longest side whose moments are matrices.
-
-        Returns:
-            The same object where that makes no difference.
-        """
+        """Return this call with another ``max_size``: itself where that makes no difference."""
         alike = max(self.helper.shape) <= min(max_size, self.max_size)
         return self if alike else replace(self, max_size=max_size)
 
