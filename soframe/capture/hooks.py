@@ -92,7 +92,7 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameters: int, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors[parameters:])
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:

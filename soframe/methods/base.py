@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from soframe.kernels.gram import add_squares
-from soframe.kernels.halves import converted
 from soframe.kernels.samples import sample_moments
 from soframe.layers.base import LayerHelper, widened
 from soframe.layers.layout import BlockShape
@@ -74,7 +73,7 @@ class Call:
     @cached_property
     def output_rows(self) -> Tensor:
         """The output gradients in the dtype of the factors."""
-        return converted(self.rows, self.dtype)
+        return self.rows if self.rows.dtype == self.dtype else self.rows.to(self.dtype)
 
     def up_to(self, max_size: float) -> Call:
         """Return this call with another ``max_size``: itself where that makes no difference."""
