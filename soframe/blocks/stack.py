@@ -102,6 +102,7 @@ class Stack(Arrangement):
         super().__init__(blocks)
         self.places, self.place = tuple(places), places[0]
         self.sums: dict[str, Tensor] = {}
+        self._parts: dict[str, Sequence[Tensor]] = {}  # each block's
         self._factors: dict[str, Tensor] = {}
         self.lower: set[str] = set()
         self.accumulators: dict[str, Tensor] = {}
@@ -169,6 +170,7 @@ class Stack(Arrangement):
         if new:
             torch._foreach_zero_(list(new.values()))
             self.sums |= new
+            self._parts |= {name: total.chunk(blocks) for name, total in new.items()}
 
     def add(
         self, factor: FactorSpec, member: int, moment: Tensor | Addend, multiplier: float
@@ -188,10 +190,11 @@ class Stack(Arrangement):
             new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
             if new.shape != factor.shape:
                 return False
-            self.sums[name] = new
+            self.sums[name], self._parts[name] = new, (new,)
             return True
-        self.allocate((factor,))
-        total = self.views(self.sums[name], (member,))[0]
+        if name not in self.sums:
+            self.allocate((factor,))
+        total = self._parts[name][member]
         if isinstance(moment, Tensor):
             total.add_(moment, alpha=multiplier)
             return True
@@ -205,7 +208,7 @@ class Stack(Arrangement):
 
     def drop_sums(self) -> None:
         """Drop the sums, which have entered the averages."""
-        self.sums = {}
+        self.sums, self._parts = {}, {}
 
     def renew(self, members: Members, name: str) -> None:
         """Drop the statistics that need second-order data of factor ``name``, now replaced."""

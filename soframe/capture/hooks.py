@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +58,7 @@ class Probe:
     samples: int | None = None
 
 
-@dataclass(frozen=True)
-class LayerCall:
+class LayerCall(NamedTuple):
     """One complete call of a layer.
 
     Attributes:
@@ -81,17 +80,19 @@ class LayerCall:
     earlier: int | None
 
 
+_NOTHING = nullcontext()
+
 Sink = Callable[[LayerCall], None]
 """Receives each complete call, while the backward pass runs."""
 
 
 class _Keep(torch.autograd.Function):
-    """Saves tensors as autograd does; its output exists only to own the node that saves them."""
+    """Saves tensors as autograd does: its output owns the node, next to those of parameters."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return handle.view_as(handle)
+    def forward(ctx: Any, parameters: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[parameters:])
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -117,7 +118,8 @@ class _Hook:
         helper = None if self._helper is None else self._helper()
         # torch.compile traces this much: only at statistics steps do layers break the graph.
         if capture is not None and (self._root or helper is not None) and capture.enabled:
-            if helper is not None and getattr(module, "_is_replica", False):
+            alike = helper is None or module is helper.module
+            if not alike and getattr(module, "_is_replica", False):
                 raise RuntimeError(
                     f"torch.nn.DataParallel runs copies of a {type(module).__name__}, each on a "
                     f"part of the batch, and statistics need the whole batch: use "
@@ -517,12 +519,11 @@ class Capture:
         view: Callable[[Tensor], Tensor] | None,
     ) -> _Pending:
         """Return the gradient hook of a call, which keeps the inputs that are needed."""
-        kept = None
-        if needed:
-            kept = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                sharding.local(trained[0]).new_empty(0, requires_grad=True), *needed
-            )
-        edges = [get_gradient_edge(p).node for p in trained]
+        kept = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            len(trained), *trained, *needed
+        )
+        edges = [node for node, _ in kept.grad_fn.next_functions[: len(trained)]]
+        kept = kept if needed else None
         return _Pending(
             weakref.ref(self), helper, kept, edges, self.counting, self.batch, number, view
         )
@@ -550,10 +551,10 @@ class Capture:
             single = (p.dtype == torch.float32 for p in helper.parameters.values())
             self.half = self.half or any(single)
         try:
-            device = gradient.device.type
-            ours = torch.autocast(device, enabled=False)  # entering it takes a while
-            outside = ours if torch.is_autocast_enabled(device) else nullcontext()
-            with torch.no_grad(), outside, within(self.precision):
+            device = gradient.device.type  # contexts take a while, even without effect
+            cast: Any = torch.is_autocast_enabled(device) and torch.autocast(device, enabled=False)
+            recorded: Any = torch.is_grad_enabled() and torch.no_grad()
+            with cast or _NOTHING, recorded or _NOTHING, within(self.precision):
                 inputs: tuple[Tensor, ...] = ()
                 again = self._probe is not None and not self._probe.first
                 if kept is not None and (not again or helper in self.rereading):

@@ -84,6 +84,8 @@ class Sampler:
         samples that are not padding, None for all.
         """
         inputs, rows = call
+        if data is None and not self.draws:
+            return inputs, rows, 1.0
         unit, total, size = _units(helper, rows, whole, data)
         wanted = self._wanted(total, size)
         if unit is None or (wanted >= total and data is None):

@@ -13,17 +13,16 @@ columns.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """One axis of a convolution: input and kernel positions, and zeros before and after them."""
 
     size: int
@@ -50,8 +49,7 @@ class Axis:
         return start, min(self.out, (self.size - 1 + first) // self.stride + 1)
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """The shapes that a factor of a convolution's inputs depends on."""
 
     batch: int
@@ -71,12 +69,11 @@ class Geometry:
         return self.batch * self.rows.out * self.columns.out
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Positions ``start, start + stride, ...`` and the blocks that sum over them."""
 
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # instead of the tuple's method
     shift: int  # the other position minus this one
     first: int  # of the run of kernel positions ``first, first + step, ...``
     step: int
@@ -122,8 +119,7 @@ def segments(axis: Axis) -> tuple[Segment, ...]:
     return tuple(sorted(runs, key=lambda s: (abs(s.shift), s.shift, s.start)))
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The blocks of a factor that two segments add to."""
 
     size: int  # features of a block: channels, or a kernel row of them

@@ -124,10 +124,10 @@ def add_by_halves(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float =
 def add_by_columns(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0) -> None:
     """Do the same by blocks of columns."""
     if rows.shape[1] < SMALL:  # one block
-        total.addmm_(rows.T, rows, beta=beta, alpha=scale)
+        total.addmm_(rows.mT, rows, beta=beta, alpha=scale)
         return
     for start, stop in column_blocks(rows.shape[1], gpu=devices.on_gpu(rows)):
-        left, right = rows[:, start:stop].T, rows[:, :stop]
+        left, right = rows[:, start:stop].mT, rows[:, :stop]
         total[start:stop, :stop].addmm_(left, right, beta=beta, alpha=scale)
 
 
@@ -165,12 +165,12 @@ def add_moment(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.
         flat = rows.flatten(1, 2)
         total.baddbmm_(flat.mT, flat, beta=beta, alpha=scale)
         return
+    _, _, along, across = rows.stride()
+    as_maps = across != 1 and along == 1 and rows.dtype == total.dtype
+    parts = rows.mT if as_maps else rows.reshape(groups, batch * shared, size)
+    add_part = add_maps if as_maps else add_rows
     for group in range(groups):
-        moment, part = total[group], rows[group]
-        if part.stride(2) != 1 and part.stride(1) == 1 and part.dtype == total.dtype:
-            add_maps(moment, part.mT, scale, beta)
-        else:
-            add_rows(moment, part.reshape(batch * shared, size), scale, beta)
+        add_part(total.select(0, group), parts.select(0, group), scale, beta)
 
 
 def add_squares(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from soframe.kernels.geometry import Axis, Geometry
@@ -18,6 +20,7 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     add_moment(total, maps.permute(1, 0, 3, 2), scale)
 
 
+@lru_cache(maxsize=1024)
 def _slice(axis: Axis) -> slice:
     start, stop = axis.inside(0)
     first = axis.stride * start - axis.before

@@ -25,7 +25,7 @@ from soframe.kernels.geometry import Geometry, Segment, blocks, segments
 from soframe.kernels.rowwise import positions_first
 
 Slab = Callable[[int], Tensor]
-"""The matrices of the rows of one residue: ``[rows, positions, groups * features]``."""
+"""The matrix of the rows of one residue: ``[rows * positions, groups * features]``."""
 
 
 def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
@@ -43,7 +43,7 @@ def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
             key = (start, count, residue)
             if key not in slabs:
                 part = grid[residue::step, start : start + stride * count : stride]
-                slabs[key] = part.contiguous().flatten(1, 2)
+                slabs[key] = part.contiguous().flatten(0, 2)
             return slabs[key]
 
         return rows
@@ -73,7 +73,7 @@ def add_by_rows(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> N
             # [rows, columns, batch, groups, channels, kernel columns]
             part = part.unfold(1, axis.reach + 1, axis.stride)
             part = part[..., :: axis.dilation].transpose(4, 5)
-            slabs[residue] = part.reshape(len(part), axis.out * geometry.batch, -1)
+            slabs[residue] = part.reshape(len(part) * axis.out * geometry.batch, -1)
         return slabs[residue]
 
     _add_products(total, slab, slab, None, geometry, scale)
@@ -89,44 +89,46 @@ def _add_products(
 ) -> None:
     """Add every product over rows of one segment of columns, or of all columns."""
     step = geometry.rows.stride
+    positions = geometry.batch * (columns.count if columns else geometry.columns.out)
     # On an accelerator one long product takes one launch, and no memory for a product per row.
     gpu = devices.on_gpu(total)
-    by_row = rowwise.serves(geometry) and not gpu
+    by_row = not gpu and rowwise.serves(geometry)
     for rows in segments(geometry.rows):
         if rows.other > 0 or (rows.other == 0 and columns is not None and columns.other > 0):
             continue  # above the diagonal
-        a = _rows_of(left, rows.start, rows.count, step)
-        b = _rows_of(right, rows.start + rows.shift, rows.count, step)
+        length = rows.count * positions
+        a = b = _rows_of(left, rows.start, length, step, positions)
+        if rows.shift != 0 or left is not right:
+            b = _rows_of(right, rows.start + rows.shift, length, step, positions)
         added = blocks(rows, columns, geometry).of(total)
         if a.dtype != total.dtype:
-            product = total.new_empty(a.shape[2], b.shape[2])
-            halves.add_inner(product, a.flatten(0, 1), b.flatten(0, 1), 1.0, 0.0)
+            product = total.new_empty(a.shape[1], b.shape[1])
+            halves.add_inner(product, a, b, 1.0, 0.0)
             added.add_(product[None, None, None], alpha=scale)
             continue
-        if by_row and len(a) > 1:
+        if by_row and rows.count > 1:
+            a, b = (part.unflatten(0, (rows.count, -1)) for part in (a, b))
             added.add_(torch.bmm(a.mT, b).sum(0), alpha=scale)
-            continue
-        a, b = a.flatten(0, 1), b.flatten(0, 1)
-        if geometry.groups == 1 and added.shape[1] == added.shape[2] == 1:
-            added[0, 0, 0].addmm_(a.T, b, alpha=scale)
+        elif geometry.groups == 1 and added.shape[1] == added.shape[2] == 1:
+            added.view(added.shape[3:]).addmm_(a.mT, b, alpha=scale)
         elif gpu and geometry.groups == 1 and columns is None and rows.count == 1:
             # The short product of a border, once for each block: one launch instead of two.
             every = (added.shape[1], -1, -1)
-            added[0, :, 0].baddbmm_(a.T.expand(every), b.expand(every), alpha=scale)
+            added[0, :, 0].baddbmm_(a.mT.expand(every), b.expand(every), alpha=scale)
         else:
             added.add_(_product(a, b, geometry.groups)[:, None, None], alpha=scale)
 
 
-def _rows_of(slab: Slab, start: int, count: int, step: int) -> Tensor:
-    """Return a range of rows as matrices, ``[rows, positions, groups * features]``."""
-    first = start // step
-    return slab(start % step)[first : first + count]
+def _rows_of(slab: Slab, start: int, length: int, step: int, positions: int) -> Tensor:
+    """Return a range of rows as one matrix, ``[length, groups * features]``."""
+    first = start // step * positions
+    return slab(start % step)[first : first + length]
 
 
 def _product(a: Tensor, b: Tensor, groups: int) -> Tensor:
     """Return ``a^T b`` of each group."""
     if groups == 1:
-        return (a.T @ b).unsqueeze(0)
+        return (a.mT @ b).unsqueeze(0)
     if a.shape[1] == groups:
         return (a * b).sum(0).view(groups, 1, 1)
     a, b = a.unflatten(1, (groups, -1)), b.unflatten(1, (groups, -1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from math import prod
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -46,5 +47,5 @@ class LinearHelper(LayerHelper):
 def _rows(x: Tensor) -> Tensor:
     if x.dim() == 1:
         return x.view(1, 1, 1, -1)
-    shared = x[0, ..., 0].numel() if x.shape[0] else 1
-    return x.reshape(1, x.shape[0], shared, x.shape[-1])
+    batch, *positions, features = x.shape
+    return x.reshape(1, batch, prod(positions), features)

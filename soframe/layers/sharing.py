@@ -8,7 +8,7 @@ cache is used if the first sum consists of that call alone, as with one backward
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,7 +29,7 @@ def memory(tensors: Sequence[Tensor]) -> tuple[StorageWeakRef, ...]:
     return tuple(StorageWeakRef(x.untyped_storage()) for x in tensors)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Known:
     """The cached sum of one call."""
 
@@ -74,7 +74,7 @@ class SharedInputs:
                 total.add_(known.total, alpha=ratio)
             # Slices of one stack have one version, which this write has changed.
             if fresh or known.total._version == known.version:
-                self._known = replace(known, version=known.total._version)
+                known.version, self._known = known.total._version, known
             return total
         total = helper.input_moment(inputs, output_rows, total, scale)
         if fresh:

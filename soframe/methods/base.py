@@ -73,11 +73,18 @@ class Call:
     @cached_property
     def output_rows(self) -> Tensor:
         """The output gradients in the dtype of the factors."""
-        return self.rows.to(self.dtype)
+        return self.rows if self.rows.dtype == self.dtype else self.rows.to(self.dtype)
 
-    @cached_property
+    def up_to(self, max_size: float) -> Call:
+        """Return this call with another ``max_size``: itself where that makes no difference."""
+        alike = max(self.helper.shape) <= min(max_size, self.max_size)
+        return self if alike else replace(self, max_size=max_size)
+
+    @property
     def _long(self) -> tuple[bool, bool]:
         """Whether moments of outputs, and of inputs, are diagonals in this call."""
+        if self.max_size == math.inf:
+            return False, False
         _, out, into = self.helper.shape
         # An embedding makes the diagonal itself, of indices.
         right = into > self.max_size and not self.helper.counts_inputs

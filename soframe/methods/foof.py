@@ -9,7 +9,7 @@ accumulated, solved, sent or saved for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -37,7 +37,7 @@ class FOOF(Method):
     def statistics(self, call: Call) -> Mapping[str, Addend]:
         if call.inputs is None:
             return {}
-        return {"A": replace(call, max_size=self.max_size).input_moment}
+        return {"A": call.up_to(self.max_size).input_moment}
 
     def precondition(
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float

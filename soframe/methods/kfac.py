@@ -45,7 +45,7 @@ class KFAC(Method):
         )
 
     def statistics(self, call: Call) -> Mapping[str, Addend]:
-        call = replace(call, max_size=self.max_size)
+        call = call.up_to(self.max_size)
         moments: dict[str, Addend] = {"G": call.output_moment}
         if call.inputs is not None:
             moments["A"] = call.input_moment
@@ -96,7 +96,7 @@ class TiedKFAC(Method):
         if shared > 1:  # every position is a sample of its own
             inputs = tuple(x.reshape(batch * shared, -1) for x in call.inputs)
             call = replace(call, inputs=inputs, rows=call.rows.flatten(1, 2).unsqueeze(2))
-        left, right = replace(call, max_size=self.max_size).sample_moments()
+        left, right = call.up_to(self.max_size).sample_moments()
         _, out, into = call.helper.shape
         return {"L": left / into, "R": right / out}
 
@@ -127,7 +127,7 @@ class KFACReduce(KFAC):
     reduces: ClassVar[bool] = True
 
     def statistics(self, call: Call) -> Mapping[str, Addend]:
-        call = replace(call, max_size=self.max_size)
+        call = call.up_to(self.max_size)
         moments: dict[str, Addend] = {"G": call.summed_output_moment}
         if call.inputs is not None:
             moments["A"] = call.mean_input_moment

@@ -40,7 +40,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -50,8 +50,7 @@ LossAverage = Literal["local", "global", "sum"]
 Scaling = Literal["fisher", "kaisa"]
 
 
-@dataclass(frozen=True)
-class CallScale:
+class CallScale(NamedTuple):
     """Multipliers of one call's sums, by degree in ``g0``: 0 (``a a^T``), 1, 2 (``g0 g0^T``)."""
 
     degrees: tuple[float, float, float]

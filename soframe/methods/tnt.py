@@ -15,7 +15,7 @@ and R. `soframe.kernels.samples` computes the moments.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class TNT(Method):
     def statistics(self, call: Call) -> Mapping[str, Tensor]:
         if call.inputs is None:
             return {}
-        left, right = replace(call, max_size=self.max_size).sample_moments()
+        left, right = call.up_to(self.max_size).sample_moments()
         return {"L": left, "R": right}
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import Stack
 from soframe.capture.counting import Batch, Passes, Samples
-from soframe.capture.hooks import Capture, LayerCall, Probe
+from soframe.capture.hooks import Capture, LayerCall
 from soframe.capture.sampling import Sampler
 from soframe.kernels.devices import sent
 from soframe.kernels.halves import widens
@@ -38,25 +38,6 @@ from soframe.specs import FactorSpec
 from soframe.step.averages import Contribution as Entry
 from soframe.step.averages import enter
 from soframe.step.weights import BlockWeights
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """One call of a layer, as input of its moments.
-
-    Attributes:
-        helper: The helper of the module that was called.
-        inputs: The arguments of the call.
-        rows: The rows of its output's gradient, ``[groups, N, T, outputs]``.
-        data: The rows or samples that are data rather than padding; None for all.
-        number: The number of the backward pass within the window.
-    """
-
-    helper: LayerHelper
-    inputs: tuple[Tensor, ...]
-    rows: Tensor
-    data: tuple[Tensor, Unit] | None
-    number: int
 
 
 class Statistics:
@@ -181,7 +162,7 @@ class Statistics:
 
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
-        helper, inputs, gradient = call.helper, call.inputs, call.gradient
+        helper, gradient = call.helper, call.gradient
         number, probe, said = call.number, call.probe, call.batch
         block = self._block_of[helper]
         if call.earlier in self._loss_scales and any(f.reads != "inputs" for f in block.captured):
@@ -218,17 +199,15 @@ class Statistics:
             # Shared by all samples, whose gradients are added up: the positions of one.
             users = size
             if batch > 1:
-                rows, inputs = (
-                    rows.flatten(1, 2).unsqueeze(1),
-                    tuple(x.reshape(1, -1) for x in inputs),
-                )
+                rows = rows.flatten(1, 2).unsqueeze(1)
+                call = call._replace(inputs=tuple(x.reshape(1, -1) for x in call.inputs))
                 batch, shared = 1, batch * shared
         self._parts[number] = self._part_of[block]
         # Under a method that reduces, all positions of a sample make one row.
         shared = 1 if block.method.reduces else shared
         each = None
         if block.unequal and self._wants_inputs(helper):
-            rows, each = _reaching(helper, inputs, rows, data, reduces=block.method.reduces)
+            rows, each = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         # Several probes go through the same call, whose samples count once.
         if probe is None or probe.first:
             left = _left(data, batch, shared)[1] * users
@@ -241,8 +220,7 @@ class Statistics:
         if factors and data_left[1] > 0:
             loss_scale = self._loss_scales[number]
             scale = self._scale.call(helper.module, samples, batch, shared, loss_scale, users)
-            seen = _Rows(helper=helper, inputs=inputs, rows=rows, data=data, number=number)
-            self._sum(block, factors, seen, scale=scale, probe=probe)
+            self._sum(block, factors, call, rows, data, scale)
 
     def _gathered(self, block: Block) -> list[FactorSpec]:
         """Return the factors of a block that take statistics on this rank in this window."""
@@ -253,20 +231,19 @@ class Statistics:
         self,
         block: Block,
         factors: Sequence[FactorSpec],
-        seen: _Rows,
-        *,
+        call: LayerCall,
+        rows: Tensor,
+        data: tuple[Tensor, Unit] | None,
         scale: CallScale,
-        probe: Probe | None,
     ) -> None:
-        """Add the moments of a call to the block's sums."""
-        helper, data = seen.helper, seen.data
+        """Add the moments of a call to the block's sums; for ``data`` see `_data`."""
+        helper, probe = call.helper, call.probe
         both = [f for f in factors if f.reads == "both"] if data and data[1] == "row" else []
         if data and both:
             # The gradient of a sample is a sum over its positions: padding adds zeros to it.
-            counts = seen.rows.new_zeros(seen.rows[0, :, :, :1].shape)
+            counts = rows.new_zeros(rows[0, :, :, :1].shape)
             counts.view(-1)[data[0]] = 1
-            whole = replace(seen, rows=seen.rows * counts, data=None)
-            self._sum(block, both, whole, scale=scale, probe=probe)
+            self._sum(block, both, call, rows * counts, None, scale)
             factors = [f for f in factors if f.reads != "both"]
         if not factors:
             return
@@ -274,15 +251,12 @@ class Statistics:
         weight = 1.0 if probe is None else probe.weight
         # Moments of inputs alone are added with the first probe only.
         reads = (not again or helper in self._both) and self._wants_inputs(helper)
+        given = (call.inputs if reads else (), rows)
         inputs, rows, part = self._sampler.take(
-            helper,
-            (seen.inputs if reads else (), seen.rows),
-            seen.number,
-            block.takes_samples,
-            seen.data,
+            helper, given, call.number, block.takes_samples, data
         )
         # Not inherited: a subclass may override the moments, and has to declare this itself.
-        wide = vars(type(helper)).get("widens", False) and len(rows) == 1
+        wide = widens(rows, block.dtype) and rows.shape[0] == 1
         added = block.method.statistics(
             Call(
                 helper=helper,
@@ -291,7 +265,7 @@ class Statistics:
                 dtype=block.dtype,
                 shared=self._shared,
                 data=block.second_order,
-                widens=wide and widens(rows, block.dtype),
+                widens=wide and vars(type(helper)).get("widens", False),
                 first=block.record.counts.calls <= 1,
             )
         )
