@@ -34,7 +34,6 @@ class Recommendation:
         page: The page that measured it; empty if none did.
         plan: The method, solver and auxiliary method, as `soframe.Preconditioner` takes them.
         strategy: The strategy for several ranks; on one rank all are alike.
-        on_gpu: Further settings for a model on a GPU, as in the call.
         memory: Bytes of factors and second-order data on the fullest rank, by strategy; moments of
             methods and of optimizers come on top.
     """
@@ -46,7 +45,6 @@ class Recommendation:
     page: str
     plan: Mapping[str, Any]
     strategy: str = "comm-opt"
-    on_gpu: str = ""
     memory: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -88,7 +86,6 @@ ADVICE = (
         "docs/benchmarks/defaults.md",
         {"method": "soap-normuon", "auxiliary": "adamw"},
         strategy="mem-opt",
-        on_gpu=", background=9",
     ),
     Recommendation(
         "convolutional",
@@ -141,9 +138,7 @@ def recommend(model: nn.Module, *, ranks: int = 1) -> Recommendation:
     """
     model, kind = unwrap(model), _kind(unwrap(model))
     advice = next(one for one in ADVICE if one.kind == kind)
-    more = advice.on_gpu if any(p.is_cuda for p in model.parameters()) else ""
-    if ranks > 1:
-        more += f', strategy="{advice.strategy}"'
+    more = f', strategy="{advice.strategy}"' if ranks > 1 else ""
     memory = _memory(model, advice, ranks)
     return replace(advice, call=advice.call.replace("{more}", more), memory=memory)
 

@@ -216,8 +216,9 @@ def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
         problems = [run.problems(share) for run, share in zip(runs, shares, strict=True)]
         solved = iter(solve_stacks([one for of_run in problems for one in of_run]))
         results = [[next(solved) for _ in of_run] for of_run in problems]
-        # The flags of all solves in one tensor: the host waits once.
-        usable = torch.cat([good for of_run in results for _, good in of_run]).tolist()
+        # The flags of all solves in one tensor, of all devices: the host waits once.
+        flags = [good for of_run in results for _, good in of_run]
+        usable = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
     except Exception as error:  # of any kind: all ranks raise together
         # One by one, to find the run whose solver raises.
         made = [_solve([run])[0] for run in runs] if len(runs) > 1 else [None]

@@ -135,7 +135,9 @@ def batch_on(device: torch.device, name: str, step: int) -> tuple[Tensor, Tensor
 def method_of(name: str) -> Any:
     """Return a method whose products are of full precision on every device."""
     kind = soframe.available("method")[name]
-    return kind(dtype="float64") if "dtype" in inspect.signature(kind).parameters else name
+    parameters = inspect.signature(kind).parameters
+    # NewtonMuon and its kin hand their settings on.
+    return kind(dtype="float64") if {"dtype", "settings"} & parameters.keys() else name
 
 
 @dataclass
