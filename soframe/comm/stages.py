@@ -74,6 +74,10 @@ class Stages:
 
     # -- micro-batches ------------------------------------------------------------------------
 
+    def roots(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the modules whose arguments show the batch of a forward pass."""
+        return (model,)
+
     def part_of(self, block: Any) -> int:
         """Return the index of the stage with a block: a backward pass belongs to one stage."""
         return 0

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from soframe.blocks.block import Block
 from soframe.blocks.heads import heads_of
-from soframe.blocks.registration import Registration, warn_unused
+from soframe.blocks.registration import Registration, unwrap, warn_unused
 from soframe.comm.agreement import (
     add_over_ranks,
     compare_settings,
@@ -230,6 +230,11 @@ class Pipeline(Stages):
         return {**saved, "blocks": {name: blocks[name] for name in own}}
 
     # -- micro-batches ------------------------------------------------------------------------
+
+    def roots(self, model: nn.Module) -> Sequence[nn.Module]:
+        if self._schedule is None:
+            return super().roots(model)
+        return [unwrap(stage.submod) for stage in _stages(self._schedule)]
 
     def part_of(self, block: Block) -> int:
         return self._parts.get(next(iter(block.parameters.values())), 0)

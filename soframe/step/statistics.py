@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
@@ -141,8 +141,8 @@ class Statistics:
         """
         self._share = share
 
-    def listen(self) -> None:
-        """Take the calls that the capture records from now on."""
+    def listen(self, roots: Sequence[nn.Module]) -> None:
+        """Take the calls that the capture records from now on; ``roots`` show their batches."""
         names = {helper: block.name for helper, block in self._block_of.items()}
         ranks = range(self._backend.world_size)
         alike = all(
@@ -151,7 +151,7 @@ class Statistics:
             for index, factor in enumerate(block.factors)
             for rank in (ranks if factor.captured else ())
         )
-        self._capture.listen(self._take, names, self._both, alike=alike)
+        self._capture.listen(self._take, names, self._both, alike=alike, roots=roots)
         self._expect(self.due)
 
     def _expect(self, due: Iterable[Block]) -> None:

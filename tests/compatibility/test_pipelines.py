@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -26,8 +26,10 @@ from tests.compatibility.kit import assert_rounded, require_refused
 from tests.compatibility.pipelined import (
     BATCHES,
     PLAN,
+    SAMPLES,
     WIDTH,
     Case,
+    Part,
     Run,
     alone,
     batch,
@@ -241,6 +243,59 @@ def by_hand(rank: int, ranks: int) -> Result:
 
 def test_a_pipeline_by_hand() -> None:
     assert_same(run_ranks(by_hand, 2), TWO["1f1b kl"], 1, "by hand")
+
+
+class Table(nn.Module):
+    """Tokens and their positions, whose table is called without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(5, WIDTH), nn.Embedding(3, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        return found
+
+
+def mean_of_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().sum(2).mean()
+
+
+def factors_of_a_table(rank: int, ranks: int) -> dict[str, Any]:
+    """The factors after a step, of a model whose table is a stage; on one process without ranks."""
+    torch.manual_seed(0)
+    layers = {"0": Table(), **{str(n): nn.Linear(WIDTH, WIDTH) for n in range(1, 4)}}
+    net = Part(layers).double()
+    x, y = torch.randint(5, (SAMPLES, 3)), torch.randn(SAMPLES, 3, WIDTH, dtype=torch.float64)
+    settings: dict[str, Any] = {
+        "layers": "all",
+        "curvature": soframe.Curvature(samples="positions"),
+        "damping": 0.1,
+    }
+    if ranks == 0:
+        own = soframe.Preconditioner(net, kl_clip=None, **settings)
+        for x_, y_ in zip(x.chunk(BATCHES), y.chunk(BATCHES), strict=True):
+            (mean_of_squares(net(x_), y_) / BATCHES).backward()
+    else:
+        modules = {n: Part({str(n): layers[str(n)]}) for n in range(rank, 4, ranks)}
+        stages = [PipelineStage(m, n, 4, torch.device("cpu")) for n, m in modules.items()]
+        schedule = ScheduleInterleaved1F1B(stages, BATCHES, mean_of_squares)
+        mine = Part({str(n): layers[str(n)] for n in modules})
+        distribution = soframe.Distribution(pipeline=schedule)
+        own = soframe.Preconditioner(mine, kl_clip=None, distribution=distribution, **settings)
+        schedule.step(*([x] if rank == 0 else ()), **({"target": y} if rank == 1 else {}))
+    own.step()
+    blocks = own.state_dict()["blocks"]
+    own.close()
+    return {f"{n}.{f}": t for n, b in blocks.items() for f, t in b["factors"].items()}
+
+
+def test_a_stage_sees_the_batch_itself() -> None:
+    expected = factors_of_a_table(0, 0)
+    found = together(run_ranks(factors_of_a_table, 2))
+    assert set(found) == set(expected)
+    for name, factor in found.items():
+        torch.testing.assert_close(factor, expected[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
 # -- states ----------------------------------------------------------------------------------------
