@@ -35,7 +35,8 @@ class Seen:
     due: float  # whether it takes statistics
     curved: float  # whether any block has factors
     passes: float  # backward passes with statistics
-    samples: float  # of these passes
+    samples: float  # of these passes, the most of any stage on this rank
+    fewest: float  # and the fewest
 
 
 class Stages:

@@ -283,7 +283,8 @@ class Pipeline(Stages):
         most = Seen(*(max(getattr(one, name) for one in every) for name in names))
         if most.failed:
             return most, error
-        counted = {one.samples for one in every if one.passes == most.passes}
+        longest = [one for one in every if one.passes == most.passes]
+        counted = {number for one in longest for number in (one.samples, one.fewest)}
         if len(counted) > 1:
             text = ", ".join(f"{number:.0f}" for number in sorted(counted))
             return most, ValueError(

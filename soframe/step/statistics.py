@@ -458,10 +458,12 @@ class Statistics:
                 total.mul_(each.view(-1, *(1 for _ in total.shape[1:])))
         return Entry(stack, members, index, total, reached=reached, scale=scale)
 
-    def seen(self) -> tuple[int, int]:
-        """Return the largest numbers of backward passes and of samples of any stage here."""
+    def seen(self) -> tuple[int, int, int]:
+        """Return the most backward passes of any stage here, and its most and fewest samples."""
         each = [list(self._passes_of(part).values()) for part in set(self._parts.values())]
-        return max(map(len, each), default=0), max(map(sum, each), default=0)
+        most = max(map(len, each), default=0)
+        samples = [sum(passes) for passes in each if len(passes) == most]
+        return most, max(samples, default=0), min(samples, default=0)
 
     def complete(self, passes: int, samples: int) -> None:
         """Store the passes and samples of the stage of the whole model that has the most."""

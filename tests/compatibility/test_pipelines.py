@@ -383,12 +383,12 @@ def recorded(rank: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any], flo
 
 
 def test_what_stages_tell_each_other() -> None:
-    """Eleven numbers, whether anything is wrong, and the sum of the KL clip."""
+    """Twelve numbers, whether anything is wrong, and the sum of the KL clip."""
     expected = alone(replace(TWO["1f1b kl"], end=5)).preconditioner.metrics()["kl_clip_factor"]
     for before, after, clipped in run_ranks(recorded, 2):
         assert set(after) == {"stages", "total"}
         assert after["stages"] == after["total"]
-        assert after["stages"]["bytes"] - before["stages"]["bytes"] == 2 * (11 * 8 + 4 + 8)
+        assert after["stages"]["bytes"] - before["stages"]["bytes"] == 2 * (12 * 8 + 4 + 8)
         assert after["stages"]["calls"] - before["stages"]["calls"] == 3
         assert clipped == pytest.approx(expected, rel=1e-9)
         assert clipped < 1
@@ -623,6 +623,26 @@ def other_samples(rank: int, ranks: int) -> None:
     own.step()
 
 
+def other_samples_on_both(rank: int, ranks: int) -> None:
+    """The first stage of each rank sees fewer samples than its second one."""
+
+    def stage(number: int) -> nn.Module:
+        flat = [nn.Flatten(0, 1)] if number == 1 else []
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *flat).double()
+
+    modules = {n: stage(n) for n in range(rank, 4, ranks)}
+    stages = [PipelineStage(m, n, 4, torch.device("cpu")) for n, m in modules.items()]
+    schedule = ScheduleInterleaved1F1B(stages, 2, lambda out, y: out.square().mean())
+    own = soframe.Preconditioner(
+        nn.ModuleDict({str(n): module for n, module in modules.items()}),
+        kl_clip=None,
+        distribution=soframe.Distribution(pipeline=schedule),
+    )
+    inputs = torch.ones(4, 2, WIDTH).double()
+    schedule.step(*((inputs,) if rank == 0 else ()), **({"target": inputs} if rank else {}))
+    own.step()
+
+
 def other_stage(rank: int, ranks: int) -> None:
     """Every rank loads what the first one has saved."""
     model, schedule = stage_of(rank, ranks)
@@ -669,6 +689,7 @@ REFUSED: list[tuple[Callable[[int, int], None], str]] = [
     (no_effect, "statistics without gradients"),
     (nothing_to_keep, "constraint='hyperball' keeps the norm of 0.weight, which is zero"),
     (other_samples, r"different numbers of samples \(4, 8\)"),
+    (other_samples_on_both, r"different numbers of samples \(4, 8\)"),
     (other_stage, "state is that of stages 0 of 2|could not load the state"),
     (same_names, "have blocks of the same names"),
 ]
