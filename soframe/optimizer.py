@@ -415,7 +415,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """Zero the gradients of all parameters of the model, wherever they live.
 
         This includes parameters that were frozen since their backward pass. Statistics of backward
-        passes since the last step are discarded with them.
+        passes since the last step are discarded with them; statistics of `observe` stay, since the
+        backward pass of the observed outputs may be yet to come.
 
         Args:
             set_to_none: Whether gradients are None afterwards, rather than zero.

@@ -535,7 +535,7 @@ class Preconditioner(Stateful):
             statistics.resume(self._statistics)
         self._statistics = statistics
         self._raw = averaging.source_of(self._gradients, self._model, self._placed, self.home)
-        statistics.listen()
+        statistics.listen(self._stages.roots(self._model))
 
     # -- inspection ---------------------------------------------------------------------------
 

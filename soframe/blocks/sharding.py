@@ -172,7 +172,9 @@ def require_own_step(parameters: Iterable[nn.Parameter]) -> None:
         _refusals().refuse_own_step()
 
 
-def require_together(model: nn.Module, blocks: Any, placement: Any, *, draws: bool) -> None:
-    """Raise a ValueError if ranks of a plan draw their own targets, or take no statistics."""
-    if "torch.distributed.tensor" in sys.modules:
-        _refusals().require_together(model, blocks, placement, draws=draws)
+def refused_together(model: nn.Module, blocks: Any, placement: Any, *, draws: bool) -> str | None:
+    """Return an error if ranks of a plan draw their own targets or take no statistics, or None."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    why: str | None = _refusals().refused_together(model, blocks, placement, draws=draws)
+    return why

@@ -253,18 +253,22 @@ class Capture:
         rereading: frozenset[LayerHelper] = frozenset(),
         *,
         alike: bool = True,
+        roots: Sequence[nn.Module] = (),
     ) -> None:
-        """Hook the modules of these helpers, unhook all earlier ones, and send calls to a sink."""
+        """Hook the modules of these helpers, unhook all earlier ones, and send calls to a sink.
+
+        The arguments of ``roots``, the model or the stages of a pipeline, show the batch.
+        """
         self.sink, self.rereading, self.alike = sink, rereading, alike
         _remove(self._handles)
         self.names = dict(names)
         for helper in names:
             hook = _Hook(self, helper)
             self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
-        if names and self.model is not None:
+        for root in roots if names else ():
             # No hook after it: torch.compile would compile that as a frame of its own.
-            root = _Hook(self, None)
-            self._handles.append(self.model.register_forward_pre_hook(root, with_kwargs=True))
+            hook = _Hook(self, None)
+            self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _precede(self) -> None:
         """Run before the hooks of others, which may replace the output (adapters do)."""

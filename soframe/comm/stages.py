@@ -35,7 +35,8 @@ class Seen:
     due: float  # whether it takes statistics
     curved: float  # whether any block has factors
     passes: float  # backward passes with statistics
-    samples: float  # of these passes
+    samples: float  # of these passes, the most of any stage on this rank
+    fewest: float  # and the fewest
 
 
 class Stages:
@@ -73,6 +74,10 @@ class Stages:
         return saved
 
     # -- micro-batches ------------------------------------------------------------------------
+
+    def roots(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the modules whose arguments show the batch of a forward pass."""
+        return (model,)
 
     def part_of(self, block: Any) -> int:
         """Return the index of the stage with a block: a backward pass belongs to one stage."""

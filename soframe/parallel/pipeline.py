@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from soframe.blocks.block import Block
 from soframe.blocks.heads import heads_of
-from soframe.blocks.registration import Registration, warn_unused
+from soframe.blocks.registration import Registration, unwrap, warn_unused
 from soframe.comm.agreement import (
     add_over_ranks,
     compare_settings,
@@ -231,6 +231,11 @@ class Pipeline(Stages):
 
     # -- micro-batches ------------------------------------------------------------------------
 
+    def roots(self, model: nn.Module) -> Sequence[nn.Module]:
+        if self._schedule is None:
+            return super().roots(model)
+        return [unwrap(stage.submod) for stage in _stages(self._schedule)]
+
     def part_of(self, block: Block) -> int:
         return self._parts.get(next(iter(block.parameters.values())), 0)
 
@@ -278,7 +283,8 @@ class Pipeline(Stages):
         most = Seen(*(max(getattr(one, name) for one in every) for name in names))
         if most.failed:
             return most, error
-        counted = {one.samples for one in every if one.passes == most.passes}
+        longest = [one for one in every if one.passes == most.passes]
+        counted = {number for one in longest for number in (one.samples, one.fewest)}
         if len(counted) > 1:
             text = ", ".join(f"{number:.0f}" for number in sorted(counted))
             return most, ValueError(

@@ -125,16 +125,16 @@ def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
     return None
 
 
-def require_together(
+def refused_together(
     model: nn.Module, blocks: Sequence[Block], placement: Placement, *, draws: bool
-) -> None:
-    """Raise a ValueError if ranks of a plan draw their own targets, or take no statistics."""
+) -> str | None:
+    """Return an error if ranks of a plan draw their own targets or take no statistics, or None."""
     every = (p for block in blocks for p in block.parameters.values())
     if not draws and not any(map(sharding.is_distributed, every)):
-        return
+        return None
     of_plans = {id(one.parameter): one.name for one in planned(model)}
     if of_plans and draws:
-        raise ValueError(
+        return (
             f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
             f"tensor-parallel plan of {next(iter(of_plans.values()))} have one batch together: "
             f"pass Curvature(fisher='type-2'), or 'empirical'"
@@ -145,12 +145,13 @@ def require_together(
         captured = [index for index, factor in enumerate(block.factors) if factor.captured]
         ranks = range(placement.world_size)
         if not all(place.contributes(rank, index) for rank in ranks for index in captured):
-            raise ValueError(
+            return (
                 f"{block.name} belongs to a tensor-parallel plan, all ranks of which bring the "
                 f"rows of a call together, and under strategy {placement.strategy!r} some ranks "
                 f"take no statistics of it: pass strategy='comm-opt', "
                 f"'mem-opt' or Sharded(group=None)"
             )
+    return None
 
 
 def refuse_sharded(name: str, parameter: nn.Parameter, what: str) -> NoReturn:

@@ -89,6 +89,7 @@ class Auto(Strategy):
             hardware=self._hardware(now),
             memory_limit=None if self.memory_limit is None else parse_bytes(self.memory_limit),
             options=options,
+            refused=now.refused,
         )
         chosen, others = planned.chosen, [row for row in planned.fitting if row != planned.chosen]
         said = "; ".join(

@@ -7,7 +7,7 @@ described (`soframe.planning.hardware`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -241,6 +241,7 @@ def plan(
     memory_limit: int | None = None,
     options: Sequence[Option] | None = None,
     amp: bool = False,
+    refused: Callable[[Placement], str | None] = lambda placement: None,
 ) -> Plan:
     """Price options for a task.
 
@@ -251,6 +252,7 @@ def plan(
         memory_limit: Bytes that a rank may hold for curvature at any time; None for no limit.
         options: The options; None for `usual`.
         amp: Whether the passes run in bfloat16.
+        refused: Returns why the model or the settings exclude a placement, or None.
 
     Returns:
         The plan, its rows sorted by time, without options that the task's blocks do not take.
@@ -259,16 +261,17 @@ def plan(
         ValueError: If they take none.
     """
     costs = Costs(task, hardware, amp=amp)
-    rows, refused = list[Row](), list[str]()
+    rows, reasons = list[Row](), list[str]()
     for option in usual(costs.work, ranks) if options is None else options:
         placement = complete(option.strategy.place(costs.work, ranks))
         why = combinations.refused(task.blocks, placement, solve_every=option.solve_every)
+        why = why or refused(placement)
         if why is None:
             rows.append(_row(costs, task, option, placement))
         else:
-            refused.append(why)
+            reasons.append(why)
     if not rows:
-        raise ValueError(refused[0])
+        raise ValueError(reasons[0])
     weights = sum(p.numel() * p.element_size() for p in task.parameters)
     fixed = {"weights": weights, "gradients": weights, "activations": task.activations}
     rows.sort(key=lambda row: (row.timing.mean, row.memory["total"], row.option.call()))

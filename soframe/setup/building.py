@@ -196,13 +196,16 @@ def build(
         The blocks, their placement and the strategy that placed them.
     """
 
+    def unfit(placement: Placement) -> str | None:
+        """Return an error if a placement does not go with the model and the settings, or None."""
+        blocks, every = registration.blocks, refresh.solve_every.value
+        why = combinations.refused(blocks, placement, solve_every=every)
+        return why or sharding.refused_together(model, blocks, placement, draws=choices.draws)
+
     def placed(strategy: Strategy) -> Placement:
-        """Place the blocks; raise ValueError if the placement does not go with the settings."""
         placement = place(strategy, registration.blocks, backend.world_size)
-        every = refresh.solve_every.value
-        if why := combinations.refused(registration.blocks, placement, solve_every=every):
+        if why := unfit(placement):
             raise ValueError(why)
-        sharding.require_together(model, registration.blocks, placement, draws=choices.draws)
         return placement
 
     try:
@@ -229,6 +232,7 @@ def build(
                 stagger=refresh.stagger,
                 statistics_every=refresh.statistics_every.at(LATE),
                 solve_every=refresh.solve_every.at(LATE),
+                refused=unfit,
             )
         )
     if settled is not strategy:

@@ -327,7 +327,8 @@ class Engine:
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
         bad_gradient = not math.isfinite(size)
-        passes, samples = self._statistics.seen()
+        passes, *samples = self._statistics.seen()
+        counted, fewest = samples if self._scaling == "fisher" else (0, 0)
         seen = Seen(
             failed=float(error is not None),
             changed=float(self._watch.changed()),
@@ -337,7 +338,8 @@ class Engine:
             due=float(bool(due)),
             curved=float(self._curved()),
             passes=float(passes),
-            samples=float(samples) if self._scaling == "fisher" else 0.0,
+            samples=float(counted),
+            fewest=float(fewest),
         )
         return seen, present, reached, error
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
@@ -122,8 +122,8 @@ class Statistics:
         """
         self._share = share
 
-    def listen(self) -> None:
-        """Take the calls that the capture records from now on."""
+    def listen(self, roots: Sequence[nn.Module]) -> None:
+        """Take the calls that the capture records from now on; ``roots`` show their batches."""
         names = {helper: block.name for helper, block in self._block_of.items()}
         ranks = range(self._backend.world_size)
         alike = all(
@@ -132,7 +132,7 @@ class Statistics:
             for index, factor in enumerate(block.factors)
             for rank in (ranks if factor.captured else ())
         )
-        self._capture.listen(self._take, names, self._both, alike=alike)
+        self._capture.listen(self._take, names, self._both, alike=alike, roots=roots)
         self._expect(self.due)
 
     def _expect(self, due: Iterable[Block]) -> None:
@@ -432,10 +432,12 @@ class Statistics:
                 total.mul_(each.view(-1, *(1 for _ in total.shape[1:])))
         return Entry(stack, members, index, total, reached=reached, scale=scale)
 
-    def seen(self) -> tuple[int, int]:
-        """Return the largest numbers of backward passes and of samples of any stage here."""
+    def seen(self) -> tuple[int, int, int]:
+        """Return the most backward passes of any stage here, and its most and fewest samples."""
         each = [list(self._passes_of(part).values()) for part in set(self._parts.values())]
-        return max(map(len, each), default=0), max(map(sum, each), default=0)
+        most = max(map(len, each), default=0)
+        samples = [sum(passes) for passes in each if len(passes) == most]
+        return most, max(samples, default=0), min(samples, default=0)
 
     def complete(self, passes: int, samples: int) -> None:
         """Store the passes and samples of the stage of the whole model that has the most."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class Circumstances:
         stagger: Whether the solves of an interval are spread over its steps.
         statistics_every: The interval of statistics, late in training.
         solve_every: The interval of solves, late in training.
+        refused: Returns why the model or the settings exclude a placement, or None.
     """
 
     blocks: Sequence[Any]
@@ -36,6 +37,7 @@ class Circumstances:
     stagger: bool
     statistics_every: int
     solve_every: int
+    refused: Callable[[Placement], str | None]
 
     @property
     def ranks(self) -> int:

@@ -143,7 +143,9 @@ def evaluated(forwards: Iterable[tuple[Closure, Replay]], *, differentiates: boo
     """Return the sum of the closures' losses at the present parameters, without side effects."""
     total = 0.0
     for closure, replay in forwards:
-        with torch.set_grad_enabled(differentiates), replay.again():
+        # By the kernels of the first pass: others draw other dropout masks from the same state.
+        kernels = PlainKernels()
+        with torch.set_grad_enabled(differentiates), replay.again(), eagerly(), kernels:
             total += float(closure().detach())
     return total
 

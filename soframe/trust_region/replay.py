@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+Buffers = dict[str, Tensor | None]
+"""The buffers of one module, by name."""
 
 
 def eagerly() -> AbstractContextManager[object]:
@@ -19,16 +22,17 @@ def eagerly() -> AbstractContextManager[object]:
 
 
 class Replay:
-    """The state of torch's random generators, to run a closure again as it ran first."""
+    """The state of random generators and copies of buffers, to run a closure as it ran first."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self._devices: list[int] = []
         if torch.cuda.is_initialized():
             places = (p.device for p in model.parameters())
             self._devices = sorted({place.index or 0 for place in places if place.type == "cuda"})
         self._cpu = torch.get_rng_state()
         self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
+        self._places = [module._buffers for module in model.modules()]
+        self._buffers = _copies(self._places)
 
     def restore_generators(self) -> None:
         """Restore the generators, on the CPU and on the CUDA devices of the model."""
@@ -38,19 +42,24 @@ class Replay:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context with the first run's random state and copies of buffers; it restores both."""
-        places = [module._buffers for module in self._model.modules()]
-        before = [dict(place) for place in places]
-        copies = {id(b): b.clone() for each in places for b in each.values() if b is not None}
+        """A context with the first run's random state and buffers; it restores both."""
+        before = [dict(place) for place in self._places]
         with torch.random.fork_rng(self._devices):
             try:
-                for place in places:
-                    place.update({n: copies[id(b)] for n, b in place.items() if b is not None})
+                for place, kept in zip(self._places, _copies(self._buffers), strict=True):
+                    place.update(kept)
                 self.restore_generators()
                 yield
             finally:
-                for place, kept in zip(places, before, strict=True):
+                for place, kept in zip(self._places, before, strict=True):
                     place.update(kept)
+
+
+def _copies(places: Sequence[Buffers]) -> list[Buffers]:
+    """Return modules' buffers by name, cloned; modules that share one share its clone."""
+    buffers = {id(b): b for place in places for b in place.values()}
+    clones = {key: None if b is None else b.clone() for key, b in buffers.items()}
+    return [{name: clones[id(b)] for name, b in place.items()} for place in places]
 
 
 class Snapshot:

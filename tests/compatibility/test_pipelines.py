@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -26,8 +26,10 @@ from tests.compatibility.kit import assert_rounded, require_refused
 from tests.compatibility.pipelined import (
     BATCHES,
     PLAN,
+    SAMPLES,
     WIDTH,
     Case,
+    Part,
     Run,
     alone,
     batch,
@@ -243,6 +245,59 @@ def test_a_pipeline_by_hand() -> None:
     assert_same(run_ranks(by_hand, 2), TWO["1f1b kl"], 1, "by hand")
 
 
+class Table(nn.Module):
+    """Tokens and their positions, whose table is called without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(5, WIDTH), nn.Embedding(3, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        return found
+
+
+def mean_of_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().sum(2).mean()
+
+
+def factors_of_a_table(rank: int, ranks: int) -> dict[str, Any]:
+    """The factors after a step, of a model whose table is a stage; on one process without ranks."""
+    torch.manual_seed(0)
+    layers = {"0": Table(), **{str(n): nn.Linear(WIDTH, WIDTH) for n in range(1, 4)}}
+    net = Part(layers).double()
+    x, y = torch.randint(5, (SAMPLES, 3)), torch.randn(SAMPLES, 3, WIDTH, dtype=torch.float64)
+    settings: dict[str, Any] = {
+        "layers": "all",
+        "curvature": soframe.Curvature(samples="positions"),
+        "damping": 0.1,
+    }
+    if ranks == 0:
+        own = soframe.Preconditioner(net, kl_clip=None, **settings)
+        for x_, y_ in zip(x.chunk(BATCHES), y.chunk(BATCHES), strict=True):
+            (mean_of_squares(net(x_), y_) / BATCHES).backward()
+    else:
+        modules = {n: Part({str(n): layers[str(n)]}) for n in range(rank, 4, ranks)}
+        stages = [PipelineStage(m, n, 4, torch.device("cpu")) for n, m in modules.items()]
+        schedule = ScheduleInterleaved1F1B(stages, BATCHES, mean_of_squares)
+        mine = Part({str(n): layers[str(n)] for n in modules})
+        distribution = soframe.Distribution(pipeline=schedule)
+        own = soframe.Preconditioner(mine, kl_clip=None, distribution=distribution, **settings)
+        schedule.step(*([x] if rank == 0 else ()), **({"target": y} if rank == 1 else {}))
+    own.step()
+    blocks = own.state_dict()["blocks"]
+    own.close()
+    return {f"{n}.{f}": t for n, b in blocks.items() for f, t in b["factors"].items()}
+
+
+def test_a_stage_sees_the_batch_itself() -> None:
+    expected = factors_of_a_table(0, 0)
+    found = together(run_ranks(factors_of_a_table, 2))
+    assert set(found) == set(expected)
+    for name, factor in found.items():
+        torch.testing.assert_close(factor, expected[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
 # -- states ----------------------------------------------------------------------------------------
 
 
@@ -328,12 +383,12 @@ def recorded(rank: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any], flo
 
 
 def test_what_stages_tell_each_other() -> None:
-    """Eleven numbers, whether anything is wrong, and the sum of the KL clip."""
+    """Twelve numbers, whether anything is wrong, and the sum of the KL clip."""
     expected = alone(replace(TWO["1f1b kl"], end=5)).preconditioner.metrics()["kl_clip_factor"]
     for before, after, clipped in run_ranks(recorded, 2):
         assert set(after) == {"stages", "total"}
         assert after["stages"] == after["total"]
-        assert after["stages"]["bytes"] - before["stages"]["bytes"] == 2 * (11 * 8 + 4 + 8)
+        assert after["stages"]["bytes"] - before["stages"]["bytes"] == 2 * (12 * 8 + 4 + 8)
         assert after["stages"]["calls"] - before["stages"]["calls"] == 3
         assert clipped == pytest.approx(expected, rel=1e-9)
         assert clipped < 1
@@ -568,6 +623,26 @@ def other_samples(rank: int, ranks: int) -> None:
     own.step()
 
 
+def other_samples_on_both(rank: int, ranks: int) -> None:
+    """The first stage of each rank sees fewer samples than its second one."""
+
+    def stage(number: int) -> nn.Module:
+        flat = [nn.Flatten(0, 1)] if number == 1 else []
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *flat).double()
+
+    modules = {n: stage(n) for n in range(rank, 4, ranks)}
+    stages = [PipelineStage(m, n, 4, torch.device("cpu")) for n, m in modules.items()]
+    schedule = ScheduleInterleaved1F1B(stages, 2, lambda out, y: out.square().mean())
+    own = soframe.Preconditioner(
+        nn.ModuleDict({str(n): module for n, module in modules.items()}),
+        kl_clip=None,
+        distribution=soframe.Distribution(pipeline=schedule),
+    )
+    inputs = torch.ones(4, 2, WIDTH).double()
+    schedule.step(*((inputs,) if rank == 0 else ()), **({"target": inputs} if rank else {}))
+    own.step()
+
+
 def other_stage(rank: int, ranks: int) -> None:
     """Every rank loads what the first one has saved."""
     model, schedule = stage_of(rank, ranks)
@@ -614,6 +689,7 @@ REFUSED: list[tuple[Callable[[int, int], None], str]] = [
     (no_effect, "statistics without gradients"),
     (nothing_to_keep, "constraint='hyperball' keeps the norm of 0.weight, which is zero"),
     (other_samples, r"different numbers of samples \(4, 8\)"),
+    (other_samples_on_both, r"different numbers of samples \(4, 8\)"),
     (other_stage, "state is that of stages 0 of 2|could not load the state"),
     (same_names, "have blocks of the same names"),
 ]

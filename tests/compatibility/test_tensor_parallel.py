@@ -317,12 +317,18 @@ def summed_on_one_rank(rank: int, ranks: int) -> None:
     run.optimizer.step()
 
 
+def automatic_within_little(rank: int, ranks: int) -> None:
+    """The least that is named is of a strategy that serves the plan."""
+    Run(Case(options={"strategy": soframe.Auto(1, budget=0.1)}), ranks)
+
+
 REFUSED: list[tuple[Callable[[int, int], Any], int, str]] = [
     (beside_fully_shard, 2, "tensor-parallel plan, whose ranks have the same data"),
     (two_dimensions, 2, "plan that has a mesh of 2 dimensions"),
     (uneven, 2, "cuts 5 features into 2 parts that are not equal"),
     (drawn, 2, "monte-carlo.* pass .*fisher='type-2'"),
     (owners_alone, 2, "some ranks take no statistics of it: pass strategy='comm-opt'"),
+    (automatic_within_little, 2, r"rank\(s\): strategy=(?!'owner-local').* holds least"),
     (owners_alone_later, 2, "some ranks take no statistics of it: pass strategy='comm-opt'"),
     (uneven_later, 2, "cuts 5 features into 2 parts that are not equal"),
     (groups_of_ranks, 4, "some ranks take no statistics of it: pass strategy='comm-opt'"),

@@ -146,6 +146,7 @@ def test_a_stage_without_blocks_is_placed_without_a_plan() -> None:
         stagger=False,
         statistics_every=10,
         solve_every=100,
+        refused=lambda placement: None,
     )
     assert soframe.Auto().settled(empty) == CommOpt()
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from soframe.testing import compare
 from soframe.trust_region import Quadratic
-from soframe.trust_region.forward import Forward, first_pass, run
+from soframe.trust_region.forward import Forward, evaluated, first_pass, run
 from soframe.trust_region.quadratic import curvature_along
 from soframe.trust_region.twice import PlainKernels
 from tests.curvature import Batch, fill, half_square, log_cosh, randn
@@ -127,6 +127,53 @@ def test_dropout_has_the_masks_of_the_first_pass() -> None:
     torch.manual_seed(5)
     model(x)
     assert torch.equal(torch.rand(()), after)
+
+
+def draws_first(graph: Callable[..., Any], _: object) -> Callable[..., Any]:
+    """A compiler whose dropout has other masks than the eager one, as inductor's has."""
+
+    def run(*inputs: Any) -> Any:
+        torch.rand(1)
+        return graph(*inputs)
+
+    return run
+
+
+class Around(nn.Module):
+    """A network around a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(3, 6), layer, nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.layer(self.first(x)).tanh())
+        return found
+
+
+@pytest.mark.parametrize(
+    ("layer", "compiled"),
+    [
+        (nn.Dropout(0.5), True),
+        (nn.utils.spectral_norm(nn.Linear(6, 6)), False),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), False),
+    ],
+    ids=["dropout, compiled", "spectral norm by hooks", "spectral norm"],
+)
+def test_the_loss_is_evaluated_again_as_it_was_first(layer: nn.Module, compiled: bool) -> None:
+    model = Around(layer).double()
+    if compiled:
+        torch._dynamo.reset()
+        model.compile(backend=draws_first)
+    x, y = classes_of(0, 40)
+    forward, loss = first_pass(
+        model, lambda: F.cross_entropy(model(x), y), list(model.parameters())
+    )
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    for _ in range(2):
+        again = evaluated([(forward.closure, forward.replay)], differentiates=False)
+        assert again == float(loss.detach())
+        assert all(map(torch.equal, model.buffers(), buffers))
 
 
 def test_batch_norm_is_left_as_after_one_pass() -> None:
