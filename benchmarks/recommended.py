@@ -67,11 +67,8 @@ def rows() -> Iterator[tuple[str, ...]]:
         model = make()
         advice = soframe.recommend(model)
         task = Task.of(model, (inputs,), **advice.plan)
-        background = 9 if "background=9" in advice.on_gpu else 0
         strategy, every = STRATEGIES[advice.strategy], task.intervals
-        option = Option(
-            strategy, background=background, statistics_every=every[0], solve_every=every[1]
-        )
+        option = Option(strategy, statistics_every=every[0], solve_every=every[1])
         moments = sum(8 * p.numel() for p in model.parameters() if p.requires_grad)
         cells = [name, f"{moments / 1e9:.3f}"]
         for ranks in (1, 8):

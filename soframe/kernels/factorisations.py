@@ -19,7 +19,7 @@ FEW = 128
 
 
 def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower factors of ``[groups, n, n]``, and by group zero where there is one."""
+    """Return the lower factors of ``[groups, n, n]``, and ``[groups]`` errors, zero for none."""
     parts = [matrices]
     if devices.on_gpu(matrices) and matrices.shape[-1] > ALONE:
         parts = list(matrices.split(1))
@@ -34,3 +34,15 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
         matrices = matrices.double()
     values, vectors = torch.linalg.eigh(matrices)
     return values.to(dtype), vectors.to(dtype)
+
+
+def half_inverse(lower: Tensor, eye: Tensor) -> Tensor:
+    """Return half the inverse of ``L L^T``, given L, ``[groups, n, n]``, and the identity.
+
+    Where float64 is fast L should be float64: these products depend on settings for TF32.
+    """
+    if devices.fast_double(lower.device):
+        root = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+        return torch.baddbmm(root, root.mT, root, beta=0, alpha=0.5)
+    inverse: Tensor = torch.cholesky_inverse(lower)
+    return inverse.mT / 2

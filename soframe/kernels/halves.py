@@ -21,7 +21,7 @@ def widens(rows: Tensor, dtype: torch.dtype) -> bool:
 
 
 def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in a dtype; `Tensor.to` takes longer to find that there is nothing to do."""
+    """Return a tensor in a dtype; `Tensor.to` takes longer to find that it has nothing to do."""
     return values if values.dtype == dtype else values.to(dtype)
 
 

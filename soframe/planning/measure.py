@@ -27,13 +27,17 @@ from torch import Tensor, nn
 from soframe.comm.agreement import gather_texts
 from soframe.comm.base import Backend, Handle
 from soframe.comm.single import SingleProcess
+from soframe.kernels import devices
+from soframe.kernels.factorisations import cholesky, eigh, half_inverse
 from soframe.kernels.precision import Precision, within
+from soframe.kernels.qr import orthonormal
 from soframe.planning.hardware import Collective, Curve, Hardware, Link
 from soframe.preconditioner import Preconditioner
 from soframe.settings import Distribution
 
 SIDES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 OF_PRODUCTS = (64, 512, 16, 32, 128, 256, 1024)
+OF_GPU = (4096, 64, 512, 1024, 256, 2048, 128)  # small ones do not show its rates
 MIDDLE = 300  # a side whose factorisations take about ten milliseconds at most
 CHANNELS = (16, 64, 256)
 BYTES = tuple(4**power * 1024 for power in (1, 5, 7, 3, 6, 4, 2))  # 4 KiB to 16 MiB
@@ -176,9 +180,10 @@ def _limits(device: torch.device) -> list[Series]:
 
 
 def products(
-    device: torch.device, dtypes: Sequence[str], sides: Sequence[int] = OF_PRODUCTS
+    device: torch.device, dtypes: Sequence[str], sides: Sequence[int] | None = None
 ) -> list[Series]:
     """Return products of square matrices by side, and convolutions by channels."""
+    sides = sides or (OF_GPU if device.type == "cuda" else OF_PRODUCTS)
 
     def product(dtype: torch.dtype, side: int) -> Call:
         left, right = torch.randn(2, side, side, device=device).to(dtype)
@@ -210,11 +215,11 @@ def factorisations(
 ) -> list[Series]:
     """Return factorisations by side, the fast ones first, which leave their time to the others."""
     factorise: dict[str, Callable[[Tensor], Call]] = {
-        "cholesky": lambda matrix: lambda: torch.linalg.cholesky_ex(matrix),
+        "cholesky": lambda matrix: lambda: cholesky(matrix),
         "inverse": _inverse,
         "triangular": _triangular,
-        "qr": lambda matrix: lambda: torch.linalg.qr(matrix),
-        "eigh": lambda matrix: lambda: torch.linalg.eigh(matrix),
+        "qr": lambda matrix: lambda: orthonormal(matrix),
+        "eigh": lambda matrix: lambda: eigh(matrix),
     }
 
     def make(operator: str, dtype: torch.dtype, batch: int, side: int) -> Call:
@@ -222,7 +227,7 @@ def factorisations(
         rows = torch.randn(batch, math.ceil(side / 4), side, dtype=dtype, device=device)
         matrix = rows.mT @ rows / side
         matrix.diagonal(dim1=-2, dim2=-1).add_(0.1)
-        return factorise[operator](matrix if batch > 1 else matrix[0])
+        return factorise[operator](matrix)
 
     found = []
     for operator in factorise:
@@ -236,8 +241,10 @@ def factorisations(
 
 
 def _inverse(matrix: Tensor) -> Call:
+    matrix = matrix.double() if devices.fast_double(matrix.device) else matrix
     lower = torch.linalg.cholesky(matrix)
-    return lambda: torch.cholesky_inverse(lower)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return lambda: half_inverse(lower, eye)
 
 
 def _triangular(matrix: Tensor) -> Call:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from soframe.kernels import devices
-from soframe.kernels.factorisations import cholesky
+from soframe.kernels.factorisations import cholesky, half_inverse
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, TensorSpec
@@ -129,18 +129,12 @@ class Inverse(Solver):
 
 def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:
     """Return the inverses by few operators, for a GPU; NaN where one is not positive definite."""
-    size, dtype = matrix.shape[-1], matrix.dtype
-    if fast := devices.fast_double(matrix.device):  # and independent of settings for TF32
-        dtype = torch.float64
-    eye = torch.eye(size, dtype=dtype, device=matrix.device)
+    dtype = torch.float64 if devices.fast_double(matrix.device) else matrix.dtype
+    eye = torch.eye(matrix.shape[-1], dtype=dtype, device=matrix.device)
     lower, info = cholesky(torch.addcmul(matrix, eye, damping.view(-1, 1, 1)))
     # CUDA's inverse is not symmetric to the last bit, so ranks that receive a triangle would differ
     # from the owner; its half, added to the half's transpose, is.
-    if fast:
-        root = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
-        half = torch.baddbmm(root, root.mT, root, beta=0, alpha=0.5)
-    else:
-        half = torch.cholesky_inverse(lower).mT / 2
+    half = half_inverse(lower, eye)
     # One where there is no error, since any number to the power of zero is one, else NaN.
     fine = torch.pow(math.nan, info).view(-1, 1, 1)
     return torch.addcmul(half, half.mT, fine, out=torch.empty_like(matrix))
