@@ -422,14 +422,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             set_to_none: Whether gradients are None afterwards, rather than zero.
         """
         grouped = [p for group in self.param_groups for p in group["params"]]
-        if set_to_none:  # as torch does, which takes longer
-            for parameter in grouped:
-                parameter.grad = None
-        else:
-            super().zero_grad(set_to_none)
-        # A walk through the model takes a while, too.
+        # A walk through the model takes a while.
         others = list(self._model.parameters()) if self.preconditioner.changed else self._others
-        home.empty(self.preconditioner.home, grouped, others, set_to_none=set_to_none)
+        home.empty(self.preconditioner.home, [*grouped, *others], set_to_none=set_to_none)
         self.preconditioner.gradients_were_zeroed()
 
     # -- state --------------------------------------------------------------------------------

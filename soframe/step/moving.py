@@ -115,14 +115,13 @@ def is_matrix(parameter: nn.Parameter) -> bool:
 
 def descend(parameters: Sequence[nn.Parameter], home: GradientHome, move: Move) -> None:
     """Move parameters along their updates, without a constraint; others stay."""
-    local, each = home.locals(parameters), home.each(parameters)
-    moved = [(p, to) for p, to in zip(local, each, strict=True) if to is not None]
+    each = zip(parameters, home.locals(parameters), home.each(parameters), strict=True)
+    moved = [(p, (local, to)) for p, local, to in each if to is not None]
     if move.weight_decay > 0:
-        # A part of a matrix has its dimensions.
-        decaying = moved if move.decay_vectors else [pair for pair in moved if pair[0].dim() > 1]
+        decaying = [pair for p, pair in moved if move.decay_vectors or p.dim() > 1]
         for weights, given in _alike(decaying):
             _decay(weights, given, move)
-    for weights, given in _alike(moved):
+    for weights, given in _alike([pair for _, pair in moved]):
         torch._foreach_add_(weights, given, alpha=-move.lr)
 
 

@@ -67,9 +67,9 @@ def test_a_turn_is_one_interval() -> None:
         act()
         assert len(one.ms) == len(one.host_ms) == turn
         metrics = optimizer.metrics()
-        assert metrics["step"] == 11 + 10 * turn
+        assert metrics["step"] == 20 + 10 * turn
         factors = metrics["blocks"]["layers.0.query.weight"]["factors"]
-        assert factors["L"]["solve_age"] == 0  # the next solve is ten steps away
+        assert factors["L"]["solve_age"] == 9  # the next turn begins with a solve
     assert all(p.grad is None for p in one.model.parameters())
     one.close()
 
