@@ -15,12 +15,12 @@ STEPS = 25
 CURVATURE = ("kfac", "kfac-reduce", "ekfac", "tnt", "eva", "foof", "diagonal")
 RATES = {
     **dict.fromkeys(CURVATURE, 0.1),  # docs/quickstart.md, limited by the KL clip
-    **dict.fromkeys(("sgd", "momentum", "normalise-rows"), 0.1),
+    **dict.fromkeys(("sgd", "momentum", "normalise-rows", "match-rms"), 0.1),
     **dict.fromkeys(("adamw", "blocked", "graft", "shampoo"), 1e-3),
     "kl-shampoo": 0.016,
     **dict.fromkeys(("soap", "kl-soap"), 3e-3),
     **dict.fromkeys(("muon", "normuon", "soap-muon", "soap-normuon"), 0.02),
-    **dict.fromkeys(("newton-muon", "kfac-muon", "orthogonalise", "match-rms"), 0.02),
+    **dict.fromkeys(("newton-muon", "kfac-muon", "orthogonalise"), 0.02),
 }
 
 
