@@ -83,6 +83,7 @@ class AveragedGradients:
         Raises:
             RuntimeError: If their home does not have them yet.
         """
+        self._gathered = None  # of a step that raised
         why = self._home.incomplete(p for own in self._of_block.values() for p in own)
         if why is not None:
             raise RuntimeError(why)
@@ -162,15 +163,14 @@ def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
         if len(blocks) == 1:
             found[stack] = stack.join([_matrix(blocks[0])])
             continue
-        present, parts = like.home.of(stack.parameters), None
+        present = like.home.of(stack.parameters)
         complete = len(present) == len(stack.parameters) and len(blocks) == len(stack.blocks)
         if complete and (flat := stack.flattened(present)) is not None:
             found[stack] = flat
             continue
         whole = torch.empty(stack.shape_of(members), dtype=like.dtype, device=like.device)
         found[stack] = whole
-        if complete:
-            parts = stack.parts(whole)
+        parts = stack.parts(whole) if complete else None
         targets += stack.split(whole, members) if parts is None else parts
         # Matrices of single blocks have zeros for missing gradients.
         values += present if parts is not None else [_matrix(block) for block in blocks]
