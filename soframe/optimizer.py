@@ -329,19 +329,22 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         sharding.require_own_step(self._model.parameters())
         self.preconditioner.step()
         self._moved = {}
-        if self.preconditioner.updated:
-            blocks, before = self.preconditioner.blocks, {}
+        good = self.preconditioner.outcome.good
+        if good is not None or self.preconditioner.updated:
+            blocks: Sequence[Block] = ()
+            before: dict[nn.Parameter, Tensor] = {}
             if self.preconditioner.measures_norms:
                 # Copies of all weights, to measure how far they move.
+                blocks = self.preconditioner.blocks
                 every = (p for block in blocks for p in block.parameters.values())
                 before = {p: p.detach().clone() for p in every}
             with self.preconditioner.backend.phases("move"):
-                self._move()
+                self._move(good)
             self._moved = changes(before, blocks) if before else {}
         self._warn_of_new()
         return loss
 
-    def _move(self) -> None:
+    def _move(self, good: Tensor | None) -> None:
         """Move all parameters along their updates, which are stored as gradients."""
         where, kept = self.preconditioner.home, set[int]()
         rates = {id(p): g["lr"] for g in self.param_groups if g["constraint"] for p in g["params"]}
@@ -352,7 +355,15 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         for group in self.param_groups:
             # A parameter that was frozen after its backward pass still has a gradient.
             free = [p for p in group["params"] if p.requires_grad and id(p) not in kept]
-            moving.descend(free, where, Move.of(group))
+            moving.descend(free, where, Move.of(group), good)
+
+    @property
+    def selects(self) -> bool:
+        """Whether weights can stay where they are without the host.
+
+        :meta private:
+        """
+        return moving.selects(self.param_groups)
 
     def check_settings(self) -> None:
         """Check the param groups before a step.

@@ -46,12 +46,13 @@ from soframe.schedules import Interval, Schedule, Scheduled
 from soframe.settings import Clips, Curvature, Distribution, defaults, flat, group_of
 from soframe.setup import building, describing
 from soframe.state import saving as state
-from soframe.state.stateful import COUNTERS, Stateful
+from soframe.state.stateful import Stateful
 from soframe.state.transfer import hand_over
 from soframe.step import gradients as averaging
 from soframe.step.clip import Bounds, Clipped
 from soframe.step.effect import Effect
 from soframe.step.gradients import Gradients
+from soframe.step.outcome import Outcome
 from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
@@ -226,11 +227,10 @@ class Preconditioner(Stateful):
                 alone=self.backend.alone,
                 precision=self._precision,
             )
-            self._steps, self.counters = 0, dict.fromkeys(COUNTERS, 0)
+            self._steps, self.outcome = 0, Outcome(self.backend.rank)
             self._measuring = Measuring(self.backend.phases)
             self._blocks: list[Block] = []
             self._built, self._closed = False, False
-            self.updated = False
         self._start()
         self._lrs.warn_of_assumptions(self._blocks, stacklevel=3)
         self._refresh.warn_of_settings(self._blocks, stacklevel=3)
@@ -367,6 +367,7 @@ class Preconditioner(Stateful):
         Factors are solved anew if their solver damps them. Blocks whose updates depend on earlier
         gradients keep their present ``.grad``; no state of a method changes. Every rank must call.
         """
+        self.outcome.settle()
         able = [block for block in self._blocks if not block.remembers]
         # Other solvers apply the damping to the update, and need no new solve.
         due = [b for b in able if b.mass > 0 and b.solver.damps_factors]
@@ -546,7 +547,10 @@ class Preconditioner(Stateful):
 
     @property
     def measures_norms(self) -> bool:
-        """Whether the coming step measures norms, see `measure`."""
+        """Whether the coming step measures norms, see `measure`.
+
+        :meta private:
+        """
         return self._measuring.norms
 
     def __repr__(self) -> str:
@@ -646,6 +650,8 @@ class Preconditioner(Stateful):
             ValueError: If ``spectra`` is not one of these values.
             RuntimeError: If ``all_ranks``, and a rank does not call (under Gloo).
         """
+        if not self.updated:
+            self._measuring.skipped()
         return self._measuring.collect(
             self._placed,
             steps=self._steps,

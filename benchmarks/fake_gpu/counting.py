@@ -48,6 +48,7 @@ def install() -> None:
     cuda.current_device = lambda: 0
     cuda.device_count = lambda: 1
     cuda.synchronize = lambda *_: None
+    cuda.current_stream, cuda.Event = lambda *_: None, Event
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.is_bf16_supported = lambda *_, **__: True
     # FakeTensors have no addresses; those of their storages tell them apart.
@@ -94,14 +95,29 @@ class Counts:
 
     operators: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    times: int = 0
 
     def clear(self) -> None:
         """Count from zero."""
         self.operators.clear()
         self.waits.clear()
+        self.times += 1
 
 
 COUNTS = Counts()
+
+
+class Event:
+    """An event of a stream; the host waits for it, unless it was recorded in an earlier count."""
+
+    def record(self, stream: object) -> None:
+        """Record where the stream is."""
+        self._counted = COUNTS.times
+
+    def synchronize(self) -> None:
+        """Wait for the stream to get there."""
+        if self._counted == COUNTS.times:
+            _wait()
 
 
 def _line() -> str:
@@ -136,7 +152,10 @@ class Gpu(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         target = torch.device(kwargs["device"]).type if kwargs.get("device") else None
         if tensors and (read := _read(name, args, kwargs, target)) is not None:
-            _wait()
+            if kwargs.get("non_blocking"):
+                COUNTS.operators[_phases[-1], _line(), name] += 1
+            else:
+                _wait()
             return read
         if not tensors and target == "cuda":
             if name == "_to_copy":  # sent from the host

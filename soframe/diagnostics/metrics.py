@@ -76,6 +76,11 @@ class Measuring:
         """Keep a step; None to forget the last one."""
         self.last = taken
 
+    def skipped(self) -> None:
+        """Update the last step, whose update was skipped."""
+        if self.last is not None:
+            self.last = replace(self.last, clipped=Clipped(finite=False))
+
     def redamped(self, damping: float) -> None:
         """Update the last step, whose updates were recomputed with another damping."""
         if self.last is not None:

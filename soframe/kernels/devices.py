@@ -1,4 +1,4 @@
-"""Device helpers: is a tensor on an accelerator, and asynchronous copies from the host."""
+"""Device helpers: is a tensor on an accelerator, and copies that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -40,6 +40,30 @@ def capability(device: torch.device) -> tuple[int, int]:
 def fast_double(device: torch.device) -> bool:
     """Return whether a GPU has tensor cores for float64: NVIDIA's A100, H100, H200, B200."""
     return capability(device) in {(8, 0), (9, 0), (10, 0)}
+
+
+class Reading:
+    """Numbers on their way from a device to the host.
+
+    The host waits for what the device had to do before them, and not for what came behind.
+
+    Args:
+        numbers: A tensor, ``[n]``.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        # Into pinned memory, so that the call returns at once.
+        self._here = numbers.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if numbers.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(numbers.device))
+
+    def numbers(self) -> list[float]:
+        """Wait for the numbers, and return them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: list[float] = self._here.tolist()
+        return found
 
 
 def sent(numbers: Sequence[float], like: Tensor) -> Tensor:

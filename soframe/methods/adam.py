@@ -68,8 +68,10 @@ class AdamW(Method):
         mean = given.state["mean"].lerp(new, 1 - first)
         square = second_moment(given.state["square"], new, second)
         count = given.updates + 1
-        root = (square.sqrt() / math.sqrt(1 - second**count)).add_(self.eps)
-        return Direction((mean / (1 - first**count)).div_(root), {"mean": mean, "square": square})
+        # The correction of the mean is in the root: one pass less.
+        scale = 1 - first**count
+        root = square.sqrt().mul_(scale / math.sqrt(1 - second**count)).add_(self.eps * scale)
+        return Direction(mean / root, {"mean": mean, "square": square})
 
     def effort(self, shape: BlockShape) -> float:
         return entries(shape)

@@ -81,8 +81,10 @@ def nearest_orthogonal(
     """Approximate the nearest semi-orthogonal matrix of each ``[out, in]`` by Newton-Schulz."""
     wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
     norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-    norm = norm * (_SAFETY if kind == "polar-express" else 1.0) + _TINY
-    scaled: Tensor = (wide / norm).to(matrix.dtype if dtype is None else dtype)
+    norm = (norm * _SAFETY if kind == "polar-express" else norm) + _TINY
+    # Divided in the dtype of the matrix, and rounded in the same pass.
+    scaled = torch.empty_like(wide, dtype=dtype)
+    torch.div(wide, norm, out=scaled)
     long = scaled.shape[-1] >= LONG * scaled.shape[-2]
     iterate = _by_gram_matrices if long and scaled.dtype in _PRECISE else _by_products
     nearest = iterate(scaled, coefficients(kind, steps)).to(matrix.dtype)
@@ -228,9 +230,9 @@ class MatchRMS(Method):
 
     def direct(self, given: Given) -> Direction:
         _, out, into = given.incoming.shape
-        if self.scale == "spectral":
-            return Direction(given.incoming * math.sqrt(max(1.0, out / into)))
-        return Direction(given.incoming * (0.2 * math.sqrt(max(out, into))))
+        scale = max(1.0, out / into) if self.scale == "spectral" else 0.04 * max(out, into)
+        # Wide matrices stay as they are.
+        return Direction(given.incoming if scale == 1 else given.incoming * math.sqrt(scale))
 
     def effort(self, shape: BlockShape) -> float:
         return entries(shape)

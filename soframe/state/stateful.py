@@ -17,8 +17,6 @@ from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.step.engine import Engine
 
-COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
-
 
 class OfModel:
     """An object that is tied to a model: it is saved by its state, and copies are empty."""
@@ -59,6 +57,7 @@ class Stateful(OfModel, Engine):
 
         :meta private:
         """
+        self.outcome.settle()
         policy = self._damping.state()
         return {
             "format": state.FORMAT,
@@ -137,7 +136,7 @@ class Stateful(OfModel, Engine):
         self._solves.drop()
         self._steps = saved["step"]
         self._refresh.owe(saved["owed_statistics"])
-        self.counters = {**dict.fromkeys(COUNTERS, 0), **saved["counters"]}
+        self.outcome.load(saved["counters"])
         self._lrs.load(saved["initial_lrs"])
         if "damping" in saved and self._damping.state():
             self._damping.load(saved["damping"])

@@ -8,7 +8,6 @@ From there on all ranks enter the same collectives.
 from __future__ import annotations
 
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -43,18 +42,16 @@ from soframe.step.effect import Effect
 from soframe.step.gradients import AveragedGradients, Gradients
 from soframe.step.magnitude import Magnitude, discard
 from soframe.step.moving import grouping
+from soframe.step.outcome import Outcome
 from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
 from soframe.step.statistics import Statistics
 from soframe.step.status import Poll, Settings, Status
-from soframe.step.updates import Update, commit, exchange, precondition, write
+from soframe.step.updates import Update, commit, exchange, precondition, select, write
 
 OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
 """The common settings of the copies of a stage that all stages of a pipeline share."""
-
-MANY = 10
-"""Number of skipped updates in a row after which a rank warns."""
 
 
 class Engine:
@@ -63,21 +60,17 @@ class Engine:
     Attributes:
         backend: The backend.
         home: Where gradients live.
-        counters: The numbers of updates and statistics that were skipped, and of solves that were
-            retried or failed.
-        updated: Whether the last step rewrote gradients; False if it zeroed them.
+        outcome: Whether updates are taken.
     """
 
     backend: Backend
     home: GradientHome
-    counters: dict[str, int]
-    updated: bool
+    outcome: Outcome
     _model: nn.Module
     _optimizer: Optimizer | None
     _placed: PlacedBlocks
     _blocks: list[Block]
     _steps: int
-    _skipped_in_a_row: int = 0
     _relatively_damped: bool
     _scaling: Literal["fisher", "kaisa"]
     _stages: Stages
@@ -96,6 +89,7 @@ class Engine:
     _bounds: Bounds
 
     def _take_step(self) -> None:
+        self.outcome.settle()
         placed, phase, step = self._placed, self.backend.phases, self._steps
         for stack in placed.stacks:
             stack.arrive()  # sums of earlier steps that are still under way
@@ -118,24 +112,27 @@ class Engine:
             self._solve(settings, after=False, changed=changed)
             updates = precondition(placed, gradients, settings.damping)
             exchange(placed, updates)
-            if status.finite is None:
+            if status.finite is None and not self._leaves(updates, settings):
                 # Behind the work of this step, which the device has to do meanwhile.
                 status = self._read(status)
                 settings = status.settings
-            clipped = self._clip(updates, settings) if status.finite else Clipped(finite=False)
-            self.updated = clipped.finite
+            skipped = status.finite is False
+            clipped = Clipped(finite=False) if skipped else self._clip(updates, settings)
+            self.outcome.begin(clipped.finite)
             self._note(gradients, updates, settings, clipped)
-            if self.updated:
+            if clipped.finite:
                 # Before `write`: gradient matrices may be views of the memory that it overwrites.
                 observe(placed, gradients, due=due, decay=decay, step=step, after=True)
                 with phase("write"):
+                    if self.outcome.good is not None:
+                        select(self.outcome.good, updates, self._watch.parameters(), self.home)
                     write(updates, self.home)
-                commit(updates)
+                commit(updates, self.outcome.good)
                 self._solve(settings, after=True)
             else:
                 # Bad gradients were counted by `_agree`; these are updates that are not finite.
-                self.counters["skipped_updates"] += bool(status.finite)
-                discard(self._model, self.home)
+                self.outcome.counts["skipped_updates"] += not skipped
+                discard(self._model.parameters(), self.home)
         except BaseException:
             self.reset_batch()  # the sums of this window may be used up already
             raise
@@ -158,7 +155,7 @@ class Engine:
                 self._placed,
                 due,
                 damping=settings.damping,
-                counters=self.counters,
+                counters=self.outcome.counts,
                 step=self._steps,
                 changed=changed,
             )
@@ -218,7 +215,7 @@ class Engine:
             self._rebuild(changed=status.changed > 0)
             # The new blocks have other weights and flags.
             return self._agree()
-        self.counters["skipped_statistics"] += status.bad_statistics > 0
+        self.outcome.counts["skipped_statistics"] += status.bad_statistics > 0
         if status.bad_statistics and seen.curved == 0:
             self._refresh.owe(2)  # without the statistics of this step no block has curvature
         used = bool(self._statistics.due) and not status.bad_statistics
@@ -254,22 +251,51 @@ class Engine:
         bad, large = flags if moderate else add_over_ranks(self.backend, flags)
         return self._with_flags(status, bad, large, own=flags[0])
 
+    def _leaves(self, updates: Sequence[Update], settings: Settings) -> bool:
+        """Leave the flags for later if the device can select what is stored; return whether.
+
+        It cannot where the host decides by them: on statistics of gradients, on first updates, and
+        on float64 for large gradients. After a step that was not moderate the host reads again.
+        """
+        queued, optimizer, stacks = self._queued, grouping(self._optimizer), self._placed.stacks
+        assert queued is not None
+        selects = (
+            self.outcome.moderate
+            and queued.dense
+            and not (self._relatively_damped or settings.damping < UNDAMPED)
+            and not self.measures_norms
+            and (optimizer is None or optimizer.selects)
+            and len({stack.like.device for stack in stacks}) == 1
+            and all(len(stack.like.captured) == len(stack.like.factors) for stack in stacks)
+            and all(update.blocks[0].record.updates > 0 for update in updates)
+        )
+        if selects:
+            self._queued = None
+            self.outcome.leave(queued.flags, [block for one in updates for block in one.blocks])
+        return selects
+
+    @property
+    def updated(self) -> bool:
+        """Whether the last step rewrote gradients; False if it zeroed them."""
+        return self.outcome.taken
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The numbers of skipped updates and statistics, and of retried and failed solves."""
+        return self.outcome.counters
+
+    @property
+    @abstractmethod
+    def measures_norms(self) -> bool:
+        """Whether the coming step measures norms."""
+
     def _is_large(self, size: float) -> float:
         # Damping relative to a small curvature is small: updates may be large for any gradient.
         return float(size > 0 or self._relatively_damped)
 
     def _with_flags(self, status: Status, bad: float, large: float, *, own: float) -> Status:
         """Return the status, given the sums over ranks of the flags of gradients."""
-        self.counters["skipped_updates"] += bad > 0
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad > 0 else 0
-        # Only the ranks with such gradients warn: the cause is in their own data.
-        if self._skipped_in_a_row == MANY and own:
-            warnings.warn(
-                f"soframe: rank {self.backend.rank} had gradients that are not finite in {MANY} "
-                f"steps in a row, whose updates were skipped on all ranks: look at the loss and "
-                f"the data of this rank; counters['skipped_updates'] counts them",
-                stacklevel=7,
-            )
+        self.outcome.judge(skipped=bad > 0, moderate=not (bad > 0 or large > 0), own=own > 0)
         # From reduced flags, so that all ranks compute in the same dtype.
         careful = large > 0 or status.settings.damping < UNDAMPED
         limits = replace(status.settings.limits, careful=careful)
@@ -367,6 +393,7 @@ class Engine:
 
         :meta private:
         """
+        self.outcome.settle()
         return tuple(self._blocks)
 
     @property

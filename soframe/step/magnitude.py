@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from soframe.blocks.home import GradientHome
-from soframe.comm.base import Backend, Handle
-from soframe.kernels.devices import on_gpu
+from soframe.comm.base import Backend
+from soframe.kernels.devices import Reading, on_gpu
 
 MODERATE = 1e10
 """Below this sum, or norm, of a gradient products with it are in range."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SMALL = 4096
 """Up to this size, in elements, a CPU computes the norm of a gradient faster than its sum."""
+
+
+class Flags:
+    """The magnitudes of all ranks' gradients on the device, on their way to the host.
+
+    Every rank must make them. They do not refer to the gradients.
+
+    Attributes:
+        moderate: Whether all are moderate: a bool scalar on the device.
+
+    Args:
+        own: The sum of this rank's magnitudes, a scalar.
+        backend: The backend.
+    """
+
+    def __init__(self, own: Tensor, backend: Backend) -> None:
+        numbers = own.reshape(1)
+        if backend.world_size > 1:
+            numbers = torch.stack([own, own])
+            backend.all_reduce(numbers[1], "agree").wait()
+        self.moderate = numbers[-1] < MODERATE  # not if it is NaN
+        self._reading = Reading(numbers)
+
+    def read(self) -> tuple[float, float]:
+        """Return this rank's magnitude and the one of all ranks, infinite or NaN if one is."""
+        numbers = self._reading.numbers()
+        return numbers[0], numbers[-1]
 
 
 class Magnitude:
@@ -23,6 +51,7 @@ class Magnitude:
 
     Attributes:
         queues: Whether the parameters are on a GPU, the same on every rank.
+        dense: Whether no gradient is a sparse tensor.
 
     Args:
         parameters: The parameters.
@@ -37,6 +66,7 @@ class Magnitude:
         statistics: Sequence[Tensor] = (),
     ) -> None:
         some = [gradient for gradient in gradients if gradient.numel() > 0]
+        self.dense = not any(g.is_sparse for g in some)
         self._dense = [g.coalesce().values() if g.is_sparse else g for g in some]
         if self._dense and on_gpu(self._dense[0]):
             # On a GPU launches cost more than passes, and all norms take a few launches.
@@ -54,7 +84,6 @@ class Magnitude:
         self._all = torch.stack(each) if each else None
         self.queues = bool(parameters) and on_gpu(parameters[0])
         self._device = parameters[0].device if parameters else torch.device("cpu")
-        self._handle = Handle()
 
     def read(self) -> tuple[float, bool]:
         """Return the magnitude, and whether the statistics are finite.
@@ -69,17 +98,17 @@ class Magnitude:
         return self._exact(), finite
 
     def queue(self, backend: Backend) -> None:
-        """Begin to sum the magnitudes over ranks, for `read_queued`; every rank must call."""
+        """Begin to sum the magnitudes over ranks, as `flags`; every rank must call."""
         found = self._all
-        total = torch.zeros((), device=self._device) if found is None else found.abs().sum()
-        if backend.world_size > 1:
-            self._handle = backend.all_reduce(total, "agree")
-        self._total = total
+        if found is None:
+            own = torch.zeros((), device=self._device)
+        else:  # norms on a GPU, sums elsewhere
+            own = (found if on_gpu(found) else found.abs()).sum()
+        self.flags = Flags(own, backend)
 
     def read_queued(self) -> tuple[float, bool]:
         """Return the magnitude here, and whether all ranks' are moderate, the same on all ranks."""
-        self._handle.wait()
-        if abs(float(self._total)) < MODERATE:
+        if self.flags.read()[1] < MODERATE:
             return 0.0, True
         return self._exact(), False
 
@@ -88,7 +117,19 @@ class Magnitude:
         return float(torch.nn.utils.get_total_norm(self._dense, norm_type=math.inf))
 
 
-def discard(model: nn.Module, home: GradientHome) -> None:
+def discard(parameters: Iterable[nn.Parameter], home: GradientHome) -> None:
     """Zero every gradient, so that a bad batch costs one update and not the weights."""
-    for gradient in home.of(model.parameters()):
+    for gradient in home.of(parameters):
         gradient.zero_()
+
+
+def keep_if(good: Tensor, tensors: Iterable[Tensor]) -> None:
+    """Zero tensors in place unless ``good``, a bool scalar on their device, is true."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        # Zero times NaN is NaN, so their bits are multiplied.
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        bits = _BITS[real.itemsize]
+        alike.setdefault(bits, []).append(real.view(bits))
+    for bits, each in alike.items():
+        torch._foreach_mul_(each, good.to(bits))

@@ -17,7 +17,7 @@ With the learning rate ``lr``, the weight decay ``decay``, a weight ``w`` and it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -36,7 +36,15 @@ WEIGHT_DECAY_KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint
 
 @runtime_checkable
 class Grouping(Protocol):
-    """An optimizer that groups parameters and reads its groups while all ranks agree on a step."""
+    """An optimizer that groups parameters and reads its groups while all ranks agree on a step.
+
+    Attributes:
+        selects: Whether weights stay where they are if the device finds bad gradients in the coming
+            step, without the host.
+    """
+
+    @property
+    def selects(self) -> bool: ...
 
     def group(self, blocks: Sequence[Block]) -> None:
         """Put parameters of blocks that are in no param group into one."""
@@ -108,19 +116,35 @@ def check(move: Move, *, name: str, prefix: str) -> None:
         )
 
 
+def selects(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether `descend` can let the parameters of all groups stay; see there."""
+    return all(
+        group["constraint"] is None
+        and (group["weight_decay"] == 0 or group["weight_decay_kind"] == "decoupled")
+        # The factor of the decay is multiplied in the dtype of the weights.
+        and all(torch.finfo(p.dtype).bits >= 32 for p in group["params"])
+        for group in groups
+    )
+
+
 def is_matrix(parameter: nn.Parameter) -> bool:
     """Return whether a parameter can be constrained: biases and gains, as vectors, cannot."""
     return sum(size > 1 for size in parameter.shape) > 1 and not parameter.is_complex()
 
 
-def descend(parameters: Sequence[nn.Parameter], home: GradientHome, move: Move) -> None:
-    """Move parameters along their updates, without a constraint; others stay."""
+def descend(
+    parameters: Sequence[nn.Parameter], home: GradientHome, move: Move, good: Tensor | None = None
+) -> None:
+    """Move parameters along their updates, without a constraint; others stay.
+
+    With ``good``, a bool scalar on their device, all stay unless it is true: updates are zero then.
+    """
     each = zip(parameters, home.locals(parameters), home.each(parameters), strict=True)
     moved = [(p, (local, to)) for p, local, to in each if to is not None]
     if move.weight_decay > 0:
         decaying = [pair for p, pair in moved if move.decay_vectors or p.dim() > 1]
         for weights, given in _alike(decaying):
-            _decay(weights, given, move)
+            _decay(weights, given, move, good)
     for weights, given in _alike([pair for _, pair in moved]):
         torch._foreach_add_(weights, given, alpha=-move.lr)
 
@@ -141,12 +165,20 @@ def _alike(
             yield weights, directions
 
 
-def _decay(weights: list[Tensor], directions: list[Tensor], move: Move) -> None:
+def _decay(
+    weights: list[Tensor], directions: list[Tensor], move: Move, good: Tensor | None
+) -> None:
     """Let weights decay, before they move."""
     rate = move.lr * move.weight_decay
     if move.kind == "decoupled":
-        torch._foreach_mul_(weights, 1 - rate)
+        if good is None:
+            torch._foreach_mul_(weights, 1 - rate)
+        else:
+            one = weights[0]
+            left = torch.full((), 1 - rate, dtype=one.dtype, device=one.device)
+            torch._foreach_mul_(weights, torch.where(good, left, 1))
         return
+    assert good is None
     # The product of signs: the product of two small numbers may underflow to zero.
     masks = torch._foreach_sign(weights)
     dense = [d.to_dense() if d.is_sparse else d for d in directions]
