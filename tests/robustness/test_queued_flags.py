@@ -113,9 +113,10 @@ def outcome(
     dtype: torch.dtype = torch.float64,
     steps: int = 8,
     sharded: bool = False,
+    device: str | torch.device = "cpu",
 ) -> Outcome:
     """Train with bad gradients; on several ranks the last one alone has them."""
-    model = network(dtype)
+    model = network(dtype).to(device)
     if sharded:
         fully_shard(model)
     every = {"statistics_every": 3, "solve_every": 3, "auxiliary_lr": 0.01, **settings}
@@ -123,7 +124,7 @@ def outcome(
         own = soframe.Optimizer(model, method, lr=0.01, **every)
 
         def loss(model: nn.Module, step: int) -> Tensor:
-            return model(randn(12, 4, seed=step).to(dtype)[rank::ranks]).square().mean()
+            return model(randn(12, 4, seed=step).to(device, dtype)[rank::ranks]).square().mean()
 
         averages = not sharded and "distribution" not in settings
         averaging = (kit.Averaging(model),) if averages else ()
