@@ -357,9 +357,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             free = [p for p in group["params"] if p.requires_grad and id(p) not in kept]
             moving.descend(free, where, Move.of(group), good)
 
-    @property
     def selects(self) -> bool:
-        """Whether weights can stay where they are without the host.
+        """Return whether weights can stay where they are without the host.
 
         :meta private:
         """

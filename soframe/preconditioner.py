@@ -52,6 +52,7 @@ from soframe.step import gradients as averaging
 from soframe.step.clip import Bounds, Clipped
 from soframe.step.effect import Effect
 from soframe.step.gradients import Gradients
+from soframe.step.moving import grouping
 from soframe.step.outcome import Outcome
 from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
@@ -192,6 +193,7 @@ class Preconditioner(Stateful):
             self._precision = curve.precision
             self._loss_average = curve.loss_average
             self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
+            self._grouping = grouping(optimizer)
             self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
             self._solves = Solves(background, overlap=self.backend.overlap)
             self._gradients = ranks.gradients

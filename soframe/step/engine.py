@@ -41,7 +41,7 @@ from soframe.step.clip import UNDAMPED, Bounds, Clipped, Limits, clip
 from soframe.step.effect import Effect
 from soframe.step.gradients import AveragedGradients, Gradients
 from soframe.step.magnitude import Magnitude, discard
-from soframe.step.moving import grouping
+from soframe.step.moving import Grouping
 from soframe.step.outcome import Outcome
 from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
@@ -68,6 +68,7 @@ class Engine:
     outcome: Outcome
     _model: nn.Module
     _optimizer: Optimizer | None
+    _grouping: Grouping | None
     _placed: PlacedBlocks
     _blocks: list[Block]
     _steps: int
@@ -257,14 +258,14 @@ class Engine:
         It cannot where the host decides by them: on statistics of gradients, on first updates, and
         on float64 for large gradients. After a step that was not moderate the host reads again.
         """
-        queued, optimizer, stacks = self._queued, grouping(self._optimizer), self._placed.stacks
+        queued, stacks = self._queued, self._placed.stacks
         assert queued is not None
         selects = (
             self.outcome.moderate
             and queued.dense
             and not (self._relatively_damped or settings.damping < UNDAMPED)
             and not self.measures_norms
-            and (optimizer is None or optimizer.selects)
+            and (self._grouping is None or self._grouping.selects())
             and len({stack.like.device for stack in stacks}) == 1
             and all(len(stack.like.captured) == len(stack.like.factors) for stack in stacks)
             and all(update.blocks[0].record.updates > 0 for update in updates)
@@ -316,8 +317,8 @@ class Engine:
             damping = damping_at(self._damping, step)
             settings = Settings(damping, self._decay.at(step), self._bounds.at(step))
             self._lrs.begin(step)
-            if (own := grouping(self._optimizer)) is not None:
-                own.check_settings()
+            if self._grouping is not None:
+                self._grouping.check_settings()
             # The values that decide which collectives are entered. The interval is the next step's:
             # it decides which blocks have weights in the next status.
             refresh = self._refresh

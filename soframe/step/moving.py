@@ -36,21 +36,16 @@ WEIGHT_DECAY_KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint
 
 @runtime_checkable
 class Grouping(Protocol):
-    """An optimizer that groups parameters and reads its groups while all ranks agree on a step.
-
-    Attributes:
-        selects: Whether weights stay where they are if the device finds bad gradients in the coming
-            step, without the host.
-    """
-
-    @property
-    def selects(self) -> bool: ...
+    """An optimizer that groups parameters and reads its groups while all ranks agree on a step."""
 
     def group(self, blocks: Sequence[Block]) -> None:
         """Put parameters of blocks that are in no param group into one."""
 
     def check_settings(self) -> None:
         """Raise a ValueError if a setting is out of range."""
+
+    def selects(self) -> bool:
+        """Return whether weights stay in a step whose gradients the device alone finds bad."""
 
 
 def grouping(optimizer: object) -> Grouping | None:
