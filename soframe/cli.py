@@ -185,20 +185,25 @@ def plan(
         settings = {"method": method, "auxiliary": auxiliary}
         if method is None:
             settings = dict(soframe.recommend(built).plan)
-        task = Task.of(built, given, **settings, solver=solver)
-        base = planner.Option(
-            soframe.strategies.CommOpt(),
-            statistics_every=statistics_every or task.intervals[0],
-            solve_every=solve_every or task.intervals[1],
-        )
-        planned = planner.plan(
-            task,
-            ranks=ranks,
-            hardware=Hardware.load(hardware),
-            memory_limit=None if memory is None else parse_bytes(memory),
-            options=planner.varied(planner.usual(task.work, ranks, base), vary or ()),
-            amp=amp,
-        )
+        plans = []
+        for variant in planner.variants(vary or ()):
+            task = Task.of(built, given, **{**settings, "solver": solver, **variant})
+            base = planner.Option(
+                soframe.strategies.CommOpt(),
+                statistics_every=statistics_every or task.intervals[0],
+                solve_every=solve_every or task.intervals[1],
+                settings=planner.written(variant),
+            )
+            one = planner.plan(
+                task,
+                ranks=ranks,
+                hardware=Hardware.load(hardware),
+                memory_limit=None if memory is None else parse_bytes(memory),
+                options=planner.varied(planner.usual(task.work, ranks, base), vary or ()),
+                amp=amp,
+            )
+            plans.append(one)
+        planned = planner.together(plans)
         if figure is not None:
             figure.parent.mkdir(parents=True, exist_ok=True)
             front(planned).savefig(figure, dpi=150)

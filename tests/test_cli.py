@@ -225,6 +225,28 @@ def test_plan_as_json_and_as_a_figure(models, profile, tmp_path):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_plan_varies_the_solver_and_the_dtype(models, profile):
+    arguments = ["mymodels:make", "--ranks", 2, "--hardware", profile, "--method", "kfac"]
+    options = ["--vary", "solver", "--vary", "dtype", "--json"]
+    read = json.loads(succeeded(models("plan", *arguments, *options)))
+    held = {
+        tuple(word for word, _ in row["option"]["settings"]): row["memory"]["factors"]
+        for row in read["rows"]
+        if row["option"]["strategy"] == "'comm-opt'"
+    }
+    both = [
+        (s, f"{dtype} factors") for s in ("inverse", "eigen") for dtype in ("float32", "bfloat16")
+    ]
+    assert sorted(held) == sorted(both)
+    for solver in ("inverse", "eigen"):
+        assert held[solver, "bfloat16 factors"] * 2 == held[solver, "float32 factors"]
+    calls = [row["call"] for row in read["rows"]]
+    assert all("curvature=soframe.Curvature(dtype=torch." in call for call in calls)
+    assert any("solver='eigen'" in call for call in calls)
+    means = [row["timing"]["mean"] for row in read["rows"]]
+    assert means == sorted(means)
+
+
 def test_plan_lists_workloads_and_hardware(invoke):
     out = succeeded(invoke("plan", "--list"))
     for name in ("bert-large", "llama-70b", "h100-ib", "rtx2080ti-ib100"):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+import torch
+
 from soframe import combinations
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
@@ -19,6 +21,7 @@ from soframe.planning.memory import transients
 from soframe.planning.schedule import KINDS, Messages, Rank, Schedule, Timing
 from soframe.planning.task import Task
 from soframe.registry import available
+from soframe.settings import Curvature
 from soframe.strategies import plan as bytes_of
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
@@ -43,6 +46,7 @@ class Option:
         stagger: Whether solves are spread over the steps of an interval.
         statistics_every: The interval of statistics.
         solve_every: The interval of solves.
+        settings: Other arguments of the plan's task: each in a word, and as a user writes it.
     """
 
     strategy: Strategy
@@ -51,13 +55,15 @@ class Option:
     stagger: bool = False
     statistics_every: int = 10
     solve_every: int = 100
+    settings: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         """Return the option in few words."""
         words = [_written(self.strategy).removeprefix("soframe.strategies.").strip("'")]
         words += ["local gradients"] * self.local + ["staggered"] * self.stagger
         words += [f"background {self.background}"] * bool(self.background)
-        return ", ".join([*words, f"{self.statistics_every}/{self.solve_every}"])
+        words.append(f"{self.statistics_every}/{self.solve_every}")
+        return ", ".join([*words, *(word for word, _ in self.settings)])
 
     def call(self) -> str:
         """Return the arguments of `soframe.Preconditioner` or `soframe.Optimizer`, to be pasted."""
@@ -66,7 +72,7 @@ class Option:
         parts += [f"distribution=soframe.Distribution({', '.join(inner)})"] * bool(inner)
         parts += [f"background={self.background}"] * bool(self.background)
         parts += [f"statistics_every={self.statistics_every}", f"solve_every={self.solve_every}"]
-        return ", ".join(parts)
+        return ", ".join([*parts, *(text for _, text in self.settings)])
 
 
 @dataclass(frozen=True)
@@ -274,9 +280,20 @@ def plan(
         raise ValueError(reasons[0])
     weights = sum(p.numel() * p.element_size() for p in task.parameters)
     fixed = {"weights": weights, "gradients": weights, "activations": task.activations}
-    rows.sort(key=lambda row: (row.timing.mean, row.memory["total"], row.option.call()))
+    rows.sort(key=_place)
     passes, plain = costs.passes.seconds, _without(costs, task, ranks)
     return Plan(tuple(rows), ranks, hardware, memory_limit, fixed, passes, plain, task.unpriced())
+
+
+def _place(row: Row) -> tuple[float, int, str]:
+    return row.timing.mean, row.memory["total"], row.option.call()
+
+
+def together(plans: Sequence[Plan]) -> Plan:
+    """Return one plan with the rows of several, of tasks that differ in settings alone."""
+    rows = sorted((row for one in plans for row in one.rows), key=_place)
+    notes = dict.fromkeys(note for one in plans for note in one.notes)
+    return replace(plans[0], rows=tuple(rows), notes=tuple(notes))
 
 
 def usual(work: Sequence[BlockWork], ranks: int, base: Option | None = None) -> list[Option]:
@@ -312,6 +329,31 @@ class Vary(StrEnum):
     BACKGROUND = "background"
     STAGGER = "stagger"
     INTERVALS = "intervals"
+    SOLVER = "solver"
+    DTYPE = "dtype"
+
+
+def variants(settings: Collection[Vary]) -> list[dict[str, Any]]:
+    """Return the arguments of tasks that differ in the solver and in the dtype of factors."""
+    solvers = [{"solver": name} for name in ("inverse", "eigen")]
+    dtypes = [{"curvature": Curvature(dtype=dtype)} for dtype in (torch.float32, torch.bfloat16)]
+    return [
+        {**solver, **dtype}
+        for solver in (solvers if Vary.SOLVER in settings else [{}])
+        for dtype in (dtypes if Vary.DTYPE in settings else [{}])
+    ]
+
+
+def written(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return each setting of `variants` in a word, and as a user writes it."""
+    found = []
+    if "solver" in settings:
+        found.append((settings["solver"], f"solver={settings['solver']!r}"))
+    if "curvature" in settings:
+        dtype = str(settings["curvature"].dtype)
+        word = f"{dtype.removeprefix('torch.')} factors"
+        found.append((word, f"curvature=soframe.Curvature(dtype={dtype})"))
+    return tuple(found)
 
 
 def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option]:
