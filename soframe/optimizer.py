@@ -554,7 +554,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             measures norms: for this it keeps a copy of the weights while they move.
         """
         metrics = self.preconditioner.metrics(spectra=spectra, all_ranks=all_ranks)
-        moved = {name: float(norm) for name, norm in self._moved.items()}
+        each = self._moved if self.preconditioner.updated else {}
+        moved = {name: float(norm) for name, norm in each.items()}
         for name, block in metrics["blocks"].items():
             block["update_norm"] = moved.get(name)
         known = set(moved) == set(metrics["blocks"])

@@ -79,7 +79,7 @@ class Measuring:
     def skipped(self) -> None:
         """Update the last step, whose update was skipped."""
         if self.last is not None:
-            self.last = replace(self.last, clipped=Clipped(finite=False))
+            self.last = replace(self.last, clipped=Clipped(finite=False), norms=None)
 
     def redamped(self, damping: float) -> None:
         """Update the last step, whose updates were recomputed with another damping."""

@@ -257,14 +257,13 @@ class Engine:
 
         It cannot where the host decides by them: on statistics of gradients, on first updates, and
         on float64 for large gradients. After a step that was not moderate the host reads again.
+        All ranks find the same, as reading may be a collective.
         """
         queued, stacks = self._queued, self._placed.stacks
         assert queued is not None
         selects = (
             self.outcome.moderate
-            and queued.dense
             and not (self._relatively_damped or settings.damping < UNDAMPED)
-            and not self.measures_norms
             and (self._grouping is None or self._grouping.selects())
             and len({stack.like.device for stack in stacks}) == 1
             and all(len(stack.like.captured) == len(stack.like.factors) for stack in stacks)
@@ -284,11 +283,6 @@ class Engine:
     def counters(self) -> dict[str, int]:
         """The numbers of skipped updates and statistics, and of retried and failed solves."""
         return self.outcome.counters
-
-    @property
-    @abstractmethod
-    def measures_norms(self) -> bool:
-        """Whether the coming step measures norms."""
 
     def _is_large(self, size: float) -> float:
         # Damping relative to a small curvature is small: updates may be large for any gradient.

@@ -51,7 +51,6 @@ class Magnitude:
 
     Attributes:
         queues: Whether the parameters are on a GPU, the same on every rank.
-        dense: Whether no gradient is a sparse tensor.
 
     Args:
         parameters: The parameters.
@@ -66,7 +65,6 @@ class Magnitude:
         statistics: Sequence[Tensor] = (),
     ) -> None:
         some = [gradient for gradient in gradients if gradient.numel() > 0]
-        self.dense = not any(g.is_sparse for g in some)
         self._dense = [g.coalesce().values() if g.is_sparse else g for g in some]
         if self._dense and on_gpu(self._dense[0]):
             # On a GPU launches cost more than passes, and all norms take a few launches.
@@ -127,8 +125,9 @@ def keep_if(good: Tensor, tensors: Iterable[Tensor]) -> None:
     """Zero tensors in place unless ``good``, a bool scalar on their device, is true."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
+        dense = tensor._values() if tensor.is_sparse else tensor
         # Zero times NaN is NaN, so their bits are multiplied.
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        real = torch.view_as_real(dense) if dense.is_complex() else dense
         bits = _BITS[real.itemsize]
         alike.setdefault(bits, []).append(real.view(bits))
     for bits, each in alike.items():

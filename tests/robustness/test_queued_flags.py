@@ -228,6 +228,54 @@ def test_gradients_without_a_block_are_zeroed_too() -> None:
         assert torch.equal(p, q)
 
 
+def test_sparse_gradients_are_zeroed_too() -> None:
+    def run(queued: bool) -> tuple[list[Tensor], int, Reads]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+        with as_on_a_gpu(queued) as reads:
+            base = torch.optim.SGD(model.parameters(), lr=0.05)
+            own = soframe.Preconditioner(model, optimizer=base, statistics_every=5)
+            for step in range(6):
+                model.zero_grad()
+                model(torch.arange(10).view(5, 2) * (step + 2) % 7).square().mean().backward()
+                if step in (2, 5):
+                    gradient = model[0].weight.grad
+                    assert gradient is not None
+                    gradient._values()[1, 2] = math.nan
+                own.step()
+                base.step()
+            skipped = own.counters["skipped_updates"]
+        return [p.detach() for p in model.parameters()], skipped, reads
+
+    late, plain = run(True), run(False)
+    assert late[2].next > 0
+    assert late[1] == plain[1] == 2
+    for p, q in zip(late[0], plain[0], strict=True):
+        assert torch.equal(p, q)
+
+
+def test_norms_of_a_skipped_step_are_not_measured() -> None:
+    """Ranks may choose to measure: this does not decide when flags are read."""
+
+    def run(queued: bool) -> tuple[list[dict[str, Any]], Reads]:
+        model = network()
+        with as_on_a_gpu(queued) as reads:
+            own = soframe.Optimizer(model, "muon", lr=0.01)
+            own.preconditioner.measure(norms=True)
+            spoil = Spoil(model[0].weight, {3: math.nan})
+            found = []
+            for _ in range(6):
+                kit.train(model, lambda m, _: m(randn(12, 4)).square().mean(), [0], spoil, own)
+                found.append(own.metrics())
+        return found, reads
+
+    (late, reads), (plain, _) = run(True), run(False)
+    assert reads.next > 0
+    for one, other in zip(late, plain, strict=True):
+        assert {**one, "phases": None} == {**other, "phases": None}
+    assert [one["updated"] for one in late] == [True, True, True, False, True, True]
+
+
 def test_who_asks_after_a_bad_step_gets_the_answer() -> None:
     model = network()
     with as_on_a_gpu() as reads:
