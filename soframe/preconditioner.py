@@ -213,6 +213,7 @@ class Preconditioner(Stateful):
                 skip=tuple(skip),
                 dtype=curve.dtype,
                 state_dtype=curve.state_dtype,
+                offload=curve.offload,
                 forward_only=self._fisher.kind == "forward-only",
                 damping=self._damping,
                 scaling=self._scaling,

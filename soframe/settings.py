@@ -55,6 +55,9 @@ class Curvature:
             bfloat16 halves their memory. Updates are computed in the factors' dtype, and states
             are rounded up or down in turns, so that slow averages do not stall. None for the
             factors'.
+        offload: Whether running factors are kept in the host's memory between the steps that
+            average or solve them, for blocks on a GPU: each of these steps moves them there and
+            back. For rare statistics; plans and `memory_usage` count them as on the GPU.
         cut: The parts into which fused matrices are split along their outputs, by patterns on
             module names: a number of equal parts, ``{"attn.c_attn": 3}`` for queries, keys and
             values, or their sizes, ``{"qkv_proj": [4096, 1024, 1024]}`` for grouped queries;
@@ -73,6 +76,7 @@ class Curvature:
     scaling: Scaling = "fisher"
     dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
+    offload: bool = False
     cut: Mapping[str, int | Sequence[int]] | None = None
     precision: Precision = "fast"
 

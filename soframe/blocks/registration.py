@@ -88,6 +88,7 @@ class Choices:
         skip: Patterns of modules to leave alone.
         dtype: The dtype of factors; None for the parameters', at least float32.
         state_dtype: The dtype in which states are kept; None for the factors'.
+        offload: Whether running factors are kept on the host.
         forward_only: Whether the factors of the outputs are the identity.
         damping: The damping policy, which may wrap each block's solver.
         scaling: The convention of scale, for which not every method is defined.
@@ -109,6 +110,7 @@ class Choices:
     skip: Sequence[str] = ()
     dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
+    offload: bool = False
     forward_only: bool = False
     damping: DampingPolicy | None = None
     scaling: str = "fisher"
@@ -497,6 +499,7 @@ class Registration:
             dtype=dtype,
             state_dtype=self._choices.state_dtype or dtype,
             factor_dtype=self._choices.dtype or dtype,
+            offload=self._choices.offload,
             layout=layout,
             home=self._choices.home,
             ranks=self._choices.ranks,

@@ -35,6 +35,7 @@ class BlockSpec:
         auxiliary: Whether its method is the auxiliary one.
         state_dtype: The dtype in which the method's state is kept.
         factor_dtype: The dtype in which running factors are kept.
+        offload: Whether running factors are kept on the host.
     """
 
     name: str
@@ -48,6 +49,7 @@ class BlockSpec:
     auxiliary: bool = False
     state_dtype: torch.dtype = torch.float32
     factor_dtype: torch.dtype = torch.float32
+    offload: bool = False
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from soframe.blocks.arrangement import Arrangement, Members
 from soframe.comm.fused import Pending
 from soframe.comm.packing import packed_diagonal, unpack_triangle
+from soframe.kernels.devices import on_device, on_host
 from soframe.kernels.gram import mirror
 from soframe.kernels.halves import dithered
 from soframe.methods.base import Addend
@@ -237,29 +238,40 @@ class Stack(Arrangement):
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        """The running factors of all blocks as they are stored, after pending reductions."""
+        """The running factors of all blocks as they are stored, after pending reductions.
+
+        Offloaded ones are on the host, and read by `held` alone: a copy may be under way.
+        """
         self.arrive()
         return self._factors
 
+    def held(self, name: str) -> Tensor:
+        """Return a running factor of all blocks as it is stored, on their device."""
+        return on_device(self.factors[name], self.like.device)
+
+    def hold(self, name: str, factor: Tensor) -> None:
+        """Store a running factor of all blocks, on the host if it is offloaded."""
+        self._factors[name] = on_host(factor) if self.like.offload else factor
+
     def factor(self, name: str) -> Tensor:
-        """Return a running factor of all blocks as it is stored, with both triangles."""
-        self.arrive()
+        """Return a running factor of all blocks as `held` does, with both triangles."""
+        whole = self.held(name)
         if name in self.lower:
-            mirror(self.factors[name])
+            self.hold(name, mirror(whole))
             self.lower.discard(name)
-        return self.factors[name]
+        return whole
 
     def matrices(self, factor: FactorSpec, members: Members, *, lower: bool = False) -> Tensor:
         """Return a running factor of some blocks, ``[groups, n, n]`` or its own shape.
 
         With ``lower`` the entries above the diagonals of matrices may be undefined.
         """
-        stored = self.factors[factor.name] if lower else self.factor(factor.name)
+        stored = self.held(factor.name) if lower else self.factor(factor.name)
         return unpack(self.take(stored, members), factor).to(self.like.dtype)
 
     def diagonals(self, factor: FactorSpec, members: Members) -> Tensor:
         """Return the diagonals of a factor, ``[groups, n]``; all entries if it is no matrix."""
-        stored = self.take(self.factors[factor.name], members)
+        stored = self.take(self.held(factor.name), members)
         if factor.kind != "psd":
             return stored.flatten(1)
         if stored.dim() == 3:
@@ -278,12 +290,15 @@ class Stack(Arrangement):
         """Store the running factor of some blocks, as the placement stores it."""
         stored = self.rounded(stored, name, len(members), turn)
         if len(members) == len(self.blocks):
-            self.factors[name] = stored
+            self.hold(name, stored)
             self.lower.discard(name)
             return
-        if name not in self.factors:
-            self.factors[name] = self.empty(tuple(stored.shape), len(members), stored.dtype)
-        self.put(self.factor(name), members, stored)
+        if name in self.factors:
+            whole = self.factor(name)
+        else:
+            whole = self.empty(tuple(stored.shape), len(members), stored.dtype)
+        self.put(whole, members, stored)
+        self.hold(name, whole)
 
     # -- second-order data ------------------------------------------------------------------------
 

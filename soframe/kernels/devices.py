@@ -42,6 +42,19 @@ def fast_double(device: torch.device) -> bool:
     return capability(device) in {(8, 0), (9, 0), (10, 0)}
 
 
+def on_host(x: Tensor) -> Tensor:
+    """Return a tensor in the host's memory; from a CUDA device the copy may be under way.
+
+    Its stream's later work finds it there; the host itself does not, unless it waits.
+    """
+    return x.to("cpu", non_blocking=x.is_cuda)  # pinned, for CUDA
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device; a tensor that is there stays."""
+    return x.to(device, non_blocking=device.type == "cuda")
+
+
 class Reading:
     """Numbers on their way from a device to the host.
 

@@ -172,15 +172,15 @@ def _averaged(
     new = pack(new, factor) if packed else unpack(new, factor)
     # The first statistics have rate 1 (groups without rows are zero): they become the factor.
     if name not in stack.factors and len(members) == len(stack.blocks):
-        stack.factors[name] = own_memory(stack.rounded(new, name, len(members), one.turn))
+        stack.hold(name, own_memory(stack.rounded(new, name, len(members), one.turn)))
         (stack.lower.add if lower else stack.lower.discard)(name)
         return []
     if name not in stack.factors:
         kept = stack.like.factor_dtype
-        stack.factors[name] = stack.empty(tuple(new.shape), len(members), kept)
+        stack.hold(name, stack.empty(tuple(new.shape), len(members), kept))
     if lower:
         stack.lower.add(name)
-    running = stack.factors[name].to(stack.like.dtype)
+    running = stack.held(name).to(stack.like.dtype)
     if len(set(rates)) == 1 and len(members) == len(stack.blocks):
         if running is stack.factors[name]:
             return [(running, new, rates[0])]
@@ -200,8 +200,10 @@ def _averaged(
             view.lerp_(part, sent(own, part).view(-1, *(1 for _ in part.shape[1:])))
         start = stop
     if running is not stack.factors[name]:
-        stack.factors[name] = stack.rounded(running, name, len(stack.blocks), one.turn)
-        stack.lower.discard(name)
+        whole = stack.rounded(running, name, len(stack.blocks), one.turn)
+        if whole is not running:  # rounded, with both triangles
+            stack.lower.discard(name)
+        stack.hold(name, whole)
     return []
 
 

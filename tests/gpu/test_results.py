@@ -92,6 +92,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "auxiliary": {"auxiliary": "adamw"},
     "kaisa": {"scaling": "kaisa", "layers": None},
     "float64": {"dtype": torch.float64},
+    "offload": {"offload": True},
 }
 
 

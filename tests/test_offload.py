@@ -1,0 +1,109 @@
+"""Running factors on the host between the steps that use them: the same steps, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.blocks import stack
+from tests import kit
+from tests.curvature import fill, randn
+from tests.distributed.harness import run_ranks
+
+METHODS = ("kfac", "ekfac", "foof", "tnt", "eva", "shampoo", "soap", "kl-shampoo", "diagonal")
+
+
+class Net(nn.Module):
+    """Layers of two shapes, one of them twice, and one that is not used in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 5)
+        self.third, self.conv = nn.Linear(5, 5), nn.Conv1d(5, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        if x.shape[1] == 3:
+            x = self.third(x)
+        return self.conv(x.mT)
+
+
+def outcome(
+    rank: int, ranks: int, offload: bool, method: str, settings: dict[str, Any], resume: bool
+) -> tuple[list[Tensor], str, int]:
+    """Return weights, a text of the state, and the bytes that were moved to the host."""
+    moved = [0]
+
+    def copied(x: Tensor, device: object = None) -> Tensor:
+        # As another device would: what is not written back is lost.
+        moved[0] += x.nbytes * (device is None)
+        return x.clone()
+
+    model = fill(Net().double())
+
+    def make() -> soframe.Optimizer:
+        dtype = settings.get("dtype", torch.float64)
+        curvature = soframe.Curvature(offload=offload, dtype=dtype)
+        every = {"statistics_every": 2, "solve_every": 4, "auxiliary_lr": 0.01}
+        own = {key: value for key, value in settings.items() if key != "dtype"}
+        return soframe.Optimizer(model, method, lr=0.01, **{**every, **own, "curvature": curvature})
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(randn(6 * ranks, 3 + step % 2, 4, seed=step)[rank::ranks]).square().mean()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if offload:
+            patch.setattr(stack, "on_host", copied)
+            patch.setattr(stack, "on_device", copied)
+        own = make()
+        kit.train(model, loss, range(6), kit.Averaging(model), own)
+        if resume:
+            state = own.state_dict()
+            own.close()
+            own = make()
+            own.load_state_dict(state)
+        model.first.bias.requires_grad_(False)  # stacks are made anew
+        kit.train(model, loss, range(6, 11), kit.Averaging(model), own)
+        state = own.preconditioner.state_dict()
+        own.close()
+    return [p.detach() for p in model.parameters()], str(state), moved[0]
+
+
+def same(one: Any, other: Any) -> None:
+    for p, q in zip(one[0], other[0], strict=True):
+        assert torch.equal(p, q)
+    assert one[1] == other[1]
+    assert one[2] > 0 == other[2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_offloaded_factors_are_the_same(method: str) -> None:
+    same(*(outcome(0, 1, offload, method, {}, False) for offload in (True, False)))
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": torch.bfloat16, "solver": "eigen"}, {"background": 1}, {"solver": "eigen"}],
+    ids=str,
+)
+def test_settings(settings: dict[str, Any], resume: bool) -> None:
+    same(*(outcome(0, 1, offload, "kfac", settings, resume) for offload in (True, False)))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
+def test_ranks(strategy: str) -> None:
+    runs = [
+        run_ranks(outcome, 2, offload, "kfac", {"strategy": strategy}, True)
+        for offload in (True, False)
+    ]
+    for one, other in zip(*runs, strict=True):
+        for p, q in zip(one[0], other[0], strict=True):
+            assert torch.equal(p, q)
+        assert one[1] == other[1]
