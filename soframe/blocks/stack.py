@@ -247,7 +247,8 @@ class Stack(Arrangement):
 
     def held(self, name: str) -> Tensor:
         """Return a running factor of all blocks as it is stored, on their device."""
-        return on_device(self.factors[name], self.like.device)
+        stored = self.factors[name]
+        return on_device(stored, self.like.device) if self.like.offload else stored
 
     def hold(self, name: str, factor: Tensor) -> None:
         """Store a running factor of all blocks, on the host if it is offloaded."""

@@ -58,7 +58,7 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 class Reading:
     """Numbers on their way from a device to the host.
 
-    The host waits for what the device had to do before them, and not for what came behind.
+    The host waits for the work before them on the device, and not for later work.
 
     Args:
         numbers: A tensor, ``[n]``.
