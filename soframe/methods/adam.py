@@ -14,8 +14,8 @@ from torch import Tensor
 
 from soframe.kernels.samples import squared_gradients
 from soframe.layers.layout import BlockShape
-from soframe.methods.base import Call, Direction, Given, Method
-from soframe.methods.momentum import Momentum, entries, require_beta, second_moment
+from soframe.methods.base import Call, Direction, Given, Method, WithoutFactors
+from soframe.methods.momentum import Momentum, require_beta, second_moment
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.specs import VALUE, FactorSpec, SecondOrder, TensorSpec
@@ -23,7 +23,7 @@ from soframe.specs import VALUE, FactorSpec, SecondOrder, TensorSpec
 
 @register("method", "adamw")
 @dataclass(frozen=True)
-class AdamW(Method):
+class AdamW(WithoutFactors):
     """Adam's update (Kingma and Ba, 2015, algorithm 1), without weight decay.
 
     With ``x`` the input of the stage, at its update number t::
@@ -42,9 +42,6 @@ class AdamW(Method):
         ValueError: If a setting is out of range.
     """
 
-    clipped = False
-    damped = False
-    starts_at_once = True
     elementwise = True
     options: ClassVar[Mapping[str, str]] = {"betas": "betas", "eps": "eps"}
 
@@ -55,10 +52,6 @@ class AdamW(Method):
         for beta in self.betas:
             require_beta("AdamW", "betas", beta)
         require_eps("AdamW", self.eps)
-
-    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        del shape
-        return ()
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         return {name: TensorSpec(tuple(shape)) for name in ("mean", "square")}
@@ -71,13 +64,10 @@ class AdamW(Method):
         root = (square.sqrt() / math.sqrt(1 - second**count)).add_(self.eps)
         return Direction((mean / (1 - first**count)).div_(root), {"mean": mean, "square": square})
 
-    def effort(self, shape: BlockShape) -> float:
-        return entries(shape)
-
 
 @register("method", "sgd")
 @dataclass(frozen=True)
-class SGD(Method):
+class SGD(WithoutFactors):
     """The gradient itself, or its classical momentum as in ``torch.optim.SGD``.
 
     Attributes:
@@ -88,9 +78,6 @@ class SGD(Method):
         ValueError: If the momentum is not in ``[0, 1)``, or zero with ``nesterov=True``.
     """
 
-    clipped = False
-    damped = False
-    starts_at_once = True
     elementwise = True
     options: ClassVar[Mapping[str, str]] = {"momentum": "momentum"}
 
@@ -102,10 +89,6 @@ class SGD(Method):
         if self.nesterov and not self.momentum:
             raise ValueError("SGD: nesterov=True needs a momentum: pass momentum=0.9, for example")
 
-    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        del shape
-        return ()
-
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         return self._momentum.state(shape) if self.momentum else {}
 
@@ -115,9 +98,6 @@ class SGD(Method):
     def direct(self, given: Given) -> Direction:
         # A momentum that a param group sets to 0 leaves a buffer.
         return self._momentum.direct(given) if given.state else Direction(given.incoming.clone())
-
-    def effort(self, shape: BlockShape) -> float:
-        return entries(shape)
 
     @property
     def _momentum(self) -> Momentum:

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any, ClassVar, cast
 
 import torch
@@ -519,3 +520,22 @@ class Method(ABC):
             and outputs for the other. By default None: such a table has no block.
         """
         return None
+
+
+class WithoutFactors(Method):
+    """The base class of methods without factors, whose updates have a length of their own."""
+
+    clipped = False
+    damped = False
+    starts_at_once = True
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        return ()
+
+    def effort(self, shape: BlockShape) -> float:
+        return entries(shape)
+
+
+def entries(shape: BlockShape) -> float:
+    """Return the number of entries: the FLOPs of an elementwise method."""
+    return float(prod(shape))

@@ -28,13 +28,12 @@ from torch import Tensor, nn
 
 from soframe.kernels.precision import within
 from soframe.layers.layout import BlockShape
-from soframe.methods.base import MAX_SIZE, Candidate, Direction, Given, Method
+from soframe.methods.base import MAX_SIZE, Candidate, Direction, Given, Method, WithoutFactors
 from soframe.methods.chain import Chain
 from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC
-from soframe.methods.momentum import Momentum, entries
+from soframe.methods.momentum import Momentum
 from soframe.registry import register
-from soframe.specs import FactorSpec
 
 Coefficients = Literal["muon", "polar-express"]
 RMS = Literal["spectral", "rms"]
@@ -124,7 +123,7 @@ def _by_gram_matrices(matrix: Tensor, each: list[tuple[float, float, float]]) ->
 
 @register("method", "orthogonalise")
 @dataclass(frozen=True)
-class Orthogonalise(Method):
+class Orthogonalise(WithoutFactors):
     """The nearest semi-orthogonal matrix, a stage; for hidden matrices of the model.
 
     Vectors, embeddings and the head are skipped.
@@ -141,9 +140,6 @@ class Orthogonalise(Method):
     """
 
     joint = False
-    clipped = False
-    damped = False
-    starts_at_once = True
 
     steps: int = 5
     coefficients: Coefficients = "muon"
@@ -160,10 +156,6 @@ class Orthogonalise(Method):
         if self.dtype not in (None, "float64", "float32", "bfloat16", "float16"):
             raise ValueError(f"Orthogonalise: dtype must name a float dtype, not {self.dtype!r}")
 
-    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        del shape
-        return ()
-
     def direct(self, given: Given) -> Direction:
         matrix = given.incoming
         dtype = torch.bfloat16 if matrix.is_cuda else matrix.dtype
@@ -175,6 +167,10 @@ class Orthogonalise(Method):
                 matrix, kind=self.coefficients, steps=self.steps, dtype=dtype
             )
         return Direction(nearest)
+
+    def effort(self, shape: BlockShape) -> float:
+        groups, out, into = shape
+        return float(groups * out * into * min(out, into))
 
     def unsuited(self, candidate: Candidate) -> str | None:
         _, out, into = candidate.shape
@@ -194,7 +190,7 @@ def orthogonalises(method: Method) -> bool:
 
 @register("method", "match-rms")
 @dataclass(frozen=True)
-class MatchRMS(Method):
+class MatchRMS(WithoutFactors):
     """Multiply by a factor that depends on the shape, a stage after `Orthogonalise`.
 
     Attributes:
@@ -207,19 +203,11 @@ class MatchRMS(Method):
         ValueError: If the scale has another value.
     """
 
-    clipped = False
-    damped = False
-    starts_at_once = True
-
     scale: RMS = "spectral"
 
     def __post_init__(self) -> None:
         if self.scale not in ("spectral", "rms"):
             raise ValueError(f"MatchRMS: scale must be 'spectral' or 'rms', not {self.scale!r}")
-
-    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        del shape
-        return ()
 
     @property
     def auxiliary_ratio(self) -> float:  # type: ignore[override]
@@ -231,9 +219,6 @@ class MatchRMS(Method):
         if self.scale == "spectral":
             return Direction(given.incoming * math.sqrt(max(1.0, out / into)))
         return Direction(given.incoming * (0.2 * math.sqrt(max(out, into))))
-
-    def effort(self, shape: BlockShape) -> float:
-        return entries(shape)
 
 
 @dataclass(frozen=True)
