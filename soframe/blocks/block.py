@@ -16,17 +16,11 @@ from soframe.methods.base import Method
 
 @dataclass(eq=False)
 class Block(BlockSpec):
-    """A block with its state: numbers, tensors and gradients.
+    """A block with its state: numbers, tensors and gradients."""
 
-    Attributes:
-        record: Its numbers.
-        member: Its index in its stack.
-        acting: The method with the settings of a param group; None for those it was built with.
-    """
-
-    record: Record = field(default_factory=Record, repr=False)
-    member: int = 0
-    acting: Method | None = field(default=None, repr=False)
+    record: Record = field(default_factory=Record, repr=False)  # its numbers
+    member: int = 0  # its index in its stack
+    acting: Method | None = field(default=None, repr=False)  # with settings of a param group
     _stack: Stack | None = field(default=None, repr=False)
 
     # -- state ------------------------------------------------------------------------------------

@@ -101,18 +101,9 @@ def inspect(
 
 
 def problem(path: str, shapes: Sequence[str]) -> tuple[nn.Module, list[Any] | None]:
-    """Return a model by ``MODULE:CALLABLE``, or a workload's by its name, and its inputs.
+    """Return a model by ``MODULE:CALLABLE``, or a workload's by its name, on the meta device.
 
-    Args:
-        path: The callable, or the name.
-        shapes: The shape of each positional input, such as ``"8x1024:int64"``; empty to take a
-            workload's own, or to leave passes without a price.
-
-    Returns:
-        The model, without memory for its weights, and its positional inputs; None if unknown.
-
-    Raises:
-        InspectionError: If there is no such model, or a shape cannot be read.
+    And its inputs, of shapes such as ``"8x1024:int64"``, by default a workload's own; None without.
     """
     workload = WORKLOADS.get(path)
     model = build_model(path, meta=True) if workload is None else workload.model()

@@ -31,17 +31,11 @@ Messages = Sequence[tuple[str, Sequence[Message]]]
 
 @dataclass(frozen=True)
 class Rank:
-    """The ranks of one part.
-
-    Attributes:
-        count: Their number.
-        arithmetic: Their seconds of arithmetic.
-        messages: The collectives of a step by phase: of each kind of step, see `KINDS`.
-    """
+    """The ranks of one part."""
 
     count: int
     arithmetic: Arithmetic
-    messages: Mapping[str, Messages]
+    messages: Mapping[str, Messages]  # collectives by phase, of each of `KINDS`
 
 
 KINDS = ("plain", "statistics", "solve")

@@ -24,17 +24,11 @@ from soframe.strategies.work import BlockWork
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """One call of a layer: the shapes and dtypes of its tensor arguments and of its output.
-
-    Attributes:
-        helper: The helper of the module.
-        inputs: Meta tensors; layers that read one tensor have the same.
-        output: A meta tensor.
-    """
+    """One call of a layer: the shapes and dtypes of its tensor arguments and of its output."""
 
     helper: LayerHelper
-    inputs: tuple[Tensor, ...]
-    output: Tensor
+    inputs: tuple[Tensor, ...]  # meta tensors; layers that read one tensor have the same
+    output: Tensor  # a meta tensor
 
 
 @dataclass(frozen=True)

@@ -190,11 +190,7 @@ def build(
     stages: Stages,
     beside: bool = False,
 ) -> tuple[Registration, Placement, Strategy]:
-    """Register a model, place its blocks and hook its modules, once all ranks have agreed.
-
-    Returns:
-        The blocks, their placement and the strategy that placed them.
-    """
+    """Register a model, place its blocks and hook its modules, once all ranks have agreed."""
 
     def unfit(placement: Placement) -> str | None:
         """Return an error if a placement does not go with the model and the settings, or None."""

@@ -24,20 +24,12 @@ Stacked = Sequence[tuple[BlockWork, BlockPlacement, int, int]]
 
 
 class Route(NamedTuple):
-    """A way that tensors take: those of one route share buffers.
+    """A way that tensors take: those of one route share buffers."""
 
-    Attributes:
-        operation: The collective, by its name in `soframe.Backend`.
-        group: The ranks that take part.
-        root: The source of a broadcast, or the destination of a reduction; None for all ranks.
-        dtype: The dtype on the wire.
-        device: The device.
-    """
-
-    operation: str
-    group: tuple[int, ...]
-    root: int | None = None
-    dtype: str = "float64"
+    operation: str  # the collective, by its name in `soframe.Backend`
+    group: tuple[int, ...]  # the ranks that take part
+    root: int | None = None  # source of a broadcast or destination of a reduction; None for all
+    dtype: str = "float64"  # the dtype on the wire
     device: str = "cpu"
 
 
