@@ -72,9 +72,6 @@ class Solver(ABC):
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
         """Return the names and shapes of the second-order data of a factor.
 
-        Args:
-            factor: The factor.
-
         Returns:
             The specs by name, in the order in which the tensors are sent.
         """
@@ -251,9 +248,6 @@ class Problem:
 
 def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Solve factors of many stacks, by one call for each size.
-
-    Args:
-        problems: The factors.
 
     Returns:
         The result of `solve_stack` for each.
