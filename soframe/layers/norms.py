@@ -20,15 +20,6 @@ from soframe.kernels.gram import add_bias, zeros
 from soframe.layers.base import BlockShape, LayerHelper, Unit
 from soframe.registry import KINDS
 
-__all__ = [
-    "BatchNormHelper",
-    "GroupNormHelper",
-    "InstanceNormHelper",
-    "LayerNormHelper",
-    "NormHelper",
-    "RMSNormHelper",
-]
-
 
 class NormHelper(LayerHelper):
     """The base class of normalisations.

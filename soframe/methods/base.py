@@ -38,8 +38,8 @@ SMALL = tuple(BlockShape(1, out, into) for out in (1, 2) for into in (1, 2))
 """Shapes from which the names of factors and states are read by default."""
 
 Addend = Callable[[Tensor | None, float], Tensor]
-"""``(total, scale)``: add ``scale`` times a sum to ``total`` in place; None makes a new tensor. Only
-the lower triangle of matrices is defined."""
+"""``(total, scale)``: add ``scale`` times a sum to ``total`` in place; None makes a new tensor. Of
+matrices only the lower triangle is defined."""
 
 
 @dataclass(frozen=True)
