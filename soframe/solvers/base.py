@@ -219,9 +219,6 @@ def solve_stack(
     Returns:
         The second-order data ``[groups, ...]`` in the dtype of ``matrices``, and a boolean vector
         ``[groups]`` on the device: False for failed groups, whose data are undefined (see `retry`).
-
-    Raises:
-        RuntimeError: If the solver changes the factors in place.
     """
     return _solve(solver, matrices, damping, last, matrices.dtype, [])
 
@@ -341,7 +338,6 @@ def solve_safely(
 
     Raises:
         SolveFailedError: If the solve fails in float64 too, or its result is not finite.
-        RuntimeError: If the solver changes the factor in place.
     """
     errors: list[str] = []
     for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
@@ -361,15 +357,7 @@ def _solve(
     errors: list[str],
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Solve once; return the data in the dtype in which they are kept, and the success by group."""
-    version = matrices._version
-    try:
-        made = _made(solver, matrices, damping, last, errors)
-    finally:
-        if matrices._version != version:
-            raise RuntimeError(
-                f"{solver!r}: solve() has changed the factor in place, and it is a running "
-                f"average that goes on: return new tensors, such as of matrix + damping * eye"
-            )
+    made = _made(solver, matrices, damping, last, errors)
     # The same layout on every rank: products with other strides round differently.
     data = {name: tensor.to(dtype).contiguous() for name, tensor in made.items()}
     # The factor changes in place at the next statistics; its data must not.
