@@ -37,9 +37,6 @@ class AdamW(WithoutFactors):
     Attributes:
         betas: The decays of m and v, each in ``[0, 1)``.
         eps: Added to the root in the denominator.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     elementwise = True

@@ -34,9 +34,6 @@ class NormaliseRows(WithoutFactors):
     Attributes:
         beta: The decay of v.
         eps: Added to the root in the denominator.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     joint = False

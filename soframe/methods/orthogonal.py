@@ -134,9 +134,6 @@ class Orthogonalise(WithoutFactors):
             the optimal ones of each step.
         dtype: The name of the dtype of the products; None for bfloat16 on CUDA, and elsewhere the
             dtype of the factors.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     joint = False
@@ -198,9 +195,6 @@ class MatchRMS(WithoutFactors):
             of the layer's outputs (Jordan et al., 2024); ``"rms"`` for ``0.2 sqrt(max(out, in))``,
             which matches the root mean square of AdamW's updates (Liu et al., 2025, section 2.2),
             so that AdamW's learning rates can be used.
-
-    Raises:
-        ValueError: If the scale has another value.
     """
 
     scale: RMS = "spectral"
