@@ -18,7 +18,8 @@ from soframe.methods.base import Call, Direction, Given, Method, WithoutFactors
 from soframe.methods.momentum import Momentum, require_beta, second_moment
 from soframe.registry import register
 from soframe.solvers.base import Solver
-from soframe.specs import VALUE, FactorSpec, SecondOrder, TensorSpec
+from soframe.solvers.eigen import quotient
+from soframe.specs import VALUE, FactorSpec, TensorSpec
 
 
 @register("method", "adamw")
@@ -130,15 +131,9 @@ class Diagonal(Method):
         return None
 
     def direct(self, given: Given) -> Direction:
-        return Direction(divided(given.incoming, given.data, "diagonal", given.damping))
-
-
-def divided(matrix: Tensor, data: SecondOrder, factor: str, damping: float) -> Tensor:
-    """Divide a matrix by the damped factor ``[groups, out, in]``; zero where that is zero."""
-    if factor not in data:
-        return matrix.clone()
-    curvature = data[factor][VALUE] + damping
-    return (matrix / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)
+        if "diagonal" not in given.data:
+            return Direction(given.incoming.clone())
+        return Direction(quotient(given.incoming, given.data["diagonal"][VALUE] + given.damping))
 
 
 def require_eps(method: str, eps: float) -> None:

@@ -92,16 +92,11 @@ def parts(placement: Placement) -> dict[Part, list[int]]:
 
 def _by_rank(entries: Entries[Entry], ranks: range) -> list[tuple[Entry, ...]]:
     """Return the sorted entries of each rank, from the ranks of each entry."""
-    # Most entries are of all ranks: they are not added to each of thousands.
-    everyones: list[Entry] = sorted(e for e, some in entries if len(some) == len(ranks))
     own: list[list[Entry]] = [[] for _ in ranks]
     for entry, some in entries:
-        for rank in some if len(some) < len(ranks) else ():
+        for rank in some:
             own[rank].append(entry)
-    for more in own:
-        more.extend(everyones)
-        more.sort()
-    return [tuple(more) for more in own]
+    return [tuple(sorted(each)) for each in own]
 
 
 class Costs:
