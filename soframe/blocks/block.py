@@ -145,12 +145,6 @@ class Block(BlockSpec):
             tensors = {n: tensors.get(n, torch.zeros_like(p)) for n, p in parameters.items()}
         return tensors
 
-    def write(self, matrix: Tensor) -> None:
-        """Write a matrix ``[groups, out, in]`` into the parameters' gradients, in place."""
-        parameters = self.parameters
-        for name, value in self.layout.unpack(matrix).items():
-            self.home.write(parameters[name], value)
-
     def parts(self) -> dict[str, Tensor]:
         """Return this rank's part of each gradient by name, in the shape of the home's `local`."""
         home = self.home

@@ -123,17 +123,11 @@ class Stack(Arrangement):
 
     # -- the window -------------------------------------------------------------------------------
 
-    def begin_window(self, members: Members | None = None) -> None:
-        """Drop the statistics of the window of some blocks, or of all, and begin another."""
-        for member in self.all if members is None else members:
-            block = self.blocks[member]
+    def begin_window(self) -> None:
+        """Drop the statistics of the window, and begin another."""
+        for block in self.blocks:
             block.record.counts, block.record.gathered = Counts(), block.gatherable()
-        if members is None:
-            self.drop_sums()
-        else:
-            for total in self.sums.values():
-                for view in self.views(total, members):
-                    view.zero_()
+        self.drop_sums()
 
     def allocate(self, factors: Sequence[FactorSpec]) -> None:
         """Begin the sums of factors that several blocks share, with zeros, by one call for all."""
@@ -352,16 +346,6 @@ class RunningFactors(_View):
     def matrix(self, factor: FactorSpec) -> Tensor:
         """Return a factor as whole matrices, ``[groups, n, n]``, or in its own shape."""
         return unpack(self[factor.name], factor)
-
-    @property
-    def masses(self) -> dict[str, tuple[float, ...]]:
-        """The EMA weights by factor, as in `Record`."""
-        return self._block.record.masses
-
-    @property
-    def pending(self) -> float:
-        """The EMA weight that is still in accumulators, as in `Record`."""
-        return self._block.record.pending
 
 
 class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):

@@ -75,11 +75,11 @@ def memory(
     return {**usage, "total": sum(usage.values())}
 
 
-def window(pairs: Pairs, stacks: Stacks, rank: int, due: Collection[str] | None = None) -> int:
-    """Return the bytes of the sums that a rank gathers before a step, of blocks that are due."""
+def window(pairs: Pairs, stacks: Stacks, rank: int) -> int:
+    """Return the bytes of the sums that a rank gathers before a step."""
     return sum(
         ITEM_BYTES[work.dtype] * prod(factor.shape)
-        for work, place in _in_stacks(pairs, stacks, due)
+        for work, place in _in_stacks(pairs, stacks, None)
         for index, factor in enumerate(work.factors)
         if factor.captured and place.contributes(rank, index)
     )
