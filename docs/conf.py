@@ -71,6 +71,7 @@ nitpick_ignore_regex = [
     # Bases of public classes, internal.
     (r"py:class", r"soframe\.state\.stateful\.(Stateful|OfModel)"),
     (r"py:class", r"soframe\.(layers\.layout\.WeightAndBias|methods\.blocked\.Parts)"),
+    (r"py:class", r"soframe\.(methods\.base\.WithoutFactors|losses\.\w+\.OverPositions)"),
     (
         r"py:class",
         r"soframe\.(blocks\.report\.ReportRow|planning\.task\.LayerShapes)",

@@ -77,9 +77,6 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     copies. Background solves are finished first. The tensors do not change while training
     continues.
 
-    Args:
-        preconditioner: The preconditioner.
-
     Returns:
         Name -> tensor, and ``"header"`` -> text, for `save`, ``dcp.save`` or ``dcp.async_save``.
     """
@@ -208,11 +205,7 @@ class Whole:
         return {"whole": file.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Load the state, by ``torch.load(weights_only=True)``.
-
-        Args:
-            state: The result of `state_dict`.
-        """
+        """Load the state, by ``torch.load(weights_only=True)``."""
         file = io.BytesIO(state["whole"])
         self._stateful.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 

@@ -80,17 +80,7 @@ def fields(entry: str) -> dict[str, str]:
 
 
 def cite(*names: str) -> dict[str, str]:
-    """Return the BibTeX entries of components and, last, of soframe.
-
-    Args:
-        names: Registered names, ``"trust-region"`` or ``"soframe"``.
-
-    Returns:
-        The entries by key, each once.
-
-    Raises:
-        ValueError: If a name has no references.
-    """
+    """Return the BibTeX entries of components by registered names and, last, of soframe, by key."""
     known = {name: keys for of_kind in PAPERS.values() for name, keys in of_kind.items()}
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(f"no references for {unknown}; there are: {', '.join(sorted(known))}")

@@ -37,19 +37,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """A block with its place, and the settings for predicates of rows.
-
-    Attributes:
-        block: The block.
-        place: Its place.
-        strategy: The name of the strategy.
-        solve_every: The interval of solves; 0 for a callable.
-    """
+    """A block with its place, and the settings for predicates of rows."""
 
     block: Block
     place: BlockPlacement
     strategy: str
-    solve_every: int
+    solve_every: int  # the interval of solves; 0 for a callable
 
 
 def _dropped(of: Placed) -> object:
@@ -154,13 +147,8 @@ def require_read(
     blocks: Sequence[Block],
     total: Callable[[Sequence[float]], Sequence[float]] = lambda counts: counts,
 ) -> None:
-    """Raise a ValueError unless some block reads each setting that was chosen.
-
-    None and defaults are not chosen. `total` sums numbers of readers over other parts of the model.
-
-    Raises:
-        ValueError: If no block reads one of them.
-    """
+    """Raise a ValueError unless some block reads each setting that was chosen."""
+    # None and defaults are not chosen. `total` sums numbers of readers over other parts of a model.
     read_by = dict(READ_BY)
     if given.get("fisher") == "forward-only":  # the forward-only Fisher does not read outputs
         read_by["fisher"] = read_by["rows"]

@@ -227,8 +227,7 @@ def describe(component: object) -> str:
     text = repr(component)
     if " at 0x" not in text:
         return text
-    if type(component) in (tuple, list):
-        assert isinstance(component, tuple | list)
+    if isinstance(component, tuple | list) and type(component) in (tuple, list):
         inner = ", ".join(map(describe, component))
         return f"({inner})" if isinstance(component, tuple) else f"[{inner}]"
     if type(component) is dict:

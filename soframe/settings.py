@@ -132,11 +132,7 @@ GROUPS: dict[str, type[Group]] = {
 
 
 def group_of(name: str, settings: Mapping[str, Any]) -> Any:
-    """Return a group of the arguments of a constructor, or its defaults.
-
-    Raises:
-        TypeError: If the argument is not of the group's class.
-    """
+    """Return a group of the arguments of a constructor, or its defaults."""
     kind, group = GROUPS[name], settings.get(name)
     if group is None:
         return kind()
@@ -162,11 +158,7 @@ def defaults(constructor: Callable[..., Any]) -> dict[str, Any]:
 
 
 def grouped(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of a constructor from settings by their own names, as in a command line.
-
-    Raises:
-        TypeError: If a setting is given as well as its group.
-    """
+    """Return arguments of a constructor from settings by their own names, as in a command line."""
     arguments = dict(settings)
     for name, kind in GROUPS.items():
         fields = {field.name for field in dataclasses.fields(kind)} & set(settings)

@@ -20,11 +20,7 @@ def format_bytes(number: int) -> str:
 def alike(
     items: Iterable[T], name: Callable[[T], str], key: Callable[[T], Hashable]
 ) -> list[tuple[str, list[T]]]:
-    """Group items that have equal keys, and names that differ in their numbers alone.
-
-    Returns:
-        Each group, in the order of its first item, under a name such as ``"layers.*.out (12)"``.
-    """
+    """Group items with equal keys whose names differ in numbers, as ``"layers.*.out (12)"``."""
     groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault((re.sub(r"\d+", "*", name(item)), key(item)), []).append(item)
@@ -35,11 +31,7 @@ def alike(
 
 
 def parse_bytes(text: int | str) -> int:
-    """Return a number of bytes, such as ``"2GiB"``, ``"500 MB"`` or a plain number.
-
-    Raises:
-        ValueError: If it is not positive, or the unit is not known.
-    """
+    """Return a number of bytes, such as ``"2GiB"``, ``"500 MB"`` or a plain number."""
     found = re.fullmatch(r"\s*([\d.]+)\s*([kKMGT]?)(i?)B?\s*", str(text))
     number = float(found[1]) if found and found[1].count(".") < 2 else 0.0
     if found is None or number <= 0:
@@ -49,15 +41,7 @@ def parse_bytes(text: int | str) -> int:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return left-aligned columns under a header and a rule.
-
-    Args:
-        header: The columns' names.
-        rows: The cells.
-
-    Returns:
-        The table, without a final newline.
-    """
+    """Return left-aligned columns under a header and a rule, without a final newline."""
     table = [tuple(header), *(tuple(row) for row in rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     lines = [

@@ -24,16 +24,7 @@ _Windows = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 
 
 class Arrangement:
-    """Blocks whose tensors are slices of one, along the first dimension.
-
-    Attributes:
-        blocks: The blocks, in the placement's order.
-        like: The first of them.
-        all: The indices of all.
-
-    Args:
-        blocks: The blocks.
-    """
+    """Blocks whose tensors are slices of one, along the first dimension, in a placement's order."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks, self.like = tuple(blocks), blocks[0]

@@ -16,17 +16,11 @@ from soframe.methods.base import Method
 
 @dataclass(eq=False)
 class Block(BlockSpec):
-    """A block with its state: numbers, tensors and gradients.
+    """A block with its state: numbers, tensors and gradients."""
 
-    Attributes:
-        record: Its numbers.
-        member: Its index in its stack.
-        acting: The method with the settings of a param group; None for those it was built with.
-    """
-
-    record: Record = field(default_factory=Record, repr=False)
-    member: int = 0
-    acting: Method | None = field(default=None, repr=False)
+    record: Record = field(default_factory=Record, repr=False)  # its numbers
+    member: int = 0  # its index in its stack
+    acting: Method | None = field(default=None, repr=False)  # with settings of a param group
     _stack: Stack | None = field(default=None, repr=False)
 
     # -- state ------------------------------------------------------------------------------------
@@ -150,12 +144,6 @@ class Block(BlockSpec):
         if tensors and len(tensors) < len(parameters):
             tensors = {n: tensors.get(n, torch.zeros_like(p)) for n, p in parameters.items()}
         return tensors
-
-    def write(self, matrix: Tensor) -> None:
-        """Write a matrix ``[groups, out, in]`` into the parameters' gradients, in place."""
-        parameters = self.parameters
-        for name, value in self.layout.unpack(matrix).items():
-            self.home.write(parameters[name], value)
 
     def parts(self) -> dict[str, Tensor]:
         """Return this rank's part of each gradient by name, in the shape of the home's `local`."""

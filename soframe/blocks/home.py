@@ -31,9 +31,6 @@ class GradientHome(ABC):
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter.
 
-        Args:
-            parameter: The parameter.
-
         Returns:
             The tensor that stores it, not a copy, of the shape of `local`; None without a gradient.
         """
@@ -49,9 +46,6 @@ class GradientHome(ABC):
 
     def local(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's part of the parameter itself.
-
-        Args:
-            parameter: The parameter.
 
         Returns:
             A tensor in the memory of the parameter; by default the parameter itself, or the local
@@ -127,9 +121,6 @@ class GradientHome(ABC):
 
         The one method that may be a collective: all ranks call it, or none, for a parameter that
         has a gradient and for which `is_partial` is true. The default does nothing.
-
-        Args:
-            parameter: The parameter.
         """
         return
 
@@ -155,20 +146,13 @@ class GradientHome(ABC):
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
         """Return why gradients are incomplete at the start of a step, and the remedy.
 
-        Args:
-            parameters: The parameters of the blocks.
-
         Returns:
             None, the default, where they are complete.
         """
         return None
 
     def shaped(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Return a context in which parameters have their full shapes; by default they always do.
-
-        Args:
-            parameters: The parameters.
-        """
+        """Return a context in which parameters have full shapes; by default they always do."""
         return nullcontext()
 
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:

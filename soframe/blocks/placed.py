@@ -20,24 +20,15 @@ class PlacedBlocks:
     """The blocks of a model, their placement on ranks, and the backend that sends their tensors.
 
     Iterate for pairs of block and place.
-
-    Attributes:
-        blocks: The blocks, in the placement's order.
-        placement: The owner, gradient workers and receivers of each block.
-        backend: The collectives between them.
-        stacks: The blocks that are alike, batched.
-        captured: The blocks with statistics of calls.
-        solvable: The blocks with factors that are solved.
-        errors: The first error of this rank since the last status, where all ranks raise it.
     """
 
     blocks: Sequence[Block]
-    placement: Placement
-    backend: Backend
-    stacks: tuple[Stack, ...] = field(init=False, repr=False)
-    captured: tuple[Block, ...] = field(init=False, repr=False)
-    solvable: tuple[Block, ...] = field(init=False, repr=False)
-    errors: list[Exception] = field(default_factory=list, repr=False)
+    placement: Placement  # the owner, gradient workers and receivers of each block
+    backend: Backend  # the collectives between them
+    stacks: tuple[Stack, ...] = field(init=False, repr=False)  # the blocks that are alike, batched
+    captured: tuple[Block, ...] = field(init=False, repr=False)  # with statistics of calls
+    solvable: tuple[Block, ...] = field(init=False, repr=False)  # with solved factors
+    errors: list[Exception] = field(default_factory=list, repr=False)  # the first of this rank
 
     def __post_init__(self) -> None:
         blocks, places = self.blocks, self.placement.blocks

@@ -77,50 +77,26 @@ _REMEDY = "a method that reads gradients alone, such as 'soap', takes it"
 
 @dataclass(frozen=True)
 class Choices:
-    """The user's choices per layer.
-
-    Attributes:
-        method: The curvature method.
-        solver: The solver; None for ``"inverse"``, or ``"eigen"`` if a method needs it.
-        home: Where gradients live.
-        layers: Helper classes by patterns on module names, which come before the registry; or
-            ``"all"``, for the optional helpers of the registry too.
-        skip: Patterns of modules to leave alone.
-        dtype: The dtype of factors; None for the parameters', at least float32.
-        state_dtype: The dtype in which states are kept; None for the factors'.
-        offload: Whether running factors are kept on the host.
-        forward_only: Whether the factors of the outputs are the identity.
-        damping: The damping policy, which may wrap each block's solver.
-        scaling: The convention of scale, for which not every method is defined.
-        auxiliary: The method of every parameter that no other method takes; None for no method.
-        observed: Whether the Fisher needs `observe`, which only methods that read calls use.
-        draws: Whether that Fisher draws targets, different ones on each rank.
-        ranks: The global ranks of the group in which blocks are placed.
-        cut: The number of parts of matrices along their outputs, or the sizes of these, by patterns
-            on module names; for methods that read gradients alone.
-        staged: Whether the model is a part of a pipeline, so that patterns may match other stages.
-        head_in: The module of a staged model that contains the head of the whole model; None if
-            another stage has it.
-    """
+    """The user's choices per layer, see `soframe.Preconditioner` and its groups."""
 
     method: Choice
-    solver: Choice
+    solver: Choice  # None for "inverse", or "eigen" if a method needs it
     home: GradientHome
     layers: Mapping[str, type[LayerHelper] | Literal["all"]] = field(default_factory=dict)
     skip: Sequence[str] = ()
     dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
     offload: bool = False
-    forward_only: bool = False
+    forward_only: bool = False  # whether the factors of the outputs are the identity
     damping: DampingPolicy | None = None
     scaling: str = "fisher"
     auxiliary: Choice = None
-    observed: bool = False
-    draws: bool = False
-    ranks: tuple[int, ...] = ()
+    observed: bool = False  # whether the Fisher needs `observe`, for methods that read calls
+    draws: bool = False  # whether that Fisher draws targets, different ones on each rank
+    ranks: tuple[int, ...] = ()  # the global ranks of the group in which blocks are placed
     cut: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
-    staged: bool = False
-    head_in: nn.Module | None = None
+    staged: bool = False  # whether it is a part of a pipeline: patterns may match other stages
+    head_in: nn.Module | None = None  # of a staged model: what contains the head of the whole one
 
 
 _ASK = (
@@ -180,40 +156,16 @@ def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """One of the modules of a layer; several share a weight.
-
-    Attributes:
-        name: Its name.
-        module: The module.
-        helper: Its helper, or None.
-        reason: Why it has no block; None if it may have one.
-    """
+    """One of the modules of a layer; several share a weight."""
 
     name: str
     module: nn.Module
     helper: type[LayerHelper] | None
-    reason: str | None
+    reason: str | None  # why it has no block; None if it may have one
 
 
 class Registration:
-    """The blocks of a model, and why the other parameters have none.
-
-    Args:
-        model: The model, unwrapped.
-        named: Its ``named_parameters``.
-        choices: The user's choices.
-
-    Attributes:
-        blocks: The blocks, in the order of ``named_modules``.
-        report: Every parameter.
-        others: The parameters without a block.
-        solver: The solver's choice; if the user left it open, its name, or None if no block has it.
-        unused: The patterns that match no module.
-
-    Raises:
-        ValueError: If a component does not exist or a module cannot be registered yet.
-        TypeError: If a component is not of its kind.
-    """
+    """The blocks of an unwrapped model, and why the other parameters have none."""
 
     def __init__(
         self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], choices: Choices
@@ -234,6 +186,7 @@ class Registration:
         self._methods = _PerLayer("method", choices.method, Method)
         if choices.forward_only:
             self._methods.change(lambda one: one.forward_only() if one.captures else one)
+        # The choice; if the user left it open, its name, or None if no block has it.
         self.solver = choices.solver
         # All blocks alike, if the user left it open. Where both were measured Cholesky takes no
         # more steps than eigendecompositions, and a sixth to a tenth of their time for long sides.
@@ -509,11 +462,7 @@ class Registration:
         self._in_block.update(map(id, block.parameters.values()))
 
     def _admit(self, block: Block) -> None:
-        """Add a block; of blocks of one kind the first is checked, and the others share its specs.
-
-        Raises:
-            ValueError: If its method, solvers or helpers do not serve it.
-        """
+        """Add a block; of one kind the first is checked, and the others share its specs."""
         first = self._kinds.setdefault(block.kind, block)
         if first is not block:
             block.share(first)

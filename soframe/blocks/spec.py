@@ -20,36 +20,20 @@ from soframe.strategies.work import BlockWork
 
 @dataclass(eq=False)
 class BlockSpec:
-    """The curvature of some parameters, most often of one layer's; it never changes.
+    """The curvature of some parameters, most often of one layer's; it never changes."""
 
-    Attributes:
-        name: The qualified name of the (first) module, or of the parameter.
-        helpers: One per module whose calls are observed; several where modules share the
-            parameters, none where the method reads gradients alone.
-        method: The curvature method.
-        solver: The solver of factors for which the method chooses none.
-        dtype: The dtype of factors and second-order data.
-        layout: How the parameters become the gradient matrix: the first helper, if it has any.
-        home: Where the parameters' gradients live.
-        ranks: The global ranks of the group in which the block is placed.
-        auxiliary: Whether its method is the auxiliary one.
-        state_dtype: The dtype in which the method's state is kept.
-        factor_dtype: The dtype in which running factors are kept.
-        offload: Whether running factors are kept on the host.
-    """
-
-    name: str
-    helpers: tuple[LayerHelper, ...]
-    method: Method
-    solver: Solver
-    dtype: torch.dtype
-    layout: Layout
-    home: GradientHome
-    ranks: tuple[int, ...] = ()
-    auxiliary: bool = False
-    state_dtype: torch.dtype = torch.float32
-    factor_dtype: torch.dtype = torch.float32
-    offload: bool = False
+    name: str  # the qualified name of the (first) module, or of the parameter
+    helpers: tuple[LayerHelper, ...]  # one per module whose calls are observed, sharing parameters
+    method: Method  # the curvature method
+    solver: Solver  # the solver of factors for which the method chooses none
+    dtype: torch.dtype  # the dtype of factors and second-order data
+    layout: Layout  # parameters to gradient matrix: the first helper, if there is one
+    home: GradientHome  # where the parameters' gradients live
+    ranks: tuple[int, ...] = ()  # the global ranks of the group in which the block is placed
+    auxiliary: bool = False  # whether its method is the auxiliary one
+    state_dtype: torch.dtype = torch.float32  # the dtype in which the method's state is kept
+    factor_dtype: torch.dtype = torch.float32  # the dtype in which running factors are kept
+    offload: bool = False  # whether running factors are kept on the host
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -121,10 +105,7 @@ class BlockSpec:
 
     @cached_property
     def solvers(self) -> list[tuple[Solver, list[int]]]:
-        """The solvers, each with the numbers of its solved factors.
-
-        Equal solvers are merged: a method may construct one for each factor.
-        """
+        """The solvers, each with the numbers of its solved factors; equal solvers are merged."""
         solvers: list[tuple[Solver, list[int]]] = []
         for number, (_, _, solver) in enumerate(self.solved_here):
             numbers = next((numbers for one, numbers in solvers if one == solver), None)
@@ -173,11 +154,7 @@ class BlockSpec:
 
     @cached_property
     def shards(self) -> dict[str, Shards]:
-        """How each parameter is sharded over ranks, by name; empty if all ranks have all of them.
-
-        Raises:
-            ValueError: If a parameter is sharded in a way that is not supported.
-        """
+        """How each parameter is sharded over ranks, by name; empty if all are whole."""
         found: dict[str, Shards | None] = {}
         for name, parameter in self.parameters.items():
             try:
@@ -198,10 +175,8 @@ class BlockSpec:
         return any(solver.follows for _, _, solver in self.solved_here)
 
     def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
-        """Return each solved factor's share of the damping, ``[groups]``, given their mean traces.
-
-        Each solver splits the block's damping over all of its factors together.
-        """
+        """Return each solved factor's share of the damping, ``[groups]``, given mean traces."""
+        # Each solver splits the block's damping over all of its factors together.
         shares: dict[int, Tensor] = {}
         for solver, numbers in self.solvers:
             split = solver.shares([traces[number] for number in numbers], damping)

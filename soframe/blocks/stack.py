@@ -35,34 +35,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Record:
-    """The numbers of one block; all but the window's are the same on every rank.
+    """The numbers of one block; all but the window's are the same on every rank."""
 
-    Attributes:
-        masses: By factor the EMA weight that its average has gathered, one number or one for each
-            group: 1 without start-up bias. A factor without statistics has none.
-        pending: The part of the weight that is still in the ranks' accumulators.
-        updates: How many updates the method has made.
-        solved: Whether the gradient workers have second-order data of all factors.
-        failures: How often each factor could not be solved.
-        failed: Whether one could not be solved since the last snapshot.
-        damping: The block's own damping; None for the preconditioner's.
-        counts: The samples and rows of the window, on this rank.
-        gathered: The factors that take statistics in the window.
-        statistics_at: By factor the step of its last statistics.
-        solved_at: By factor the step of the running factor that its second-order data come from.
-    """
-
+    # By factor with statistics, for all groups or each: the EMA weight, 1 without start-up bias.
     masses: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    pending: float = 0.0
+    pending: float = 0.0  # the part of the weight that is still in the ranks' accumulators
     updates: int = 0
-    solved: bool = False
-    failures: Counter[str] = field(default_factory=Counter)
-    failed: bool = False
-    damping: float | None = None
-    counts: Counts = field(default_factory=Counts)
-    gathered: frozenset[str] = frozenset()
-    statistics_at: dict[str, int] = field(default_factory=dict)
-    solved_at: dict[str, int] = field(default_factory=dict)
+    solved: bool = False  # whether gradient workers have second-order data of all factors
+    failures: Counter[str] = field(default_factory=Counter)  # of solves, by factor
+    failed: bool = False  # whether a solve failed since the last snapshot
+    damping: float | None = None  # the block's own; None for the preconditioner's
+    counts: Counts = field(default_factory=Counts)  # of the window, on this rank
+    gathered: frozenset[str] = frozenset()  # the factors that take statistics in the window
+    statistics_at: dict[str, int] = field(default_factory=dict)  # factor -> step of the last ones
+    solved_at: dict[str, int] = field(default_factory=dict)  # factor -> step of the solved average
 
     def mass(self, name: str) -> float:
         """Return the EMA weight of a factor; of its groups the largest."""
@@ -89,25 +75,17 @@ class Stack(Arrangement):
 
     Second-order data and states are replaced, never changed in place: a reference to former ones
     stays valid. Sums, factors and accumulators change in place.
-
-    Attributes:
-        places: Their places, which differ in owners alone.
-        sums: The accumulators of the window by factor; matrices are valid in the lower triangle.
-        lower: The factors that are valid in the lower triangle alone.
-        accumulators: Statistics whose reduction is deferred, packed.
-        data: Second-order data: factor -> tensor name -> tensor.
-        state: The method's state, by name.
     """
 
     def __init__(self, blocks: Sequence[Block], places: Sequence[BlockPlacement]) -> None:
         super().__init__(blocks)
-        self.places, self.place = tuple(places), places[0]
-        self.sums: dict[str, Tensor] = {}
+        self.places, self.place = tuple(places), places[0]  # they differ in owners alone
+        self.sums: dict[str, Tensor] = {}  # of the window; matrices in the lower triangle
         self._parts: dict[str, Sequence[Tensor]] = {}  # each block's
         self._factors: dict[str, Tensor] = {}
-        self.lower: set[str] = set()
-        self.accumulators: dict[str, Tensor] = {}
-        self.data: dict[str, dict[str, Tensor]] = {}
+        self.lower: set[str] = set()  # factors that are valid in the lower triangle alone
+        self.accumulators: dict[str, Tensor] = {}  # deferred statistics, packed
+        self.data: dict[str, dict[str, Tensor]] = {}  # factor -> tensor name -> tensor
         self.state: dict[str, Tensor] = {}
         self._pending: list[Pending] = []
         for index, block in enumerate(self.blocks):
@@ -146,17 +124,11 @@ class Stack(Arrangement):
 
     # -- the window -------------------------------------------------------------------------------
 
-    def begin_window(self, members: Members | None = None) -> None:
-        """Drop the statistics of the window of some blocks, or of all, and begin another."""
-        for member in self.all if members is None else members:
-            block = self.blocks[member]
+    def begin_window(self) -> None:
+        """Drop the statistics of the window, and begin another."""
+        for block in self.blocks:
             block.record.counts, block.record.gathered = Counts(), block.gatherable()
-        if members is None:
-            self.drop_sums()
-        else:
-            for total in self.sums.values():
-                for view in self.views(total, members):
-                    view.zero_()
+        self.drop_sums()
 
     def allocate(self, factors: Sequence[FactorSpec]) -> None:
         """Begin the sums of factors that several blocks share, with zeros, by one call for all."""
@@ -176,14 +148,7 @@ class Stack(Arrangement):
     def add(
         self, factor: FactorSpec, member: int, moment: Tensor | Addend, multiplier: float
     ) -> bool:
-        """Add ``multiplier`` times the statistics of one call to the sum of a block.
-
-        ``moment`` is a tensor, or a function that adds to a sum in place. Returns False if its
-        shape is not the factor's.
-
-        Raises:
-            RuntimeError: If the function raises one for another reason than the shape.
-        """
+        """Add a multiple of a call's statistics to a block's sum; False if shapes differ."""
         name = factor.name
         if isinstance(moment, Tensor) and moment.shape != factor.shape:
             return False
@@ -397,16 +362,6 @@ class RunningFactors(_View):
     def matrix(self, factor: FactorSpec) -> Tensor:
         """Return a factor as whole matrices, ``[groups, n, n]``, or in its own shape."""
         return unpack(self[factor.name], factor)
-
-    @property
-    def masses(self) -> dict[str, tuple[float, ...]]:
-        """The EMA weights by factor, as in `Record`."""
-        return self._block.record.masses
-
-    @property
-    def pending(self) -> float:
-        """The EMA weight that is still in accumulators, as in `Record`."""
-        return self._block.record.pending
 
 
 class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):

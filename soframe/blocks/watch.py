@@ -41,9 +41,5 @@ class Watch:
         self.forgets = True
 
     def changed(self) -> bool:
-        """Return whether parameters, modules or the owner of the gradients have changed.
-
-        Parameters may be frozen, thawed, renamed, cast, moved, replaced or added, and DeepSpeed's
-        ZeRO may have taken over the gradients.
-        """
+        """Return whether parameters, modules or the owner of the gradients have changed."""
         return self.forgets or self._look() != self._seen

@@ -64,25 +64,15 @@ class Rows:
 
 @dataclass(eq=False)
 class Batch:
-    """The declared or observed numbers of some forward passes.
+    """The declared or observed numbers of some forward passes."""
 
-    Attributes:
-        terms: The number of terms that their loss is a mean of; None for the layers' batch size.
-        mask: The terms of the model's outputs that count; None for all.
-        rows: The rows that are data; None for all.
-        size: The batch of the root module; None if it was not called, or did not show it.
-        tokens: The number of tokens of its integer inputs, or None.
-        declared: True if set by `Preconditioner.count`.
-        closed: Whether the next forward pass is of another batch.
-    """
-
-    terms: int | None = None
-    mask: Tensor | None = None
-    rows: Rows | None = None
-    size: int | None = None
-    tokens: int | None = None
-    declared: bool = False
-    closed: bool = False
+    terms: int | None = None  # that their loss is a mean of; None for the layers' batch size
+    mask: Tensor | None = None  # the terms of the model's outputs that count; None for all
+    rows: Rows | None = None  # the rows that are data; None for all
+    size: int | None = None  # the batch of the root module; None if it did not show one
+    tokens: int | None = None  # the number of tokens of its integer inputs, or None
+    declared: bool = False  # true if set by `Preconditioner.count`
+    closed: bool = False  # whether the next forward pass is of another batch
 
     def end(self, terms: int | None) -> None:
         """Set the terms, and close the batch: the next forward pass is of another one."""
@@ -150,17 +140,11 @@ def _mask(name: str, mask: object) -> Tensor:
 
 @dataclass(frozen=True)
 class Observed:
-    """The terms of an observation.
+    """The terms of an observation."""
 
-    Attributes:
-        terms: N; None for the layers' batch size.
-        masks: A multiplier of the vectors of each output; None for all ones.
-        factor: A multiplier of ``g g^T``.
-    """
-
-    terms: int | None
-    masks: tuple[Tensor | None, ...]
-    factor: float = 1.0
+    terms: int | None  # N; None for the layers' batch size
+    masks: tuple[Tensor | None, ...]  # multipliers of each output's vectors; None for ones
+    factor: float = 1.0  # a multiplier of g g^T
 
     def of(
         self, vectors: Iterable[tuple[Sequence[Tensor | None], float]]
@@ -175,15 +159,9 @@ class Observed:
 def observed(
     outputs: Sequence[Tensor], means: bool | None, batch: Batch, samples: Samples
 ) -> Observed:
-    """Return the terms of an observation of outputs ``[N, features, positions...]``.
-
-    ``means`` is whether the loss of a sample is a mean over positions rather than a sum; None if
-    its terms differ in that. The vectors come from the declared loss, whose samples are the first
-    dimension; the factor rescales them to the mean over terms.
-
-    Raises:
-        ValueError: If the declaration does not fit the outputs.
-    """
+    """Return the terms of an observation of outputs ``[N, features, positions...]``."""
+    # The vectors come from the declared loss, whose samples are the first dimension, and are means
+    # over positions, sums, or (None) either; the factor rescales them to the mean over terms.
     size = len(outputs[0])
     each = [math.prod(output.shape[2:]) for output in outputs]
     several = any(positions > 1 for positions in each)
@@ -242,20 +220,12 @@ def checked(number: object) -> int:
 
 
 class Passes:
-    """The number of samples that the loss of each backward pass of a window is a mean of.
-
-    Args:
-        samples: The setting, which holds where nothing is declared.
-
-    Attributes:
-        samples: Samples by the number of the pass.
-        failure: The first error of this window; the step raises it, on every rank.
-    """
+    """The number of samples that the loss of each backward pass of a window is a mean of."""
 
     def __init__(self, samples: Samples) -> None:
-        self._setting = samples
-        self.samples: dict[int, int] = {}
-        self.failure: Exception | None = None
+        self._setting = samples  # holds where nothing is declared
+        self.samples: dict[int, int] = {}  # by the number of the pass
+        self.failure: Exception | None = None  # the first: the step raises it, on every rank
         self._sizes: dict[int, int] = {}
         self._batches: dict[int, list[Batch]] = {}  # the forward passes of each backward pass
 

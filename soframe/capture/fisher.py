@@ -31,19 +31,12 @@ KINDS_OF_FISHER: tuple[Kind, ...] = ("empirical", "forward-only", "monte-carlo",
 
 @dataclass(frozen=True)
 class Fisher:
-    """A Fisher and its settings.
+    """A Fisher and its settings."""
 
-    Attributes:
-        kind: One of ``KINDS_OF_FISHER``.
-        loss: The loss; needed by the kinds that are probed.
-        samples: Targets drawn per datum of the Monte-Carlo Fisher.
-        generator: Their source of randomness; None for torch's.
-    """
-
-    kind: Kind = "empirical"
-    loss: Loss | None = None
-    samples: int = 1
-    generator: torch.Generator | None = None
+    kind: Kind = "empirical"  # one of KINDS_OF_FISHER
+    loss: Loss | None = None  # the loss; needed by the kinds that are probed
+    samples: int = 1  # targets drawn per datum of the Monte-Carlo Fisher
+    generator: torch.Generator | None = None  # their source of randomness; None for torch's
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS_OF_FISHER:
@@ -91,14 +84,9 @@ class Fisher:
     def vectors(
         self, outputs: Tensor | Sequence[Tensor]
     ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
-        """Yield gradients ``[N, ...]`` in each output (None for zeros), with a weight.
-
-        Their weighted outer products add up to the Hessian: exactly for type-2, in expectation for
-        Monte-Carlo.
-
-        Raises:
-            TypeError: If the model has several outputs and the loss is no `SumLoss`.
-        """
+        """Yield gradients ``[N, ...]`` in each output (None for zeros), with a weight."""
+        # Their weighted outer products add up to the Hessian: exactly for type-2, in expectation
+        # for Monte-Carlo.
         assert self.loss is not None
         if isinstance(outputs, Tensor):
             detached = outputs.detach()

@@ -20,22 +20,9 @@ LEAST, MOST = 1e-100, 1e100
 
 
 class LossScale:
-    """Reads a ``GradScaler``.
-
-    Args:
-        scaler: The ``GradScaler`` in use, or a callable that returns the scale or, where it is not
-            there yet, the ``GradScaler``; None for a loss that is not scaled.
-
-    Raises:
-        TypeError: If it is something else.
-    """
+    """Reads a ``GradScaler``, or a callable that returns the scale or the ``GradScaler``."""
 
     def __init__(self, scaler: torch.amp.GradScaler | Callable[[], float] | None) -> None:
-        if not (scaler is None or callable(scaler) or isinstance(scaler, torch.amp.GradScaler)):
-            raise TypeError(
-                f"grad_scaler must be a torch.amp.GradScaler, a callable that returns what the "
-                f"loss is multiplied by, or None, not {scaler!r}"
-            )
         self._scaler = scaler
         self._known = scaler if isinstance(scaler, torch.amp.GradScaler) else None
         self._problem: Exception | None = None
@@ -93,18 +80,9 @@ class LossScale:
     def check(
         self, optimizer: torch.optim.Optimizer | None, *, half: bool = False, probed: bool = False
     ) -> None:
-        """Check before a step that gradients are no longer scaled.
-
-        Args:
-            optimizer: The optimizer of these gradients, where it is known.
-            half: Whether layers with float32 parameters had float16 gradients.
-            probed: Whether statistics are of probes, which are not scaled, and do not call `now`.
-
-        Raises:
-            RuntimeError: If the scaler has not unscaled them since the last step; or if gradients
-                are float16 and no scaler was given.
-            Exception: The error of reading the scale in a backward pass of this window.
-        """
+        """Check before a step that gradients are no longer scaled, or raise an error of `now`."""
+        # `half`: layers with float32 parameters had float16 gradients; `probed`: statistics are of
+        # probes, which are not scaled, and do not call `now`.
         if self._problem is not None:
             problem, self._problem = self._problem, None
             raise problem

@@ -1,10 +1,8 @@
 """Sums of outer products, added in place to the lower triangle of a running sum.
 
 Cholesky factorisations, eigendecompositions and packing read one triangle; `mirror` fills the
-other one. A large product is done in parts, for little more than half the arithmetic:
-
-- by blocks of columns, each against the columns up to its own, with no matrix other than the sum;
-- by halves, which are wider, where threads share them.
+other one. A large product is done by blocks of columns, each against the columns up to its own: for
+little more than half the arithmetic, with no matrix other than the sum.
 
 ``beta`` is torch's: 1 adds to a sum, 0 writes to uninitialised memory.
 On an accelerator launches dominate, so blocks are few, and images are multiplied all at once:
@@ -29,7 +27,6 @@ BLOCKS = (0, 128, 256, 896)
 SMALL = BLOCKS[1]
 # 1, 2 and 4 blocks on an accelerator, where a launch takes as long as tensor cores save below.
 GPU_BLOCKS = (0, 1280, 3072)
-LEAST = 96  # columns of a half
 ALIGNMENT = 64  # bytes
 HUGE = 2**20  # numbers; larger sums gain from huge pages
 TILE = 256  # of `mirror`: both tiles of a transposed copy stay in the cache
@@ -67,14 +64,6 @@ def column_blocks(size: int, *, gpu: bool = False) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def halvings(size: int) -> int:
-    """Return how often a matrix is halved: while halves are even and have `LEAST` columns."""
-    number = 0
-    while size % 2 == 0 and size >= 2 * LEAST:
-        size, number = size // 2, number + 1
-    return number if size < 2 * LEAST else 0
-
-
 def add(total: Tensor, product: Tensor, scale: float, beta: float) -> None:
     """Write ``beta total + scale product`` to ``total``; a ``beta`` of 0 ignores its numbers."""
     if beta == 0:
@@ -92,37 +81,6 @@ def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0)
     if rows.dtype != total.dtype:
         halves.add_inner(total, rows, rows, scale, beta)
         return
-    shared = torch.get_num_threads() > 1 and not devices.on_gpu(rows)
-    shared = shared and rows.shape[1] >= 4 * SMALL
-    way = add_by_halves if shared and halvings(rows.shape[1]) else add_by_columns
-    way(total, rows, scale, beta)
-
-
-def add_by_halves(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0) -> None:
-    """Do the same: the second half of the columns against the first, and so within each half."""
-    size, number = rows.shape[1], halvings(rows.shape[1])
-    down, right = total.stride()
-    for level in range(number + 1):
-        count = 2**level
-        width = size // count
-        if level == number:  # the remaining blocks on the diagonal
-            by_part = rows.unflatten(1, (count, width)).permute(1, 0, 2)
-            first, second, offset = by_part, by_part, 0
-        else:
-            width //= 2
-            pairs = rows.unflatten(1, (count, 2, width)).permute(1, 2, 0, 3)
-            first, second, offset = pairs[:, 0], pairs[:, 1], width * down
-        step = size // count * (down + right)
-        begin = total.storage_offset() + offset
-        blocks = total.as_strided((count, width, width), (step, down, right), begin)
-        if count == 1:
-            blocks[0].addmm_(second[0].T, first[0], beta=beta, alpha=scale)
-        else:
-            add(blocks, torch.bmm(second.mT, first), scale, beta)
-
-
-def add_by_columns(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0) -> None:
-    """Do the same by blocks of columns."""
     if rows.shape[1] < SMALL:  # one block
         total.addmm_(rows.mT, rows, beta=beta, alpha=scale)
         return

@@ -29,8 +29,6 @@ from soframe.layers.layout import parameter_of
 from soframe.registry import KINDS
 from soframe.specs import FactorSpec
 
-__all__ = ["AttentionHelper"]
-
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 

@@ -67,6 +67,9 @@ _OF_INPUTS = {"input_rows", "block_rows", "input_moment"}
 class LayerHelper(WeightAndBias, ABC):
     """The base class of layer helpers: how one module's tensors become rows and matrices.
 
+    Methods with ``inputs`` and ``output_rows`` get the tensors of one call, and the rows of its
+    output gradient.
+
     Args:
         module: The module.
         weight: Whether the weight is part of the block (False if it is frozen).
@@ -130,9 +133,6 @@ class LayerHelper(WeightAndBias, ABC):
     def unsupported(cls, module: nn.Module) -> str | None:
         """Return the reason why this helper does not support a module, or None if it does.
 
-        Args:
-            module: The module.
-
         Returns:
             The reason, for the registration report.
         """
@@ -167,9 +167,6 @@ class LayerHelper(WeightAndBias, ABC):
     def names(cls, module: nn.Module) -> tuple[str, ...]:
         """Return the names of the parameters that this helper can put into blocks.
 
-        Args:
-            module: The module.
-
         Returns:
             By default the module's own ``weight`` and ``bias``. Names of a submodule's parameters
             are dotted; the submodule then has no blocks of its own.
@@ -184,9 +181,6 @@ class LayerHelper(WeightAndBias, ABC):
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         """Adapt a factor of the method to this layer.
-
-        Args:
-            spec: The factor.
 
         Returns:
             By default the same spec. An embedding makes the factor of its inputs diagonal; a layer
@@ -205,10 +199,6 @@ class LayerHelper(WeightAndBias, ABC):
         Called if `factor` sets ``mean_over="group rows"``. The other rows' gradients are excluded
         from the statistics of a group.
 
-        Args:
-            inputs: The tensors of the call.
-            output_rows: The rows of the same call's output gradient.
-
         Returns:
             ``[groups, batch, shared]``, bool; None, the default, if all rows reach all groups.
         """
@@ -217,10 +207,6 @@ class LayerHelper(WeightAndBias, ABC):
 
     def group_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
         """Count the rows that reach each group.
-
-        Args:
-            inputs: The tensors of the call.
-            output_rows: The rows of the same call's output gradient.
 
         Returns:
             ``[groups]``, by default the counts of `mask`; None if all rows reach all groups.
@@ -279,10 +265,6 @@ class LayerHelper(WeightAndBias, ABC):
 
     def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         """Return the input rows of the block: rows of the weight, with ones appended for the bias.
-
-        Args:
-            inputs: The tensors of the call.
-            output_rows: The rows of the same call's output gradient.
 
         Returns:
             ``[groups, batch, shared, in]`` in the dtype of ``output_rows``.
@@ -345,10 +327,6 @@ class LayerHelper(WeightAndBias, ABC):
     def mean_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         """Return the input rows of the block, averaged over the positions of a sample.
 
-        Args:
-            inputs: The tensors of the call.
-            output_rows: The rows of the same call's output gradient.
-
         Returns:
             ``[groups, batch, 1, in]`` in the dtype of ``output_rows``.
         """
@@ -364,12 +342,8 @@ class LayerHelper(WeightAndBias, ABC):
     def squared_gradients(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         """Return the sum over samples of their elementwise squared gradients.
 
-        Called if `factor` makes the input factor diagonal; otherwise methods use the rows, rotated
-        into a basis.
-
-        Args:
-            inputs: The tensors of the call.
-            output_rows: The rows of the same call's output gradient, in any basis.
+        Called if `factor` makes the input factor diagonal, with output rows in any basis; otherwise
+        methods use the rows, rotated into a basis.
 
         Returns:
             ``[groups, out, in]``; by default computed from `block_rows`.
@@ -381,10 +355,6 @@ class LayerHelper(WeightAndBias, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return the sums over samples of ``W W^T`` and ``W^T W``, with the sample's gradient W.
 
-        Args:
-            inputs: The tensors of the call.
-            output_rows: The rows of the same call's output gradient.
-
         Returns:
             ``[groups, out, out]`` and ``[groups, in, in]``; the second is its diagonal
             ``[groups, in]`` if `factor` makes factors of the input side diagonal.
@@ -394,10 +364,6 @@ class LayerHelper(WeightAndBias, ABC):
 
     def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         """Return the sum of the input rows of the block over batch and positions.
-
-        Args:
-            inputs: The tensors of the call.
-            output_rows: The rows of the same call's output gradient.
 
         Returns:
             ``[groups, in]`` in the dtype of ``output_rows``.

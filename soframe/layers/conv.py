@@ -33,15 +33,6 @@ from soframe.kernels.unfold import patches
 from soframe.layers.base import BlockShape, LayerHelper, Unit, widened
 from soframe.registry import KINDS, register
 
-__all__ = [
-    "Conv1dHelper",
-    "Conv2dHelper",
-    "Conv3dHelper",
-    "ConvTranspose1dHelper",
-    "ConvTranspose2dHelper",
-    "ConvTranspose3dHelper",
-]
-
 
 @register("layer", nn.Conv2d)
 class Conv2dHelper(LayerHelper):

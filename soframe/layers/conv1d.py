@@ -14,8 +14,6 @@ from soframe.layers.base import BlockShape
 from soframe.layers.linear import LinearHelper
 from soframe.registry import KINDS
 
-__all__ = ["TransposedLinearHelper"]
-
 
 @KINDS["layer"].register("transformers.pytorch_utils.Conv1D")
 class TransposedLinearHelper(LinearHelper):

@@ -26,8 +26,6 @@ from soframe.layers.base import BlockShape, LayerHelper, Unit
 from soframe.registry import KINDS
 from soframe.specs import FactorSpec
 
-__all__ = ["EmbeddingBagHelper", "EmbeddingHelper"]
-
 
 @KINDS["layer"].register_optional(nn.Embedding)
 class EmbeddingHelper(LayerHelper):

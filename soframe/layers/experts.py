@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from soframe.layers.base import BlockShape, LayerHelper
 from soframe.specs import FactorSpec
 
-__all__ = ["ExpertsHelper", "are_experts"]
-
 
 def are_experts(module: nn.Module) -> bool:
     """Return whether a module is one of transformers' classes with a matrix for each expert."""

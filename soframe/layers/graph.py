@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["PRODUCTS", "products"]
-
 # Node of a product -> attribute with the saved input, and index of the weight among the arguments.
 PRODUCTS = {
     "AddmmBackward0": ("_saved_mat1", 2),

@@ -95,38 +95,20 @@ class WeightAndBias:
         return {name: p for name, p in named if p is not None}
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Pack tensors of the parameters' shapes into the block's matrix.
-
-        Args:
-            tensors: The tensors, by the names of `parameters`.
-
-        Returns:
-            ``[groups, out, in]``; by default the result of `to_matrix` for weight and bias.
-        """
+        """Pack tensors by the names of `parameters` into ``[groups, out, in]``, as `to_matrix`."""
         weight, bias = map(tensors.get, self._keys)
         return self.to_matrix(weight, bias)
 
     def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
-        """Undo ``pack``.
-
-        Args:
-            matrix: ``[groups, out, in]``.
-
-        Returns:
-            Views of the matrix in the shapes of the parameters, by name.
-        """
+        """Undo `pack`: return views of the matrix in the shapes of the parameters, by name."""
         named = zip(self._keys, self.from_matrix(matrix), strict=True)
         return {name: tensor for name, tensor in named if tensor is not None}
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Pack tensors of the parameters' shapes into the block's matrix.
+        """Pack tensors of the shapes of weight and bias into the block's matrix.
 
-        Args:
-            weight: A tensor of the weight's shape; None if it is not part of the block.
-            bias: A tensor of the bias's shape; None if it is not part of the block.
-
-        Returns:
-            ``[groups, out, in]``; a view of ``weight`` if the block has no bias.
+        Either is None if it is not part of the block; the matrix ``[groups, out, in]`` is a view of
+        ``weight`` if the block has no bias.
         """
         columns = []
         if weight is not None:
@@ -136,15 +118,7 @@ class WeightAndBias:
         return columns[0] if len(columns) == 1 else torch.cat(columns, dim=2)
 
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Undo ``to_matrix``.
-
-        Args:
-            matrix: ``[groups, out, in]``.
-
-        Returns:
-            Views of the matrix in the shapes of the weight and the bias; None for a parameter that
-            is not part of the block.
-        """
+        """Undo `to_matrix`: return views in the shapes of weight and bias, or None for either."""
         bias = None
         if self.bias is not None:
             bias, matrix = matrix[:, :, -1].reshape(self.bias.shape), matrix[:, :, :-1]
@@ -192,13 +166,7 @@ class PlainLayout:
 
 
 class GroupedLayout(PlainLayout):
-    """The layout ``[groups, out, in]`` of a parameter that stacks matrices, or vectors (in = 1).
-
-    Args:
-        module: The module.
-        name: The name of the parameter.
-        vectors: Whether it stacks vectors, ``[groups, out]``.
-    """
+    """The layout ``[groups, out, in]`` of a parameter that stacks matrices, or vectors (in = 1)."""
 
     def __init__(self, module: nn.Module, name: str, *, vectors: bool = False) -> None:
         super().__init__(module, name)

@@ -16,18 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soframe.kernels.gram import add_bias, zeros
 from soframe.layers.base import BlockShape, LayerHelper, Unit
 from soframe.registry import KINDS
-
-__all__ = [
-    "BatchNormHelper",
-    "GroupNormHelper",
-    "InstanceNormHelper",
-    "LayerNormHelper",
-    "NormHelper",
-    "RMSNormHelper",
-]
 
 
 class NormHelper(LayerHelper):
@@ -50,26 +40,6 @@ class NormHelper(LayerHelper):
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return super().to_matrix(None if weight is None else weight.flatten(), bias)
-
-    def input_moment(
-        self,
-        inputs: tuple[Tensor, ...],
-        output_rows: Tensor,
-        total: Tensor | None = None,
-        scale: float = 1.0,
-    ) -> Tensor:
-        """Add sums of squares, without temporaries."""
-        if self.weight is None:
-            return super().input_moment(inputs, output_rows, total, scale)
-        rows = self._weight_rows(inputs, output_rows)
-        if total is None:
-            total = zeros(self.groups, self.shape.in_features, output_rows)
-        if self.bias is not None:
-            count = rows.shape[1] * rows.shape[2]
-            add_bias(total, rows.sum((1, 2)), count, scale)
-        # In place: the normalised input is a new tensor.
-        total[:, 0, 0].add_(rows.square_().sum((1, 2, 3)), alpha=scale)
-        return total
 
 
 @KINDS["layer"].register_optional(nn.LayerNorm, "timm.layers.norm.LayerNorm")

@@ -21,8 +21,6 @@ from soframe.layers.base import BlockShape, InnerCall, LayerHelper, Unit
 from soframe.layers.graph import PRODUCTS, products
 from soframe.registry import KINDS
 
-__all__ = ["RecurrentCellHelper", "without_helper"]
-
 
 @KINDS["layer"].register_optional(nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 class RecurrentCellHelper(LayerHelper):

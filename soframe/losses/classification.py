@@ -22,30 +22,35 @@ def require_over(name: str, setting: str, value: str) -> None:
         raise ValueError(f"{name}: {setting} must be 'mean' or 'sum', not {value!r}")
 
 
+@dataclass(frozen=True)
+class OverPositions(Loss):
+    """The base class of losses ``[N, features, ...]`` over positions, the dimensions from 2 on."""
+
+    positions: Over = "mean"
+
+    def __post_init__(self) -> None:
+        require_over(type(self).__name__, "positions", self.positions)
+
+    @property
+    def means(self) -> bool:
+        return self.positions == "mean"
+
+    def _scale(self, outputs: Tensor) -> float:
+        return mean_scale(self.means, outputs[:1, :1].numel())
+
+
 @register("loss", "cross-entropy")
 @dataclass(frozen=True)
-class CrossEntropy(Loss):
+class CrossEntropy(OverPositions):
     """``nn.CrossEntropyLoss()`` of logits ``[N, classes, ...]``: ``H = diag(p) - p p^T``.
 
     Attributes:
         positions: How a sample's positions (the dimensions after the classes) are combined.
     """
 
-    positions: Over = "mean"
-
-    def __post_init__(self) -> None:
-        require_over("CrossEntropy", "positions", self.positions)
-
-    @property
-    def means(self) -> bool:
-        return self.positions == "mean"
-
     @property
     def floor(self) -> float:
         return 0.0
-
-    def _scale(self, outputs: Tensor) -> float:
-        return mean_scale(self.means, outputs[:1, :1].numel())
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         p = outputs.softmax(1)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soframe.losses.base import Loss, diagonal_columns, mean_scale, random_signs
-from soframe.losses.classification import Over, require_over
+from soframe.losses.base import diagonal_columns, random_signs
+from soframe.losses.classification import OverPositions
 from soframe.registry import register
 
 
 @register("loss", "gaussian")
 @dataclass(frozen=True)
-class Gaussian(Loss):
+class Gaussian(OverPositions):
     """``s / 2 + (y - m)^2 / (2 exp(s))`` of outputs ``[N, 2, ...]``: a mean m, a log-variance s.
 
     That is ``nn.GaussianNLLLoss()(m, s.exp(), y)`` where no variance is below its ``eps``. The
@@ -28,25 +28,13 @@ class Gaussian(Loss):
         positions: How a sample's positions (the dimensions after the second) are combined.
     """
 
-    positions: Over = "mean"
-
-    def __post_init__(self) -> None:
-        require_over("Gaussian", "positions", self.positions)
-
     @property
     def expected(self) -> bool:
         return True
 
-    @property
-    def means(self) -> bool:
-        return self.positions == "mean"
-
     def _diagonal(self, outputs: Tensor) -> Tensor:
         precision = (-_log_variance(outputs)).exp()
         return self._scale(outputs) * torch.cat([precision, torch.full_like(precision, 0.5)], 1)
-
-    def _scale(self, outputs: Tensor) -> float:
-        return mean_scale(self.means, outputs[:1, :1].numel())
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         return self._diagonal(outputs) * vectors

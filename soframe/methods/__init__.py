@@ -1,4 +1,7 @@
-"""Methods: how the gradient of a block is preconditioned, and from which statistics."""
+"""Methods: how the gradient of a block is preconditioned, and from which statistics.
+
+Constructors raise a ValueError for a setting that is out of range.
+"""
 
 from soframe.methods.adam import SGD, AdamW, Diagonal
 from soframe.methods.base import Call, Candidate, Direction, Given, Method

@@ -14,16 +14,17 @@ from torch import Tensor
 
 from soframe.kernels.samples import squared_gradients
 from soframe.layers.layout import BlockShape
-from soframe.methods.base import Call, Direction, Given, Method
-from soframe.methods.momentum import Momentum, entries, require_beta, second_moment
+from soframe.methods.base import Call, Direction, Given, Method, WithoutFactors
+from soframe.methods.momentum import Momentum, require_beta, second_moment
 from soframe.registry import register
 from soframe.solvers.base import Solver
-from soframe.specs import VALUE, FactorSpec, SecondOrder, TensorSpec
+from soframe.solvers.eigen import quotient
+from soframe.specs import VALUE, FactorSpec, TensorSpec
 
 
 @register("method", "adamw")
 @dataclass(frozen=True)
-class AdamW(Method):
+class AdamW(WithoutFactors):
     """Adam's update (Kingma and Ba, 2015, algorithm 1), without weight decay.
 
     With ``x`` the input of the stage, at its update number t::
@@ -37,14 +38,8 @@ class AdamW(Method):
     Attributes:
         betas: The decays of m and v, each in ``[0, 1)``.
         eps: Added to the root in the denominator.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
-    clipped = False
-    damped = False
-    starts_at_once = True
     elementwise = True
     options: ClassVar[Mapping[str, str]] = {"betas": "betas", "eps": "eps"}
 
@@ -55,10 +50,6 @@ class AdamW(Method):
         for beta in self.betas:
             require_beta("AdamW", "betas", beta)
         require_eps("AdamW", self.eps)
-
-    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        del shape
-        return ()
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         return {name: TensorSpec(tuple(shape)) for name in ("mean", "square")}
@@ -73,13 +64,10 @@ class AdamW(Method):
         root = square.sqrt().mul_(scale / math.sqrt(1 - second**count)).add_(self.eps * scale)
         return Direction(mean / root, {"mean": mean, "square": square})
 
-    def effort(self, shape: BlockShape) -> float:
-        return entries(shape)
-
 
 @register("method", "sgd")
 @dataclass(frozen=True)
-class SGD(Method):
+class SGD(WithoutFactors):
     """The gradient itself, or its classical momentum as in ``torch.optim.SGD``.
 
     Attributes:
@@ -90,9 +78,6 @@ class SGD(Method):
         ValueError: If the momentum is not in ``[0, 1)``, or zero with ``nesterov=True``.
     """
 
-    clipped = False
-    damped = False
-    starts_at_once = True
     elementwise = True
     options: ClassVar[Mapping[str, str]] = {"momentum": "momentum"}
 
@@ -104,10 +89,6 @@ class SGD(Method):
         if self.nesterov and not self.momentum:
             raise ValueError("SGD: nesterov=True needs a momentum: pass momentum=0.9, for example")
 
-    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        del shape
-        return ()
-
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         return self._momentum.state(shape) if self.momentum else {}
 
@@ -117,9 +98,6 @@ class SGD(Method):
     def direct(self, given: Given) -> Direction:
         # A momentum that a param group sets to 0 leaves a buffer.
         return self._momentum.direct(given) if given.state else Direction(given.incoming.clone())
-
-    def effort(self, shape: BlockShape) -> float:
-        return entries(shape)
 
     @property
     def _momentum(self) -> Momentum:
@@ -155,15 +133,9 @@ class Diagonal(Method):
         return None
 
     def direct(self, given: Given) -> Direction:
-        return Direction(divided(given.incoming, given.data, "diagonal", given.damping))
-
-
-def divided(matrix: Tensor, data: SecondOrder, factor: str, damping: float) -> Tensor:
-    """Divide a matrix by the damped factor ``[groups, out, in]``; zero where that is zero."""
-    if factor not in data:
-        return matrix.clone()
-    curvature = data[factor][VALUE] + damping
-    return (matrix / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)
+        if "diagonal" not in given.data:
+            return Direction(given.incoming.clone())
+        return Direction(quotient(given.incoming, given.data["diagonal"][VALUE] + given.damping))
 
 
 def require_eps(method: str, eps: float) -> None:

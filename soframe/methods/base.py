@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any, ClassVar, cast
 
 import torch
@@ -37,7 +38,8 @@ SMALL = tuple(BlockShape(1, out, into) for out in (1, 2) for into in (1, 2))
 """Shapes from which the names of factors and states are read by default."""
 
 Addend = Callable[[Tensor | None, float], Tensor]
-"""``(total, scale)``: add ``scale`` times a sum to ``total`` in place; None makes a new tensor."""
+"""``(total, scale)``: add ``scale`` times a sum to ``total`` in place; None makes a new tensor. Of
+matrices only the lower triangle is defined."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,7 @@ class Call:
         return out > self.max_size, right
 
     def input_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """Add ``scale`` times the sum of ``a a^T``: an `Addend`.
-
-        Args:
-            total: The sum to add to in place, ``[groups, in, in]``; None for zeros.
-            scale: The multiplier.
-
-        Returns:
-            The sum; only its lower triangle is defined.
-        """
+        """Add ``scale`` times the sum of ``a a^T``: an `Addend` of ``[groups, in, in]``."""
         assert self.inputs is not None
         if self._long[1]:
             rows = self.helper.block_rows(self.inputs, self.output_rows)
@@ -116,30 +110,14 @@ class Call:
         return self.shared.add(self.helper, self.inputs, rows, total, scale, fresh=fresh)
 
     def output_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """Add ``scale`` times the sum of ``g g^T``: an `Addend`.
-
-        Args:
-            total: The sum to add to in place, ``[groups, out, out]``; None for zeros.
-            scale: The multiplier.
-
-        Returns:
-            The sum; only its lower triangle is defined.
-        """
+        """Add ``scale`` times the sum of ``g g^T``: an `Addend` of ``[groups, out, out]``."""
         rows = self.rows if self.widens else self.output_rows
         if self._long[0]:
             return add_squares(total, rows, scale, widened(rows).dtype)
         return self.helper.output_moment(rows, total, scale)
 
     def mean_input_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """Add ``scale`` times the sum over samples of ``a a^T``, ``a`` averaged over positions.
-
-        Args:
-            total: The sum to add to in place, ``[groups, in, in]``; None for zeros.
-            scale: The multiplier.
-
-        Returns:
-            The sum; only its lower triangle is defined.
-        """
+        """Add ``scale`` times the sum of ``a a^T``, ``a`` a sample's mean over positions."""
         assert self.inputs is not None
         if self._long[1]:
             rows = self.helper.mean_rows(self.inputs, self.output_rows)
@@ -147,15 +125,7 @@ class Call:
         return self.helper.mean_moment(self.inputs, self.output_rows, total, scale)
 
     def summed_output_moment(self, total: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """Add ``scale`` times the sum over samples of ``g g^T``, ``g`` summed over positions.
-
-        Args:
-            total: The sum to add to in place, ``[groups, out, out]``; None for zeros.
-            scale: The multiplier.
-
-        Returns:
-            The sum; only its lower triangle is defined.
-        """
+        """Add ``scale`` times the sum of ``g g^T``, ``g`` a sample's sum over positions."""
         rows = self.output_rows.sum(2, keepdim=True)
         if self._long[0]:
             return add_squares(total, rows, scale, widened(rows).dtype)
@@ -336,18 +306,12 @@ class Method(ABC):
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         """Return the factors of a block.
 
-        Args:
-            shape: The shape of the block's gradient matrix.
-
         Returns:
             The factors, in a fixed order.
         """
 
     def statistics(self, call: Call) -> Mapping[str, Tensor | Addend]:
         """Return the contribution of a call to each factor: plain sums over samples and positions.
-
-        Args:
-            call: The call.
 
         Returns:
             For each factor that is captured from calls, a tensor of the factor's shape or an
@@ -379,9 +343,6 @@ class Method(ABC):
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         """Return the state tensors of a block, such as momentum buffers; by default none.
 
-        Args:
-            shape: The shape of the block's gradient matrix.
-
         Returns:
             Names and shapes, ``[groups, ...]``. The tensors have the dtype of the factors, start
             as zeros, live on the gradient workers, and are saved and moved like second-order data.
@@ -391,9 +352,6 @@ class Method(ABC):
 
     def direct(self, given: Given) -> Direction:
         """Compute the update of a block and the new state.
-
-        Args:
-            given: The inputs of this step.
 
         Returns:
             The update, a deterministic function of ``given``; by default the result of
@@ -456,9 +414,6 @@ class Method(ABC):
     def unsuited(self, candidate: Candidate) -> str | None:
         """Return the reason why this method skips a block, or None if it accepts it.
 
-        Args:
-            candidate: The block.
-
         Returns:
             The reason, which stands in the registration report; by default None.
         """
@@ -467,9 +422,6 @@ class Method(ABC):
 
     def effort(self, shape: BlockShape) -> float:
         """Return the FLOPs of an update up to a constant, by which placements balance updates.
-
-        Args:
-            shape: The shape of the block's gradient matrix.
 
         Returns:
             The cost in the unit in which a solve costs ``groups n^3``: by default 0 for methods
@@ -519,3 +471,22 @@ class Method(ABC):
             and outputs for the other. By default None: such a table has no block.
         """
         return None
+
+
+class WithoutFactors(Method):
+    """The base class of methods without factors, whose updates have a length of their own."""
+
+    clipped = False
+    damped = False
+    starts_at_once = True
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        return ()
+
+    def effort(self, shape: BlockShape) -> float:
+        return entries(shape)
+
+
+def entries(shape: BlockShape) -> float:
+    """Return the number of entries: the FLOPs of an elementwise method."""
+    return float(prod(shape))

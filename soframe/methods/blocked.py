@@ -30,13 +30,7 @@ _SHAPES = 4  # the most shapes that the parts of a matrix have
 
 
 class Span(NamedTuple):
-    """Consecutive pieces of a side that have one length.
-
-    Attributes:
-        start: The offset of the first piece.
-        pieces: The number of pieces.
-        length: The length of each.
-    """
+    """Consecutive pieces of a side that have one length."""
 
     start: int
     pieces: int
@@ -95,11 +89,7 @@ class Region(NamedTuple):
 
 
 class Parts(Method):
-    """A method of gradients alone, applied to each part of a matrix independently.
-
-    Attributes:
-        method: The inner method.
-    """
+    """A method of gradients alone, applied to each part of a matrix independently."""
 
     method: Any
 
@@ -265,15 +255,10 @@ class Blocked(Parts):
 
 @dataclass(frozen=True)
 class CutRows(Parts):
-    """Apply a method to row blocks of given sizes, such as Q, K and V of a fused projection.
-
-    Attributes:
-        method: The inner method.
-        sizes: The numbers of rows, in their order, of each group of the matrix.
-    """
+    """Apply a method to row blocks of given sizes, such as Q, K and V of a fused projection."""
 
     method: Any
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # the numbers of rows, in their order, of each group of the matrix
 
     def _regions(self, shape: BlockShape) -> list[Region]:
         columns = Span(0, 1, shape.in_features)

@@ -9,7 +9,8 @@ its own second-order data and state under its own names, as if it were alone::
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -28,31 +29,26 @@ T = TypeVar("T")
 class _Names:
     """Translates names between stages and chain; a name that two stages use gets a prefix."""
 
-    def __init__(self, by_stage: Iterable[frozenset[str]]) -> None:
-        self._by_stage = tuple(by_stage)
-        every = [name for names in self._by_stage for name in names]
-        self._shared = frozenset(name for name in every if every.count(name) > 1)
+    def __init__(self, by_stage: Sequence[frozenset[str]]) -> None:
+        every = Counter(name for names in by_stage for name in names)
+        self.of = [
+            {name: f"{stage}.{name}" if every[name] > 1 else name for name in names}
+            for stage, names in enumerate(by_stage)
+        ]
+        """The names of each stage, mapped to the chain's names."""
 
     def outer(self, stage: int, name: str) -> str:
         """Return the chain's name of a stage's name."""
-        return f"{stage}.{name}" if name in self._shared else name
+        return self.of[stage].get(name, name)
 
     def inner(self, outer: str) -> tuple[int, str]:
         """Return the stage and its own name, from the chain's name."""
-        for stage, names in enumerate(self._by_stage):
-            for name in names:
-                if self.outer(stage, name) == outer:
-                    return stage, name
-        raise KeyError(outer)
-
-    def of(self, stage: int) -> dict[str, str]:
-        """Return the names of a stage, mapped to the chain's names."""
-        return {name: self.outer(stage, name) for name in self._by_stage[stage]}
+        every = enumerate(self.of)
+        return next((s, name) for s, names in every for name in names if names[name] == outer)
 
     def every(self) -> frozenset[str]:
         """Return all names of the chain."""
-        stages = range(len(self._by_stage))
-        return frozenset(name for stage in stages for name in self.of(stage).values())
+        return frozenset(outer for names in self.of for outer in names.values())
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ class Chain(Method):
             "empirical_only": any(stage.empirical_only for stage in stages),
             "_factor_names": _Names(factors),
             "_state_names": _Names(states),
-            "_option_names": _Names(frozenset(stage.settings()) for stage in stages),
+            "_option_names": _Names([frozenset(stage.settings()) for stage in stages]),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -170,7 +166,7 @@ class Chain(Method):
                 given,
                 incoming=matrix,
                 data=self._data(number, given.data),
-                state=_chosen(given.state, self._state_names.of(number)),
+                state=_chosen(given.state, self._state_names.of[number]),
             )
             if not _is_ready(stage, of_stage):
                 continue
@@ -185,7 +181,7 @@ class Chain(Method):
         rebased: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
             of_stage = stage.rebase(
-                _chosen(state, self._state_names.of(number)),
+                _chosen(state, self._state_names.of[number]),
                 self._data(number, old),
                 self._data(number, new),
             )
@@ -205,7 +201,7 @@ class Chain(Method):
         names = self._option_names
         new = copy.copy(self)
         stages = tuple(
-            stage.with_settings(_chosen(settings, names.of(number)))
+            stage.with_settings(_chosen(settings, names.of[number]))
             for number, stage in enumerate(self.stages)
         )
         object.__setattr__(new, "stages", stages)
@@ -235,7 +231,7 @@ class Chain(Method):
         return Chain(tuple(s.forward_only() if s.captures else s for s in self.stages))
 
     def _data(self, stage: int, data: SecondOrder) -> SecondOrder:
-        return _chosen(data, self._factor_names.of(stage))
+        return _chosen(data, self._factor_names.of[stage])
 
 
 def _chosen(every: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:

@@ -25,7 +25,7 @@ from soframe.methods.base import Addend, Call, Direction, Given
 from soframe.methods.kfac import KFAC
 from soframe.registry import register
 from soframe.solvers.base import Solver
-from soframe.solvers.eigen import turned
+from soframe.solvers.eigen import quotient, turned
 from soframe.specs import VALUE, FactorSpec
 
 
@@ -95,9 +95,7 @@ class EKFAC(KFAC):
             return Direction(matrix)
         curvature = given.data["S"][VALUE] + _damping(given)
         rotated = turned(given.incoming, left, right, back=False)
-        # Zero curvature and zero damping: the pseudo-inverse gives no step.
-        rotated = (rotated / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)
-        return Direction(turned(rotated, left, right, back=True))
+        return Direction(turned(quotient(rotated, curvature), left, right, back=True))
 
 
 def _damping(given: Given) -> Tensor | float:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from soframe.layers.layout import BlockShape
 from soframe.methods.adam import AdamW
-from soframe.methods.base import Addend, Call, Candidate, Direction, Given, Method
-from soframe.methods.momentum import entries
+from soframe.methods.base import Addend, Call, Candidate, Direction, Given, Method, entries
 from soframe.registry import KINDS, register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec

@@ -69,9 +69,6 @@ class KLShampoo(Shampoo):
         power: -1/2, or None for the same: the square of the root must be the inverse.
         epsilon: Added to eigenvalues, relative to the largest, in the roots and thus the inverses.
         start: The multiple of the identity from which the factors start.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     observes_with_data = True
@@ -119,9 +116,6 @@ class KLSOAP(SOAP):
         epsilon: Added to eigenvalues before they are inverted, relative to the factor's largest.
         start: The initial eigenvalues.
         carry: How v is transferred to a new basis, see `SOAP`; ``"permute"`` leaves it unchanged.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     observes_with_data = True

@@ -14,21 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from soframe.layers.layout import BlockShape
-from soframe.methods.base import Direction, Given, Method
+from soframe.methods.base import Direction, Given, WithoutFactors
 from soframe.registry import register
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import TensorSpec
 
 
 @register("method", "momentum")
 @dataclass(frozen=True)
-class Momentum(Method):
+class Momentum(WithoutFactors):
     """Heavy-ball or Nesterov momentum, a stage.
 
     Attributes:
@@ -40,9 +39,6 @@ class Momentum(Method):
         ValueError: If ``beta`` is not in ``[0, 1)``.
     """
 
-    clipped = False
-    damped = False
-    starts_at_once = True
     elementwise = True
     options: ClassVar[Mapping[str, str]] = {"momentum": "beta"}
 
@@ -52,10 +48,6 @@ class Momentum(Method):
 
     def __post_init__(self) -> None:
         require_beta("Momentum", "beta", self.beta)
-
-    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        del shape
-        return ()
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         return {"momentum": TensorSpec(tuple(shape))}
@@ -69,14 +61,6 @@ class Momentum(Method):
             buffer = torch.add(new, before, alpha=self.beta)
             matrix = torch.add(new, buffer, alpha=self.beta) if self.nesterov else buffer.clone()
         return Direction(matrix, {"momentum": buffer})
-
-    def effort(self, shape: BlockShape) -> float:
-        return entries(shape)
-
-
-def entries(shape: BlockShape) -> float:
-    """Return the number of entries: the FLOPs of an elementwise method."""
-    return float(prod(shape))
 
 
 def require_beta(method: str, name: str, beta: float) -> None:

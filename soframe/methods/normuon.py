@@ -9,17 +9,17 @@ import torch
 
 from soframe.layers.layout import BlockShape
 from soframe.methods.adam import require_eps
-from soframe.methods.base import Direction, Given, Method
+from soframe.methods.base import Direction, Given, WithoutFactors
 from soframe.methods.chain import Chain
-from soframe.methods.momentum import Momentum, entries, require_beta
+from soframe.methods.momentum import Momentum, require_beta
 from soframe.methods.orthogonal import RMS, Coefficients, Orthogonal
 from soframe.registry import register
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import TensorSpec
 
 
 @register("method", "normalise-rows")
 @dataclass(frozen=True)
-class NormaliseRows(Method):
+class NormaliseRows(WithoutFactors):
     """Divide rows by their running root mean squares, and keep the matrix norm: a stage.
 
     NorMuon's stage after `Orthogonalise` (Li et al., 2025, algorithm 1). With ``x`` the input of
@@ -34,15 +34,9 @@ class NormaliseRows(Method):
     Attributes:
         beta: The decay of v.
         eps: Added to the root in the denominator.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     joint = False
-    clipped = False
-    damped = False
-    starts_at_once = True
 
     beta: float = 0.95
     eps: float = 1e-8
@@ -50,10 +44,6 @@ class NormaliseRows(Method):
     def __post_init__(self) -> None:
         require_beta("NormaliseRows", "beta", self.beta)
         require_eps("NormaliseRows", self.eps)
-
-    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        del shape
-        return ()
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         groups, out, _ = shape
@@ -67,9 +57,6 @@ class NormaliseRows(Method):
             torch.linalg.vector_norm(one, dim=(-2, -1), keepdim=True) for one in (matrix, rows)
         )
         return Direction(rows * (wanted / length.where(length > 0, 1.0)), {"rows": squares})
-
-    def effort(self, shape: BlockShape) -> float:
-        return entries(shape)
 
 
 @register("method", "normuon")

@@ -28,13 +28,12 @@ from torch import Tensor, nn
 
 from soframe.kernels.precision import within
 from soframe.layers.layout import BlockShape
-from soframe.methods.base import MAX_SIZE, Candidate, Direction, Given, Method
+from soframe.methods.base import MAX_SIZE, Candidate, Direction, Given, Method, WithoutFactors
 from soframe.methods.chain import Chain
 from soframe.methods.foof import FOOF
 from soframe.methods.kfac import KFAC
-from soframe.methods.momentum import Momentum, entries
+from soframe.methods.momentum import Momentum
 from soframe.registry import register
-from soframe.specs import FactorSpec
 
 Coefficients = Literal["muon", "polar-express"]
 RMS = Literal["spectral", "rms"]
@@ -126,7 +125,7 @@ def _by_gram_matrices(matrix: Tensor, each: list[tuple[float, float, float]]) ->
 
 @register("method", "orthogonalise")
 @dataclass(frozen=True)
-class Orthogonalise(Method):
+class Orthogonalise(WithoutFactors):
     """The nearest semi-orthogonal matrix, a stage; for hidden matrices of the model.
 
     Vectors, embeddings and the head are skipped.
@@ -137,15 +136,9 @@ class Orthogonalise(Method):
             the optimal ones of each step.
         dtype: The name of the dtype of the products; None for bfloat16 on CUDA, and elsewhere the
             dtype of the factors.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     joint = False
-    clipped = False
-    damped = False
-    starts_at_once = True
 
     steps: int = 5
     coefficients: Coefficients = "muon"
@@ -162,10 +155,6 @@ class Orthogonalise(Method):
         if self.dtype not in (None, "float64", "float32", "bfloat16", "float16"):
             raise ValueError(f"Orthogonalise: dtype must name a float dtype, not {self.dtype!r}")
 
-    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        del shape
-        return ()
-
     def direct(self, given: Given) -> Direction:
         matrix = given.incoming
         dtype = torch.bfloat16 if matrix.is_cuda else matrix.dtype
@@ -177,6 +166,10 @@ class Orthogonalise(Method):
                 matrix, kind=self.coefficients, steps=self.steps, dtype=dtype
             )
         return Direction(nearest)
+
+    def effort(self, shape: BlockShape) -> float:
+        groups, out, into = shape
+        return float(groups * out * into * min(out, into))
 
     def unsuited(self, candidate: Candidate) -> str | None:
         _, out, into = candidate.shape
@@ -196,7 +189,7 @@ def orthogonalises(method: Method) -> bool:
 
 @register("method", "match-rms")
 @dataclass(frozen=True)
-class MatchRMS(Method):
+class MatchRMS(WithoutFactors):
     """Multiply by a factor that depends on the shape, a stage after `Orthogonalise`.
 
     Attributes:
@@ -204,24 +197,13 @@ class MatchRMS(Method):
             of the layer's outputs (Jordan et al., 2024); ``"rms"`` for ``0.2 sqrt(max(out, in))``,
             which matches the root mean square of AdamW's updates (Liu et al., 2025, section 2.2),
             so that AdamW's learning rates can be used.
-
-    Raises:
-        ValueError: If the scale has another value.
     """
-
-    clipped = False
-    damped = False
-    starts_at_once = True
 
     scale: RMS = "spectral"
 
     def __post_init__(self) -> None:
         if self.scale not in ("spectral", "rms"):
             raise ValueError(f"MatchRMS: scale must be 'spectral' or 'rms', not {self.scale!r}")
-
-    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        del shape
-        return ()
 
     @property
     def auxiliary_ratio(self) -> float:  # type: ignore[override]
@@ -233,9 +215,6 @@ class MatchRMS(Method):
         scale = max(1.0, out / into) if self.scale == "spectral" else 0.04 * max(out, into)
         # Wide matrices stay as they are.
         return Direction(given.incoming if scale == 1 else given.incoming * math.sqrt(scale))
-
-    def effort(self, shape: BlockShape) -> float:
-        return entries(shape)
 
 
 @dataclass(frozen=True)

@@ -62,18 +62,13 @@ class CallScale(NamedTuple):
 
 @dataclass
 class Counts:
-    """Counts of one block since the last reduction of statistics, on one rank.
+    """Counts of one block by backward pass since the last reduction of statistics, on one rank."""
 
-    Attributes:
-        samples: Backward pass -> samples of the loss, whether or not they reached the block.
-        rows: Backward pass -> rows (samples times positions) that reached the block.
-        group_rows: Backward pass -> rows that reached each group; empty if all rows reach all.
-        calls: The number of calls of the block's modules.
-    """
-
-    samples: dict[int, int] = field(default_factory=dict)
-    rows: dict[int, int] = field(default_factory=dict)
-    group_rows: dict[int, list[float]] = field(default_factory=dict)
+    samples: dict[int, int] = field(
+        default_factory=dict
+    )  # of the loss, whether they reach it or not
+    rows: dict[int, int] = field(default_factory=dict)  # (samples times positions) that reach it
+    group_rows: dict[int, list[float]] = field(default_factory=dict)  # empty if all reach all
     calls: int = 0
 
     def add(
@@ -90,20 +85,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Contribution:
-    """Multipliers of one rank's sums, and its terms of the divisors.
+    """Multipliers of one rank's sums, and its terms of the divisors."""
 
-    Attributes:
-        degrees: The multipliers of sums of degree 0, 1 and 2.
-        input_weight: The term in the divisor of means over samples.
-        output_weight: The term in the divisor of means over rows.
-        group_weights: The terms in the divisors of means over the rows of each group; empty if all
-            rows reach all groups.
-    """
-
-    degrees: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    input_weight: float = 0.0
-    output_weight: float = 0.0
-    group_weights: tuple[float, ...] = ()
+    degrees: tuple[float, float, float] = (0.0, 0.0, 0.0)  # multipliers of sums by degree
+    input_weight: float = 0.0  # term in the divisor of means over samples
+    output_weight: float = 0.0  # term in the divisor of means over rows
+    group_weights: tuple[float, ...] = ()  # the same of each group; empty for equal ones
 
     def of(self, factor: FactorSpec) -> float:
         """Return the multiplier of a factor's sum."""
@@ -116,20 +103,12 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Scale:
-    """The scaling convention of a preconditioner.
-
-    Attributes:
-        scaling: ``"fisher"`` or ``"kaisa"``.
-        loss_average: ``"local"``, ``"global"`` or ``"sum"``: the weight between ``g`` and ``g0``.
-        world_size: The number of ranks over which the gradient is averaged.
-        own_gradients: True if the rows are ``g`` itself rather than ``g0``, as for a Fisher with
-            targets drawn from the model.
-    """
+    """The scaling convention of a preconditioner."""
 
     scaling: Scaling = "fisher"
-    loss_average: LossAverage = "local"
-    world_size: int = 1
-    own_gradients: bool = False
+    loss_average: LossAverage = "local"  # the weight between g and g0
+    world_size: int = 1  # over which gradients are averaged
+    own_gradients: bool = False  # rows are g, as with targets drawn from the model
 
     def call(
         self,

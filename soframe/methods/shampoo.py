@@ -82,9 +82,6 @@ class Shampoo(Method):
             gradient are not used; at least ``solve_every``.
         max_size: The longest side that may have a factor; larger matrices are skipped. `Blocked`
             splits them.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     joint = False

@@ -66,9 +66,6 @@ class SOAP(Method):
         normalise: Whether updates are divided by their root mean square, in each group.
         carry: How v is transferred to a new basis: ``"permute"`` reorders its columns (published),
             ``"rotate"`` applies the squared overlaps between old and new columns.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     joint = False

@@ -24,7 +24,7 @@ from soframe.layers.layout import BlockShape
 from soframe.methods.base import MAX_SIZE, Call, Direction, Given, Method
 from soframe.registry import register
 from soframe.solvers.base import Solver
-from soframe.solvers.eigen import turned
+from soframe.solvers.eigen import quotient, turned
 from soframe.specs import FactorSpec
 
 
@@ -82,9 +82,7 @@ class TNT(Method):
             damping = damping * trace / (rows.shape[-1] * columns.shape[-1])
         curvature = curvature + damping
         rotated = turned(given.incoming, left, right, back=False)
-        # Zero curvature and zero damping: the pseudo-inverse gives no step.
-        rotated = (rotated / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)
-        return Direction(turned(rotated, left, right, back=True))
+        return Direction(turned(quotient(rotated, curvature), left, right, back=True))
 
 
 def _unit(data: Mapping[str, Tensor]) -> Tensor:

@@ -52,17 +52,7 @@ _COPIES = (
 
 
 class Pipeline(Stages):
-    """The pipeline of a model's modules.
-
-    Args:
-        choice: A schedule of ``torch.distributed.pipelining``; or, for another kind of pipeline,
-            the process group of its stages or a `DeviceMesh` of one dimension.
-
-    Raises:
-        TypeError: If it has another type.
-        ValueError: If it is a mesh of several dimensions.
-        RuntimeError: If torch.distributed is not initialised.
-    """
+    """The pipeline of a model's modules; for the choice see `soframe.Distribution`."""
 
     backend: Backend
 

@@ -42,42 +42,25 @@ Entries = list[tuple[Entry, Collection[int]]]
 
 @dataclass(frozen=True)
 class Part:
-    """The work of a rank, by stack: ranks with equal parts take the same time.
+    """The work of a rank, by stack: ranks with equal parts take the same time."""
 
-    Attributes:
-        solves: The stack, the factor and the number of blocks of each solve.
-        directs: The stacks for which it computes updates.
-        gathers: The stacks to which it contributes statistics.
-        holds: The stacks and factors whose running factors it holds.
-        makes: The stacks and factors whose statistics it makes from averaged gradients.
-    """
-
-    solves: tuple[tuple[int, int, int], ...] = ()
-    directs: tuple[int, ...] = ()
-    gathers: tuple[int, ...] = ()
-    holds: tuple[tuple[int, int], ...] = ()
-    makes: tuple[tuple[int, int], ...] = ()
+    solves: tuple[tuple[int, int, int], ...] = ()  # stack, factor, number of blocks
+    directs: tuple[int, ...] = ()  # stacks for which it computes updates
+    gathers: tuple[int, ...] = ()  # stacks to which it contributes statistics
+    holds: tuple[tuple[int, int], ...] = ()  # stacks and factors of running factors
+    makes: tuple[tuple[int, int], ...] = ()  # of statistics of averaged gradients
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Seconds of a rank by phase.
+    """Seconds of a rank by phase."""
 
-    Attributes:
-        statistics: Moments of calls, in the backward pass.
-        average: Running averages of a statistics step.
-        observe: Statistics of the averaged gradients.
-        solve: Solves of factors.
-        direct: Updates.
-        write: Reading gradients into stacks and writing updates.
-    """
-
-    statistics: float
-    average: float
-    observe: float
-    solve: float
-    direct: float
-    write: float
+    statistics: float  # moments of calls, in the backward pass
+    average: float  # running averages of a statistics step
+    observe: float  # statistics of the averaged gradients
+    solve: float  # solves of factors
+    direct: float  # updates
+    write: float  # reading gradients into stacks and writing updates
 
 
 def parts(placement: Placement) -> dict[Part, list[int]]:
@@ -109,36 +92,21 @@ def parts(placement: Placement) -> dict[Part, list[int]]:
 
 def _by_rank(entries: Entries[Entry], ranks: range) -> list[tuple[Entry, ...]]:
     """Return the sorted entries of each rank, from the ranks of each entry."""
-    # Most entries are of all ranks: they are not added to each of thousands.
-    everyones: list[Entry] = sorted(e for e, some in entries if len(some) == len(ranks))
     own: list[list[Entry]] = [[] for _ in ranks]
     for entry, some in entries:
-        for rank in some if len(some) < len(ranks) else ():
+        for rank in some:
             own[rank].append(entry)
-    for more in own:
-        more.extend(everyones)
-        more.sort()
-    return [tuple(more) for more in own]
+    return [tuple(sorted(each)) for each in own]
 
 
 class Costs:
-    """Prices of a task on described hardware.
-
-    Args:
-        task: The task.
-        hardware: The hardware.
-        amp: Whether the passes run in bfloat16.
-
-    Attributes:
-        hardware: The hardware.
-        work: The task's work, as it is stacked on the hardware's device.
-    """
+    """Prices of a task on described hardware; with ``amp`` the passes run in bfloat16."""
 
     def __init__(self, task: Task, hardware: Hardware, *, amp: bool = False) -> None:
         self._task, self.hardware, self._paper = task, hardware, Paper(hardware)
         self._amp = amp
         device = "cpu" if hardware.device == "cpu" else "cuda"
-        self.work = tuple(replace(work, device=device) for work in task.work)
+        self.work = tuple(replace(work, device=device) for work in task.work)  # as it is stacked
         self._priced: dict[Hashable, Priced] = {}
         # See `soframe.Curvature.precision`: all but solves multiply in TF32, if the device can.
         self._fast = "tf32" if "product:tf32" in hardware.operators else "float32"

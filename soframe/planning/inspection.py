@@ -20,33 +20,29 @@ from soframe.planning.task import OnPaper
 from soframe.planning.workloads import WORKLOADS
 
 
-class InspectionError(ValueError):
-    """A model could not be found or built; the message has the remedy."""
-
-
 def build_model(path: str, *, meta: bool = False) -> nn.Module:
     """Import a model, or call the function that builds it: ``package.models:make_model``."""
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
-        raise InspectionError(f"{path!r} is not MODULE:CALLABLE, as in package.models:make_model")
+        raise ValueError(f"{path!r} is not MODULE:CALLABLE, as in package.models:make_model")
     target: Any = _import(module_name)
     for name in attribute.split("."):
         if not hasattr(target, name):
-            raise InspectionError(f"there is no {attribute!r} in module {module_name!r}")
+            raise ValueError(f"there is no {attribute!r} in module {module_name!r}")
         target = getattr(target, name)
     if isinstance(target, nn.Module):
         return target
     if not callable(target):
-        raise InspectionError(f"{path} is no callable but a {type(target).__name__}")
+        raise ValueError(f"{path} is no callable but a {type(target).__name__}")
     try:
         with torch.device("meta") if meta else contextlib.nullcontext():
             model = target()
     except Exception as error:  # the user's code may raise any error
-        raise InspectionError(
+        raise ValueError(
             f"{path}() raised {type(error).__name__}: {error}. It is called without arguments."
         ) from error
     if not isinstance(model, nn.Module):
-        raise InspectionError(f"{path}() returned a {type(model).__name__}, not a torch.nn.Module")
+        raise ValueError(f"{path}() returned a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
@@ -59,12 +55,12 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise InspectionError(
+            raise ValueError(
                 f"there is no module {name!r}, neither installed nor in the current folder"
             ) from error
-        raise InspectionError(f"module {name!r} could not be imported: {error}") from error
+        raise ValueError(f"module {name!r} could not be imported: {error}") from error
     except Exception as error:  # of the user's module
-        raise InspectionError(
+        raise ValueError(
             f"importing module {name!r} raised {type(error).__name__}: {error}"
         ) from error
 
@@ -81,38 +77,26 @@ def inspect(
 ) -> tuple[soframe.Report, soframe.Placement]:
     """Register a model as a preconditioner would, with simulated ranks."""
     if world_size < 1:
-        raise InspectionError(f"the world size must be at least 1, not {world_size}")
-    try:
-        preconditioner = OnPaper(
-            model,
-            method=method,
-            solver=solver,
-            auxiliary=auxiliary,
-            strategy=strategy,
-            distribution=soframe.Distribution(backend=Recording(world_size=world_size)),
-            kl_clip=None,
-            layers="all" if all_layers else None,
-        )
-    except ValueError as error:
-        raise InspectionError(str(error)) from error
+        raise ValueError(f"the world size must be at least 1, not {world_size}")
+    preconditioner = OnPaper(
+        model,
+        method=method,
+        solver=solver,
+        auxiliary=auxiliary,
+        strategy=strategy,
+        distribution=soframe.Distribution(backend=Recording(world_size=world_size)),
+        kl_clip=None,
+        layers="all" if all_layers else None,
+    )
     report, placement = preconditioner.report(), preconditioner.placement
     preconditioner.close()
     return report, placement
 
 
 def problem(path: str, shapes: Sequence[str]) -> tuple[nn.Module, list[Any] | None]:
-    """Return a model by ``MODULE:CALLABLE``, or a workload's by its name, and its inputs.
+    """Return a model by ``MODULE:CALLABLE``, or a workload's by its name, on the meta device.
 
-    Args:
-        path: The callable, or the name.
-        shapes: The shape of each positional input, such as ``"8x1024:int64"``; empty to take a
-            workload's own, or to leave passes without a price.
-
-    Returns:
-        The model, without memory for its weights, and its positional inputs; None if unknown.
-
-    Raises:
-        InspectionError: If there is no such model, or a shape cannot be read.
+    And its inputs, of shapes such as ``"8x1024:int64"``, by default a workload's own; None without.
     """
     workload = WORKLOADS.get(path)
     model = build_model(path, meta=True) if workload is None else workload.model()
@@ -126,7 +110,7 @@ def _input(text: str) -> torch.Tensor:
     sides, _, name = text.partition(":")
     dtype = getattr(torch, name or "float32", None)
     if not re.fullmatch(r"\d+(x\d+)*", sides) or not isinstance(dtype, torch.dtype):
-        raise InspectionError(f"{text!r} is no shape such as 32x3x224x224 or 8x1024:int64")
+        raise ValueError(f"{text!r} is no shape such as 32x3x224x224 or 8x1024:int64")
     return torch.empty([int(side) for side in sides.split("x")], dtype=dtype, device="meta")
 
 

@@ -67,25 +67,15 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """The measurements of one curve.
+    """The measurements of one curve."""
 
-    Attributes:
-        key: ``"<operator>:<dtype>"``, or the collective.
-        sizes: Sides, channels or bytes, in the order in which the budget is spent on them.
-        make: Allocates the operands of a size, and returns the call to measure.
-        power: The power of the size by which seconds are expected to grow.
-        batch: The matrices of a call.
-        precision: Of float32 products on NVIDIA's GPUs.
-        groups: Of a collective: the groups that run it at the same time.
-    """
-
-    key: str
-    sizes: Sequence[int]
-    make: Callable[[int], Call]
-    power: float
-    batch: int = 1
-    precision: Precision = "full"
-    groups: Sequence[Group] = ()
+    key: str  # "<operator>:<dtype>", or the collective
+    sizes: Sequence[int]  # sides, channels or bytes, in the order in which the budget is spent
+    make: Callable[[int], Call]  # allocates the operands of a size, and returns the call to measure
+    power: float  # the power of the size by which seconds are expected to grow
+    batch: int = 1  # the matrices of a call
+    precision: Precision = "full"  # of float32 products on NVIDIA's GPUs
+    groups: Sequence[Group] = ()  # of a collective: the groups that run it at the same time
 
     def cold(self, device: torch.device) -> bool:
         """Return whether caches are displaced before a sample: for operators on a CPU."""

@@ -19,17 +19,11 @@ from soframe.strategies.work import ITEM_BYTES
 
 @dataclass(frozen=True)
 class Transients:
-    """The most bytes at once, beside the bytes held between steps.
+    """The most bytes at once, beside the bytes held between steps."""
 
-    Attributes:
-        window: The sums of a statistics step, and their triangles on the way.
-        solving: In a step with solves.
-        updating: In another step.
-    """
-
-    window: int
-    solving: int
-    updating: int
+    window: int  # the sums of a statistics step, and their triangles on the way
+    solving: int  # in a step with solves
+    updating: int  # in another step
 
     @property
     def most(self) -> int:

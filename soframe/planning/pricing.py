@@ -46,30 +46,17 @@ FREE |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 
 @dataclass
 class Priced:
-    """The cost of some code.
+    """The cost of some code."""
 
-    Attributes:
-        seconds: The time of its operators, one after another.
-        operators: Their number.
-        flops: The FLOPs of products and convolutions.
-        peak: The most bytes that it held at once in new tensors, its results among them.
-        left: The bytes of its results.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # the time of its operators, one after another
     operators: int = 0
-    flops: float = 0.0
-    peak: int = 0
-    left: int = 0
+    flops: float = 0.0  # the FLOPs of products and convolutions
+    peak: int = 0  # the most bytes that it held at once in new tensors, its results among them
+    left: int = 0  # the bytes of its results
 
 
 class Pricing(TorchDispatchMode):
-    """Prices every operator in ``priced``.
-
-    Args:
-        hardware: The hardware.
-        precision: ``"tf32"`` for products of float32 by tensor cores, where there is a rate for it.
-    """
+    """Prices every operator in ``priced``; products of float32 perhaps in ``"tf32"``."""
 
     def __init__(self, hardware: Hardware, precision: str = "float32") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,13 +167,7 @@ def without_numbers(code: str, remedy: str) -> Iterator[None]:
 
 
 class Paper:
-    """Tensors with shapes and without numbers, which take the paths of the hardware's device.
-
-    Args:
-        hardware: The hardware.
-
-    Use it as a context: within, `new` makes tensors and `price` runs code on them.
-    """
+    """A context of tensors with shapes and without numbers, on paths of the hardware's device."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware

@@ -31,17 +31,11 @@ Messages = Sequence[tuple[str, Sequence[Message]]]
 
 @dataclass(frozen=True)
 class Rank:
-    """The ranks of one part.
-
-    Attributes:
-        count: Their number.
-        arithmetic: Their seconds of arithmetic.
-        messages: The collectives of a step by phase: of each kind of step, see `KINDS`.
-    """
+    """The ranks of one part."""
 
     count: int
     arithmetic: Arithmetic
-    messages: Mapping[str, Messages]
+    messages: Mapping[str, Messages]  # collectives by phase, of each of `KINDS`
 
 
 KINDS = ("plain", "statistics", "solve")
@@ -100,17 +94,7 @@ class _Clock:
 
 
 class Schedule:
-    """The steps of one placement.
-
-    Args:
-        hardware: The hardware.
-        parts: All ranks, by part; rare parts with little work may have no messages.
-        ranks: The number of ranks.
-        passes: Seconds of a forward and backward pass.
-        gradients: Bytes of gradients that DistributedDataParallel averages; 0 if soframe does.
-        optimizer: Seconds of the optimizer's step.
-        background: The steps for which solves run on a stream of their own; 0 for none.
-    """
+    """The steps of one placement; rare parts with little work may have no messages."""
 
     def __init__(
         self,
@@ -118,10 +102,10 @@ class Schedule:
         parts: Sequence[Rank],
         *,
         ranks: int,
-        passes: float,
-        gradients: int,
-        optimizer: float,
-        background: int = 0,
+        passes: float,  # seconds of a forward and backward pass
+        gradients: int,  # bytes that DistributedDataParallel averages; 0 if soframe does
+        optimizer: float,  # seconds of the optimizer's step
+        background: int = 0,  # steps for which solves run on a stream of their own
     ) -> None:
         self._hardware, self._parts, self._background = hardware, parts, background
         crowd = hardware.crowd(ranks)
@@ -158,16 +142,7 @@ class Schedule:
         return found
 
     def timing(self, statistics_every: int, solve_every: int, turns: int = 1) -> Timing:
-        """Return the time of a step.
-
-        Args:
-            statistics_every: The interval of statistics steps.
-            solve_every: The interval of solves.
-            turns: The steps over which the solves of an interval are spread.
-
-        Returns:
-            The timing.
-        """
+        """Return the time of a step, with the solves of an interval spread over some turns."""
         usual = "statistics" if statistics_every == 1 else "plain"
         [base] = self._steps([usual, usual, usual])[2:]
         after = max(1, self._background)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,17 +25,11 @@ from soframe.strategies.work import BlockWork
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """One call of a layer: the shapes and dtypes of its tensor arguments and of its output.
-
-    Attributes:
-        helper: The helper of the module.
-        inputs: Meta tensors; layers that read one tensor have the same.
-        output: A meta tensor.
-    """
+    """One call of a layer: the shapes and dtypes of its tensor arguments and of its output."""
 
     helper: LayerHelper
-    inputs: tuple[Tensor, ...]
-    output: Tensor
+    inputs: tuple[Tensor, ...]  # meta tensors; layers that read one tensor have the same
+    output: Tensor  # a meta tensor
 
 
 @dataclass(frozen=True)
@@ -82,20 +77,12 @@ class Task:
         blocks, work, intervals = own.blocks, own.placement.work, own.intervals
         own.close()
         trained = tuple(p for p in model.parameters() if p.requires_grad)
+        task = cls(blocks, work, trained, intervals=intervals)
         if inputs is None:
-            return cls(blocks, work, trained, intervals=intervals)
+            return task
         given = tuple(tree_map(_meta, tuple(inputs)))
-        calls, activations = _calls(model, given, blocks)
-        return cls(
-            blocks,
-            work,
-            trained,
-            model=model,
-            inputs=given,
-            calls=calls,
-            activations=activations,
-            intervals=intervals,
-        )
+        calls, kept = _calls(model, given, blocks)
+        return replace(task, model=model, inputs=given, calls=calls, activations=kept)
 
     def unpriced(self) -> tuple[str, ...]:
         """Return the parts that a plan leaves without a price, each with the reason."""
@@ -114,15 +101,12 @@ class Task:
     def run(self, new: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         """Return a forward and backward pass, on tensors that ``new`` makes from those here."""
         assert self.model is not None
-        model, inputs = (
-            self.model,
-            tree_map(lambda x: new(x) if isinstance(x, Tensor) else x, self.inputs),
-        )
-        tensors = _tensors_of(model, new)
+        inputs = tree_map(lambda x: new(x) if isinstance(x, Tensor) else x, self.inputs)
+        run = partial(torch.func.functional_call, self.model, _tensors_of(self.model, new), inputs)
 
         def passes() -> None:
             with torch.enable_grad(), _Attention():
-                _sum(torch.func.functional_call(model, tensors, inputs)).backward()
+                _sum(run()).backward()
 
         return passes
 

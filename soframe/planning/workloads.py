@@ -42,15 +42,11 @@ class Workload:
 
 
 class Residual(nn.Module):
-    """Convolutions with batch norm, and a shortcut around them.
-
-    Args:
-        channels: Channels of the input.
-        layers: For each convolution its output channels, kernel size and stride.
-    """
+    """Convolutions with batch norm, and a shortcut around them."""
 
     def __init__(self, channels: int, layers: list[tuple[int, int, int]]) -> None:
         super().__init__()
+        # For each convolution its output channels, kernel size and stride.
         convolutions, into = [], channels
         for out, kernel, stride in layers:
             convolutions.append(convolution(into, out, kernel, stride))
@@ -76,11 +72,7 @@ def convolution(channels: int, out: int, kernel: int, stride: int) -> nn.Sequent
 
 
 def resnet(counts: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Sequential:
-    """Return a ResNet of bottlenecks for images of 224 x 224 (He et al., 2016), by default of 50.
-
-    Args:
-        counts: The bottlenecks of each width.
-    """
+    """Return a ResNet for images of 224 x 224 (He et al., 2016), by bottlenecks of each width."""
     layers = [convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     channels = 64
     for width, count in zip((64, 128, 256, 512), counts, strict=True):
@@ -103,11 +95,7 @@ def heads(x: Tensor, size: int) -> Tensor:
 class Layer(nn.Module):
     """Attention and a perceptron of four times the width, with layer norms.
 
-    Args:
-        width: Width of the stream.
-        heads: Heads of the attention.
-        causal: Whether it is GPT-2's, where positions attend to earlier ones and norms stand
-            before attention and perceptron; else BERT's, where they stand behind the sums.
+    GPT-2's is causal, with norms before attention and perceptron; BERT's has them behind the sums.
     """
 
     def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
@@ -148,13 +136,7 @@ def _tied(head: nn.Linear, table: nn.Embedding) -> nn.Linear:
 
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al., 2019): ``[batch, length]`` to logits; the head is the embedding's.
-
-    Args:
-        width: Width of the stream.
-        layers: Layers.
-        heads: Heads of the attention.
-    """
+    """GPT-2 (Radford et al., 2019): ``[batch, length]`` to logits; the head is the embedding's."""
 
     def __init__(self, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -198,11 +180,7 @@ class BERT(nn.Module):
 class Gated(nn.Module):
     """A Llama's layer: grouped-query attention with rotated positions, and a gated perceptron.
 
-    Args:
-        width: Width of the stream.
-        heads: Heads of the queries.
-        shared: Heads of keys and values; each serves ``heads / shared`` queries.
-        hidden: Width of the perceptron.
+    Each of the ``shared`` heads of keys and values serves ``heads / shared`` queries.
     """
 
     def __init__(self, width: int, heads: int, shared: int, hidden: int) -> None:
@@ -239,16 +217,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """A Llama (Touvron et al., 2023): ``[batch, length]`` to logits; the head has its own weight.
-
-    Args:
-        vocabulary: Tokens that there are.
-        layers: Layers.
-        width: See `Gated`.
-        heads: See `Gated`.
-        shared: See `Gated`.
-        hidden: See `Gated`.
-    """
+    """A Llama (Touvron et al., 2023): ``[batch, length]`` to logits, with a head of its own."""
 
     def __init__(
         self, vocabulary: int, layers: int, width: int, heads: int, shared: int, hidden: int

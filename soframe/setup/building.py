@@ -51,16 +51,12 @@ def choose_backends(
     choice: str | type[Backend] | Backend | None, pipeline: object
 ) -> tuple[Backend, Stages]:
     """Return the communication backend, and the stages of a `Pipeline` (None for none)."""
-    of_stages = _stages_of(pipeline)
-    return _backend_of(choice, of_stages), of_stages
-
-
-def _stages_of(pipeline: object) -> Stages:
     if pipeline is None:
-        return ALONE
+        return _backend_of(choice, ALONE), ALONE
     from soframe.parallel.pipeline import Pipeline  # imported by few models
 
-    return Pipeline(pipeline)
+    stages = Pipeline(pipeline)
+    return _backend_of(choice, stages), stages
 
 
 def _backend_of(choice: str | type[Backend] | Backend | None, stages: Stages) -> Backend:
@@ -190,11 +186,7 @@ def build(
     stages: Stages,
     beside: bool = False,
 ) -> tuple[Registration, Placement, Strategy]:
-    """Register a model, place its blocks and hook its modules, once all ranks have agreed.
-
-    Returns:
-        The blocks, their placement and the strategy that placed them.
-    """
+    """Register a model, place its blocks and hook its modules, once all ranks have agreed."""
 
     def unfit(placement: Placement) -> str | None:
         """Return an error if a placement does not go with the model and the settings, or None."""

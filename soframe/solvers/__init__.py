@@ -1,4 +1,7 @@
-"""Solvers: compute second-order data from factors, and precondition gradients with them."""
+"""Solvers: compute second-order data from factors, and precondition gradients with them.
+
+Constructors raise a ValueError for a setting that is out of range.
+"""
 
 from soframe.kernels.precision import multiply
 from soframe.solvers.around import Around

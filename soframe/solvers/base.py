@@ -72,9 +72,6 @@ class Solver(ABC):
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
         """Return the names and shapes of the second-order data of a factor.
 
-        Args:
-            factor: The factor.
-
         Returns:
             The specs by name, in the order in which the tensors are sent.
         """
@@ -222,9 +219,6 @@ def solve_stack(
     Returns:
         The second-order data ``[groups, ...]`` in the dtype of ``matrices``, and a boolean vector
         ``[groups]`` on the device: False for failed groups, whose data are undefined (see `retry`).
-
-    Raises:
-        RuntimeError: If the solver changes the factors in place.
     """
     return _solve(solver, matrices, damping, last, matrices.dtype, [])
 
@@ -251,9 +245,6 @@ class Problem:
 
 def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Solve factors of many stacks, by one call for each size.
-
-    Args:
-        problems: The factors.
 
     Returns:
         The result of `solve_stack` for each.
@@ -347,7 +338,6 @@ def solve_safely(
 
     Raises:
         SolveFailedError: If the solve fails in float64 too, or its result is not finite.
-        RuntimeError: If the solver changes the factor in place.
     """
     errors: list[str] = []
     for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
@@ -367,15 +357,7 @@ def _solve(
     errors: list[str],
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Solve once; return the data in the dtype in which they are kept, and the success by group."""
-    version = matrices._version
-    try:
-        made = _made(solver, matrices, damping, last, errors)
-    finally:
-        if matrices._version != version:
-            raise RuntimeError(
-                f"{solver!r}: solve() has changed the factor in place, and it is a running "
-                f"average that goes on: return new tensors, such as of matrix + damping * eye"
-            )
+    made = _made(solver, matrices, damping, last, errors)
     # The same layout on every rank: products with other strides round differently.
     data = {name: tensor.to(dtype).contiguous() for name, tensor in made.items()}
     # The factor changes in place at the next statistics; its data must not.

@@ -119,3 +119,8 @@ def turned(
 def rayleigh(vectors: Tensor, product: Tensor) -> Tensor:
     """Compute ``diag(Q^T F Q)``, ``[groups, n]``, from Q and ``F Q``."""
     return (vectors * product).sum(-2)
+
+
+def quotient(matrix: Tensor, curvature: Tensor) -> Tensor:
+    """Divide by a damped curvature; where it is zero there is no step, as by the pseudo-inverse."""
+    return (matrix / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0.0)

@@ -44,9 +44,6 @@ class Inverse(Solver):
         split: How the damping is split: ``"pi"`` by the factors' mean traces, ``"sqrt"`` equally,
             ``"full"`` the whole damping to each factor (as in kfac-pytorch, which does not factor
             the damping of the block).
-
-    Raises:
-        ValueError: If the split has another value.
     """
 
     damps_factors: ClassVar[bool] = True

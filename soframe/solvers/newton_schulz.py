@@ -39,9 +39,6 @@ class NewtonSchulz(Inverse):
     Attributes:
         split: How the damping is split, see `Inverse`.
         iterations: The maximal number of iterations per solve.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     iterations: int = 40

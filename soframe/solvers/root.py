@@ -33,9 +33,6 @@ class Root(Solver):
     Attributes:
         power: The exponent.
         epsilon: Added to the eigenvalues, relative to the largest of them.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     power: float = -0.25

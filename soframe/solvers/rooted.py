@@ -20,11 +20,7 @@ from soframe.specs import FactorSpec, TensorSpec
 
 @dataclass(frozen=True)
 class Rooted(Around):
-    """Divide each factor by the root of its mean trace before it is solved.
-
-    Attributes:
-        solver: The inner solver.
-    """
+    """Divide each factor by the root of its mean trace before it is solved."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

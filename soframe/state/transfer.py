@@ -110,20 +110,16 @@ def _is_cut(before: Block, after: Block) -> bool:
     """Return whether factors are unchanged, or lose only the rows and columns of lost inputs."""
     if before.shape == after.shape:
         return True
-    if len(before.factors) != len(after.factors):
-        return False
-    for one, other in zip(before.factors, after.factors, strict=True):
-        if one.kind != "psd":
-            return False
-        sizes = (one.size, other.size)
-        as_inputs = one.side == "right" and sizes == (
-            before.shape.in_features,
-            after.shape.in_features,
+    inputs = (before.shape.in_features, after.shape.in_features)
+    return len(before.factors) == len(after.factors) and all(
+        one.kind == "psd"
+        and one.groups == other.groups
+        and (
+            (one.side == "right" and (one.size, other.size) == inputs)
+            or (one.side == "left" and one.size == other.size)
         )
-        as_ever = one.side == "left" and sizes[0] == sizes[1]
-        if one.groups != other.groups or not (as_inputs or as_ever):
-            return False
-    return True
+        for one, other in zip(before.factors, after.factors, strict=True)
+    )
 
 
 def _remaining_columns(before: Layout, after: Layout) -> slice | None:

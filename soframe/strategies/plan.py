@@ -24,20 +24,12 @@ Stacked = Sequence[tuple[BlockWork, BlockPlacement, int, int]]
 
 
 class Route(NamedTuple):
-    """A way that tensors take: those of one route share buffers.
+    """A way that tensors take: those of one route share buffers."""
 
-    Attributes:
-        operation: The collective, by its name in `soframe.Backend`.
-        group: The ranks that take part.
-        root: The source of a broadcast, or the destination of a reduction; None for all ranks.
-        dtype: The dtype on the wire.
-        device: The device.
-    """
-
-    operation: str
-    group: tuple[int, ...]
-    root: int | None = None
-    dtype: str = "float64"
+    operation: str  # the collective, by its name in `soframe.Backend`
+    group: tuple[int, ...]  # the ranks that take part
+    root: int | None = None  # source of a broadcast or destination of a reduction; None for all
+    dtype: str = "float64"  # the dtype on the wire
     device: str = "cpu"
 
 
@@ -83,11 +75,11 @@ def memory(
     return {**usage, "total": sum(usage.values())}
 
 
-def window(pairs: Pairs, stacks: Stacks, rank: int, due: Collection[str] | None = None) -> int:
-    """Return the bytes of the sums that a rank gathers before a step, of blocks that are due."""
+def window(pairs: Pairs, stacks: Stacks, rank: int) -> int:
+    """Return the bytes of the sums that a rank gathers before a step."""
     return sum(
         ITEM_BYTES[work.dtype] * prod(factor.shape)
-        for work, place in _in_stacks(pairs, stacks, due)
+        for work, place in _in_stacks(pairs, stacks, None)
         for index, factor in enumerate(work.factors)
         if factor.captured and place.contributes(rank, index)
     )

@@ -7,7 +7,6 @@ statistics step, or accumulated by each contributor and reduced when a solve nee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
@@ -206,7 +205,7 @@ class BlockPlacement:
 
     def sharing(self, factor: int) -> tuple[int, ...]:
         """Return the sorted ranks among which the second-order data of a factor travel."""
-        return share_group(self.owners[factor], self.needing(factor))
+        return tuple(sorted({self.owners[factor], *self.needing(factor)}))
 
     @cached_property
     def exchanges(self) -> dict[int, tuple[int, ...]]:
@@ -240,8 +239,3 @@ class BlockPlacement:
 UNNAMED_WORK = attrgetter(*(f.name for f in fields(BlockWork) if f.name != "name"))
 UNNAMED_PLACE = attrgetter(*(f.name for f in fields(BlockPlacement) if f.name != "block"))
 """Return all but the block's name: blocks with equal work and places are of one kind."""
-
-
-def share_group(owner: int, gradient_workers: Sequence[int]) -> tuple[int, ...]:
-    """Return the sorted ranks among which an owner broadcasts second-order data."""
-    return tuple(sorted({owner, *gradient_workers}))

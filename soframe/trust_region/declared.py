@@ -17,6 +17,7 @@ from torch import Tensor
 from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
 from soframe.trust_region.forward import FORWARD, Forward
+from soframe.trust_region.twice import fixed
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def fit(declared: Loss, forward: Forward, closures: int) -> Fit:
 def _fit_of_curvature(
     declared: Loss, forward: Forward, outputs: Sequence[Tensor], closures: int
 ) -> Fit:
-    samples, tangents = len(outputs[0]), _tangents(outputs)
+    samples, tangents = len(outputs[0]), list(map(fixed, outputs))
     actual = [product * samples for product in forward.hessian_product(tangents)]
     expected = _hessian_products(declared, outputs, tangents)
     flat = _hessian_products(declared, [torch.zeros_like(one) for one in outputs], tangents)
@@ -126,20 +127,6 @@ def _fit_of_gradients(
         )
     plain = problem is None and math.isclose(times * closures, 1.0, rel_tol=tolerance)
     return Fit(samples, times, plain, problem=problem, tolerance=tolerance)
-
-
-def _tangents(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return fixed directions in the outputs."""
-    # Fractional parts of multiples of irrational numbers: random ones would be slow, and change the
-    # user's random stream.
-    tangents = []
-    for output in outputs:
-        one = torch.ones((), dtype=torch.float64, device=output.device)
-        features = (one.expand(output[:1].numel()).cumsum(0) * 0.6180339887).frac()
-        samples = (one.expand(len(output)).cumsum(0) * 0.7548776662).frac()
-        both = features.to(output.dtype) + samples.to(output.dtype).unsqueeze(1)
-        tangents.append((both.frac() - 0.5).view(output.shape))
-    return tangents
 
 
 def _hessian_products(

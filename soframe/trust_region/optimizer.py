@@ -41,7 +41,7 @@ from soframe.trust_region.proposals import Proposer
 from soframe.trust_region.quadratic import Quadratic, combine
 from soframe.trust_region.readout import LAST, PRECONDITIONED, STEEPEST, OnStep, Readout
 from soframe.trust_region.reduction import Reduction
-from soframe.trust_region.replay import Replay, Snapshot
+from soframe.trust_region.replay import Replay
 from soframe.trust_region.twice import Direction
 from soframe.trust_region.watch import LossWatch
 
@@ -225,7 +225,7 @@ class TrustRegion(ClosureOptimizer):
         """Run the closures; once more if their loss undoes the pending step."""
         if not self._reduction.waits:
             return self._forward_backward(closures)
-        before = Snapshot(self._model)
+        before = Replay(self._model)
         forwards, loss = self._forward_backward(closures)
         if self._judge(loss):
             return forwards, loss

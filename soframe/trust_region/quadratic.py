@@ -10,7 +10,7 @@ F is the generalised Gauss-Newton matrix of the user's own loss, ``(1/N) sum_n J
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,6 @@ from torch import Tensor, nn
 
 from soframe.trust_region.forward import Forward
 from soframe.trust_region.twice import Direction
-
-TOGETHER = 2**18
-"""Elements up to which parameters are concatenated for one product, since each product is a call.
-"""
 
 
 @dataclass(frozen=True)
@@ -140,32 +136,18 @@ def _at_least_single(tensor: Tensor) -> Tensor:
 def inner_products(directions: Sequence[Direction]) -> Tensor:
     """Return the inner products of every two of k directions, ``[k, k]``, float64, on the CPU."""
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
-    # Few parts share parameters: add each group of directions into its own rows and columns.
-    groups: dict[Any, list[list[Tensor]]] = {}
+    # Few parts share parameters: each group of directions has rows and columns of its own.
+    products: dict[Any, Tensor] = {}
     for tensors in zip(*directions, strict=True):
-        present = {i: tensor.detach() for i, tensor in enumerate(tensors) if tensor is not None}
-        for first in [*present.values()][:1]:
-            groups.setdefault(((*present,), first.dtype, first.device), []).append(
-                [*present.values()]
-            )
-    for (which, *_), columns in groups.items():
+        present = {i: t.detach().reshape(-1) for i, t in enumerate(tensors) if t is not None}
+        if present:
+            rows = torch.stack([*present.values()])
+            product, key = (rows @ rows.T).double(), ((*present,), rows.device)
+            products[key] = products[key] + product if key in products else product
+    for (which, _), product in products.items():
         at = torch.tensor(which, device="cpu")
-        for small in _together(columns):
-            rows = torch.cat([t.reshape(-1) for row in zip(*small, strict=True) for t in row])
-            rows = rows.view(len(which), -1)
-            total[at.unsqueeze(1), at] += (rows @ rows.T).double().cpu()
+        total[at.unsqueeze(1), at] += product.cpu()
     return total
-
-
-def _together(columns: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield runs of parameters of up to `TOGETHER` elements, or a larger one."""
-    start = numbers = 0
-    for stop, (first, *_) in enumerate(columns):
-        if stop > start and numbers + first.numel() > TOGETHER:
-            yield columns[start:stop]
-            start, numbers = stop, 0
-        numbers += first.numel()
-    yield columns[start:]
 
 
 def combine(

@@ -32,10 +32,22 @@ class Replay:
         self._cpu = torch.get_rng_state()
         self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
         self._places = [module._buffers for module in model.modules()]
+        self._tensors = [dict(place) for place in self._places]
         self._buffers = _copies(self._places)
 
-    def restore_generators(self) -> None:
-        """Restore the generators, on the CPU and on the CUDA devices of the model."""
+    def restore(self) -> None:
+        """Restore both, buffers into the same tensors."""
+        self._restore_generators()
+        for place, tensors, kept in zip(self._places, self._tensors, self._buffers, strict=True):
+            place.update(tensors)
+            for name, buffer in tensors.items():
+                before = kept[name]
+                # An expanded buffer cannot be written to.
+                if buffer is not None and before is not None and not torch.equal(buffer, before):
+                    with torch.no_grad():
+                        buffer.copy_(before)
+
+    def _restore_generators(self) -> None:
         torch.set_rng_state(self._cpu)
         for device, state in zip(self._devices, self._cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
@@ -48,7 +60,7 @@ class Replay:
             try:
                 for place, kept in zip(self._places, _copies(self._buffers), strict=True):
                     place.update(kept)
-                self.restore_generators()
+                self._restore_generators()
                 yield
             finally:
                 for place, kept in zip(self._places, before, strict=True):
@@ -60,24 +72,3 @@ def _copies(places: Sequence[Buffers]) -> list[Buffers]:
     buffers = {id(b): b for place in places for b in place.values()}
     clones = {key: None if b is None else b.clone() for key, b in buffers.items()}
     return [{name: clones[id(b)] for name, b in place.items()} for place in places]
-
-
-class Snapshot:
-    """The random state and a model's buffers, to be restored into the same tensors."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._random = Replay(model)
-        places = [module._buffers for module in model.modules()]
-        self._places = [(place, dict(place)) for place in places]
-        buffers = {id(b): b for place in places for b in place.values() if b is not None}
-        self._buffers = [(b, b.clone()) for b in buffers.values()]
-
-    def restore(self) -> None:
-        """Restore both."""
-        self._random.restore_generators()
-        for buffers, kept in self._places:
-            buffers.update(kept)
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                if not torch.equal(buffer, before):  # an expanded buffer cannot be written to
-                    buffer.copy_(before)

@@ -12,10 +12,10 @@ from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damp
 from soframe.layers.layout import BlockShape
 from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
-from soframe.methods.base import Method
 from soframe.registry import KINDS
 from soframe.schedules import WarmInterval
 from soframe.settings import Curvature, flat, group_of
+from soframe.setup.building import methods
 from soframe.trust_region.adaptive import AdaptiveDamping
 
 PRECONDITIONER: dict[str, Any] = {
@@ -73,7 +73,7 @@ def check(loss: object, settings: Mapping[str, Any]) -> Loss:
         default = _DEFAULTS.get(name)
         if given.get(name, default) not in (default, *allowed):
             raise ValueError(f"TrustRegion {text}")
-    for method in _methods(given.get("method", "kfac")):
+    for method in methods(given.get("method", "kfac")):
         if method.state(_SHAPE) or not all(f.captured for f in method.factors(_SHAPE)):
             raise ValueError(
                 "TrustRegion needs methods whose updates depend on the present gradient alone, "
@@ -87,11 +87,6 @@ def check(loss: object, settings: Mapping[str, Any]) -> Loss:
             "natural parameters"
         )
     return built
-
-
-def _methods(choice: Any) -> list[Method]:
-    choices = choice.values() if isinstance(choice, Mapping) else [choice]
-    return [KINDS["method"].build(one, Method) for one in choices if one is not None]
 
 
 def policy_of(choice: DampingChoice) -> DampingPolicy:
@@ -127,7 +122,7 @@ def of_preconditioner(given: Mapping[str, Any], loss: Loss, burn_in: int) -> dic
         settings.setdefault("solver", "inverse")  # factored damping with Cholesky is cheap
     curvature: Curvature = group_of("curvature", given)
     if (fisher := curvature.fisher) is None:
-        reads = [f.reads for m in _methods(settings["method"]) for f in m.factors(_SHAPE)]
+        reads = [f.reads for m in methods(settings["method"]) for f in m.factors(_SHAPE)]
         fisher = "forward-only" if set(reads) == {"inputs"} else "monte-carlo"
     settings["curvature"] = replace(curvature, fisher=fisher, loss=loss)
     for name in ("statistics_every", "solve_every"):

@@ -93,7 +93,7 @@ def jacobian_products(
     if not ends or not moved:
         return [tuple(map(torch.zeros_like, outputs)) for _ in directions]
     moves = [[v[i] for i in moved] for v in directions]
-    cotangents = [_cotangent(end).requires_grad_() for end in ends]
+    cotangents = [fixed(end).requires_grad_() for end in ends]
     try:
         with torch.enable_grad():
             gradients = torch.autograd.grad(
@@ -154,8 +154,8 @@ def _norm(tensor: Tensor) -> Tensor:
     return norm
 
 
-def _cotangent(tensor: Tensor) -> Tensor:
-    """Return a fixed pseudo-random cotangent of this shape."""
+def fixed(tensor: Tensor) -> Tensor:
+    """Return fixed pseudo-random numbers of this shape: the random stream is the user's."""
     count = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
     return count.sin().to(tensor.dtype).view(tensor.shape)
 

@@ -101,37 +101,6 @@ class Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("size", "number"), [(192, 1), (768, 3), (1000, 3), (1025, 0), (254, 1)])
-def test_halves_are_columns(size: int, number: int) -> None:
-    """Of a sum within a larger matrix, as with a bias; what is above the blocks is left alone."""
-    assert gram.halvings(size) == number
-    rows = randn(5, size)
-    whole = torch.zeros(size + 1, size + 1, dtype=torch.float64)
-    gram.add_by_columns(whole[:-1, :-1], rows, 0.5)
-    got = torch.zeros_like(whole)
-    gram.add_rows(got[:-1, :-1], rows, 0.5)
-    assert torch.equal(got, whole), "one thread"
-    if number == 0:
-        return
-    got = torch.zeros_like(whole)
-    for _ in range(2):
-        gram.add_by_halves(got[:-1, :-1], rows, 0.25)
-    compare(got.tril(), whole.tril(), "halves", rtol=1e-12)
-    written = torch.full_like(whole, torch.nan)
-    gram.add_by_halves(written[:-1, :-1], rows, 0.5, beta=0)
-    compare(written[:-1, :-1].tril(), whole[:-1, :-1].tril(), "written", rtol=1e-12)
-    assert (got != 0).sum() <= (0.5 + 0.5 / 2**number) * size**2
-
-
-def test_threads_share_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    monkeypatch.setattr(gram, "add_by_halves", lambda total, rows, *_: taken.append(len(total)))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    for size in (256, 1024, 1025):
-        gram.add_rows(torch.zeros(size, size), torch.ones(1, size))
-    assert taken == [1024]
-
-
 @pytest.mark.parametrize("size", [1, 5, 256, 600])
 def test_mirror(size: int) -> None:
     whole = randn(2, size, size)

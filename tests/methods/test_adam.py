@@ -1,6 +1,7 @@
 """Methods of single entries, against torch's optimizers and the dense Fisher's diagonal."""
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.kernels.samples import by_samples, squared_gradients
-from soframe.methods import SGD, AdamW
-from soframe.methods.adam import divided
+from soframe.methods import SGD, AdamW, Diagonal, Given
+from soframe.solvers import Inverse
 from soframe.specs import VALUE
 from soframe.testing import compare, layer_fisher
 from tests import kit
@@ -156,8 +157,9 @@ def test_squares_of_samples() -> None:
 def test_nothing_is_divided_by_zero() -> None:
     data = {"diagonal": {VALUE: torch.tensor([[[0.0, 2.0]]])}}
     matrix = torch.ones(1, 1, 2)
-    assert torch.equal(divided(matrix, data, "diagonal", 0.0), torch.tensor([[[0.0, 0.5]]]))
-    copy = divided(matrix, {}, "diagonal", 0.0)
+    given = Given(matrix, matrix, data, {}, updates=0, solver=Inverse(), damping=0.0)
+    assert torch.equal(Diagonal().direct(given).matrix, torch.tensor([[[0.0, 0.5]]]))
+    copy = Diagonal().direct(replace(given, data={})).matrix
     assert torch.equal(copy, matrix)
     assert copy is not matrix
 

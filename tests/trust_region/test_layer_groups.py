@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from soframe.testing import compare
-from soframe.trust_region import Quadratic, quadratic
+from soframe.trust_region import Quadratic
 from soframe.trust_region.layer_groups import LayerGroups, group_of_each
 from soframe.trust_region.quadratic import combine, inner_products
 from soframe.trust_region.twice import Direction
@@ -116,12 +116,7 @@ def test_curvature_of_parts_is_that_of_the_dense_fisher(name: str) -> None:
     compare(flat(combine(parameters, directions, coefficients)), coefficients @ d, "combination")
 
 
-@pytest.mark.parametrize("together", [0, 7, 30, 2**18])
-def test_inner_products_of_parameters_together(
-    together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever is multiplied in one call: each parameter by itself, or runs of either dtype."""
-    monkeypatch.setattr(quadratic, "TOGETHER", together)
+def test_inner_products_of_parameters_of_either_dtype() -> None:
     like = [torch.zeros(*shape) for shape in ((3, 4), (5,), (2, 2), (30,), (4,))]
     generator = torch.Generator().manual_seed(0)
     rows = [[torch.randn(p.shape, generator=generator) for p in like] for _ in range(3)]
