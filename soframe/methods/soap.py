@@ -194,7 +194,7 @@ class SOAPMuon(Chain):
 
     def __init__(
         self,
-        momentum: float = 0.9,
+        momentum: float = 0.85,
         *,
         square_beta: float = 0.95,
         shampoo_beta: float = 0.95,
