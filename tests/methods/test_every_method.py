@@ -46,10 +46,21 @@ def test_two_ranks_are_one_process(name: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("name", each_kind_first(METHODS, ("ekfac", "soap-muon")))
-def test_ranks_are_one_process(name: str) -> None:
-    """Under every strategy; saved on four ranks, and resumed on two."""
-    check_method(name, ranks=(3, 4), fishers=("empirical",), launch=run_ranks)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("ekfac", (3, 4)),
+        ("soap-muon", (4,)),
+        *(
+            pytest.param(name, (3, 4), marks=pytest.mark.thorough)
+            for name in METHODS
+            if name != "ekfac"
+        ),
+    ],
+)
+def test_ranks_are_one_process(name: str, ranks: tuple[int, ...]) -> None:
+    """Under every strategy; on two numbers of ranks, saved on four and resumed on two."""
+    check_method(name, ranks=ranks, fishers=("empirical",), launch=run_ranks)
 
 
 @pytest.mark.distributed
