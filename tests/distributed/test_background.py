@@ -70,7 +70,15 @@ def both_ways(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Trace, Tra
     ("ranks", "names", "solver", "stagger", "after"),
     [
         (2, ["comm", "pairs, deferred", "kaisa apart"], Slow(), True, 2),
-        pytest.param(2, FOLLOWING, Eigen(follows=True), True, 2, marks=pytest.mark.slow),
+        pytest.param(2, FOLLOWING[1::2], Eigen(follows=True), True, 2, marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            FOLLOWING[::2],
+            Eigen(follows=True),
+            True,
+            2,
+            marks=[pytest.mark.slow, pytest.mark.thorough],
+        ),
         pytest.param(
             2, FEW, OrthogonalIteration(), True, 2, marks=[pytest.mark.slow, pytest.mark.thorough]
         ),

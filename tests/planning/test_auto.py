@@ -110,7 +110,9 @@ def measured(rank: int, ranks: int, limit: int | None) -> tuple[Any, ...]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "limit"), [(2, None), (3, 400_000)])
+@pytest.mark.parametrize(
+    ("ranks", "limit"), [pytest.param(2, None, marks=pytest.mark.thorough), (3, 400_000)]
+)
 def test_ranks_measure_and_agree(ranks: int, limit: int | None) -> None:
     results = run_ranks(measured, ranks, limit)
     digests, strategies, notes, held, after, calls = zip(*results, strict=True)

@@ -36,7 +36,7 @@ from tests.state.test_resume import load, save, triangles
     ("solver", "stagger"),
     [
         pytest.param("eigen", False, marks=pytest.mark.thorough),
-        ("inverse", True),
+        pytest.param("inverse", True, marks=pytest.mark.thorough),
         (Lazy(Eigen(follows=True), tolerance=0.3), True),
     ],
 )
