@@ -53,6 +53,17 @@ def test_a_resumed_run_is_the_run_that_saved(runs, solver, stagger):
         assert same(triangles(resumed), triangles(whole)), at
 
 
+def test_all_solves_under_way_land(runs):
+    """In turns each step begins a solve, of other blocks."""
+    own, plain = (still(runs(stagger=True, background=after)) for after in (3, 0))
+    for run in (own, plain):
+        run.train(range(EVERY + 3))
+    assert len(own.preconditioner._solves._under_way) > 1
+    assert not same(in_use(own), in_use(plain))
+    own.preconditioner.state_dict()
+    assert same(in_use(own), in_use(plain))
+
+
 def test_landing_refreshes_data_that_follow_their_factors(runs):
     """The solve began from older factors: eigenvalues are those of the present ones."""
     run = runs(background=3, solver=Eigen(follows=True)).train(range(EVERY + 2))
