@@ -5,7 +5,7 @@ square root of the loss's Hessian in the outputs, ``H_n = sum_k s_k s_k^T``, bri
 type-2 Fisher; each pass is a micro-batch of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -21,6 +21,13 @@ LossAverage = Literal["local", "global", "sum"]
 Kind = Literal["type-2", "empirical"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batch = tuple[Tensor, Tensor]
+LAYERS = (
+    nn.Linear(3, 2),
+    nn.Linear(2, 3, bias=False),
+    nn.Conv2d(2, 4, 2, groups=2),
+    nn.Conv2d(2, 3, 2, padding=1, bias=False),
+)
+"""Layers for `by_passes`: with one and several positions, groups, and without a bias."""
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -207,6 +214,32 @@ def closing(own: soframe.Preconditioner):  # type: ignore[no-untyped-def]
         yield own
     finally:
         own.close()
+
+
+def of_a_net(
+    method: str, kind: Kind, positions: tuple[int, ...], *, steps: int = 1, **settings: Any
+) -> Iterator[tuple[Block, Tensor, list[Tensor]]]:
+    """Yield the blocks of a net after its last step, their raw gradients and dense Fishers.
+
+    Each Fisher is taken as a preconditioner takes it, with all columns of the loss's Hessian.
+    """
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
+    if kind == "type-2":
+        settings |= {"fisher": kind, "loss": "squared-error"}
+    with closing(preconditioner(model, method=method, **settings)) as own:
+        for step in range(steps):
+            inputs = randn(5, *positions, 3, seed=step)
+            targets = randn(5, *positions, 3, seed=9 + step)
+            model.zero_grad()
+            outputs = model(inputs)
+            if kind == "type-2":
+                own.observe(outputs)
+            half_square(outputs, targets).backward()
+            raw = {name: gradient_matrix(block) for name, block in blocks(own).items()}
+            own.step()
+        for name, block in blocks(own).items():
+            fishers = layer_fisher(model, name, inputs, half_square, targets, kind=kind)
+            yield block, raw[name], fishers
 
 
 def by_passes(

@@ -46,6 +46,7 @@ class Late(Eigen):
 @pytest.mark.parametrize("solver", ["inverse", "orthogonal-iteration"])
 @pytest.mark.parametrize("stagger", [False, True])
 @pytest.mark.parametrize("after", [1, 3, 6, "ready"])
+@pytest.mark.covering(together=2)
 def test_data_are_those_of_so_many_steps_ago(runs, solver, stagger, after):
     """Factors, damping, last data and all; of the last turn, where that is due again before."""
     common = {"solver": solver, "stagger": stagger, "damping": lambda step: 0.02 * 1.3**step}

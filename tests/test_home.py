@@ -400,7 +400,7 @@ def both_ways(rank: int, ranks: int, names: Sequence[str]) -> list[list[Ended]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("ranks", "names"), [(2, list(FLAT)), (3, ["soap-muon", "adamw"])])
+@pytest.mark.parametrize(("ranks", "names"), [(2, list(FLAT)[2:]), (3, list(FLAT)[:2])])
 def test_a_home_may_have_a_part_of_each_gradient(ranks: int, names: list[str]) -> None:
     """To the bit, where norms are not clipped: parts are moved, and nothing else is computed."""
     for results in run_ranks(both_ways, ranks, names):

@@ -30,6 +30,7 @@ from tests.compatibility.tensor_parallel import (
 )
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import planned
+from tests.planning.kit import little_traffic
 
 pytestmark = pytest.mark.distributed
 
@@ -319,7 +320,8 @@ def summed_on_one_rank(rank: int, ranks: int) -> None:
 
 def automatic_within_little(rank: int, ranks: int) -> None:
     """The least that is named is of a strategy that serves the plan."""
-    Run(Case(options={"strategy": soframe.Auto(1, budget=0.1)}), ranks)
+    with little_traffic():
+        Run(Case(options={"strategy": soframe.Auto(1, budget=0.0)}), ranks)
 
 
 REFUSED: list[tuple[Callable[[int, int], Any], int, str]] = [

@@ -114,7 +114,7 @@ def account(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Placement, A
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_traffic_and_memory_are_the_placements(ranks):
     cases = {
         (name, solver): Case(

@@ -70,7 +70,15 @@ def both_ways(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Trace, Tra
     ("ranks", "names", "solver", "stagger", "after"),
     [
         (2, ["comm", "pairs, deferred", "kaisa apart"], Slow(), True, 2),
-        pytest.param(2, FOLLOWING, Eigen(follows=True), True, 2, marks=pytest.mark.slow),
+        pytest.param(2, FOLLOWING[1::2], Eigen(follows=True), True, 2, marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            FOLLOWING[::2],
+            Eigen(follows=True),
+            True,
+            2,
+            marks=[pytest.mark.slow, pytest.mark.thorough],
+        ),
         pytest.param(
             2, FEW, OrthogonalIteration(), True, 2, marks=[pytest.mark.slow, pytest.mark.thorough]
         ),
@@ -97,19 +105,24 @@ def test_threads_change_no_bit_and_no_call(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "solver", "stagger", "after"),
+    ("ranks", "names", "solver", "stagger", "after"),
     [
-        (2, "inverse", False, 2),
-        pytest.param(3, "eigen", True, 1, marks=[pytest.mark.slow, pytest.mark.thorough]),
+        (2, list(STRATEGIES)[1::2], "inverse", False, 2),
+        *(
+            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.thorough])
+            for case in (
+                (2, list(STRATEGIES)[::2], "inverse", False, 2),
+                (3, list(STRATEGIES), "eigen", True, 1),
+            )
+        ),
     ],
 )
-def test_ranks_are_one_process(ranks: int, solver: str, stagger: bool, after: int) -> None:
+def test_ranks_are_one_process(
+    ranks: int, names: list[str], solver: str, stagger: bool, after: int
+) -> None:
     every = {"statistics_every": 1, "solve_every": INTERVAL, "background": after}
     options = {"solver": solver, "stagger": stagger, **every}
-    cases = {
-        name: Case({"strategy": strategy, **options}, steps=STEPS)
-        for name, strategy in STRATEGIES.items()
-    }
+    cases = {name: Case({"strategy": STRATEGIES[name], **options}, steps=STEPS) for name in names}
     alone = train_alone(Case(options, steps=STEPS))
     assert not torch.allclose(alone, train_alone(Case({**options, "background": 0}, steps=STEPS)))
     for own in run_ranks(train_cases, ranks, list(cases.values())):
@@ -140,12 +153,19 @@ def shared(step: Traffic) -> int:
 
 
 @pytest.mark.parametrize(
-    "ranks", [2, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.thorough])]
+    ("ranks", "names"),
+    [
+        (2, list(EVERY)[::2]),
+        *(
+            pytest.param(ranks, list(EVERY), marks=[pytest.mark.slow, pytest.mark.thorough])
+            for ranks in (2, 3)
+        ),
+    ],
 )
-def test_the_bytes_are_the_planned_ones_but_later(ranks: int) -> None:
+def test_the_bytes_are_the_planned_ones_but_later(ranks: int, names: list[str]) -> None:
     """Solves at 0, 3 and 6; what is shared of the latter two travels a step later."""
-    for rank, own in enumerate(run_ranks(count, ranks, list(EVERY), 1)):
-        for name, (placement, totals, held) in zip(EVERY, own, strict=True):
+    for rank, own in enumerate(run_ranks(count, ranks, names, 1)):
+        for name, (placement, totals, held) in zip(names, own, strict=True):
             where = (name, rank)
             kinds = {"statistics": True, "used": list(SHAPES)}
             usual, solving = (placement.traffic(rank, solve=s, **kinds) for s in (False, True))

@@ -143,14 +143,32 @@ def _run(ranks: int, names: tuple[str, ...]) -> dict[str, list[Any]]:
 
 def results_of(ranks: int, name: str) -> list[Any]:
     """All cases of a kind and a world size run in one start of its processes."""
-    names = cases_of(ranks) if name in CASES else sharded_cases(ranks)
-    return _run(ranks, tuple(names))[name]
+    kinds = (cases_of(ranks), other_cases_of(ranks), shards_of(ranks), other_shards_of(ranks))
+    return _run(ranks, next(tuple(names) for names in kinds if name in names))[name]
 
 
 def cases_of(ranks: int) -> list[str]:
-    """All cases on 3 ranks, where nothing divides; some of every kind elsewhere."""
+    """On 3 ranks every strategy with one solver, since nothing divides; some cases elsewhere."""
+    if ranks == 3:
+        return [name for i, name in enumerate(CASES) if i % 4 in (0, 3) or i >= 2 * len(STRATEGIES)]
     few = 4 if ranks < 6 else 2
-    return [name for i, name in enumerate(CASES) if ranks == 3 or i % few == ranks % few]
+    return [name for i, name in enumerate(CASES) if i % few == ranks % few]
+
+
+def other_cases_of(ranks: int) -> list[str]:
+    """On 3 ranks, every strategy with the other solver."""
+    return [name for name in CASES if ranks == 3 and name not in cases_of(ranks)]
+
+
+def shards_of(ranks: int) -> list[str]:
+    """A third of the cases on 2 ranks, and the others on 3."""
+    names = sharded_cases(ranks) if ranks in SHARDED else ()
+    return [name for i, name in enumerate(names) if (i % 3 == 0) == (ranks == 2)]
+
+
+def other_shards_of(ranks: int) -> list[str]:
+    names = sharded_cases(ranks) if ranks in SHARDED else ()
+    return [name for name in names if name not in shards_of(ranks)]
 
 
 @functools.cache
@@ -181,9 +199,10 @@ def assert_same_traces(events: list[list[Event]]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        pytest.param(ranks, name, marks=slow(ranks) + ([pytest.mark.thorough] if ranks > 4 else []))
+        pytest.param(ranks, name, marks=slow(ranks) + ([pytest.mark.thorough] if rest else []))
         for ranks in (1, 2, 3, 4, 6)
-        for name in cases_of(ranks)
+        for names, rest in ((cases_of(ranks), ranks > 4), (other_cases_of(ranks), True))
+        for name in names
     ],
 )
 def test_ranks_equal_one_process(ranks, name):
@@ -193,9 +212,10 @@ def test_ranks_equal_one_process(ranks, name):
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        pytest.param(ranks, name, marks=slow(ranks + 1))
+        pytest.param(ranks, name, marks=slow(ranks + 1) + ([pytest.mark.thorough] if rest else []))
         for ranks in SHARDED
-        for name in sharded_cases(ranks)
+        for names, rest in ((shards_of(ranks), False), (other_shards_of(ranks), True))
+        for name in names
     ],
 )
 def test_shards_equal_one_process(ranks, name):

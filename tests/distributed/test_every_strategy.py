@@ -23,6 +23,7 @@ pytestmark = pytest.mark.distributed
 
 EXACT = [name for name, strategy in EVERY.items() if getattr(strategy, "wire", None) is None]
 OPTIONS = {"statistics_every": 1, "solve_every": 2}
+STEPS = 3
 
 
 def test_every_strategy_that_has_a_name_is_here():
@@ -35,7 +36,7 @@ def test_every_strategy_that_has_a_name_is_here():
 def with_equal_data(rank: int, ranks: int, gradients: str, fused: bool) -> dict[str, Tensor]:
     found = {}
     for name in EXACT:
-        case = Case({"strategy": EVERY[name], "gradients": gradients, **OPTIONS})
+        case = Case({"strategy": EVERY[name], "gradients": gradients, **OPTIONS}, steps=STEPS)
         average = mean_over() if gradients == "averaged" else None
         # Rank 0 of one: it takes the whole batch, like all the others.
         run = Run(case, 0, 1, TorchDistributed(fused=fused), average).train()
@@ -51,7 +52,7 @@ def with_equal_data(rank: int, ranks: int, gradients: str, fused: bool) -> dict[
 )
 def test_where_all_ranks_have_the_same_data_they_are_one_process(ranks, gradients, fused):
     """Whoever contributes statistics: also strategies that take them of some ranks alone."""
-    expected = train_alone(Case({**OPTIONS}))
+    expected = train_alone(Case({**OPTIONS}, steps=STEPS))
     for rank, own in enumerate(run_ranks(with_equal_data, ranks, gradients, fused, timeout=120)):
         for name, weights in own.items():
             torch.testing.assert_close(

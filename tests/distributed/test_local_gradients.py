@@ -104,12 +104,12 @@ def in_every_mode(
 @pytest.mark.parametrize(
     ("ranks", "names", "options"),
     [
-        (2, ["mem"], {}),
-        pytest.param(3, list(STRATEGIES), {}, marks=pytest.mark.slow),
+        pytest.param(3, ["comm", "hybrid", "sharded"], {}, marks=pytest.mark.slow),
+        pytest.param(3, ["mem"], {}, marks=[pytest.mark.slow, pytest.mark.thorough]),
         pytest.param(
             3, list(STRATEGIES), {"kl_clip": None}, marks=[pytest.mark.slow, pytest.mark.thorough]
         ),
-        pytest.param(2, list(STRATEGIES), {"solver": "inverse"}, marks=pytest.mark.slow),
+        pytest.param(2, ["mem", "sharded"], {"solver": "inverse"}, marks=pytest.mark.slow),
         pytest.param(4, ["mem", "sharded"], {}, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )

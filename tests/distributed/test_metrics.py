@@ -58,7 +58,13 @@ def numbers(found: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [*((name, 2) for name in STRATEGIES), ("sharded", 3), ("local", 4)]
+    ("name", "ranks"),
+    [
+        *((name, 2) for name in ("comm-opt", "mem-opt", "deferred")),
+        ("sharded", 3),
+        ("local", 4),
+        *(pytest.param(name, 2, marks=pytest.mark.thorough) for name in ("sharded", "local")),
+    ],
 )
 def test_ranks_together_know_what_one_process_knows(name: str, ranks: int) -> None:
     wanted = numbers(run_of({}).preconditioner.metrics(spectra=True))

@@ -61,7 +61,9 @@ def train_changing(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Tenso
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (2, 4))]
+)
 def test_what_continues_moves_to_its_new_ranks(ranks):
     cases = [Case({"strategy": strategy, **INTERVALS}) for strategy in STRATEGIES.values()]
     expected = train_changing(0, 1, [Case(INTERVALS)])[0][0]

@@ -110,9 +110,11 @@ def plain() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "strategy",
     [
-        "hybrid-opt",
         "sharded",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("comm-opt", "mem-opt")),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("comm-opt", "mem-opt", "hybrid-opt")
+        ),
     ],
 )
 def test_four_ranks_that_go_on_as_two(strategy: str, plain: dict[str, Tensor]) -> None:

@@ -80,14 +80,14 @@ def is_alive(pid):
 
 def descendants(pid: int) -> Iterator[int]:
     """Yield the processes below one, as Linux has them."""
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found = [int(child) for child in children.read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):  # it has ended since
-            continue
-        for child in found:
-            yield child
-            yield from descendants(child)
+    try:
+        threads = [*Path(f"/proc/{pid}/task").glob("*/children")]
+        found = [int(child) for children in threads for child in children.read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since
+        return
+    for child in found:
+        yield child
+        yield from descendants(child)
 
 
 def interrupt(ready: Callable[[], object]) -> tuple[threading.Thread, set[int]]:

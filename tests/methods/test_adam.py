@@ -13,18 +13,16 @@ from soframe.kernels.samples import by_samples, squared_gradients
 from soframe.methods import SGD, AdamW, Diagonal, Given
 from soframe.solvers import Inverse
 from soframe.specs import VALUE
-from soframe.testing import compare, layer_fisher
+from soframe.testing import compare
 from tests import kit
 from tests.curvature import (
+    LAYERS,
     Kind,
     LossAverage,
-    blocks,
     by_passes,
     closing,
-    fill,
     gradient_matrix,
-    half_square,
-    preconditioner,
+    of_a_net,
     randn,
 )
 from tests.methods import stages
@@ -97,19 +95,11 @@ def test_sgd_is_torchs(options: dict[str, Any]) -> None:
     compare_with(reference, SGD(**options), 0.02, 1e-12, torch.float64)
 
 
+@pytest.mark.covering(together=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["local", "global", "sum"])
 @pytest.mark.parametrize("kind", ["empirical", "type-2"])
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Linear(3, 2),
-        nn.Linear(3, 2, bias=False),
-        nn.Conv2d(2, 4, 2, groups=2),
-        nn.Conv2d(2, 3, 2, padding=1, bias=False),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("layer", LAYERS, ids=repr)
 def test_diagonal_by_passes(layer: nn.Module, kind: Kind, average: LossAverage) -> None:
     """Micro-batches of one, two and three samples, of one and of several positions."""
     block, raw, fishers = by_passes(layer, "diagonal", kind, average)
@@ -118,27 +108,12 @@ def test_diagonal_by_passes(layer: nn.Module, kind: Kind, average: LossAverage) 
     compare(gradient_matrix(block), raw / (diagonal + 0.1), "direction")
 
 
-@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
+@pytest.mark.parametrize("kind", ["type-2", "empirical"])
 @pytest.mark.parametrize("positions", [(), (4,)], ids=str)
-def test_diagonal_of_a_net(fisher: Any, positions: tuple[int, ...]) -> None:
-    """Each Fisher as the preconditioner takes it, with all columns of the loss's Hessian."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-    fill(model)
-    inputs, targets = randn(5, *positions, 3), randn(5, *positions, 3, seed=1)
-    with closing(
-        preconditioner(model, method="diagonal", fisher=fisher, loss="squared-error")
-        if fisher == "type-2"
-        else preconditioner(model, method="diagonal")
-    ) as own:
-        outputs = model(inputs)
-        if fisher == "type-2":
-            own.observe(outputs)
-        half_square(outputs, targets).backward()
-        own.step()
-        for name, block in blocks(own).items():
-            exact = layer_fisher(model, name, inputs, half_square, targets, kind=fisher)
-            diagonal = torch.stack([one.diagonal() for one in exact])
-            compare(block.running["diagonal"].flatten(1), diagonal, name)
+def test_diagonal_of_a_net(kind: Kind, positions: tuple[int, ...]) -> None:
+    for block, _, fishers in of_a_net("diagonal", kind, positions):
+        diagonal = torch.stack([one.diagonal() for one in fishers])
+        compare(block.running["diagonal"].flatten(1), diagonal, block.name)
 
 
 def test_squares_of_samples() -> None:

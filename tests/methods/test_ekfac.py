@@ -14,13 +14,13 @@ from soframe.testing import compare, kron, layer_fisher
 from tests.curvature import (
     Kind,
     LossAverage,
-    blocks,
     closing,
     fill,
     gather,
     gradient_matrix,
     half_square,
     log_cosh,
+    of_a_net,
     preconditioner,
     put_gradients,
     randn,
@@ -45,6 +45,7 @@ def check(block: Block, fishers: list[Tensor], raw: Tensor, damping: float = 0.1
         compare(result, direction, f"direction of group {group}")
 
 
+@pytest.mark.covering(together=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["local", "global", "sum"])
 @pytest.mark.parametrize("kind", ["empirical", "type-2"])
@@ -83,28 +84,13 @@ def test_scale_by_passes(layer: nn.Module, kind: Kind, average: LossAverage) -> 
         check(block, list(torch.stack([torch.stack(each) for each in exact]).mean(0)), raw)
 
 
-@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
+@pytest.mark.parametrize("kind", ["type-2", "empirical"])
 @pytest.mark.parametrize("positions", [(), (4,)], ids=str)
 @pytest.mark.parametrize("solver", [Eigen(), OrthogonalIteration()], ids=repr)
-def test_scale_of_a_net(fisher: Any, positions: tuple[int, ...], solver: Any) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-    fill(model)
-    observed = {"fisher": fisher, "loss": "squared-error"} if fisher == "type-2" else {}
-    settings = {"method": "ekfac", "solver": solver, "solve_every": 5, **observed}
-    with closing(preconditioner(model, **settings)) as own:
-        for step in range(2):
-            inputs = randn(5, *positions, 3, seed=step)
-            targets = randn(5, *positions, 3, seed=9 + step)
-            model.zero_grad()
-            outputs = model(inputs)
-            if fisher == "type-2":
-                own.observe(outputs)
-            half_square(outputs, targets).backward()
-            raw = {name: gradient_matrix(block) for name, block in blocks(own).items()}
-            own.step()
-        for name, block in blocks(own).items():
-            exact = layer_fisher(model, name, inputs, half_square, targets, kind=fisher)
-            check(block, exact, raw[name])
+def test_scale_of_a_net(kind: Kind, positions: tuple[int, ...], solver: Any) -> None:
+    settings = {"solver": solver, "solve_every": 5}
+    for block, raw, fishers in of_a_net("ekfac", kind, positions, steps=2, **settings):
+        check(block, fishers, raw)
 
 
 def test_a_scale_is_taken_at_the_step_after_its_basis() -> None:

@@ -59,7 +59,7 @@ SLOW: list[tuple[list[Any], list[Settings], Settings, Settings]] = [
     ([Chain((KFAC(), "momentum", Momentum(0.5)))], PLAIN, {}, {}),
     (
         [SOAP(), SOAP(carry="rotate"), SOAPMuon(), Chain((Momentum(), SOAP()))],
-        [{}, EVERY_TWO],
+        [EVERY_TWO],
         {},
         {},
     ),
@@ -71,7 +71,7 @@ SLOW: list[tuple[list[Any], list[Settings], Settings, Settings]] = [
     ),
     (
         [KLShampoo(), KLSOAP(), KLSOAP(carry="rotate"), Chain((Momentum(), KLSOAP()))],
-        [{}, EVERY_TWO],
+        [EVERY_TWO],
         {},
         {},
     ),

@@ -182,7 +182,9 @@ def trained(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("comm-opt", marks=pytest.mark.thorough), "mem-opt", "sharded"]
+)
 def test_four_ranks_take_the_steps_of_one_and_two_go_on(strategy: str) -> None:
     alone, _ = trained(0, 1, "comm-opt", range(5))
     for weights, _ in run_ranks(trained, 4, strategy, range(5)):

@@ -16,6 +16,7 @@ from soframe.solvers import OrthogonalIteration
 from soframe.testing import compare, kron, layer_fisher
 from tests import kit
 from tests.curvature import (
+    LAYERS,
     Kind,
     LossAverage,
     blocks,
@@ -24,6 +25,7 @@ from tests.curvature import (
     fill,
     gradient_matrix,
     half_square,
+    of_a_net,
     preconditioner,
     put_gradients,
     randn,
@@ -57,44 +59,23 @@ def check(block: Block, fishers: list[Tensor], raw: Tensor, damping: float = 0.1
         compare(gradient_matrix(block)[group].flatten(), expected, f"direction of {where}")
 
 
+@pytest.mark.covering(together=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["local", "global", "sum"])
 @pytest.mark.parametrize("kind", ["empirical", "type-2"])
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Linear(3, 2),
-        nn.Linear(2, 3, bias=False),
-        nn.Conv2d(2, 4, 2, groups=2),
-        nn.Conv2d(2, 3, 2, padding=1, bias=False),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("layer", LAYERS, ids=repr)
 def test_by_passes(layer: nn.Module, kind: Kind, average: LossAverage) -> None:
     """Micro-batches of one, two and three samples, of one and of several positions."""
     block, raw, fishers = by_passes(layer, "tnt", kind, average)
     check(block, list(fishers), raw)
 
 
-@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
+@pytest.mark.parametrize("kind", ["type-2", "empirical"])
 @pytest.mark.parametrize("positions", [(), (4,)], ids=str)
 @pytest.mark.parametrize("solver", ["eigen", OrthogonalIteration()], ids=str)
-def test_of_a_net(fisher: Any, positions: tuple[int, ...], solver: Any) -> None:
-    """Each Fisher as the preconditioner takes it, with all columns of the loss's Hessian."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-    fill(model)
-    inputs, targets = randn(5, *positions, 3), randn(5, *positions, 3, seed=1)
-    observed = {"fisher": fisher, "loss": "squared-error"} if fisher == "type-2" else {}
-    with closing(preconditioner(model, method="tnt", solver=solver, **observed)) as own:
-        outputs = model(inputs)
-        if fisher == "type-2":
-            own.observe(outputs)
-        half_square(outputs, targets).backward()
-        raw = {name: gradient_matrix(block) for name, block in blocks(own).items()}
-        own.step()
-        for name, block in blocks(own).items():
-            exact = layer_fisher(model, name, inputs, half_square, targets, kind=fisher)
-            check(block, exact, raw[name])
+def test_of_a_net(kind: Kind, positions: tuple[int, ...], solver: Any) -> None:
+    for block, raw, fishers in of_a_net("tnt", kind, positions, solver=solver):
+        check(block, fishers, raw)
 
 
 def test_with_relative_damping() -> None:

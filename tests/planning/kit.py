@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 from torch import nn
 
+from soframe.planning import measure
 from soframe.planning.hardware import Curve, Hardware, Link
 
 CUBIC = Curve(tuple((float(n), 1e-6 + 1e-9 * n**3) for n in (4, 64, 1024)))
@@ -34,6 +39,15 @@ GPU = Hardware(
     within=Link(1e-5, 1e11),
     across=Link(2e-5, 1e10),
 )
+
+
+@contextmanager
+def little_traffic() -> Iterator[pytest.MonkeyPatch]:
+    """Stream a mebibyte where a measurement streams what no cache holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "LARGE", {"cpu": 2**20, "cuda": 2**20})
+        patch.setattr(measure, "CACHES", 2**20)
+        yield patch
 
 
 def convolutional() -> nn.Sequential:

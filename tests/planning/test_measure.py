@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,20 +22,20 @@ from soframe.planning import measure as measuring
 from soframe.planning.hardware import Collective, Curve, Hardware, Link
 from soframe.planning.measure import COLLECTIVES, Series, measure, seconds
 from tests.distributed.harness import run_ranks
+from tests.planning.kit import little_traffic
 
-SMALL = {"cpu": 2**20, "cuda": 2**20}  # bytes of the tensor that is streamed
 FACTORISATIONS = ("cholesky", "inverse", "triangular", "qr", "eigh")
 
 
 @pytest.fixture(autouse=True)
-def _stream_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "LARGE", SMALL)
-    monkeypatch.setattr(measuring, "CACHES", 2**20)
+def _little_traffic() -> Iterator[None]:
+    with little_traffic():
+        yield
 
 
 @cache
 def measured() -> Hardware:
-    return measure("cpu", sides=(8, 48, 160), dtypes=("float64", "bfloat16"), budget=0.5)
+    return measure("cpu", sides=(8, 48, 160), dtypes=("float64", "bfloat16"), budget=0.1)
 
 
 def test_every_operator_has_a_curve_of_positive_seconds() -> None:
@@ -144,9 +145,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def on_a_rank(rank: int, ranks: int, fused: bool) -> Hardware:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "LARGE", SMALL)
-        patch.setattr(measuring, "CACHES", 2**20)
+    with little_traffic() as patch:
         if rank > 0:  # a slow rank, which would stop earlier by itself
             slow = {n: lambda n=n: 10 * getattr(time, n)() for n in ("perf_counter", "thread_time")}
             clock = SimpleNamespace(**slow)
@@ -183,7 +182,8 @@ def in_a_subgroup(rank: int, ranks: int) -> Hardware | None:
     group = dist.new_group([1, 2])
     if rank == 0:
         return None
-    return measure("cpu", backend=TorchDistributed(group), sides=(8, 16), budget=0.0)
+    with little_traffic():
+        return measure("cpu", backend=TorchDistributed(group), sides=(8, 16), budget=0.0)
 
 
 @pytest.mark.distributed

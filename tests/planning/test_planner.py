@@ -250,6 +250,7 @@ def test_a_plan_prints_and_is_json() -> None:
 # -- memory, as recorded ---------------------------------------------------------------------------
 
 
+@pytest.mark.covering(together=1)
 @pytest.mark.parametrize("method", ["kfac", "soap", "muon", "shampoo", "ekfac"])
 @pytest.mark.parametrize("make", [convolutional, lambda: dense(40, 30, 30, 7)])
 def test_one_process_needs_what_is_planned(make: Any, method: str) -> None:

@@ -36,7 +36,7 @@ from tests.state.test_resume import load, save, triangles
     ("solver", "stagger"),
     [
         pytest.param("eigen", False, marks=pytest.mark.thorough),
-        ("inverse", True),
+        pytest.param("inverse", True, marks=pytest.mark.thorough),
         (Lazy(Eigen(follows=True), tolerance=0.3), True),
     ],
 )
@@ -51,6 +51,17 @@ def test_a_resumed_run_is_the_run_that_saved(runs, solver, stagger):
             run.train(range(at, STEPS))
         assert torch.equal(resumed.weights(), whole.weights()), at
         assert same(triangles(resumed), triangles(whole)), at
+
+
+def test_all_solves_under_way_land(runs):
+    """In turns each step begins a solve, of other blocks."""
+    own, plain = (still(runs(stagger=True, background=after)) for after in (3, 0))
+    for run in (own, plain):
+        run.train(range(EVERY + 3))
+    assert len(own.preconditioner._solves._under_way) > 1
+    assert not same(in_use(own), in_use(plain))
+    own.preconditioner.state_dict()
+    assert same(in_use(own), in_use(plain))
 
 
 def test_landing_refreshes_data_that_follow_their_factors(runs):

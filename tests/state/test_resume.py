@@ -80,11 +80,11 @@ def triangles(run: Run) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("solver", "stagger"),
     [
-        ("eigen", False),
         ("inverse", False),
-        ("eigen", True),
         ("orthogonal-iteration", True),
         ("newton-schulz", False),
+        pytest.param("eigen", False, marks=pytest.mark.thorough),
+        pytest.param("eigen", True, marks=pytest.mark.thorough),
         (Lazy(Eigen(follows=True), tolerance=0.3), False),
     ],
 )

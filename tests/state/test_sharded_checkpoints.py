@@ -71,9 +71,12 @@ def load(run: Run, folder: Path, reader: FileSystemReader | None = None) -> Run:
 # -- the same layout -------------------------------------------------------------------------
 
 
-def resume(rank: int, ranks: int, folder: Path) -> dict[str, tuple[bool, bool, int]]:
+def resume(
+    rank: int, ranks: int, folder: Path, names: list[str]
+) -> dict[str, tuple[bool, bool, int]]:
     outcome = {}
-    for name, strategy in STRATEGIES.items():
+    for name in names:
+        strategy = STRATEGIES[name]
         whole = make(strategy, rank, ranks).train(range(AT))
         before = whole.preconditioner.traffic().get("state", {"bytes": 0})["bytes"]
         save(whole, folder / name)
@@ -86,9 +89,17 @@ def resume(rank: int, ranks: int, folder: Path) -> dict[str, tuple[bool, bool, i
     return outcome
 
 
-def test_the_same_layout_goes_on_bit_by_bit(tmp_path):
-    for own in run_ranks(resume, 4, tmp_path, timeout=120):
-        assert own == dict.fromkeys(STRATEGIES, (True, True, 0))
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["sharded", "spread", "custom"],
+        pytest.param(["comm", "mem", "owner-local"], marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_the_same_layout_goes_on_bit_by_bit(tmp_path, names):
+    for own in run_ranks(resume, 4, tmp_path, names, timeout=120):
+        assert own == dict.fromkeys(names, (True, True, 0))
 
 
 # -- another layout --------------------------------------------------------------------------

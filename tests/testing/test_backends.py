@@ -131,7 +131,7 @@ def check_each(rank: int, ranks: int, names: list[str]) -> list[str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_backends_that_are_right_pass_and_others_do_not(ranks):
     for found in run_ranks(check_each, ranks, [*GOOD, "guide", *BAD]):
         assert found[: len(GOOD) + 1] == [""] * (len(GOOD) + 1)

@@ -154,7 +154,7 @@ def in_groups(**ours: Any) -> tuple[nn.Module, soframe.TrustRegion]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("full_batch", [False, True])
+@pytest.mark.parametrize("full_batch", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_training_goes_on_bit_by_bit_while_layers_are_frozen_and_thawed(full_batch: bool) -> None:
     def train(model: nn.Module, own: soframe.TrustRegion, first: int) -> list[bytes]:
         saved = []
