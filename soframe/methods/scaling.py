@@ -66,18 +66,19 @@ class Counts:
 
     Attributes:
         samples: Backward pass -> samples of the loss, whether or not they reached the block.
-        rows: Backward pass -> rows (samples times positions) that reached the block.
+        rows: Backward pass -> rows (samples times positions) that reached the block, each with the
+            weight of the pass (`Preconditioner.observe`).
         group_rows: Backward pass -> rows that reached each group; empty if all rows reach all.
         calls: The number of calls of the block's modules.
     """
 
     samples: dict[int, int] = field(default_factory=dict)
-    rows: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, float] = field(default_factory=dict)
     group_rows: dict[int, list[float]] = field(default_factory=dict)
     calls: int = 0
 
     def add(
-        self, backward: int, samples: int, rows: int, reached: Sequence[float] | None = None
+        self, backward: int, samples: int, rows: float, reached: Sequence[float] | None = None
     ) -> None:
         """Add the rows of one call in a backward pass."""
         if reached is not None:

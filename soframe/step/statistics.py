@@ -210,8 +210,10 @@ class Statistics:
             rows, each = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         # Several probes go through the same call, whose samples count once.
         if probe is None or probe.first:
-            left = _left(data, batch, shared)[1] * users
-            each = each and [reached * users for reached in each]
+            # Means over rows weigh each row as the sums do.
+            weight = users * self._share
+            left = _left(data, batch, shared)[1] * weight
+            each = each and [reached * weight for reached in each]
             block.record.counts.add(number, samples, left, each)
         if number not in self._loss_scales:
             # Once per backward pass: reading the scale may make the host wait. Probes have none.
