@@ -438,9 +438,12 @@ class Engine:
 
     # -- windows ------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Begin an empty window."""
+    def _begin(self, late: Collection[str] = ()) -> None:
+        """Begin an empty window; for ``late`` see `Statistics.late`."""
         self.reset_batch()
+        if late:
+            due = self._refresh.observed(self._placed, self._steps, late)
+            self._statistics.postpone(due, late)
         self._effect.begin(self._statistics.due)
 
     def reset_batch(self) -> None:

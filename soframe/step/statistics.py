@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -481,6 +481,25 @@ class Statistics:
             self.forget()
         self._expect(due)
         self._share = 1.0
+
+    def late(self) -> list[str]:
+        """Return the blocks whose second-order data became new in the window under way.
+
+        Factors that need these data take their first statistics in the next window.
+        """
+        return [
+            block.name
+            for block in self._blocks
+            if block.lacks
+            and not (block in self.due and block.gatherable() <= block.record.gathered)
+        ]
+
+    def postpone(self, due: Iterable[Block], late: Collection[str]) -> None:
+        """Let the blocks ``due`` take statistics, without the factors that `late` blocks await."""
+        for block in self._blocks:
+            if block.name in late:
+                block.record.gathered -= {f.name for f in block.captured if f.needs}
+        self._expect(due)
 
     def forget(self) -> None:
         """Discard the backward passes so far."""
