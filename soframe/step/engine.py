@@ -235,9 +235,11 @@ class Engine:
         if not plain or not sends or not sizes.queues:
             return False
         due = self._refresh.gradients_every.due(self._steps)
-        return not due or not any(
+        # Blocks without statistics take their first ones in any step.
+        return not any(
             len(stack.like.captured) < len(stack.like.factors)
             and not stack.like.method.refreshes_after
+            and (due or any(block.mass == 0 for block in stack.blocks))
             for stack in self._placed.stacks
         )
 
