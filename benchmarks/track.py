@@ -32,7 +32,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.table import Table
-from scipy.stats import spearmanr
 
 from experiments import runs
 from experiments.config import RunConfig
@@ -245,6 +244,8 @@ def ranking(reached: Mapping[str, float | None], lrs: Mapping[str, float]) -> di
     }
     correlation = None
     if len(rows) > 2:
+        from scipy.stats import spearmanr  # takes a second to import
+
         correlation = float(spearmanr(list(here.values()), list(there.values())).statistic)
     return {"rank_correlation": correlation, "rows": rows}
 

@@ -358,6 +358,51 @@ def test_groups_that_were_merged_since_have_what_their_scheduler_recorded(groups
         compare(one_tensor, clip(raw, p, [reference] * 4, KAPPA) * other, "clipped")
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("how", ["reverse", "split", "merge"])
+def test_references_follow_groups_that_are_edited(how: str, resumed: bool) -> None:
+    """An edit that leaves every parameter its rate changes no factor, also in a resumed run."""
+
+    def begin(model: nn.Module) -> soframe.Optimizer:
+        parts = [model[0].weight], [model[0].bias], list(model[3].parameters())
+        groups = [
+            {"params": part, "lr": lr} for part, lr in zip(parts, (0.5, 0.5, 0.01), strict=True)
+        ]
+        every = {"statistics_every": 1, "solve_every": 1, "kl_clip": 1e-3}
+        return soframe.Optimizer(model, "kfac", lr=0.1, param_groups=groups, **every)
+
+    def edit(groups: list[dict[str, Any]]) -> None:
+        first, second, third = groups
+        if how == "reverse":
+            groups.reverse()
+        elif how == "merge":
+            first["params"] += second["params"]
+            groups.remove(second)
+        else:
+            groups.append({**third, "params": third["params"][1:]})
+            del third["params"][1:]
+
+    found = []
+    for edits in (False, True):
+        model = net()
+        own, factors = begin(model), []
+        for number in range(5):
+            for group in own.param_groups if number else ():
+                group["lr"] *= 0.7
+            if edits and number == 2:
+                edit(own.param_groups)
+            if edits and resumed and number in (2, 3):
+                saved = own.state_dict()
+                own.close()
+                own = begin(model)
+                own.load_state_dict(saved)
+            step(model, own, number)
+            factors.append(own.metrics()["kl_clip_factor"])
+        own.close()
+        found.append(factors)
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
 def test_other_words_are_refused() -> None:
     with pytest.raises(ValueError, match="clip_lr must be one of 'live', 'initial', not 'first'"):
         soframe.Preconditioner(net(), lr=0.1, clips=soframe.Clips(clip_lr="first"))  # type: ignore[arg-type]

@@ -184,6 +184,38 @@ def test_weight_and_bias_in_different_groups() -> None:
         compare(one, factor * other, "clipped")
 
 
+@pytest.mark.parametrize("bound", ["kl_clip", "norm_clip"])
+def test_one_of_two_layers_alike_has_its_bias_in_another_group(bound: str) -> None:
+    """The two are one stack, in which one has a rate for each entry, and the other one rate."""
+    every = [0.1, 7.0, 0.3, 0.3]
+    plain, model = (fill(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) for _ in range(2))
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(model.parameters(), every, strict=True)]
+    groups[2]["params"] += groups.pop()["params"]
+    unclipped = soframe.Preconditioner(plain, kl_clip=None, statistics_every=1)
+    bounds = {"kl_clip": None, "norm_clip": None, bound: 1e-3}
+    own = soframe.Preconditioner(
+        model,
+        optimizer=torch.optim.SGD(groups),
+        statistics_every=1,
+        kl_clip=bounds["kl_clip"],
+        clips=soframe.Clips(norm_clip=bounds["norm_clip"]),
+    )
+    found = []
+    for one, preconditioner in ((plain, unclipped), (model, own)):
+        with closing(preconditioner):
+            half_square(one(randn(5, 3)), randn(5, 3, seed=1)).backward()
+            raw = [p.grad.clone() for p in one.parameters()]
+            preconditioner.step()
+            found.append([p.grad for p in one.parameters()])
+    factor = clip(raw, found[0], every, 1e-3)
+    if bound == "norm_clip":
+        squares = [(lr * p).square().sum() for lr, p in zip(every, found[0], strict=True)]
+        factor = 1e-3 / float(sum(squares)) ** 0.5
+    assert factor < 1
+    for p, direction in zip(found[1], found[0], strict=True):
+        compare(p, factor * direction, "clipped")
+
+
 def test_parameters_that_groups_of_one_size_exchange() -> None:
     plain, model = net(), net()
     optimizer = torch.optim.SGD(

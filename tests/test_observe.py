@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from soframe.capture.fisher import Fisher
 from soframe.losses import MeanSquaredError, SquaredError
+from soframe.testing import compare
 from tests.curvature import blocks, closing, factors, fill, half_square, preconditioner, randn
 from tests.test_fisher import deep, deep_linear, labels, observe
 
@@ -69,6 +70,41 @@ def test_no_work_between_statistics_steps() -> None:
             before = now
     assert asked == [1, 1, 1, 2, 2, 2, 3]
     assert changed == [True, False, False, True, False, False, True]
+
+
+# -- weights ---------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """A layer on every position, and one that long sequences alone reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every, self.some, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.every(x))
+        return self.head(torch.tanh(self.some(y)) if x.shape[1] > 1 else y)
+
+
+def test_micro_batches_weighted_by_size_are_one_batch() -> None:
+    """Rows are weighted as samples are, however many positions a sample has."""
+    batches = [randn(1, 3, 3, seed=1), randn(3, 1, 3, seed=2)]
+    found = []
+    for average in ("local", "global"):
+        model = fill(Branches())
+        with closing(
+            preconditioner(model, fisher="type-2", loss="squared-error", loss_average=average)
+        ) as own:
+            for x in batches:
+                outputs = model(x).movedim(-1, 1)
+                weight = len(x) / 2 if average == "local" else 1.0
+                own.observe(outputs, weight=weight)
+                (weight * outputs.square().sum() / len(x)).backward()
+            own.step()
+            found.append([t for name in blocks(own) for t in factors(own, name)])
+    for local, whole in zip(*found, strict=True):
+        compare(local, whole, "weighted by size")
 
 
 # -- errors ----------------------------------------------------------------------------------

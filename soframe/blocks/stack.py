@@ -20,7 +20,7 @@ from torch import Tensor
 
 from soframe.blocks.arrangement import Arrangement, Members
 from soframe.comm.fused import Pending
-from soframe.comm.packing import packed_diagonal, unpack_triangle
+from soframe.comm.packing import pack_triangle, packed_diagonal, unpack_triangle
 from soframe.kernels.devices import on_device, on_host
 from soframe.kernels.gram import mirror
 from soframe.kernels.halves import dithered
@@ -248,9 +248,11 @@ class Stack(Arrangement):
         """Return the running factor of some blocks in the dtype in which it is kept."""
         if factor.dtype == self.like.factor_dtype:
             return factor
-        kept = dithered(factor, self.like.factor_dtype, factor.numel() // blocks, turn)
-        # The triangles were rounded apart.
-        return mirror(kept) if name in self.like.psd and kept.dim() == 3 else kept
+        # As triangles, in which some placements keep them: all round alike.
+        whole = name in self.like.psd and factor.dim() == 3
+        rows = pack_triangle(factor) if whole else factor
+        kept = dithered(rows, self.like.factor_dtype, rows.numel() // blocks, turn)
+        return unpack_triangle(kept, factor.shape[-1]) if whole else kept
 
     def set_factor(self, name: str, members: Members, stored: Tensor, turn: int = 0) -> None:
         """Store the running factor of some blocks, as the placement stores it."""

@@ -64,15 +64,15 @@ class CallScale(NamedTuple):
 class Counts:
     """Counts of one block by backward pass since the last reduction of statistics, on one rank."""
 
-    samples: dict[int, int] = field(
-        default_factory=dict
-    )  # of the loss, whether they reach it or not
-    rows: dict[int, int] = field(default_factory=dict)  # (samples times positions) that reach it
+    # Of the loss, whether they reach the block or not.
+    samples: dict[int, int] = field(default_factory=dict)
+    # Samples times positions that reach it, with the pass's weight (`Preconditioner.observe`).
+    rows: dict[int, float] = field(default_factory=dict)
     group_rows: dict[int, list[float]] = field(default_factory=dict)  # empty if all reach all
     calls: int = 0
 
     def add(
-        self, backward: int, samples: int, rows: int, reached: Sequence[float] | None = None
+        self, backward: int, samples: int, rows: float, reached: Sequence[float] | None = None
     ) -> None:
         """Add the rows of one call in a backward pass."""
         if reached is not None:

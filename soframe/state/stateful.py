@@ -70,6 +70,7 @@ class Stateful(OfModel, Engine):
             "initial_lrs": self._lrs.state(),
             "history": state.history(self._blocks),
             **({"damping": policy} if policy else {}),  # most policies have nothing to keep
+            **({"late": late} if (late := self._statistics.late()) else {}),
             **({STAGES: self.stage} if self.stage else {}),
         }
 
@@ -149,7 +150,7 @@ class Stateful(OfModel, Engine):
         self._placed.errors.clear()
         # The metrics of the last step are of another run.
         self._measuring.note(None)
-        self._begin()
+        self._begin(saved.get("late", ()))
 
     def gradients_were_zeroed(self) -> None:
         """Discard the statistics of backward passes whose gradients are gone.

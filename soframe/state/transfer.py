@@ -37,6 +37,8 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks, *, forgets: bool = Fals
     for block, place in after:
         old, was = by_name.get(block.name, (None, place))
         columns = None
+        if old is not None:
+            block.damp(old.record.damping)
         if (
             old is not None
             and old.layout.module is block.layout.module

@@ -152,7 +152,8 @@ def _terms(
         matrix = None if matrix is None else matrix.double()
         gradient = None if gradient is None else gradient.double()
     first = lrs[0]
-    if all(lr is first or (isinstance(lr, float) and lr == first) for lr in lrs):
+    number = not isinstance(first, Tensor)
+    if all(lr is first or (number and isinstance(lr, float) and lr == first) for lr in lrs):
         yield matrix, gradient, first
         return
     split, members = update.stack.split, update.members

@@ -236,9 +236,11 @@ class Engine:
         if not plain or not sends or not sizes.queues:
             return False
         due = self._refresh.gradients_every.due(self._steps)
-        return not due or not any(
+        # Blocks without statistics take their first ones in any step.
+        return not any(
             len(stack.like.captured) < len(stack.like.factors)
             and not stack.like.method.refreshes_after
+            and (due or any(block.mass == 0 for block in stack.blocks))
             for stack in self._placed.stacks
         )
 
@@ -433,9 +435,12 @@ class Engine:
 
     # -- windows ------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Begin an empty window."""
+    def _begin(self, late: Collection[str] = ()) -> None:
+        """Begin an empty window; for ``late`` see `Statistics.late`."""
         self.reset_batch()
+        if late:
+            due = self._refresh.observed(self._placed, self._steps, late)
+            self._statistics.postpone(due, late)
         self._effect.begin(self._statistics.due)
 
     def reset_batch(self) -> None:

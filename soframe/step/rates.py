@@ -14,6 +14,7 @@ than the bound.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Sequence
 from functools import reduce
@@ -71,7 +72,8 @@ class LearningRates:
         self.which = which
         # The reference of each group: the rate at which it was first seen, until a step was taken.
         self._initial: list[float | Tensor] = []
-        self._followed = 0  # groups with a reference from a step or a state
+        self._followed: list[bool] = []  # whether it is from a step or a state
+        self._referred: list[tuple[dict[str, Any], list[int]]] = []  # these groups, their members
         self._peak, self._peak_step = 0.0, -1  # of the schedule, up to that step
 
     def __repr__(self) -> str:
@@ -143,8 +145,8 @@ class LearningRates:
         groups = self._optimizer.param_groups
         self._begin_groups(groups)
         if self.which == "initial":
-            references = [self._reference(i, group) for i, group in enumerate(groups)]
-            self._initial[: len(groups)], self._followed = references, len(groups)
+            self._initial = [self._reference(i, group) for i, group in enumerate(groups)]
+            self._followed = [True] * len(groups)
 
     def live(self, step: int) -> list[float]:
         """Return the present rates, one per param group or the schedule's; references stay."""
@@ -154,18 +156,19 @@ class LearningRates:
 
     def state(self) -> list[float | Tensor]:
         """Return the references with ``"initial"``: a resumed optimizer no longer has them."""
+        if self._optimizer is not None:
+            self._begin_groups(self._optimizer.param_groups)
         return list(self._initial) if self.which == "initial" else []
 
     def load(self, state: Sequence[float | Tensor]) -> None:
         """Continue from the result of `state`, if it has as many groups."""
-        # Groups that were split or merged since have the rates that schedulers record in them.
-        if self._takes(state):
-            self._initial = list(state)
-            self._followed = len(state)
-
-    def _takes(self, state: Sequence[float | Tensor]) -> bool:
-        taken = self.which == "initial" and self._optimizer is not None
-        return taken and 0 < len(state) == len(self._initial)
+        if self.which == "live" or self._optimizer is None or not state:
+            return
+        # A `soframe.Optimizer` takes the groups of its state, too. Else groups that were split or
+        # merged since have the rates that schedulers record in them.
+        if len(state) == len(self._initial) or grouping(self._optimizer) is not None:
+            self._initial, self._followed = list(state), [True] * len(state)
+            self._referred = []
 
     def _rate_of(self, index: int, group: dict[str, Any]) -> float | Tensor:
         rate: float | Tensor = group["lr"]
@@ -175,7 +178,8 @@ class LearningRates:
         """Return the largest rate of a group so far, from which its schedule falls."""
         # Until a step is taken, a scheduler may replace the rate that was first seen: then that
         # rate was never used.
-        first = () if index >= self._followed and "initial_lr" in group else (self._initial[index],)
+        unused = not self._followed[index] and "initial_lr" in group
+        first = () if unused else (self._initial[index],)
         noted = [group[name] for name in ("initial_lr", "max_lr") if name in group]
         rates: list[float | Tensor] = [*first, *noted, group["lr"]]
         return reduce(_larger, rates)
@@ -207,10 +211,25 @@ class LearningRates:
         self._group_of = {id(p): i for i, group in enumerate(home.groups(optimizer)) for p in group}
 
     def _begin_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        for group in groups[len(self._initial) :]:
-            rate = group["lr"]
+        """Begin the references of new groups; others follow their group, or its first parameter."""
+        before = [group for group, _ in self._referred]
+        if len(before) == len(groups) and all(map(operator.is_, before, groups)):
+            return
+        number_of = {one: i for i, (_, own) in enumerate(self._referred) for one in own}
+        number_of |= {id(group): i for i, group in enumerate(before)}
+        initial, followed = self._initial, self._followed
+        self._initial, self._followed = [], []
+        self._referred = list(zip(groups, _members(groups), strict=True))
+        # By index where a state was loaded, or all parameters were replaced.
+        replaced = number_of.keys().isdisjoint(one for _, own in self._referred for one in own)
+        for index, (group, own) in enumerate(self._referred):
+            was = next((number_of[one] for one in (id(group), *own[:1]) if one in number_of), None)
+            if was is None and replaced and index < len(initial):
+                was = index
+            rate = group["lr"] if was is None else initial[was]
             # A copy: schedulers change tensor rates in place.
             self._initial.append(rate.clone() if isinstance(rate, Tensor) else rate)
+            self._followed.append(was is not None and followed[was])
 
 
 def _members(groups: Sequence[dict[str, Any]]) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from soframe.blocks.block import Block
@@ -85,16 +85,17 @@ class Refresh:
             if (what := mismatch(*pair)) is not None:
                 warnings.warn(f"soframe: {what}", stacklevel=stacklevel)
 
-    def observed(self, placed: PlacedBlocks, step: int) -> list[Block]:
+    def observed(self, placed: PlacedBlocks, step: int, late: Collection[str] = ()) -> list[Block]:
         """Return the blocks that take statistics of calls in the window after ``step`` steps.
 
         These are all such blocks, if statistics are owed or at their interval; otherwise the blocks
-        with a factor that waits for its first statistics with new second-order data.
+        with a factor that waits for its first statistics with new second-order data, but for the
+        names in ``late``.
         """
         turn = step % self.statistics_every.at(step)
         if self.owed > 0 or turn == 0:
             return list(placed.captured)
-        return [block for block in placed.captured if block.lacks]
+        return [b for b in placed.captured if b.lacks and b.name not in late]
 
     def interval(self, placed: PlacedBlocks, step: int) -> int:
         """Return the interval of statistics in force: of calls, if any block reads them."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -210,8 +210,10 @@ class Statistics:
             rows, each = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         # Several probes go through the same call, whose samples count once.
         if probe is None or probe.first:
-            left = _left(data, batch, shared)[1] * users
-            each = each and [reached * users for reached in each]
+            # Means over rows weigh each row as the sums do.
+            weight = users * self._share
+            left = _left(data, batch, shared)[1] * weight
+            each = each and [reached * weight for reached in each]
             block.record.counts.add(number, samples, left, each)
         if number not in self._loss_scales:
             # Once per backward pass: reading the scale may make the host wait. Probes have none.
@@ -479,6 +481,25 @@ class Statistics:
             self.forget()
         self._expect(due)
         self._share = 1.0
+
+    def late(self) -> list[str]:
+        """Return the blocks whose second-order data became new in the window under way.
+
+        Factors that need these data take their first statistics in the next window.
+        """
+        return [
+            block.name
+            for block in self._blocks
+            if block.lacks
+            and not (block in self.due and block.gatherable() <= block.record.gathered)
+        ]
+
+    def postpone(self, due: Iterable[Block], late: Collection[str]) -> None:
+        """Let the blocks ``due`` take statistics, without the factors that `late` blocks await."""
+        for block in self._blocks:
+            if block.name in late:
+                block.record.gathered -= {f.name for f in block.captured if f.needs}
+        self._expect(due)
 
     def forget(self) -> None:
         """Discard the backward passes so far."""

@@ -156,3 +156,18 @@ def test_replaced_parameter() -> None:
         recorder.step(len(vectors(step)))
         for name, parameter in twin.named_parameters():
             compare(model.get_parameter(name).grad, parameter.grad, f"step {step}: {name}")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_dampings_of_single_blocks_stay(part: str) -> None:
+    """`Preconditioner.damp` holds from then on, for blocks that lose a parameter and for others."""
+    model = CalledTwice().double()
+    own = precondition(model)
+    own.damp(dict.fromkeys((block.name for block in own.blocks), 0.7))
+    for step in range(2):
+        train_only(part, step == 0, model)
+        model.zero_grad()
+        softplus(model(vectors(step))).backward()
+        own.step()
+    assert {block.damped_with(own.damping) for block in own.blocks} == {0.7}
+    own.close()

@@ -203,6 +203,15 @@ def test_any_steps_are_bad(bad: dict[int, float], method: str, decay: float) -> 
     same(late, plain, skipped=len(bad))
 
 
+@pytest.mark.parametrize("method", ["shampoo", "kl-shampoo", "soap"])
+def test_first_statistics_are_of_a_good_gradient(method: str) -> None:
+    """They are taken in any step, also in one between those of the interval."""
+    bad = dict.fromkeys((0, 1), math.nan)
+    late, plain = (outcome(0, 1, queued, method, {}, bad) for queued in (True, False))
+    same(late, plain, skipped=2)
+    assert late.counters["failed_solves"] == 0
+
+
 def test_gradients_without_a_block_are_zeroed_too() -> None:
     """The optimizer behind a preconditioner finds zeros, as it does if the host has read."""
 

@@ -33,15 +33,18 @@ from tests.state.test_resume import load, save, triangles
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("solver", "stagger"),
+    "options",
     [
-        pytest.param("eigen", False, marks=pytest.mark.thorough),
-        pytest.param("inverse", True, marks=pytest.mark.thorough),
-        (Lazy(Eigen(follows=True), tolerance=0.3), True),
+        pytest.param({"solver": "eigen"}, marks=pytest.mark.thorough),
+        pytest.param({"solver": "inverse", "stagger": True}, marks=pytest.mark.thorough),
+        {"solver": Lazy(Eigen(follows=True), tolerance=0.3), "stagger": True},
+        # Its third factor takes its first statistics in the window after the landing.
+        {"method": "ekfac", "solver": "eigen"},
+        {"method": "ekfac", "solver": "eigen", "statistics_every": 4},
     ],
 )
-def test_a_resumed_run_is_the_run_that_saved(runs, solver, stagger):
-    options = {"background": 2, "solver": solver, "stagger": stagger}
+def test_a_resumed_run_is_the_run_that_saved(runs, options):
+    options = {"background": 2, **options}
     for at in range(STEPS):
         whole = runs(**options).train(range(at))
         saved = save(whole)
