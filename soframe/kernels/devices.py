@@ -45,7 +45,7 @@ def fast_double(device: torch.device) -> bool:
 class Reading:
     """Numbers on their way from a device to the host.
 
-    The host waits for what the device had to do before them, and not for what came behind.
+    The host waits for the device's work before them, and not for the work behind.
 
     Args:
         numbers: A tensor, ``[n]``.

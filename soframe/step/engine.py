@@ -254,7 +254,7 @@ class Engine:
         return self._with_flags(status, bad, large, own=flags[0])
 
     def _leaves(self, updates: Sequence[Update], settings: Settings) -> bool:
-        """Leave the flags for later if the device can select what is stored; return whether.
+        """Leave the flags for later if the device can select the stored tensors; return whether.
 
         It cannot where the host decides by them: on statistics of gradients, on first updates, and
         on float64 for large gradients. After a step that was not moderate the host reads again.

@@ -17,9 +17,9 @@ MANY = 10
 
 
 class Outcome:
-    """Whether the update of the last step was taken, and counts of what was not.
+    """Whether the update of the last step was taken, and counts of skipped ones.
 
-    The host may read the flags of a step later: then the device has selected what is stored.
+    The host may read the flags of a step later: then the device has selected the stored tensors.
 
     Args:
         rank: This rank.
