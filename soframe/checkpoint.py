@@ -254,5 +254,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         name: (max if name.startswith("skipped") else sum)(one["counters"][name] for one in parts)
         for name in first["counters"]
     }
-    whole = {key: value for key, value in first.items() if key != STAGES}
+    whole = {key: value for key, value in first.items() if key not in (STAGES, "late")}
+    if late := [name for one in parts for name in one.get("late", ())]:
+        whole["late"] = late
     return seal({**whole, "blocks": blocks, "history": history, "counters": counters})

@@ -74,7 +74,7 @@ def test_the_auxiliary_rate_is_a_multiple(method: Any, ratio: float) -> None:
 
 def test_the_optimizer_is_the_one_that_was_raced() -> None:
     soap = SOAP(betas=(0.0, 0.95), skip_first=False, max_ratio=2.0)
-    expected = (Momentum(0.9, True), soap, Orthogonalise(3), NormaliseRows(), MatchRMS())
+    expected = (Momentum(0.85, True), soap, Orthogonalise(3), NormaliseRows(), MatchRMS())
     with closing(soframe.Optimizer(net(), lr=0.04)) as own:
         assert [b.method.stages for b in own.preconditioner.blocks if not b.auxiliary] == 2 * [
             expected

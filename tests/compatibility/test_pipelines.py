@@ -22,6 +22,7 @@ from soframe import checkpoint
 from soframe.comm import TorchDistributed
 from soframe.parallel import pipeline
 from soframe.settings import grouped
+from soframe.state.checksums import seal
 from tests.compatibility.kit import assert_rounded, require_refused
 from tests.compatibility.pipelined import (
     BATCHES,
@@ -347,6 +348,9 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
         assert_same([own[0] for own in run_ranks(train_all, 2, [rest])], case, 1, "cut otherwise")
     with pytest.raises(ValueError, match="have blocks of the name"):
         checkpoint.merge([states[0]["own"], states[0]["own"]])
+    # Blocks that wait for statistics of new bases are those of all stages.
+    late = [seal({**one["own"], "late": [next(iter(one["own"]["blocks"]))]}) for one in states]
+    assert checkpoint.merge(late)["late"] == [one["late"][0] for one in late]
     with pytest.raises(ValueError, match="takes the states of the stages"):
         checkpoint.merge([whole["own"]])
 
