@@ -81,8 +81,8 @@ ADVICE = (
         "transformer",
         "optimizer = soframe.Optimizer(model, lr=0.04{more})",
         (0.02, 0.06),
-        "on a byte-level GPT and a small Llama it has the loss of Muon, whose momentum and rate "
-        "were tuned, in fewer steps; on a small ViT it is behind",
+        "on a byte-level GPT, a small Llama and a small ViT it has the loss of Muon, whose "
+        "momentum and rate were tuned, in fewer steps",
         "docs/benchmarks/defaults.md",
         {"method": "soap-normuon", "auxiliary": "adamw"},
         strategy="mem-opt",
