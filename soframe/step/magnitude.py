@@ -122,13 +122,13 @@ def discard(parameters: Iterable[nn.Parameter], home: GradientHome) -> None:
 
 
 def keep_if(good: Tensor, tensors: Iterable[Tensor]) -> None:
-    """Zero tensors in place unless ``good``, a bool scalar on their device, is true."""
-    alike: dict[torch.dtype, list[Tensor]] = {}
+    """Zero tensors in place unless ``good``, a bool scalar on a device, is true."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         dense = tensor._values() if tensor.is_sparse else tensor
         # Zero times NaN is NaN, so their bits are multiplied.
         real = torch.view_as_real(dense) if dense.is_complex() else dense
         bits = _BITS[real.itemsize]
-        alike.setdefault(bits, []).append(real.view(bits))
-    for bits, each in alike.items():
-        torch._foreach_mul_(each, good.to(bits))
+        alike.setdefault((real.device, bits), []).append(real.view(bits))
+    for (device, bits), each in alike.items():
+        torch._foreach_mul_(each, good.to(device, bits))
