@@ -83,12 +83,12 @@ def both_ways(rank: int, ranks: int, cases: list[Case]) -> list[tuple[Trace, Tra
             2, FEW, OrthogonalIteration(), True, 2, marks=[pytest.mark.slow, pytest.mark.thorough]
         ),
         pytest.param(
-            3, list(EVERY), Slow(), "solves", 4, marks=[pytest.mark.slow, pytest.mark.thorough]
+            3, list(EVERY), Slow(), True, 4, marks=[pytest.mark.slow, pytest.mark.thorough]
         ),
     ],
 )
 def test_threads_change_no_bit_and_no_call(
-    ranks: int, names: list[str], solver: Solver, stagger: Any, after: int
+    ranks: int, names: list[str], solver: Solver, stagger: bool, after: int
 ) -> None:
     every = {"statistics_every": 1, "solve_every": INTERVAL, "background": after}
     options = {"solver": solver, "stagger": stagger, **every}
