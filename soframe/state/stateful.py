@@ -57,7 +57,6 @@ class Stateful(OfModel, Engine):
 
         :meta private:
         """
-        self.outcome.settle()
         policy = self._damping.state()
         return {
             "format": state.FORMAT,
@@ -66,7 +65,7 @@ class Stateful(OfModel, Engine):
             "owed_statistics": self._refresh.owed,
             "scaling": self._scaling,
             "counters": dict(self.counters),
-            "blocks": {block.name: state.of_block(block) for block in self._blocks},
+            "blocks": {block.name: state.of_block(block) for block in self.blocks},
             "initial_lrs": self._lrs.state(),
             "history": state.history(self._blocks),
             **({"damping": policy} if policy else {}),  # most policies have nothing to keep

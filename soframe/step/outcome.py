@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The counts with those of the last step."""
+        """The counts, the last step included."""
         self.settle()
         return self.counts
 

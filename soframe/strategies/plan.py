@@ -24,7 +24,7 @@ Stacked = Sequence[tuple[BlockWork, BlockPlacement, int, int]]
 
 
 class Route(NamedTuple):
-    """A way that tensors take: those of one route share buffers."""
+    """A route of tensors: tensors of equal routes share buffers."""
 
     operation: str  # the collective, by its name in `soframe.Backend`
     group: tuple[int, ...]  # the ranks that take part

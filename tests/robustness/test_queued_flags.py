@@ -304,6 +304,13 @@ def test_who_asks_after_a_bad_step_gets_the_answer() -> None:
         assert own.preconditioner.updated
         state = own.preconditioner.header()
         assert {block["updates"] for block in state["blocks"].values()} == {3}
+        spoil.bad = {6: math.nan}
+        train(3)  # the last one is bad, and read by the header
+        before = reads.next
+        state = own.preconditioner.header()
+        assert reads.next == before + 1
+        assert {block["updates"] for block in state["blocks"].values()} == {5}
+        assert state["counters"]["skipped_updates"] == 2
 
 
 def test_large_gradients_cost_one_update() -> None:
