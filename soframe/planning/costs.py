@@ -121,12 +121,12 @@ class Costs:
             return self._paper.price(run, products="bfloat16" if self._amp else self._fast)
 
     @cached_property
-    def statistics(self) -> Mapping[str, float]:
-        """The seconds of the moments of each block's calls, by the block's name."""
+    def statistics(self) -> Mapping[str, Priced]:
+        """The cost of the moments of each block's calls, by the block's name."""
         shared = SharedInputs()
         made: dict[int, Tensor] = {}
         of_helper = {helper: block for block in self._task.blocks for helper in block.helpers}
-        found = dict.fromkeys((block.name for block in self._task.blocks), 0.0)
+        found = {block.name: Priced() for block in self._task.blocks}
         with self._paper, torch.no_grad():
             for call in self._task.calls:
                 block = of_helper[call.helper]
@@ -136,7 +136,9 @@ class Costs:
                     rows = call.helper.output_rows(self._like(call.output))
                     run = functools.partial(self._moments, block, call.helper, inputs, rows, shared)
                     with without_numbers(f"the statistics of {block.name!r}", REMEDY):
-                        found[block.name] += self._paper.price(run, products=self._fast).seconds
+                        call_of = self._paper.price(run, products=self._fast)
+                    found[block.name].seconds += call_of.seconds
+                    found[block.name].operators += call_of.operators
         return found
 
     def _moments(
@@ -283,12 +285,16 @@ class Costs:
             item[stack] * blocks * prod(first[stack].factors[factor].shape)
             for stack, factor, blocks in part.solves
         )
+        gathered = [
+            self.statistics[self.work[index].name]
+            for stack in part.gathers
+            for index in stacks[stack]
+        ]
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
-            statistics=sum(
-                self.hardware.hooks + self.statistics[self.work[index].name]
-                for stack in part.gathers
-                for index in stacks[stack]
+            statistics=self._with_host(
+                self.hardware.hooks * sum(one.operators for one in gathered),
+                sum(one.seconds for one in gathered),
             ),
             # Zeros and multiplied sums, which are added to the averages.
             average=6 * held / bandwidth + launch * len(part.holds),
@@ -296,8 +302,14 @@ class Costs:
             # A triangle is read, and the matrix written.
             solve=solve.seconds + 1.5 * matrices / bandwidth,
             direct=sum(one.seconds for one in directs),
-            write=4 * sum(gradients) / bandwidth + self.hardware.host * len(self.work),
+            write=self._with_host(
+                self.hardware.host * len(self.work), 4 * sum(gradients) / bandwidth
+            ),
         )
+
+    def _with_host(self, host: float, device: float) -> float:
+        """Return the seconds of both: a GPU works while the host goes on, a CPU does not."""
+        return host + device if self.hardware.device == "cpu" else max(host, device)
 
 
 def _times(shape: Sequence[int], blocks: int) -> tuple[int, ...]:

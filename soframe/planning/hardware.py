@@ -111,8 +111,8 @@ class Hardware:
         memory: Bytes of a device; None if unknown.
         slots: The ranks of a node that can compute at the same time, where ranks share processors,
             with solves in the background and collectives; None if each has a device of its own.
-        hooks: Seconds of the host for the statistics of a block, where no device works meanwhile.
-        host: The same for the rest of a block's step.
+        hooks: Seconds of the host for an operator of statistics of calls; a GPU works meanwhile.
+        host: The same for a block in the rest of the step; 0 if it is hidden behind the passes.
     """
 
     name: str

@@ -444,7 +444,7 @@ def _profile(
     node = _node([one["host"] for one in every])
     links = [_link(one) for one in measured if one.operation == "broadcast"]  # of all, of pairs
     slots = None if cuda else len(os.sched_getaffinity(0)) / torch.get_num_threads()
-    hooks, host = (0.0, 0.0) if cuda else _of_rank_zero(backend, _python())
+    hooks, host = _of_rank_zero(backend, _python(device))
     return Hardware(
         name="this machine",
         device=device.type,
@@ -464,15 +464,18 @@ def _profile(
         memory=min(one["memory"] for one in every) if cuda else None,
         slots=slots,
         hooks=hooks,
-        host=host,
+        host=0.0 if cuda else host,  # a GPU is behind the host in a step that reads nothing
     )
 
 
-def _python(blocks: int = 8, steps: int = 15) -> list[float]:
-    """Return the host's seconds for a block's statistics, and for the rest of its step."""
+OF_LINEAR = 3  # operators of the statistics of an nn.Linear
+
+
+def _python(device: torch.device, blocks: int = 8, steps: int = 15) -> list[float]:
+    """Return the host's seconds for an operator of statistics, and for a block's other work."""
     with torch.enable_grad():
-        model = nn.Sequential(*(nn.Linear(5, 5, device="cpu") for _ in range(blocks)))
-        inputs = torch.rand(8, 5, device="cpu")
+        model = nn.Sequential(*(nn.Linear(5, 5, device=device) for _ in range(blocks)))
+        inputs = torch.rand(8, 5, device=device)
         passes, with_hooks, rest = list[float](), list[float](), list[float]()
 
         def run(own: Preconditioner | None, spent: list[float]) -> None:
@@ -496,7 +499,7 @@ def _python(blocks: int = 8, steps: int = 15) -> list[float]:
         run(own, with_hooks)
         own.close()
     medians = [statistics.median(one) for one in (passes, with_hooks, rest)]
-    return [max(0.0, medians[1] - medians[0]) / blocks, medians[2] / blocks]
+    return [max(0.0, medians[1] - medians[0]) / blocks / OF_LINEAR, medians[2] / blocks]
 
 
 def _curve(times: dict[int, float], unit: Callable[[int], float]) -> Curve:

@@ -200,6 +200,7 @@ def test_a_gpu_has_batches_and_rates_of_its_own(monkeypatch: pytest.MonkeyPatch)
     about = SimpleNamespace(total_memory=7)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    monkeypatch.setattr(measuring, "_python", lambda on: [1e-4 * (on == device), 1.0])
     series = [
         *measuring._limits(device),
         *measuring.products(device, ("float32",)),
@@ -215,6 +216,7 @@ def test_a_gpu_has_batches_and_rates_of_its_own(monkeypatch: pytest.MonkeyPatch)
     sides = [(one.batch, list(one.sizes)) for one in series if one.key.startswith("qr")]
     assert sides == [(1, [16, 2048, 8192]), (8, [16, 2048]), (64, [16])]
     assert (made.device, made.pools, made.memory) == ("cuda", True, 7)
+    assert (made.hooks, made.host) == (1e-4, 0.0)
 
 
 @pytest.mark.parametrize(

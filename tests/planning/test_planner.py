@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import soframe
 from soframe.comm import Recording
 from soframe.planning.costs import Costs, parts
+from soframe.planning.hardware import Hardware
 from soframe.planning.memory import transients
 from soframe.planning.planner import Option, Plan, Row, Vary, plan, usual, varied
 from soframe.planning.pricing import Pricing
@@ -57,6 +59,28 @@ def test_averages_take_six_passes_over_squares_or_over_triangles_that_travel(wor
     for part in parts(placement):
         average = Costs(task, CPU).arithmetic(placement, part).average
         assert average == pytest.approx(6 * 4 * numbers / CPU.bandwidth + 2 * CPU.launch, rel=1e-9)
+
+
+@pytest.mark.parametrize("host", [1e-9, 1.0])
+@pytest.mark.parametrize("hardware", [CPU, GPU], ids=lambda one: one.name)
+def test_a_gpu_works_while_the_host_goes_on(hardware: Hardware, host: float) -> None:
+    task = task_of(3, 2, 5)
+    placement = complete(CommOpt().place(task.work, 1))
+    [part] = parts(placement)
+
+    def of(hardware: Hardware) -> list[float]:
+        made = Costs(task, hardware).arithmetic(placement, part)
+        return [made.statistics, made.write]
+
+    of(hardware)  # the kernels keep a column of ones from their first call
+    device, both = of(hardware), of(replace(hardware, hooks=host, host=host))
+    operators = sum(one.operators for one in Costs(task, hardware).statistics.values())
+    hosts = [operators * host, 2 * host]  # of two blocks
+    join = sum if hardware is CPU else max
+    expected = [join(both) for both in zip(hosts, device, strict=True)]
+    assert both == pytest.approx(expected, rel=1e-9)
+    assert min(device) > 0
+    assert operators >= 4
 
 
 @settings(max_examples=examples(20))

@@ -16,6 +16,7 @@ from soframe.methods.base import Call, Given
 from soframe.methods.returned import direction_of
 from soframe.planning.costs import Costs
 from soframe.planning.hardware import Hardware
+from soframe.planning.measure import OF_LINEAR
 from soframe.planning.planner import plan
 from soframe.planning.pricing import Paper, Pricing
 from soframe.planning.task import Task
@@ -117,7 +118,7 @@ def test_updates_on_paper_call_the_operators_of_real_ones(method: str) -> None:
 def test_statistics_on_paper_call_the_operators_of_real_ones() -> None:
     model, images = convolutional(), torch.rand(4, 3, 8, 8)
     task = Task.of(model, (images,), method="kfac")
-    seconds = Costs(task, CPU).statistics
+    planned = Costs(task, CPU).statistics
     calls: dict[str, tuple[Tensor, Tensor]] = {}
     names = {module: name for name, module in model.named_children()}
 
@@ -138,7 +139,13 @@ def test_statistics_on_paper_call_the_operators_of_real_ones() -> None:
             for name, moment in block.method.statistics(call).items():
                 assert callable(moment)
                 moment(totals[name], 1.0)
-        assert real.priced.seconds == pytest.approx(seconds[block.name])
+        assert real.priced.seconds == pytest.approx(planned[block.name].seconds)
+        assert real.priced.operators == planned[block.name].operators
+
+
+def test_operators_of_a_linear_are_those_by_which_hooks_are_measured() -> None:
+    task = Task.of(dense(5, 5), (torch.rand(8, 5),), method="kfac")
+    assert [one.operators for one in Costs(task, CPU).statistics.values()] == [OF_LINEAR]
 
 
 def test_passes_on_paper_call_the_operators_of_real_ones() -> None:
