@@ -528,9 +528,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
     # -- inspection ---------------------------------------------------------------------------
 
-    def observe(self, outputs: Tensor | Sequence[Tensor]) -> None:
+    def observe(self, outputs: Tensor | Sequence[Tensor], *, weight: float = 1.0) -> None:
         """See `soframe.Preconditioner.observe`."""
-        self.preconditioner.observe(outputs)
+        self.preconditioner.observe(outputs, weight=weight)
 
     def report(self) -> Report:
         """See `soframe.Preconditioner.report`: every parameter, with its method."""

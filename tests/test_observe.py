@@ -1,6 +1,7 @@
 """What `observe` leaves alone, when it does nothing, and when it refuses."""
 
 import copy
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import soframe
 from soframe.capture.fisher import Fisher
 from soframe.losses import MeanSquaredError, SquaredError
 from soframe.testing import compare
@@ -87,22 +89,28 @@ class Branches(nn.Module):
         return self.head(torch.tanh(self.some(y)) if x.shape[1] > 1 else y)
 
 
-def test_micro_batches_weighted_by_size_are_one_batch() -> None:
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_micro_batches_weighted_by_size_are_one_batch(whole_step: bool) -> None:
     """Rows are weighted as samples are, however many positions a sample has."""
     batches = [randn(1, 3, 3, seed=1), randn(3, 1, 3, seed=2)]
     found = []
     for average in ("local", "global"):
         model = fill(Branches())
-        with closing(
-            preconditioner(model, fisher="type-2", loss="squared-error", loss_average=average)
-        ) as own:
+        given = {"fisher": "type-2", "loss": "squared-error", "loss_average": average}
+        with ExitStack() as stack:
+            if whole_step:
+                curvature = soframe.Curvature(**given)
+                own: Any = soframe.Optimizer(model, method="kfac", lr=0.0, curvature=curvature)
+                inner = stack.enter_context(closing(own.preconditioner))
+            else:
+                own = inner = stack.enter_context(closing(preconditioner(model, **given)))
             for x in batches:
                 outputs = model(x).movedim(-1, 1)
                 weight = len(x) / 2 if average == "local" else 1.0
                 own.observe(outputs, weight=weight)
                 (weight * outputs.square().sum() / len(x)).backward()
             own.step()
-            found.append([t for name in blocks(own) for t in factors(own, name)])
+            found.append([t for name in blocks(inner) for t in factors(inner, name)])
     for local, whole in zip(*found, strict=True):
         compare(local, whole, "weighted by size")
 
