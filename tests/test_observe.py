@@ -96,7 +96,8 @@ def test_micro_batches_weighted_by_size_are_one_batch(whole_step: bool) -> None:
     found = []
     for average in ("local", "global"):
         model = fill(Branches())
-        given = {"fisher": "type-2", "loss": "squared-error", "loss_average": average}
+        given: dict[str, Any] = {"fisher": "type-2", "loss": "squared-error"}
+        given["loss_average"] = average
         with ExitStack() as stack:
             if whole_step:
                 curvature = soframe.Curvature(**given)
