@@ -33,7 +33,7 @@ def group(settings: Common) -> Iterator[Place]:
     device = device_of(settings)
     begun = dist.is_initialized()
     if not begun and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if not dist.is_initialized():
         yield Place(0, 1, device)
         return
