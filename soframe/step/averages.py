@@ -43,8 +43,10 @@ class Contribution:
 
     Attributes:
         stack: The stack.
-        members: The blocks.
+        members: The indices of the blocks.
+        blocks: The blocks.
         index: The index of the factor.
+        factor: The factor.
         tensor: The statistics, divided by the weights of all ranks: ``[groups, n, n]``, with a
             valid lower triangle. None if this rank has none.
         reached: By block the number of rows that reached each group, for averages by group.
@@ -60,15 +62,9 @@ class Contribution:
     scale: float = 1.0
     turn: int = 0
 
-    @property
-    def factor(self) -> FactorSpec:
-        """The factor."""
-        return self.stack.like.factors[self.index]
-
-    @property
-    def blocks(self) -> list[Block]:
-        """The blocks."""
-        return [self.stack.blocks[member] for member in self.members]
+    def __post_init__(self) -> None:
+        self.factor: FactorSpec = self.stack.like.factors[self.index]
+        self.blocks: list[Block] = [self.stack.blocks[member] for member in self.members]
 
 
 def enter(
@@ -293,7 +289,8 @@ def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> No
     """Reduce deferred statistics of some blocks into running factors; every rank must call."""
     for stack in members:
         stack.arrive()
-    due = _deferred(members)
+    if not (due := _deferred(members)):
+        return
     for stack, chosen, factor, total in _settled(placed.backend, due, "reduce"):
         if total is not None:
             turn = max(stack.blocks[m].record.statistics_at[factor.name] for m in chosen)

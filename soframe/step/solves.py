@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 
@@ -80,10 +80,12 @@ class Run:
 
     Attributes:
         stack: The stack.
-        members: The blocks.
+        members: The indices of the blocks.
+        blocks: The blocks.
         damping: Their damping.
         jobs: Their factors.
         rank: This rank.
+        mine: The factors that this rank owns.
         traces: The mean trace of each factor, ``[groups]``, on owners.
         failed: By factor and block, the outcome of the solve, on its owner.
         retried: By factor and block, whether it was solved again in float64, on its owner.
@@ -100,19 +102,11 @@ class Run:
     work: Work | None = None
 
     def __post_init__(self) -> None:
+        self.blocks = [self.stack.blocks[member] for member in self.members]
+        self.mine = [job for job in self.jobs if job.parcel.source == self.rank]
         zeros = [0] * len(self.members)
         self.failed = [list(zeros) for _ in self.jobs]
         self.retried = [list(zeros) for _ in self.jobs]
-
-    @property
-    def blocks(self) -> list[Block]:
-        """The blocks."""
-        return [self.stack.blocks[member] for member in self.members]
-
-    @property
-    def mine(self) -> list[Job]:
-        """The factors that this rank owns."""
-        return [job for job in self.jobs if job.parcel.source == self.rank]
 
     def begin(self, worker: Worker) -> None:
         """Solve in the background, from copies: running factors change in place."""
@@ -125,12 +119,8 @@ class Run:
         if self.mine:
             self.work = worker.submit(self.solve, uses)
 
-    def finish(self) -> None:
-        """Put the results of a background solve into the parcels, on owners."""
-        if self.work is not None and (made := self.work.result()) is not None:
-            self._place(made)
-
-    def _place(self, made: list[Tensor]) -> None:
+    def place(self, made: list[Tensor]) -> None:
+        """Put the second-order data that this rank has made into the parcels."""
         for job in self.mine:
             count = len(job.parcel.specs)
             job.parcel.tensors, made = made[:count], made[count:]
@@ -336,30 +326,30 @@ class Solution:
     def share(self) -> None:
         """Send the results, and start to sum the outcomes; every rank must call."""
         run_of = {id(job.parcel): run for run in self._runs for job in run.jobs}
+        # Solves whose results travel are sent bucket by bucket, so that sending overlaps with the
+        # next solve; all others are batched.
         for bucket in buckets(self._backend, [j.parcel for run in self._runs for j in run.jobs]):
-            with self._backend.phases("solve"):
-                # Solves whose results stay here are batched; the others are sent bucket by bucket,
-                # so that sending overlaps with the next solve.
-                own = (
-                    dict.fromkeys(run_of[id(parcel)] for parcel in bucket)
-                    if bucket[0].travels
-                    else self._runs
-                )
-                left = [run for run in own if not run.finished]
-                for run in left:
-                    run.finish()
-                left = [run for run in left if run.work is None]
-                for run, made in zip(left, _solve(left) if left else (), strict=True):
-                    if made is not None:
-                        run._place(made)
+            self._make(dict.fromkeys(run_of[id(parcel)] for parcel in bucket))
             with self._backend.phases("share"):
                 self._pending.append(send(self._backend, bucket, "share"))
+        self._make(self._runs)
         failed = [each for run in self._runs for of_job in run.failed for each in of_job]
         retried = [each for run in self._runs for of_job in run.retried for each in of_job]
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
         vector = torch.tensor(failed + retried, dtype=torch.float32, device="cpu")
         self._outcome = vector.to(self._backend.wire_device(vector.device))
         self._agreement: Handle = self._backend.all_reduce(self._outcome, "agree")
+
+    def _make(self, runs: Iterable[Run]) -> None:
+        """Solve what is left of some runs on this rank, or wait for it in the background."""
+        with self._backend.phases("solve"):
+            left = [run for run in runs if not run.finished]
+            now = [run for run in left if run.work is None]
+            results = dict(zip(now, _solve(now) if now else (), strict=True))
+            for run in left:
+                made = results[run] if run.work is None else run.work.result()
+                if made is not None:
+                    run.place(made)
 
     def conclude(self, counters: dict[str, int]) -> None:
         """Wait for the results and install them for blocks whose factors were all solved.
@@ -407,11 +397,11 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
         own, solved = stack.blocks[chosen[0]].damped_with(damping), stack.blocks[chosen[0]].solved
         jobs = []
         for number, (index, factor, solver) in enumerate(like.solved_here):
-            specs = like.tensors[factor.name]
+            specs, blocks = like.tensors[factor.name], len(chosen)
             parcel = Parcel(
                 source=place.owners[index],
                 group=place.sharing(index),
-                specs=tuple(_times(spec, len(chosen)) for spec in specs.values()),
+                specs=tuple(specs.values() if blocks == 1 else _times(specs, blocks)),
                 dtype=like.dtype,
                 device=like.device,
                 # If the solve fails, NaN is sent: the other ranks wait for a tensor.
@@ -426,10 +416,10 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
     return runs
 
 
-def _times(spec: TensorSpec, blocks: int) -> TensorSpec:
-    if blocks == 1:
-        return spec
-    return TensorSpec((spec.shape[0] * blocks, *spec.shape[1:]), spec.symmetric)
+def _times(specs: Mapping[str, TensorSpec], blocks: int) -> Iterator[TensorSpec]:
+    """Yield the specs of tensors with the groups of many blocks."""
+    for spec in specs.values():
+        yield TensorSpec((spec.shape[0] * blocks, *spec.shape[1:]), spec.symmetric)
 
 
 def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
@@ -500,19 +490,23 @@ def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: in
     # States in the old eigenbases are expressed in the new ones.
     rebased = bool(kept) and bool(stack.state) and stack.like.method.rebases
     old = _second_order(stack, kept) if rebased else {}
+    # One run of which all blocks were solved has whole tensors, in the order of members.
+    whole = len(runs) == 1 and len(members) == len(runs[0][0].members)
     for number, job in enumerate(runs[0][0].jobs):
         if not job.needed:
             continue
         new = {}
         for place, name in enumerate(job.names):
+            tensors = [run.jobs[number].parcel.tensors[place] for run, _ in runs]  # type: ignore[index]
+            if whole:
+                new[name] = tensors[0]
+                continue
             parts = [
-                _part(run.jobs[number].parcel.tensors[place], index, len(run.members))  # type: ignore[index]
-                for run, numbers in runs
+                _part(tensor, index, len(run.members))
+                for tensor, (run, numbers) in zip(tensors, runs, strict=True)
                 for index in numbers
             ]
-            whole = runs[0][0].jobs[number].parcel.tensors[place]  # type: ignore[index]
-            alone = len(runs) == 1 and len(parts) == len(runs[0][0].members)
-            new[name] = whole if alone else torch.cat([parts[at] for at in order])
+            new[name] = torch.cat([parts[at] for at in order])
         stack.set_data(job.factor.name, chosen, new)
     for job in runs[0][0].jobs:
         # Statistics that were taken with the old data are dropped.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -382,7 +381,7 @@ class Statistics:
                 if total.used:
                     used[block] = total
         entries = [
-            replace(self._entry(stack, stack.of(taking), index, used), turn=step)
+            self._entry(stack, stack.of(taking), index, used, step)
             for stack, members in self._placed.members(list(used)).items()
             for index, factor in enumerate(stack.like.factors)
             if (
@@ -411,6 +410,7 @@ class Statistics:
         members: tuple[int, ...],
         index: int,
         used: Mapping[Block, BlockWeights],
+        step: int,
     ) -> Entry:
         """Return this rank's sums of a factor, to be multiplied by `Contribution.scale`."""
         factor, multipliers, reached = stack.like.factors[index], [], []
@@ -432,7 +432,7 @@ class Statistics:
             else:
                 each = sent(multipliers, total)
                 total.mul_(each.view(-1, *(1 for _ in total.shape[1:])))
-        return Entry(stack, members, index, total, reached=reached, scale=scale)
+        return Entry(stack, members, index, total, reached=reached, scale=scale, turn=step)
 
     def seen(self) -> tuple[int, int, int]:
         """Return the most backward passes of any stage here, and its most and fewest samples."""
