@@ -135,12 +135,9 @@ class Block(BlockSpec):
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients by the parameters' names, zeros for missing ones; empty for none."""
         assert not self.shards, "the gradient is in parts, which have to be gathered first"
-        parameters, read = self.parameters, self.home.read
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            gradient = read(parameter)
-            if gradient is not None:
-                tensors[name] = gradient
+        parameters = self.parameters
+        each = self.home.each(list(parameters.values()))
+        tensors = {n: g for n, g in zip(parameters, each, strict=True) if g is not None}
         if tensors and len(tensors) < len(parameters):
             tensors = {n: tensors.get(n, torch.zeros_like(p)) for n, p in parameters.items()}
         return tensors

@@ -207,7 +207,8 @@ class Stack(Arrangement):
 
         Offloaded ones are on the host, and read by `held` alone: a copy may be under way.
         """
-        self.arrive()
+        if self._pending:
+            self.arrive()
         return self._factors
 
     def held(self, name: str) -> Tensor:

@@ -166,19 +166,20 @@ def _averaged(
     # Statistics of calls have a valid lower triangle only; averaged gradients have both.
     lower = factor.captured and factor.kind == "psd" and new.dim() == 3 and not packed
     new = pack(new, factor) if packed else unpack(new, factor)
+    factors = stack.factors
     # The first statistics have rate 1 (groups without rows are zero): they become the factor.
-    if name not in stack.factors and len(members) == len(stack.blocks):
+    if name not in factors and len(members) == len(stack.blocks):
         stack.hold(name, own_memory(stack.rounded(new, name, len(members), one.turn)))
         (stack.lower.add if lower else stack.lower.discard)(name)
         return []
-    if name not in stack.factors:
+    if name not in factors:
         kept = stack.like.factor_dtype
         stack.hold(name, stack.empty(tuple(new.shape), len(members), kept))
     if lower:
         stack.lower.add(name)
     running = stack.held(name).to(stack.like.dtype)
     if len(set(rates)) == 1 and len(members) == len(stack.blocks):
-        if running is stack.factors[name]:
+        if running is factors[name]:
             return [(running, new, rates[0])]
         running.lerp_(new, rates[0])
         members = ()
@@ -195,7 +196,7 @@ def _averaged(
         else:
             view.lerp_(part, sent(own, part).view(-1, *(1 for _ in part.shape[1:])))
         start = stop
-    if running is not stack.factors[name]:
+    if running is not factors[name]:
         whole = stack.rounded(running, name, len(stack.blocks), one.turn)
         if whole is not running:  # rounded, with both triangles
             stack.lower.discard(name)

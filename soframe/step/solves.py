@@ -385,16 +385,15 @@ class Solution:
 
 def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> list[Run]:
     """Return the runs of some blocks of a stack."""
-    alike: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[tuple[tuple[int, ...], float, bool], list[int]] = {}
     for member in members:
         block = stack.blocks[member]
         # Solved blocks may continue from their last data, so they are apart from new ones.
         key = (stack.places[member].owners, block.damped_with(damping), block.solved)
         alike.setdefault(key, []).append(member)
-    runs = []
-    for chosen in alike.values():
-        place, like = stack.places[chosen[0]], stack.like
-        own, solved = stack.blocks[chosen[0]].damped_with(damping), stack.blocks[chosen[0]].solved
+    runs, like = [], stack.like
+    for (_, own, solved), chosen in alike.items():
+        place = stack.places[chosen[0]]
         jobs = []
         for number, (index, factor, solver) in enumerate(like.solved_here):
             specs, blocks = like.tensors[factor.name], len(chosen)

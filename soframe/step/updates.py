@@ -205,7 +205,8 @@ def write(updates: Sequence[Update], home: GradientHome) -> None:
             pairs += zip(home.each(stack.parameters), parts, strict=True)
             continue
         for block, named in _named(update):
-            pairs += [(home.read(block.parameters[k]), value) for k, value in named.items()]
+            parameters = [block.parameters[name] for name in named]
+            pairs += zip(home.each(parameters), named.values(), strict=True)
     # A parameter of a block without a gradient gets none.
     targets = [target for target, _ in pairs if target is not None]
     if targets:
