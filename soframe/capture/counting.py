@@ -229,10 +229,6 @@ class Passes:
         self._sizes: dict[int, int] = {}
         self._batches: dict[int, list[Batch]] = {}  # the forward passes of each backward pass
 
-    def anew(self) -> Passes:
-        """Return the passes of a new window."""
-        return Passes(self._setting)
-
     def enter(
         self, number: int, sizes: tuple[int, int], told: int | None, batch: Batch
     ) -> tuple[int, int]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,21 @@ from soframe.methods.scaling import CallScale, Contribution, Scale
 from soframe.specs import FactorSpec
 from soframe.step.averages import Contribution as Entry
 from soframe.step.averages import enter
-from soframe.step.weights import BlockWeights
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of one block's sums, of all ranks.
+
+    Attributes:
+        factors: The divisor of each factor that calls make, in order.
+        inputs: The weight of means over samples.
+        groups: The weights of means over the rows of each group; empty where all rows reach all.
+    """
+
+    factors: Sequence[float]
+    inputs: float
+    groups: Sequence[float]
 
 
 class Statistics:
@@ -131,7 +146,7 @@ class Statistics:
             for index, factor in enumerate(block.factors)
             for rank in (ranks if factor.captured else ())
         )
-        self._capture.listen(self._take, names, self._both, alike=alike, roots=roots)
+        self._capture.listen(self.add, names, self._both, alike=alike, roots=roots)
         self._expect(self.due)
 
     def _expect(self, due: Iterable[Block]) -> None:
@@ -149,15 +164,6 @@ class Statistics:
         """Return whether a layer's inputs are needed in this window on this rank."""
         block = self._block_of[helper]
         return block in self.due and not self._readers[block].isdisjoint(block.record.gathered)
-
-    def _take(self, call: LayerCall) -> None:
-        """Add one call, in the phase "accumulate"."""
-        try:
-            with self._backend.phases("accumulate"):
-                self.add(call)
-        except Exception as error:
-            error.add_note(f"soframe: in the statistics of {self._block_of[call.helper].name!r}")
-            raise
 
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
@@ -221,7 +227,8 @@ class Statistics:
         if factors and data_left[1] > 0:
             loss_scale = self._loss_scales[number]
             scale = self._scale.call(helper.module, samples, batch, shared, loss_scale, users)
-            self._sum(block, factors, call, rows, data, scale)
+            with self._backend.phases("accumulate"):
+                self._sum(block, factors, call, rows, data, scale)
 
     def _gathered(self, block: Block) -> list[FactorSpec]:
         """Return the factors of a block that take statistics on this rank in this window."""
@@ -253,9 +260,11 @@ class Statistics:
         # Moments of inputs alone are added with the first probe only.
         reads = (not again or helper in self._both) and self._wants_inputs(helper)
         given = (call.inputs if reads else (), rows)
-        inputs, rows, part = self._sampler.take(
-            helper, given, call.number, block.takes_samples, data
-        )
+        (inputs, rows), part = given, 1.0
+        if data is not None or self._sampler.draws:
+            inputs, rows, part = self._sampler.take(
+                helper, given, call.number, block.takes_samples, data
+            )
         # Not inherited: a subclass may override the moments, and has to declare this itself.
         wide = widens(rows, block.dtype) and rows.shape[0] == 1
         added = block.method.statistics(
@@ -356,40 +365,51 @@ class Statistics:
         return scalars
 
     def weights(self) -> list[float]:
-        """Return this rank's `BlockWeights.numbers` of all due blocks, for a sum over ranks."""
+        """Return the weights of this rank's sums, of all due blocks; ranks add them up.
+
+        By block: the divisors of its factors, if some ranks contribute to some factors only; the
+        weight of means over samples; the weight of means over rows; and of each group, if their
+        rows differ.
+        """
         numbers: list[float] = []
         for block, place in self._placed:
             if block not in self.due:
                 continue
             # With ranks on paper only, this one stands for the contributors.
             mine = block.captured if self._backend.on_paper else self._mine[block]
-            self._contributions[block] = self._contribution(block)
-            weights = BlockWeights.of_rank(block, self._contributions[block], mine)
-            numbers += weights.numbers(some_contribute=bool(place.contributors))
+            passes = self._passes_of(self._part_of[block])
+            own = self._scale.contribution(block.record.counts, passes)
+            self._contributions[block] = own
+            # If every rank contributes to all factors, the other weights give their divisors.
+            if place.contributors:
+                numbers += [own.weight(f) if f in mine else 0.0 for f in block.captured]
+            # Samples of ranks that contribute to no factor are part of N; their rows do not count.
+            numbers += [own.input_weight, own.output_weight if mine else 0.0]
+            if block.unequal:
+                by_group = any(factor.mean_over == "group rows" for factor in mine)
+                zeros = (0.0,) * block.shape.groups
+                numbers += (own.group_weights if by_group else ()) or zeros
         return numbers
 
     def fold(self, weights: Sequence[float], decay: float, step: int) -> None:
         """Reduce the sums with the ``weights`` of all ranks, and average them into the factors."""
         self._shared.forget()
         numbers = iter(weights)
-        used: dict[Block, BlockWeights] = {}
+        used: dict[Block, _Weights] = {}
         for block, place in self._placed:
             if block in self.due:
-                some = bool(place.contributors)
-                total = BlockWeights.read(numbers, block, some_contribute=some)
+                total = _weights_of(block, numbers, some_contribute=bool(place.contributors))
                 # A block that no rank used keeps its factors.
-                if total.used:
+                if total is not None:
                     used[block] = total
         entries = [
-            self._entry(stack, stack.of(taking), index, used, step)
+            self._entry(stack, taking, index, used, step)
             for stack, members in self._placed.members(list(used)).items()
             for index, factor in enumerate(stack.like.factors)
             if (
-                taking := [
-                    stack.blocks[m]
-                    for m in members
-                    if factor.name in stack.blocks[m].record.gathered
-                ]
+                taking := tuple(
+                    m for m in members if factor.name in stack.blocks[m].record.gathered
+                )
             )
         ]
         # All sums with one multiplier each are scaled by one fused call.
@@ -409,7 +429,7 @@ class Statistics:
         stack: Stack,
         members: tuple[int, ...],
         index: int,
-        used: Mapping[Block, BlockWeights],
+        used: Mapping[Block, _Weights],
         step: int,
     ) -> Entry:
         """Return this rank's sums of a factor, to be multiplied by `Contribution.scale`."""
@@ -458,21 +478,12 @@ class Statistics:
             own[-1 - missing] = rest if missing == 0 else 0
         return own
 
-    def _contribution(self, block: Block) -> Contribution:
-        passes = self._passes_of(self._part_of[block])
-        return self._scale.contribution(block.record.counts, passes)
-
     def resume(self, before: Statistics) -> None:
         """Continue the window of the former statistics, after the model was rebuilt."""
         self._passes, self._loss_scales = before._passes, before._loss_scales
         self._parts, self._everybodys = before._parts, before._everybodys
         names = {block.name for block in before.due}
         self.due = frozenset(block for block in self._blocks if block.name in names)
-
-    def arrive(self) -> None:
-        """Wait until the statistics of earlier windows are in the running factors."""
-        for stack in self._placed.stacks:
-            stack.arrive()
 
     def begin(self, due: Sequence[Block], step: int) -> None:
         """Begin a new window, in which the blocks ``due`` take statistics."""
@@ -505,10 +516,24 @@ class Statistics:
         """Discard the backward passes so far."""
         for stack in self._placed.stacks:
             stack.begin_window()
-        self._passes = self._passes.anew()
+        self._passes = Passes(self._samples)
         self._parts, self._everybodys = {}, (0, 0)
         self._loss_scales = {}
         self._shared.forget()
+
+
+def _weights_of(
+    block: Block, numbers: Iterator[float], *, some_contribute: bool
+) -> _Weights | None:
+    """Take a block's part of the sums of `Statistics.weights`; None if no rank used the block."""
+    divisors = [next(numbers) for _ in block.captured] if some_contribute else []
+    inputs, outputs = next(numbers), next(numbers)
+    groups = [next(numbers) for _ in range(block.shape.groups if block.unequal else 0)]
+    if not some_contribute:
+        both = Contribution(input_weight=inputs, output_weight=outputs)
+        divisors = [both.weight(factor) for factor in block.captured]
+    used = outputs > 0 and all(divisor > 0 for divisor in divisors)
+    return _Weights(divisors, inputs, groups) if used else None
 
 
 def _reaching(
