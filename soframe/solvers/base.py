@@ -224,7 +224,13 @@ def solve_stack(
         The second-order data ``[groups, ...]``, and a boolean vector ``[groups]`` on the device:
         False for failed groups, whose data are undefined (see `retry`).
     """
-    made = _made(solver, matrices, damping, last, [] if errors is None else errors)
+    try:
+        if last:
+            made = solver.solve_again(matrices, damping, last)
+        else:
+            made = solver.solve(matrices, damping)
+    except LinAlgError as error:
+        made = _apart(solver, matrices, damping, error, [] if errors is None else errors)
     # The same layout on every rank: products with other strides round differently.
     data = {name: tensor.to(dtype or matrices.dtype).contiguous() for name, tensor in made.items()}
     # The factor changes in place at the next statistics; its data must not.
@@ -339,26 +345,21 @@ def retry(
     return {n: tensor.index_copy(0, groups, new[n]) for n, tensor in data.items()}, reasons
 
 
-def _made(
-    solver: Solver,
-    matrices: Tensor,
-    damping: Tensor,
-    last: Mapping[str, Tensor] | None,
-    errors: list[str],
+def _apart(
+    solver: Solver, matrices: Tensor, damping: Tensor, error: Exception, errors: list[str]
 ) -> dict[str, Tensor]:
-    """Call the solver; if it raises, call it group by group, with NaN for groups that fail."""
-    try:
-        if last:
-            return solver.solve_again(matrices, damping, last)
-        return solver.solve(matrices, damping)
-    except LinAlgError as error:
-        if len(matrices) == 1:
-            errors.append(str(error))
-            kind: FactorKind = "psd" if matrices.dim() == 3 else "diagonal"
-            specs = solver.tensors(FactorSpec("", "left", 1, matrices.shape[-1], kind=kind))
-            return {name: matrices.new_full(spec.shape, math.nan) for name, spec in specs.items()}
-    each = zip(matrices.split(1), damping.split(1), strict=True)
-    parts = [_made(solver, matrix, share, None, errors) for matrix, share in each]
+    """Call a solver that has raised group by group, with NaN for groups that fail."""
+    if len(matrices) == 1:
+        errors.append(str(error))
+        kind: FactorKind = "psd" if matrices.dim() == 3 else "diagonal"
+        specs = solver.tensors(FactorSpec("", "left", 1, matrices.shape[-1], kind=kind))
+        return {name: matrices.new_full(spec.shape, math.nan) for name, spec in specs.items()}
+    parts = []
+    for matrix, share in zip(matrices.split(1), damping.split(1), strict=True):
+        try:
+            parts.append(solver.solve(matrix, share))
+        except LinAlgError as own:
+            parts.append(_apart(solver, matrix, share, own, errors))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
