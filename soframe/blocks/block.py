@@ -52,7 +52,7 @@ class Block(BlockSpec):
         return State(self)
 
     @cached_property
-    def _dependent(self) -> bool:
+    def dependent(self) -> bool:
         """Whether the statistics of a factor are computed with second-order data."""
         return any(factor.needs for factor in self.factors)
 
@@ -67,7 +67,7 @@ class Block(BlockSpec):
     @property
     def lacks(self) -> bool:
         """Whether a factor without statistics could take its first ones now."""
-        if not self._dependent:
+        if not self.dependent:
             return False
         able, masses = self.gatherable(), self.record.masses
         return any(f.needs and f.name in able and f.name not in masses for f in self.captured)

@@ -274,16 +274,15 @@ class Stack(Arrangement):
     def data_of(self, members: Members) -> dict[str, dict[str, Tensor]]:
         """Return second-order data of some blocks, all solved or none, for `Method.direct`."""
         one = self.blocks[members[0]]
-        data: dict[str, dict[str, Tensor]] = {}
-        if one.solved:
-            data = {
-                factor: {name: self.take(tensor, members) for name, tensor in tensors.items()}
-                for factor, tensors in self.data.items()
-            }
+        data = self.solved_data(members) if one.solved else {}
         for factor in one.unsolved:
             if factor.name in one.record.masses and factor.name in self.factors:
                 data[factor.name] = {VALUE: self.matrices(factor, members)}
         return data
+
+    def solved_data(self, members: Members) -> dict[str, dict[str, Tensor]]:
+        """Return the second-order data of some blocks, all of them solved."""
+        return {factor: self.take_each(tensors, members) for factor, tensors in self.data.items()}
 
     def set_data(self, factor: str, members: Members, tensors: Mapping[str, Tensor]) -> None:
         """Replace second-order data of a factor of some blocks."""
@@ -314,7 +313,7 @@ class Stack(Arrangement):
                 for name, spec in like.states.items()
             }
             return {n: torch.zeros(s, dtype=dtype, device=like.device) for n, s in shapes.items()}
-        return {name: self.take(t, members).to(dtype) for name, t in self.state.items()}
+        return {name: t.to(dtype) for name, t in self.take_each(self.state, members).items()}
 
     def set_state(
         self, members: Members, tensors: Mapping[str, Tensor], turn: int | None = None
@@ -377,7 +376,7 @@ class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):
         if not self._block.record.solved:
             raise KeyError(factor)
         stack, members = self._block.stack, (self._block.member,)
-        return {name: stack.take(tensor, members) for name, tensor in stack.data[factor].items()}
+        return stack.take_each(stack.data[factor], members)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._block.stack.data if self._block.record.solved else ())

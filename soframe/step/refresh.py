@@ -109,7 +109,7 @@ class Refresh:
         if not placed.solvable:
             return []
         # Schedules may change the intervals during training.
-        if _solves_calls(placed.solvable):
+        if not after and _solves_calls(placed.solvable):
             self.warn_of_intervals(step)
         turn = step % self.solve_every.at(step)
         return [

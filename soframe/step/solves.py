@@ -409,7 +409,7 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
             needed = rank in place.needing(index)
             # An owner that is no gradient worker has no last data, and solves from scratch.
             last = stack.data.get(factor.name, {}) if solved and solver.continues else {}
-            last = {name: stack.take(tensor, chosen) for name, tensor in last.items()}
+            last = stack.take_each(last, chosen)
             jobs.append(Job(number, tuple(specs), factor, solver, parcel, needed, last=last))
         runs.append(Run(stack, tuple(chosen), own, jobs, rank))
     return runs
@@ -488,7 +488,7 @@ def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: in
     kept = tuple(m for m, b in zip(chosen, blocks, strict=True) if b.solved and b.record.updates)
     # States in the old eigenbases are expressed in the new ones.
     rebased = bool(kept) and bool(stack.state) and stack.like.method.rebases
-    old = _second_order(stack, kept) if rebased else {}
+    old = stack.solved_data(kept) if rebased else {}
     # One run of which all blocks were solved has whole tensors, in the order of members.
     whole = len(runs) == 1 and len(members) == len(runs[0][0].members)
     for number, job in enumerate(runs[0][0].jobs):
@@ -516,16 +516,8 @@ def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: in
     for block in blocks:
         block.record.solved = True
     if rebased:
-        moved = stack.like.method.rebase(stack.state_of(kept), old, _second_order(stack, kept))
+        moved = stack.like.method.rebase(stack.state_of(kept), old, stack.solved_data(kept))
         stack.set_state(kept, moved)
-
-
-def _second_order(stack: Stack, members: Sequence[int]) -> dict[str, dict[str, Tensor]]:
-    """Return the second-order data of some blocks, all of them solved."""
-    return {
-        factor: {name: stack.take(tensor, members) for name, tensor in tensors.items()}
-        for factor, tensors in stack.data.items()
-    }
 
 
 def _raise_errors(runs: Sequence[Run], outcomes: Sequence[Sequence[Sequence[int]]]) -> None:
@@ -686,7 +678,7 @@ def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
     for stack, members in placed.members(following).items():
         if placed.rank not in stack.place.gradient_workers:
             continue
-        data = _second_order(stack, members)
+        data = stack.solved_data(members)
         for _, factor, solver in stack.like.solved_here:
             if solver.follows:
                 try:

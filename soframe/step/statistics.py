@@ -274,7 +274,7 @@ class Statistics:
                 rows=rows,
                 dtype=block.dtype,
                 shared=self._shared,
-                data=block.second_order,
+                data=block.second_order if block.dependent else {},
                 widens=wide and vars(type(helper)).get("widens", False),
                 first=block.record.counts.calls <= 1,
             )
