@@ -21,20 +21,14 @@ class Block(BlockSpec):
     record: Record = field(default_factory=Record, repr=False)  # its numbers
     member: int = 0  # its index in its stack
     acting: Method | None = field(default=None, repr=False)  # with settings of a param group
-    _stack: Stack | None = field(default=None, repr=False)
+    stack: Stack = field(init=False, repr=False)  # keeps its tensors, once it has a place
 
     # -- state ------------------------------------------------------------------------------------
 
     def join(self, stack: Stack, member: int) -> None:
         """Become a member of a stack, which keeps the block's tensors from now on."""
-        self._stack, self.member = stack, member
+        self.stack, self.member = stack, member
         self.record.gathered = self.gatherable()
-
-    @property
-    def stack(self) -> Stack:
-        """The stack that keeps the block's tensors."""
-        assert self._stack is not None
-        return self._stack
 
     @property
     def running(self) -> RunningFactors:

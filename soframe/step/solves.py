@@ -63,16 +63,6 @@ class Job:
     copy: Tensor | None = None
     last: dict[str, Tensor] = field(default_factory=dict)
 
-    def require(self, data: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless a solver made the tensors that it declares, as ranks expect."""
-        made = {name: tuple(tensor.shape) for name, tensor in data.items()}
-        said = {n: spec.shape for n, spec in zip(self.names, self.parcel.specs, strict=True)}
-        if any(made.get(name) != shape for name, shape in said.items()):
-            raise ValueError(
-                f"{self.solver!r}: solve() returned {made} of the factor {self.factor.name!r}, "
-                f"and tensors() says {said}"
-            )
-
 
 @dataclass(eq=False)
 class Run:
@@ -154,7 +144,13 @@ class Run:
         """Return the second-order data as a list, after another attempt for failed groups."""
         tensors: list[Tensor] = []
         for job, problem, data, groups in zip(self.mine, problems, solved, failed, strict=True):
-            job.require(data)
+            made = {name: tuple(tensor.shape) for name, tensor in data.items()}
+            said = {n: spec.shape for n, spec in zip(job.names, job.parcel.specs, strict=True)}
+            if any(made.get(name) != shape for name, shape in said.items()):
+                raise ValueError(
+                    f"{job.solver!r}: solve() returned {made} of the factor {job.factor.name!r}, "
+                    f"and tensors() says {said}"
+                )
             new = data
             if groups:
                 new = self._again(job, problem.matrices, problem.damping, data, groups)
@@ -545,6 +541,9 @@ class Solves:
         overlap: Whether a thread solves; otherwise solves run when they begin, and land at the same
             step.
 
+    Attributes:
+        on: Whether solves run in the background.
+
     Raises:
         TypeError: If ``when`` is neither an integer nor a string.
         ValueError: If it is negative, or another string.
@@ -561,6 +560,7 @@ class Solves:
         self._steps = 0 if isinstance(when, str) else int(when)
         if self._steps < 0 or (isinstance(when, str) and not self._ready):
             raise ValueError(remedy)
+        self.on = self._ready or self._steps > 0
         self._worker = Worker(beside=overlap)
         self._under_way: list[tuple[float, Solution]] = []  # with the step at which it lands
 
@@ -571,11 +571,6 @@ class Solves:
     def delay(self) -> int:
         """The steps from the start of a solve to its use; 1 for ``"ready"``."""
         return 1 if self._ready else self._steps
-
-    @property
-    def on(self) -> bool:
-        """Whether solves run in the background."""
-        return self._ready or self._steps > 0
 
     def waits(self) -> list[float]:
         """Return a flag for ``"ready"``, to be summed: 1 if the oldest solve still runs here."""
@@ -605,12 +600,15 @@ class Solves:
         """
         if not due and not self._under_way and not changed:
             return
-        landed = self._land(-1 if step is None else step, placed, counters, due)
+        landed: list[Block] = []
+        if self._under_way:
+            landed = self._land(-1 if step is None else step, placed, counters, due)
         beside = self.on and step is not None
         # The first solve of a block is never in the background: it has no data yet.
         now = [block for block in due if not (beside and block.solved)]
         later = [block for block in due if beside and block.solved]
-        _follow(placed, {*landed, *changed}.difference(now))
+        if following := {*landed, *changed}.difference(now):
+            _follow(placed, following)
         if later and step is not None:
             lands = math.inf if self._ready else step + self._steps
             solution = Solution(placed, later, damping, step, self._worker)

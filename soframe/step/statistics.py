@@ -223,17 +223,13 @@ class Statistics:
         if number not in self._loss_scales:
             # Once per backward pass: reading the scale may make the host wait. Probes have none.
             self._loss_scales[number] = self._grad_scale() if probe is None else 1.0
-        factors = self._gathered(block)
+        gathered = block.record.gathered if block in self.due else ()
+        factors = [factor for factor in self._mine[block] if factor.name in gathered]
         if factors and data_left[1] > 0:
             loss_scale = self._loss_scales[number]
             scale = self._scale.call(helper.module, samples, batch, shared, loss_scale, users)
             with self._backend.phases("accumulate"):
                 self._sum(block, factors, call, rows, data, scale)
-
-    def _gathered(self, block: Block) -> list[FactorSpec]:
-        """Return the factors of a block that take statistics on this rank in this window."""
-        gathered = block.record.gathered if block in self.due else ()
-        return [factor for factor in self._mine[block] if factor.name in gathered]
 
     def _sum(
         self,
