@@ -118,23 +118,15 @@ class Block(BlockSpec):
         """Whether any parameter of the block has a gradient."""
         return any(map(self.home.has, self.parameters.values()))
 
-    def gradient(self) -> Tensor | None:
-        """Return the gradient, ``[groups, out, in]`` in the factors' dtype; None if it has none.
-
-        A parameter without a gradient counts as zero if another one of the block has a gradient.
-        """
-        tensors = self.gradients()
-        return self.layout.pack(tensors).to(self.dtype) if tensors else None
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by the parameters' names, zeros for missing ones; empty for none."""
+    def gradient(self) -> Tensor:
+        """Return the gradient ``[groups, out, in]`` in the factors' dtype, with zeros for None."""
         assert not self.shards, "the gradient is in parts, which have to be gathered first"
-        parameters = self.parameters
-        each = self.home.each(list(parameters.values()))
-        tensors = {n: g for n, g in zip(parameters, each, strict=True) if g is not None}
-        if tensors and len(tensors) < len(parameters):
-            tensors = {n: tensors.get(n, torch.zeros_like(p)) for n, p in parameters.items()}
-        return tensors
+        each = self.home.each(list(self.parameters.values()))
+        tensors = {
+            name: torch.zeros_like(parameter) if gradient is None else gradient
+            for (name, parameter), gradient in zip(self.parameters.items(), each, strict=True)
+        }
+        return self.layout.pack(tensors).to(self.dtype)
 
     def parts(self) -> dict[str, Tensor]:
         """Return this rank's part of each gradient by name, in the shape of the home's `local`."""

@@ -137,6 +137,11 @@ class BlockSpec:
         return self.method.state(self.shape)
 
     @cached_property
+    def rebases(self) -> bool:
+        """Whether states are kept in the basis of second-order data."""
+        return self.method.rebases
+
+    @cached_property
     def remembers(self) -> bool:
         """Whether its updates depend on earlier gradients: by a state, or by factors of them."""
         return bool(self.states) or len(self.captured) < len(self.factors)

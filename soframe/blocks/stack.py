@@ -213,7 +213,9 @@ class Stack(Arrangement):
 
     def held(self, name: str) -> Tensor:
         """Return a running factor of all blocks as it is stored, on their device."""
-        stored = self.factors[name]
+        if self._pending:
+            self.arrive()
+        stored = self._factors[name]
         return on_device(stored, self.like.device) if self.like.offload else stored
 
     def hold(self, name: str, factor: Tensor) -> None:

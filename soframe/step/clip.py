@@ -202,19 +202,10 @@ def kl_clip_factor(
     add: Callable[[Tensor], Tensor] | None = None,
     like: Tensor | None = None,
 ) -> Tensor:
-    """Return the factor for all preconditioned gradients, without a host sync.
+    """Return the factor of the KL clip, a scalar in (0, 1], without a host sync.
 
-    Args:
-        preconditioned: One matrix per block.
-        gradients: The raw gradients, in the same order.
-        lrs: The learning rate of each block, or a row of rates that fits its matrix.
-        kappa: The bound.
-        add: Sums the inner products over ranks, if each has some of the blocks.
-        like: A tensor with the dtype and device of the sum; by default the first block's.
-
-    Returns:
-        A scalar in (0, 1], in the dtype and on the device of ``like``. If a network is spread over
-        several devices, the terms are copied to that device.
+    Rates are numbers, or tensors that fit the matrices. ``add`` sums the inner products over ranks,
+    if each has some of the blocks; ``like`` has the dtype and device of the sum.
     """
     like = preconditioned[0] if like is None else like
     # One rate for all: one product of the sum, instead of one of each term.
@@ -252,18 +243,10 @@ def norm_clip_factor(
     like: Tensor | None = None,
     over_stages: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the factor for all preconditioned gradients, without a host sync.
+    """Return the factor of the norm clip, a scalar in (0, 1], without a host sync.
 
-    Args:
-        preconditioned: One matrix per block; None for blocks that another rank counts.
-        lrs: The learning rate of each block, or a row of rates that fits its matrix.
-        bound: The largest length of the step.
-        add: Sums the squares over ranks, if each counts some of the blocks.
-        like: A tensor with the dtype and device of the sum; by default the first block's.
-        over_stages: Sums the squares over the stages of a pipeline, which have other rates.
-
-    Returns:
-        A scalar in (0, 1], in the dtype and on the device of ``like``.
+    For arguments see `kl_clip_factor`. Matrices are None for blocks that another rank counts;
+    ``over_stages`` sums the squares over the stages of a pipeline, which have other rates.
     """
     first = preconditioned[0] if like is None else like
     assert first is not None

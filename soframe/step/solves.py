@@ -483,7 +483,7 @@ def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: in
     # Only blocks that made updates with earlier data have states to rebase.
     kept = tuple(m for m, b in zip(chosen, blocks, strict=True) if b.solved and b.record.updates)
     # States in the old eigenbases are expressed in the new ones.
-    rebased = bool(kept) and bool(stack.state) and stack.like.method.rebases
+    rebased = stack.like.rebases and bool(kept) and bool(stack.state)
     old = stack.solved_data(kept) if rebased else {}
     # One run of which all blocks were solved has whole tensors, in the order of members.
     whole = len(runs) == 1 and len(members) == len(runs[0][0].members)
