@@ -204,22 +204,16 @@ def write(updates: Sequence[Update], home: GradientHome) -> None:
         if whole and matrix is not None and (parts := stack.parts(matrix)) is not None:
             pairs += zip(home.each(stack.parameters), parts, strict=True)
             continue
-        for block, named in _named(update):
+        of_blocks: Mapping[Block, Mapping[str, Tensor]] = update.parts
+        if not stack.like.shards:
+            of_blocks = {block: block.layout.unpack(own) for block, own in update.each()}
+        for block, named in of_blocks.items():
             parameters = [block.parameters[name] for name in named]
             pairs += zip(home.each(parameters), named.values(), strict=True)
     # A parameter of a block without a gradient gets none.
     targets = [target for target, _ in pairs if target is not None]
     if targets:
         torch._foreach_copy_(targets, [value for target, value in pairs if target is not None])
-
-
-def _named(update: Update) -> Iterator[tuple[Block, Mapping[str, Tensor]]]:
-    """Yield each block with its update, or this rank's part, by parameter name."""
-    if update.stack.like.shards:
-        yield from update.parts.items()
-        return
-    for block, matrix in update.each():
-        yield block, block.layout.unpack(matrix)
 
 
 def commit(updates: Sequence[Update], good: Tensor | None = None) -> None:
