@@ -44,7 +44,6 @@ class Job:
     """One factor of a run.
 
     Attributes:
-        number: Its number among the factors that are solved.
         names: The names of the tensors that the solver makes.
         factor: The factor.
         solver: Its solver.
@@ -52,9 +51,10 @@ class Job:
         needed: Whether this rank needs them.
         copy: A copy of the running factor, for a solve in the background.
         last: The data of the last solve, for a solver that continues from them.
+        failed: By block the outcome of the solve, on its owner, and then on all ranks.
+        retried: By block whether it was solved again in float64, on its owner.
     """
 
-    number: int
     names: tuple[str, ...]
     factor: FactorSpec
     solver: Solver
@@ -62,6 +62,8 @@ class Job:
     needed: bool
     copy: Tensor | None = None
     last: dict[str, Tensor] = field(default_factory=dict)
+    failed: list[int] = field(default_factory=list)
+    retried: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -77,8 +79,6 @@ class Run:
         rank: This rank.
         mine: The factors that this rank owns.
         traces: The mean trace of each factor, ``[groups]``, on owners.
-        failed: By factor and block, the outcome of the solve, on its owner.
-        retried: By factor and block, whether it was solved again in float64, on its owner.
         error: The error that a solver raised, other than a failed factorisation.
     """
 
@@ -94,9 +94,8 @@ class Run:
     def __post_init__(self) -> None:
         self.blocks = [self.stack.blocks[member] for member in self.members]
         self.mine = [job for job in self.jobs if job.parcel.source == self.rank]
-        zeros = [0] * len(self.members)
-        self.failed = [list(zeros) for _ in self.jobs]
-        self.retried = [list(zeros) for _ in self.jobs]
+        for job in self.jobs:
+            job.failed, job.retried = [0] * len(self.blocks), [0] * len(self.blocks)
 
     def begin(self, worker: Worker) -> None:
         """Solve in the background, from copies: running factors change in place."""
@@ -127,12 +126,14 @@ class Run:
     def problems(self, shares: Sequence[Tensor]) -> list[Problem]:
         """Return the factors that this rank owns, with their shares of the damping."""
         problems = []
-        for job in self.mine:
+        for job, share in zip(self.jobs, shares, strict=True):
+            if job.parcel.source != self.rank:
+                continue
             if job.copy is not None:
                 matrix = unpack(job.copy, job.factor).to(self.stack.like.dtype)
             else:
                 matrix = self.stack.matrices(job.factor, self.members, lower=True)
-            problems.append(Problem(job.solver, matrix, shares[job.number], job.last))
+            problems.append(Problem(job.solver, matrix, share, job.last))
         return problems
 
     def results(
@@ -161,7 +162,7 @@ class Run:
         """Store an error of a solver: all ranks raise together, in `conclude`."""
         self.error = error
         for job in self.mine:
-            self.failed[job.number] = [RAISED] * len(self.members)
+            job.failed = [RAISED] * len(self.members)
 
     def _again(
         self,
@@ -175,11 +176,11 @@ class Run:
         data, reasons = retry(job.solver, matrix, share, data, failed)
         groups = len(matrix) // len(self.members)
         for group in failed:
-            self.retried[job.number][group // groups] = 1
+            job.retried[group // groups] = 1
         for group, reason in reasons.items():
             number = group // groups
             # A solve that failed twice counts as failed only.
-            self.failed[job.number][number], self.retried[job.number][number] = FAILED, 0
+            job.failed[number], job.retried[number] = FAILED, 0
             block = self.blocks[number]
             if not block.record.failures[job.factor.name]:
                 # Once: every later solve may fail as well.
@@ -290,6 +291,7 @@ class Solution:
         members = placed.members(due)
         settle(placed, members)
         self._runs = [run for s, m in members.items() for run in _runs(s, m, damping, placed.rank)]
+        self._jobs = [job for run in self._runs for job in run.jobs]
         _take_traces(placed.backend, self._runs)
         for run in self._runs:
             if worker is not None:
@@ -324,13 +326,13 @@ class Solution:
         run_of = {id(job.parcel): run for run in self._runs for job in run.jobs}
         # Solves whose results travel are sent bucket by bucket, so that sending overlaps with the
         # next solve; all others are batched.
-        for bucket in buckets(self._backend, [j.parcel for run in self._runs for j in run.jobs]):
+        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
             self._make(dict.fromkeys(run_of[id(parcel)] for parcel in bucket))
             with self._backend.phases("share"):
                 self._pending.append(send(self._backend, bucket, "share"))
         self._make(self._runs)
-        failed = [each for run in self._runs for of_job in run.failed for each in of_job]
-        retried = [each for run in self._runs for of_job in run.retried for each in of_job]
+        failed = [each for job in self._jobs for each in job.failed]
+        retried = [each for job in self._jobs for each in job.retried]
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
         vector = torch.tensor(failed + retried, dtype=torch.float32, device="cpu")
         self._outcome = vector.to(self._backend.wire_device(vector.device))
@@ -358,18 +360,20 @@ class Solution:
                 pending.wait()
             self._agreement.wait()
         numbers = iter([int(value) for value in self._outcome.tolist()])
-        outcomes = [[[next(numbers) for _ in run.members] for _ in run.jobs] for run in self._runs]
-        _raise_errors(self._runs, outcomes)
-        counters["failed_solves"] += sum(map(sum, (o for run in outcomes for o in run)))
+        for job in self._jobs:
+            job.failed = [next(numbers) for _ in job.failed]
+        _raise_errors(self._runs)
+        counters["failed_solves"] += sum(sum(job.failed) for job in self._jobs)
         counters["retried_solves"] += sum(numbers)
         good: dict[Stack, list[tuple[Run, tuple[int, ...]]]] = {}
-        for run, failed in zip(self._runs, outcomes, strict=True):
-            for job, of_job in zip(run.jobs, failed, strict=True):
-                for block, bad in zip(run.blocks, of_job, strict=True):
+        for run in self._runs:
+            for job in run.jobs:
+                for block, bad in zip(run.blocks, job.failed, strict=True):
                     if bad:
                         block.record.failed = True
                         block.record.failures[job.factor.name] += 1
-            solved = [n for n in range(len(run.members)) if not any(o[n] for o in failed)]
+            each = zip(*(job.failed for job in run.jobs), strict=True)
+            solved = [number for number, failed in enumerate(each) if not any(failed)]
             if solved:
                 good.setdefault(run.stack, []).append((run, tuple(solved)))
         for stack, runs in good.items():
@@ -391,7 +395,7 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
     for (_, own, solved), chosen in alike.items():
         place = stack.places[chosen[0]]
         jobs = []
-        for number, (index, factor, solver) in enumerate(like.solved_here):
+        for index, factor, solver in like.solved_here:
             specs, blocks = like.tensors[factor.name], len(chosen)
             parcel = Parcel(
                 source=place.owners[index],
@@ -406,7 +410,7 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
             # An owner that is no gradient worker has no last data, and solves from scratch.
             last = stack.data.get(factor.name, {}) if solved and solver.continues else {}
             last = stack.take_each(last, chosen)
-            jobs.append(Job(number, tuple(specs), factor, solver, parcel, needed, last=last))
+            jobs.append(Job(tuple(specs), factor, solver, parcel, needed, last=last))
         runs.append(Run(stack, tuple(chosen), own, jobs, rank))
     return runs
 
@@ -516,7 +520,7 @@ def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: in
         stack.set_state(kept, moved)
 
 
-def _raise_errors(runs: Sequence[Run], outcomes: Sequence[Sequence[Sequence[int]]]) -> None:
+def _raise_errors(runs: Sequence[Run]) -> None:
     """Raise on every rank, if a solver raised on any."""
     for run in runs:
         if run.error is not None:
@@ -524,9 +528,9 @@ def _raise_errors(runs: Sequence[Run], outcomes: Sequence[Sequence[Sequence[int]
             raise run.error
     names = [
         f"{run.blocks[0].name}.{job.factor.name}"
-        for run, failed in zip(runs, outcomes, strict=True)
-        for job, of_job in zip(run.jobs, failed, strict=True)
-        if RAISED in of_job
+        for run in runs
+        for job in run.jobs
+        if RAISED in job.failed
     ]
     if names:
         listed = ", ".join(names)
