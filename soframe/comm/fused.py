@@ -111,7 +111,7 @@ def send(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Pending:
         for parcel, part in zip(bucket, wire.to(first.device).split(sizes), strict=True):
             parcel.read(part)
 
-    return _started(backend, end)
+    return started(backend, end)
 
 
 def deliver(
@@ -239,10 +239,11 @@ def _sent(
             for part, numbers in zip(sums, flat.split(sizes), strict=True):
                 part.read(numbers)
 
-    return _started(backend, end, complete)
+    return started(backend, end, complete)
 
 
-def _started(backend: Backend, end: Callable[[], None], sums: Sequence[Sum] = ()) -> Pending:
+def started(backend: Backend, end: Callable[[], None], sums: Sequence[Sum] = ()) -> Pending:
+    """Return collectives under way; without overlap wait for them first."""
     pending = Pending(end, sums)
     if not backend.overlap:
         pending.wait()
