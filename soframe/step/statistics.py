@@ -121,10 +121,7 @@ class Statistics:
         self._passes = Passes(samples)
         self._told = False  # how repeated calls of the root count
         self._part_of = {block: part_of(block) for block in blocks}
-        self._one_part = len(set(self._part_of.values())) <= 1
-        self._parts: dict[int, int] = {}  # the stage of each pass
         self._everybodys = (0, 0)
-        self._loss_scales: dict[int, float] = {}
         self._share = 1.0
         self._shared = SharedInputs()
         self._contributions: dict[Block, Contribution] = {}  # of the weights last sent
@@ -170,7 +167,9 @@ class Statistics:
         helper, gradient = call.helper, call.gradient
         number, probe, said = call.number, call.probe, call.batch
         block = self._block_of[helper]
-        if call.earlier in self._loss_scales and any(f.reads != "inputs" for f in block.captured):
+        earlier = None if call.earlier is None else self._passes.each.get(call.earlier)
+        twice = earlier is not None and earlier.loss_scale is not None
+        if twice and any(factor.reads != "inputs" for factor in block.captured):
             self._passes.fail(
                 RuntimeError(
                     f"two backward passes went through the same call of {block.name!r}, as those "
@@ -198,16 +197,15 @@ class Statistics:
         data = self._data(block, helper, rows, said)
         data_left = _left(data, batch, shared)
         told = said.terms if probe is None else probe.samples
-        samples, size = self._passes.enter(number, data_left, told, said)
+        now = self._passes.enter(number, data_left, told, said, self._part_of[block])
         users = 1
-        if helper.lacks_batch(batch, shared, size):
+        if helper.lacks_batch(batch, shared, now.size):
             # Shared by all samples, whose gradients are added up: the positions of one.
-            users = size
+            users = now.size
             if batch > 1:
                 rows = rows.flatten(1, 2).unsqueeze(1)
                 call = call._replace(inputs=tuple(x.reshape(1, -1) for x in call.inputs))
                 batch, shared = 1, batch * shared
-        self._parts[number] = self._part_of[block]
         # Under a method that reduces, all positions of a sample make one row.
         shared = 1 if block.method.reduces else shared
         each = None
@@ -219,15 +217,12 @@ class Statistics:
             weight = users * self._share
             left = _left(data, batch, shared)[1] * weight
             each = each and [reached * weight for reached in each]
-            block.record.counts.add(number, samples, left, each)
-        if number not in self._loss_scales:
-            # Once per backward pass: reading the scale may make the host wait. Probes have none.
-            self._loss_scales[number] = self._grad_scale() if probe is None else 1.0
+            block.record.counts.add(number, now.samples, left, each)
+        loss_scale = now.scale(self._grad_scale if probe is None else lambda: 1.0)
         gathered = block.record.gathered if block in self.due else ()
         factors = [factor for factor in self._mine[block] if factor.name in gathered]
         if factors and data_left[1] > 0:
-            loss_scale = self._loss_scales[number]
-            scale = self._scale.call(helper.module, samples, batch, shared, loss_scale, users)
+            scale = self._scale.call(helper.module, now.samples, batch, shared, loss_scale, users)
             with self._backend.phases("accumulate"):
                 self._sum(block, factors, call, rows, data, scale)
 
@@ -452,7 +447,8 @@ class Statistics:
 
     def seen(self) -> tuple[int, int, int]:
         """Return the most backward passes of any stage here, and its most and fewest samples."""
-        each = [list(self._passes_of(part).values()) for part in set(self._parts.values())]
+        parts = {one.part for one in self._passes.each.values()}
+        each = [list(self._passes_of(part).values()) for part in parts]
         most = max(map(len, each), default=0)
         samples = [sum(passes) for passes in each if len(passes) == most]
         return most, max(samples, default=0), min(samples, default=0)
@@ -465,9 +461,7 @@ class Statistics:
     def _passes_of(self, part: int) -> dict[int, int]:
         """Return the samples of the backward passes of a stage, by their numbers."""
         passes, samples = self._everybodys
-        if self._one_part and not passes:
-            return self._passes.samples
-        own = {n: size for n, size in self._passes.samples.items() if self._parts[n] == part}
+        own = {n: one.samples for n, one in self._passes.each.items() if one.part == part}
         rest = samples - sum(own.values())
         # Passes without a call here, under numbers that no pass has.
         for missing in range(passes - len(own)):
@@ -476,8 +470,7 @@ class Statistics:
 
     def resume(self, before: Statistics) -> None:
         """Continue the window of the former statistics, after the model was rebuilt."""
-        self._passes, self._loss_scales = before._passes, before._loss_scales
-        self._parts, self._everybodys = before._parts, before._everybodys
+        self._passes, self._everybodys = before._passes, before._everybodys
         names = {block.name for block in before.due}
         self.due = frozenset(block for block in self._blocks if block.name in names)
 
@@ -512,9 +505,7 @@ class Statistics:
         """Discard the backward passes so far."""
         for stack in self._placed.stacks:
             stack.begin_window()
-        self._passes = Passes(self._samples)
-        self._parts, self._everybodys = {}, (0, 0)
-        self._loss_scales = {}
+        self._passes, self._everybodys = Passes(self._samples), (0, 0)
         self._shared.forget()
 
 
