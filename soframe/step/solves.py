@@ -276,6 +276,7 @@ class Solution:
         damping: The damping of this step.
         step: Completed steps.
         worker: Solves in the background, from copies; None to solve when `share` is called.
+        lands: The step at which the results are installed, of a solve in the background.
     """
 
     def __init__(
@@ -285,8 +286,9 @@ class Solution:
         damping: float,
         step: int | None,
         worker: Worker | None = None,
+        lands: float = 0,
     ) -> None:
-        self.blocks, self._step = tuple(due), step
+        self.blocks, self._step, self.lands = tuple(due), step, lands
         self._placed, self._backend = placed, placed.backend
         members = placed.members(due)
         settle(placed, members)
@@ -566,7 +568,7 @@ class Solves:
             raise ValueError(remedy)
         self.on = self._ready or self._steps > 0
         self._worker = Worker(beside=overlap)
-        self._under_way: list[tuple[float, Solution]] = []  # with the step at which it lands
+        self._under_way: list[Solution] = []  # in the background, the oldest first
 
     def __repr__(self) -> str:
         return f"background={'ready' if self._ready else self._steps}"
@@ -580,12 +582,12 @@ class Solves:
         """Return a flag for ``"ready"``, to be summed: 1 if the oldest solve still runs here."""
         if not self._ready:
             return []
-        return [float(bool(self._under_way) and not self._under_way[0][1].finished)]
+        return [float(bool(self._under_way) and not self._under_way[0].finished)]
 
     def agree(self, waiting: Sequence[float]) -> None:
         """Let the oldest solve land at this step if all ranks have finished it."""
         if self._under_way and list(waiting) == [0.0]:
-            self._under_way[0] = (0, self._under_way[0][1])
+            self._under_way[0].lands = 0
 
     def update(
         self,
@@ -615,8 +617,7 @@ class Solves:
             _follow(placed, following)
         if later and step is not None:
             lands = math.inf if self._ready else step + self._steps
-            solution = Solution(placed, later, damping, step, self._worker)
-            self._under_way.append((lands, solution))
+            self._under_way.append(Solution(placed, later, damping, step, self._worker, lands))
         if now:
             solution = Solution(placed, now, damping, step)
             solution.share()
@@ -632,10 +633,10 @@ class Solves:
         """Install the solves that land at a step, and the ones with a block that is due again."""
         landing = [
             solution
-            for lands, solution in self._under_way
-            if lands <= step or any(block in due for block in solution.blocks)
+            for solution in self._under_way
+            if solution.lands <= step or any(block in due for block in solution.blocks)
         ]
-        self._under_way = [one for one in self._under_way if one[1] not in landing]
+        self._under_way = [one for one in self._under_way if one not in landing]
         # All results are on their way before the first is waited for.
         for solution in landing:
             solution.share()
@@ -654,7 +655,7 @@ class Solves:
     def drop(self) -> None:
         """Cancel all solves under way, on every rank."""
         under_way, self._under_way = self._under_way, []
-        for _, solution in reversed(under_way):
+        for solution in reversed(under_way):
             solution.drop()
 
     def close(self) -> None:
@@ -666,7 +667,7 @@ class Solves:
         """Return this rank's tensors of solves under way; None if none run in the background."""
         if not self.on:
             return None
-        return [tensor for _, solution in self._under_way for tensor in solution.held()]
+        return [tensor for solution in self._under_way for tensor in solution.held()]
 
 
 def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
