@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 
@@ -324,32 +324,30 @@ class Solution:
                 log.warning("%s", run.blocks[0].name, exc_info=run.error)
 
     def share(self) -> None:
-        """Send the results, and start to sum the outcomes; every rank must call."""
+        """Make and send the results, and start to sum the outcomes; every rank must call."""
         run_of = {id(job.parcel): run for run in self._runs for job in run.jobs}
+        moving = buckets(self._backend, [job.parcel for job in self._jobs])
         # Solves whose results travel are sent bucket by bucket, so that sending overlaps with the
-        # next solve; all others are batched.
-        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
-            self._make(dict.fromkeys(run_of[id(parcel)] for parcel in bucket))
-            with self._backend.phases("share"):
-                self._pending.append(send(self._backend, bucket, "share"))
-        self._make(self._runs)
+        # next solve. All others are batched, as if in an empty bucket at the end.
+        for bucket in [*moving, []]:
+            runs = dict.fromkeys(run_of[id(parcel)] for parcel in bucket) if bucket else self._runs
+            with self._backend.phases("solve"):
+                left = [run for run in runs if not run.finished]
+                now = [run for run in left if run.work is None]
+                results = dict(zip(now, _solve(now) if now else (), strict=True))
+                for run in left:
+                    made = results[run] if run.work is None else run.work.result()
+                    if made is not None:
+                        run.place(made)
+            if bucket:
+                with self._backend.phases("share"):
+                    self._pending.append(send(self._backend, bucket, "share"))
         failed = [each for job in self._jobs for each in job.failed]
         retried = [each for job in self._jobs for each in job.retried]
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
         vector = torch.tensor(failed + retried, dtype=torch.float32, device="cpu")
         self._outcome = vector.to(self._backend.wire_device(vector.device))
         self._agreement: Handle = self._backend.all_reduce(self._outcome, "agree")
-
-    def _make(self, runs: Iterable[Run]) -> None:
-        """Solve what is left of some runs on this rank, or wait for it in the background."""
-        with self._backend.phases("solve"):
-            left = [run for run in runs if not run.finished]
-            now = [run for run in left if run.work is None]
-            results = dict(zip(now, _solve(now) if now else (), strict=True))
-            for run in left:
-                made = results[run] if run.work is None else run.work.result()
-                if made is not None:
-                    run.place(made)
 
     def conclude(self, counters: dict[str, int]) -> None:
         """Wait for the results and install them for blocks whose factors were all solved.
