@@ -252,7 +252,6 @@ class Passes:
         ``told`` is the number of terms, if it is declared or observed; ``part`` the call's stage.
         """
         one = self.each.get(number)
-        again = one is not None
         if one is None:
             one = self.each[number] = self._begin(sizes, told, batch, part)
         if batch not in one.batches:
@@ -264,7 +263,7 @@ class Passes:
                         "it once for all forward passes of a loss"
                     )
                 )
-        if again and told is not None and told != one.samples:
+        if told is not None and told != one.samples:
             self.fail(
                 ValueError(
                     f"one backward pass went through forward passes of {one.samples} and of {told} "
