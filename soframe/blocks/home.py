@@ -212,7 +212,7 @@ class PlainGrad(GradientHome):
         return parameter if home is None else home.local(parameter)
 
     def locals(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        if self._zero:
+        if self._zero or type(self) is not PlainGrad:
             return super().locals(parameters)
         return [p if type(p) is nn.Parameter else self.local(p) for p in parameters]
 
