@@ -16,10 +16,8 @@ Schedule = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
 
 
-def _value(name: str, value: object, step: int) -> object:
-    """Return a constant, or the result of a callable; its own errors pass through."""
-    if not callable(value):
-        return value
+def _called(name: str, value: Callable[[int], object], step: int) -> object:
+    """Return the result of a schedule; its own errors pass through."""
     try:
         return value(step)
     except TypeError as error:
@@ -60,7 +58,9 @@ class Scheduled:
 
     def at(self, step: int) -> float:
         """Return the value after a number of completed steps; an error if it is out of range."""
-        return self._check(_value(self.name, self.value, step))
+        if not callable(self.value):  # checked before
+            return float(self.value)
+        return self._check(_called(self.name, self.value, step))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ class Every:
 
     def at(self, step: int) -> int:
         """Return the interval after a number of completed steps; an error if it is no interval."""
-        return self._check(_value(self.name, self.value, step))
+        if not callable(self.value):  # checked before
+            return int(self.value)
+        return self._check(_called(self.name, self.value, step))
 
     def due(self, step: int) -> bool:
         """Return whether a step is due: step 0 and every multiple of the interval."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -99,7 +100,7 @@ class FactorSpec:
         long = self.kind == "psd" and self.size > max_size
         return replace(self, kind="diagonal") if long else self
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The factor's shape, ``[groups, n, n]``, ``[groups, n]`` or ``[groups, n, columns]``."""
         if self.kind == "psd":
@@ -120,7 +121,7 @@ class FactorSpec:
         """The number of its elements that are sent."""
         return prod(self.packed_shape)
 
-    @property
+    @cached_property
     def captured(self) -> bool:
         """Whether its statistics come from calls rather than from the averaged gradient."""
         return self.reads != "gradient"

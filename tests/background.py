@@ -81,6 +81,6 @@ def under_way(run: Run) -> int:
 
 def wait_until_solved(run: Run) -> None:
     """Return when the thread has nothing more to do."""
-    for _, solution in run.preconditioner._solves._under_way:
+    for solution in run.preconditioner._solves._under_way:
         while not solution.finished:
             time.sleep(0.001)

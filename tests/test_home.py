@@ -496,3 +496,20 @@ def test_the_verbs_of_a_home(make: Callable[[], GradientHome]) -> None:
     home.clear(one)
     assert not home.has(one)
     assert home.has(other)
+
+
+def test_a_home_that_extends_the_plain_one_is_asked_for_each_parameter() -> None:
+    class Doubled(PlainGrad):
+        def read(self, parameter: nn.Parameter) -> Tensor | None:
+            gradient = super().read(parameter)
+            return None if gradient is None else 2 * gradient
+
+        def local(self, parameter: nn.Parameter) -> Tensor:
+            return parameter.detach()
+
+    one = nn.Parameter(torch.ones(2))
+    one.grad = torch.full((2,), 3.0)
+    (read,), (local,) = Doubled().each([one]), Doubled().locals([one])
+    assert read is not None
+    assert read.tolist() == [6.0, 6.0]
+    assert local is not one

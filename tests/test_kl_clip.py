@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.step import clip as clipping
-from soframe.step.kl_clip import kl_clip_factor
-from soframe.step.norm_clip import norm_clip_factor
+from soframe.step.clip import kl_clip_factor, norm_clip_factor
 from soframe.testing import compare
 from tests.curvature import closing, fill, half_square, randn
 from tests.examples import examples

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import soframe
-from soframe.step.norm_clip import norm_clip_factor
+from soframe.step.clip import norm_clip_factor
 from soframe.testing import compare
 from tests.curvature import closing
 from tests.examples import examples

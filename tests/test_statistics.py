@@ -223,3 +223,28 @@ def test_a_scale_of_the_loss_is_none_of_the_type_2_fishers(average: str) -> None
             results.append(factors(own, "Linear"))
     for name, one, other in zip("AG", *results, strict=True):
         compare(other, one, name)
+
+
+def test_a_layer_that_was_not_called_keeps_its_factor_of_inputs() -> None:
+    """The samples of its window count, and no row of it does: it has nothing to average."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, inputs: Tensor, *, both: bool) -> Tensor:
+            found: Tensor = self.one(inputs)
+            return found + self.other(inputs) if both else found
+
+    model = fill(Branches())
+    with closing(preconditioner(model, method="foof")) as own:
+        kept: list[Tensor] = []
+        for seed, both in enumerate((True, False)):
+            model.zero_grad()
+            inputs, targets = batch(seed)
+            log_cosh(model(inputs, both=both), targets).backward()
+            own.step()
+            kept += [own._blocks[number].running["A"].clone() for number in (0, 1)]
+    assert not torch.equal(kept[0], kept[2])
+    assert torch.equal(kept[1], kept[3])

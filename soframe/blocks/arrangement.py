@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -46,8 +46,16 @@ class Arrangement:
 
     def take(self, tensor: Tensor, members: Members) -> Tensor:
         """Return the groups of some blocks: a view where they are neighbours, else a copy."""
+        if len(members) == len(self.blocks):
+            return tensor
         views = self.views(tensor, members)
         return views[0] if len(views) == 1 else torch.cat(views)
+
+    def take_each(self, tensors: Mapping[str, Tensor], members: Members) -> dict[str, Tensor]:
+        """Return the groups of some blocks of several tensors, by name."""
+        if len(members) == len(self.blocks):
+            return dict(tensors)
+        return {name: self.take(tensor, members) for name, tensor in tensors.items()}
 
     def put(self, tensor: Tensor, members: Members, values: Tensor) -> None:
         """Overwrite the groups of some blocks, in place."""
@@ -147,10 +155,6 @@ class Arrangement:
             shape = (shape[0] // blocks * len(self.blocks), *shape[1:])
         kind = like.dtype if dtype is None else dtype
         return torch.zeros(tuple(shape), dtype=kind, device=like.device)
-
-    def of(self, blocks: Sequence[Block]) -> tuple[int, ...]:
-        """Return the indices of some blocks in the stack."""
-        return tuple(sorted(block.member for block in blocks))
 
 
 def _windows(block: Block, matrix: Tensor, in_order: bool) -> _Windows | None:

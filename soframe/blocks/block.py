@@ -21,20 +21,14 @@ class Block(BlockSpec):
     record: Record = field(default_factory=Record, repr=False)  # its numbers
     member: int = 0  # its index in its stack
     acting: Method | None = field(default=None, repr=False)  # with settings of a param group
-    _stack: Stack | None = field(default=None, repr=False)
+    stack: Stack = field(init=False, repr=False)  # keeps its tensors, once it has a place
 
     # -- state ------------------------------------------------------------------------------------
 
     def join(self, stack: Stack, member: int) -> None:
         """Become a member of a stack, which keeps the block's tensors from now on."""
-        self._stack, self.member = stack, member
+        self.stack, self.member = stack, member
         self.record.gathered = self.gatherable()
-
-    @property
-    def stack(self) -> Stack:
-        """The stack that keeps the block's tensors."""
-        assert self._stack is not None
-        return self._stack
 
     @property
     def running(self) -> RunningFactors:
@@ -52,7 +46,7 @@ class Block(BlockSpec):
         return State(self)
 
     @cached_property
-    def _dependent(self) -> bool:
+    def dependent(self) -> bool:
         """Whether the statistics of a factor are computed with second-order data."""
         return any(factor.needs for factor in self.factors)
 
@@ -67,7 +61,7 @@ class Block(BlockSpec):
     @property
     def lacks(self) -> bool:
         """Whether a factor without statistics could take its first ones now."""
-        if not self._dependent:
+        if not self.dependent:
             return False
         able, masses = self.gatherable(), self.record.masses
         return any(f.needs and f.name in able and f.name not in masses for f in self.captured)
@@ -124,26 +118,15 @@ class Block(BlockSpec):
         """Whether any parameter of the block has a gradient."""
         return any(map(self.home.has, self.parameters.values()))
 
-    def gradient(self) -> Tensor | None:
-        """Return the gradient, ``[groups, out, in]`` in the factors' dtype; None if it has none.
-
-        A parameter without a gradient counts as zero if another one of the block has a gradient.
-        """
-        tensors = self.gradients()
-        return self.layout.pack(tensors).to(self.dtype) if tensors else None
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by the parameters' names, zeros for missing ones; empty for none."""
+    def gradient(self) -> Tensor:
+        """Return the gradient ``[groups, out, in]`` in the factors' dtype, with zeros for None."""
         assert not self.shards, "the gradient is in parts, which have to be gathered first"
-        parameters, read = self.parameters, self.home.read
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            gradient = read(parameter)
-            if gradient is not None:
-                tensors[name] = gradient
-        if tensors and len(tensors) < len(parameters):
-            tensors = {n: tensors.get(n, torch.zeros_like(p)) for n, p in parameters.items()}
-        return tensors
+        each = self.home.each(list(self.parameters.values()))
+        tensors = {
+            name: torch.zeros_like(parameter) if gradient is None else gradient
+            for (name, parameter), gradient in zip(self.parameters.items(), each, strict=True)
+        }
+        return self.layout.pack(tensors).to(self.dtype)
 
     def parts(self) -> dict[str, Tensor]:
         """Return this rank's part of each gradient by name, in the shape of the home's `local`."""

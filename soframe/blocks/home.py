@@ -194,7 +194,7 @@ class PlainGrad(GradientHome):
         return parameter.grad if home is None else home.read(parameter)
 
     def each(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        if self._zero:
+        if self._zero or type(self) is not PlainGrad:
             return super().each(parameters)
         # The plain case without a call for each, since this runs several times in a step.
         return [p.grad if type(p) is nn.Parameter else self.read(p) for p in parameters]
@@ -212,7 +212,7 @@ class PlainGrad(GradientHome):
         return parameter if home is None else home.local(parameter)
 
     def locals(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        if self._zero:
+        if self._zero or type(self) is not PlainGrad:
             return super().locals(parameters)
         return [p if type(p) is nn.Parameter else self.local(p) for p in parameters]
 

@@ -29,6 +29,7 @@ class PlacedBlocks:
     captured: tuple[Block, ...] = field(init=False, repr=False)  # with statistics of calls
     solvable: tuple[Block, ...] = field(init=False, repr=False)  # with solved factors
     errors: list[Exception] = field(default_factory=list, repr=False)  # the first of this rank
+    rank: int = field(init=False, repr=False)  # this rank
 
     def __post_init__(self) -> None:
         blocks, places = self.blocks, self.placement.blocks
@@ -36,6 +37,7 @@ class PlacedBlocks:
             Stack([blocks[i] for i in members], [places[i] for i in members])
             for members in self.placement.stacks
         ]
+        object.__setattr__(self, "rank", self.backend.rank)
         object.__setattr__(self, "stacks", tuple(stacks))
         object.__setattr__(self, "captured", tuple(b for b in blocks if b.captured))
         object.__setattr__(self, "solvable", tuple(b for b in blocks if b.tensors))
@@ -62,8 +64,3 @@ class PlacedBlocks:
             # Now too: after the last step there is no status.
             log.error("soframe: rank %d", self.rank, exc_info=error)
             self.errors.append(error)
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.backend.rank

@@ -92,8 +92,10 @@ def zero_homes(
     sources: Sequence[object],
 ) -> dict[nn.Parameter, GradientHome]:
     """Return the homes of gradients that DeepSpeed's ZeRO keeps (`soframe.parallel.deepspeed`)."""
-    deepspeed = _met("deepspeed")
-    return {} if deepspeed is None else deepspeed.homes(named, known, sources)
+    if "deepspeed" not in sys.modules:
+        return {}
+    found: dict[nn.Parameter, GradientHome] = _met("deepspeed").homes(named, known, sources)
+    return found
 
 
 def zero_count(parameters: Iterable[nn.Parameter]) -> int:
@@ -105,8 +107,10 @@ def zero_count(parameters: Iterable[nn.Parameter]) -> int:
 
 def shaped(parameters: Iterable[nn.Parameter | None]) -> AbstractContextManager[None]:
     """Return a context in which parameters without elements (ZeRO stage 3) have their shapes."""
-    deepspeed = _met("deepspeed")
-    return nullcontext() if deepspeed is None else deepspeed.shaped(parameters)
+    if "deepspeed" not in sys.modules:
+        return nullcontext()
+    context: AbstractContextManager[None] = _met("deepspeed").shaped(parameters)
+    return context
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
@@ -154,8 +158,10 @@ def require_model(
 def require_served(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raise a ValueError if the gradient of a named parameter can neither be read nor written."""
     for name, parameter in parameters:
-        own = parameter.__dict__
-        if (own and any(mark in own for mark in MARKS)) or is_distributed(parameter):
+        own, plain = parameter.__dict__, type(parameter) is nn.Parameter
+        if (own and any(mark in own for mark in MARKS)) or (
+            not plain and is_distributed(parameter)
+        ):
             _refusals().require_served(name, parameter)
 
 

@@ -69,7 +69,7 @@ class BlockSpec:
         """Where the parameters are."""
         return next(iter(self.parameters.values())).device
 
-    @property
+    @cached_property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The parameters of the block, by their name in the module."""
         return self.layout.parameters
@@ -135,6 +135,11 @@ class BlockSpec:
     def states(self) -> Mapping[str, TensorSpec]:
         """The method's state, by name."""
         return self.method.state(self.shape)
+
+    @cached_property
+    def rebases(self) -> bool:
+        """Whether states are kept in the basis of second-order data."""
+        return self.method.rebases
 
     @cached_property
     def remembers(self) -> bool:
@@ -220,6 +225,7 @@ class BlockSpec:
 _OF_KIND = [
     name
     for name, value in vars(BlockSpec).items()
-    if isinstance(value, cached_property) and name not in ("device", "shards", "_of_kind")
+    if isinstance(value, cached_property)
+    and name not in ("device", "parameters", "shards", "_of_kind")
 ]
 """What blocks of one kind share."""

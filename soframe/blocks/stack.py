@@ -207,12 +207,15 @@ class Stack(Arrangement):
 
         Offloaded ones are on the host, and read by `held` alone: a copy may be under way.
         """
-        self.arrive()
+        if self._pending:
+            self.arrive()
         return self._factors
 
     def held(self, name: str) -> Tensor:
         """Return a running factor of all blocks as it is stored, on their device."""
-        stored = self.factors[name]
+        if self._pending:
+            self.arrive()
+        stored = self._factors[name]
         return on_device(stored, self.like.device) if self.like.offload else stored
 
     def hold(self, name: str, factor: Tensor) -> None:
@@ -273,16 +276,15 @@ class Stack(Arrangement):
     def data_of(self, members: Members) -> dict[str, dict[str, Tensor]]:
         """Return second-order data of some blocks, all solved or none, for `Method.direct`."""
         one = self.blocks[members[0]]
-        data: dict[str, dict[str, Tensor]] = {}
-        if one.solved:
-            data = {
-                factor: {name: self.take(tensor, members) for name, tensor in tensors.items()}
-                for factor, tensors in self.data.items()
-            }
+        data = self.solved_data(members) if one.solved else {}
         for factor in one.unsolved:
             if factor.name in one.record.masses and factor.name in self.factors:
                 data[factor.name] = {VALUE: self.matrices(factor, members)}
         return data
+
+    def solved_data(self, members: Members) -> dict[str, dict[str, Tensor]]:
+        """Return the second-order data of some blocks, all of them solved."""
+        return {factor: self.take_each(tensors, members) for factor, tensors in self.data.items()}
 
     def set_data(self, factor: str, members: Members, tensors: Mapping[str, Tensor]) -> None:
         """Replace second-order data of a factor of some blocks."""
@@ -313,7 +315,7 @@ class Stack(Arrangement):
                 for name, spec in like.states.items()
             }
             return {n: torch.zeros(s, dtype=dtype, device=like.device) for n, s in shapes.items()}
-        return {name: self.take(t, members).to(dtype) for name, t in self.state.items()}
+        return {name: t.to(dtype) for name, t in self.take_each(self.state, members).items()}
 
     def set_state(
         self, members: Members, tensors: Mapping[str, Tensor], turn: int | None = None
@@ -376,7 +378,7 @@ class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):
         if not self._block.record.solved:
             raise KeyError(factor)
         stack, members = self._block.stack, (self._block.member,)
-        return {name: stack.take(tensor, members) for name, tensor in stack.data[factor].items()}
+        return stack.take_each(stack.data[factor], members)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._block.stack.data if self._block.record.solved else ())

@@ -33,7 +33,8 @@ class Watch:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the current parameters of the registered modules, without walking the model."""
-        sharding.reshard(self._sharded)  # parameters gathered for a pass are not compared
+        if self._sharded:
+            sharding.reshard(self._sharded)  # parameters gathered for a pass are not compared
         return [p for slots in self._slots for p in slots.values() if p is not None]
 
     def forget(self) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal
 
@@ -219,57 +219,72 @@ def checked(number: object) -> int:
     return int(number)
 
 
+@dataclass
+class Pass:
+    """One backward pass of a window."""
+
+    samples: int  # the terms that its loss is a mean of
+    size: int  # the batch that it went through
+    part: int = 0  # the pipeline stage that it belongs to
+    batches: list[Batch] = field(default_factory=list)  # its forward passes
+    loss_scale: float | None = None  # of its loss; None until it is read
+
+    def scale(self, read: Callable[[], float]) -> float:
+        """Return the scale of its loss, which is read once: the host may have to wait for it."""
+        if self.loss_scale is None:
+            self.loss_scale = read()
+        return self.loss_scale
+
+
 class Passes:
-    """The number of samples that the loss of each backward pass of a window is a mean of."""
+    """The backward passes of a window, and the number of samples of each."""
 
     def __init__(self, samples: Samples) -> None:
         self._setting = samples  # holds where nothing is declared
-        self.samples: dict[int, int] = {}  # by the number of the pass
+        self.each: dict[int, Pass] = {}  # by number
         self.failure: Exception | None = None  # the first: the step raises it, on every rank
-        self._sizes: dict[int, int] = {}
-        self._batches: dict[int, list[Batch]] = {}  # the forward passes of each backward pass
-
-    def anew(self) -> Passes:
-        """Return the passes of a new window."""
-        return Passes(self._setting)
 
     def enter(
-        self, number: int, sizes: tuple[int, int], told: int | None, batch: Batch
-    ) -> tuple[int, int]:
-        """Count a call with ``sizes`` (samples, rows); return the terms and the batch of its pass.
+        self, number: int, sizes: tuple[int, int], told: int | None, batch: Batch, part: int
+    ) -> Pass:
+        """Count a call with ``sizes`` (samples, rows); return its pass.
 
-        ``told`` is the number of terms, if it is declared or observed.
+        ``told`` is the number of terms, if it is declared or observed; ``part`` the call's stage.
         """
-        batches = self._batches.setdefault(number, [])
-        if batch not in batches:
-            batches.append(batch)
-            if len(batches) > 1 and any(one.declared for one in batches):
+        one = self.each.get(number)
+        if one is None:
+            one = self.each[number] = self._begin(sizes, told, batch, part)
+        if batch not in one.batches:
+            one.batches.append(batch)
+            if len(one.batches) > 1 and any(other.declared for other in one.batches):
                 self.fail(
                     ValueError(
                         "one backward pass went through forward passes of several count(): call "
                         "it once for all forward passes of a loss"
                     )
                 )
-        if number not in self.samples:
-            each = self._setting == "positions"
-            here = sizes[1] if each else sizes[0]
-            if told is None and callable(self._setting):
-                told = self._called(self._setting, here)
-            # Gradients reach the layer nearest to the loss first. If it has one sample, the root
-            # was called without a batch; unless the one is of positions, which come first.
-            size = batch.size or sizes[0]
-            self._sizes[number] = size = 1 if sizes[0] == 1 and sizes[1] != size else size
-            if told is None and batch.rows is None:
-                told = batch.tokens if each else size
-            self.samples[number] = here if told is None else told
-        elif told is not None and told != self.samples[number]:
+        if told is not None and told != one.samples:
             self.fail(
                 ValueError(
-                    f"one backward pass went through forward passes of {self.samples[number]} and "
-                    f"of {told} samples: {REMEDY}"
+                    f"one backward pass went through forward passes of {one.samples} and of {told} "
+                    f"samples: {REMEDY}"
                 )
             )
-        return self.samples[number], self._sizes[number]
+        return one
+
+    def _begin(self, sizes: tuple[int, int], told: int | None, batch: Batch, part: int) -> Pass:
+        """Return a new pass, given its first call."""
+        each = self._setting == "positions"
+        here = sizes[1] if each else sizes[0]
+        if told is None and callable(self._setting):
+            told = self._called(self._setting, here)
+        # Gradients reach the layer nearest to the loss first. If it has one sample, the root was
+        # called without a batch; unless the one is of positions, which come first.
+        size = batch.size or sizes[0]
+        size = 1 if sizes[0] == 1 and sizes[1] != size else size
+        if told is None and batch.rows is None:
+            told = batch.tokens if each else size
+        return Pass(here if told is None else told, size, part)
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         try:
@@ -286,7 +301,7 @@ class Passes:
         """Raise the first failure, or a ValueError if a mask of rows fits no layer."""
         if self.failure is not None:
             raise self.failure
-        for batch in itertools.chain(*self._batches.values()):
+        for batch in itertools.chain(*(one.batches for one in self.each.values())):
             if batch.rows is not None and not batch.rows.fits:
                 raise ValueError(
                     f"count(rows=...) was given a mask {batch.rows.shape}, and no layer was called "
@@ -296,8 +311,8 @@ class Passes:
     def repeated(self) -> int:
         """Return the most calls of the root with one sample in a backward pass, 0 if one alone."""
         calls = [
-            len(batches)
-            for number, batches in self._batches.items()
-            if self.samples[number] == self._sizes[number] == 1 and all(b.size for b in batches)
+            len(one.batches)
+            for one in self.each.values()
+            if one.samples == one.size == 1 and all(batch.size for batch in one.batches)
         ]
         return max((n for n in calls if n > 1), default=0)

@@ -430,7 +430,8 @@ class Capture:
                 self._watch_inner(helper, own, call, keeps=keeps, again=again)
             return
         inputs = tuple(helper.inputs(args, kwargs))
-        if self._has_rows_of_a_part(helper, own, (output, *inputs)):
+        plain = set(map(type, own)) == {nn.Parameter}
+        if not plain and self._has_rows_of_a_part(helper, own, (output, *inputs)):
             return
         if self.probing and self.batch.size is not None:
             _, batch, shared, _ = helper.output_rows(output.detach()).shape
@@ -438,7 +439,7 @@ class Capture:
         where, view = _lasting(output, inputs)
         pending = self._pending(helper, own, inputs if keeps else (), where.output_nr, view)
         if not self.probing and (node := where.grad_fn) is not None:  # a leaf has none
-            node.register_prehook(pending.on_node)
+            node.register_prehook(pending)
             return
         if self.probing and not again:
             # A recomputed call is reached through the graph of its first pass.
@@ -464,7 +465,7 @@ class Capture:
         pending = self._pending(helper, trained, needed, call.edge.output_nr, call.arrange)
         if self.probing and not again:
             self._edges.append((call.edge, pending))
-        call.edge.node.register_prehook(pending.on_node)
+        call.edge.node.register_prehook(pending)
 
     def _has_rows_of_a_part(
         self, helper: LayerHelper, trained: Sequence[Tensor], tensors: Iterable[Tensor]
@@ -534,13 +535,6 @@ class Capture:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _wants(self, edges: Sequence[Any]) -> bool:
-        """Return whether the pass under way is one to take statistics from."""
-        if self.probing:
-            return self._probe is not None
-        # autograd.grad passes through here without adding to any parameter's gradient.
-        return any(map(_accumulates, edges))
-
     def _on_gradient(self, call: _Pending, kept: Tensor | None, gradient: Tensor) -> None:
         helper, batch = call.helper, call.batch
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
@@ -565,19 +559,21 @@ class Capture:
                     # The tensor is held, not its node alone, which torch 2.12 frees without its
                     # output. Its node has the tensors that `_Keep` saved; torch does not type that.
                     inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]  # of `_Keep`
-                    inputs = tuple(map(sharding.whole, inputs))
-                gradient = sharding.whole(gradient, read=helper not in self.idle)
+                    inputs = tuple([x if type(x) is Tensor else sharding.whole(x) for x in inputs])
+                if type(gradient) is not Tensor:
+                    gradient = sharding.whole(gradient, read=helper not in self.idle)
                 gradient = gradient if call.view is None else call.view(gradient)
                 complete = LayerCall(helper, inputs, gradient, number, self._probe, batch, earlier)
                 with sharding.shaped(helper.module._parameters.values()):
                     self.sink(complete)
         except Exception as error:  # of any kind: all ranks raise together
+            error.add_note(f"soframe: in the statistics of {self.names[helper]!r}")
             self.keep(error, helper)
 
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A call that waits for its output gradient: a tensor hook, or with `on_node` a node's."""
+    """A call that waits for its output gradient: a hook of the output, or of its node."""
 
     capture: weakref.ref[Capture]
     helper: LayerHelper
@@ -589,22 +585,24 @@ class _Pending:
     view: Callable[[Tensor], Tensor] | None  # from the gradient received to the output's
     passed: tuple[_Passes, int] | None = None  # the last backward pass through the call
 
-    def __call__(self, gradient: Tensor | None) -> None:
+    def __call__(self, received: Tensor | tuple[Tensor | None, ...] | None) -> None:
+        """Take the gradient: of a tensor itself, of a node the gradients of all its outputs."""
         capture, kept = self.capture(), self.kept
-        if capture is None or not capture._wants(self.edges):
+        if capture is None:
+            return
+        if capture.probing:  # the gradient of a node comes by `Capture.probe`
+            wanted = capture._probe is not None and not isinstance(received, tuple)
+        else:  # autograd.grad passes through here without adding to any parameter's gradient
+            wanted = any(map(_accumulates, self.edges))
+        if not wanted:
             return
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Autograd frees its saved tensors here, even if the output lives on; so does this node.
             self.kept = None
+        gradient = received[self.number] if isinstance(received, tuple) else received
         # A function's backward may return None for the output: it then counts as not called.
         if gradient is not None:
             capture._on_gradient(self, kept, gradient)
-
-    def on_node(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Take the gradient of one output of a node; a probe's comes by `Capture.probe`."""
-        capture = self.capture()
-        if capture is not None and capture._probe is None:
-            self(gradients[self.number])
 
     def pass_before(self, passes: _Passes, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""

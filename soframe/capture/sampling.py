@@ -17,10 +17,9 @@ from collections.abc import Hashable
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from soframe.layers.base import LayerHelper, Unit
-from soframe.layers.sharing import content, memory
+from soframe.layers.sharing import Memory, content
 
 Rows = float | int
 
@@ -60,7 +59,7 @@ class Sampler:
         self._rows, self._rank, self._step = rows, rank, 0
         self.draws = isinstance(rows, int) or rows < 1
         self._indices: dict[Hashable, Tensor] = {}
-        self._last: tuple[Hashable, tuple[StorageWeakRef, ...], tuple[Tensor, ...]] | None = None
+        self._last: tuple[Hashable, Memory, tuple[Tensor, ...]] | None = None
 
     def __repr__(self) -> str:
         return f"Sampler({self._rows!r})"
@@ -130,9 +129,10 @@ class Sampler:
         """Return the same tensor for the same input, so that layers can share its moment."""
         if not inputs:
             return inputs
-        now = (key, unit, type(helper), content(inputs))
+        inputs_key, memory = content(inputs)
+        now = (key, unit, type(helper), inputs_key)
         if self._last is None or self._last[0] != now:
-            self._last = (now, memory(inputs), helper.take_inputs(inputs, index, unit))
+            self._last = (now, memory, helper.take_inputs(inputs, index, unit))
         return self._last[2]
 
 

@@ -45,11 +45,6 @@ class Parcel:
         """Elements that travel."""
         return sum(spec.packed_numel for spec in self.specs)
 
-    @property
-    def travels(self) -> bool:
-        """Whether the group has a receiver."""
-        return len(self.group) > 1
-
     def write(self, flat: Tensor) -> None:
         """Write the tensors into their part of a buffer, ``[numel]``."""
         if self.tensors is None:
@@ -77,18 +72,18 @@ class Parcel:
 def buckets(
     backend: Backend, parcels: Sequence[Parcel], *, fused: bool = False
 ) -> list[list[Parcel]]:
-    """Return this rank's parcels by buffer, sorted by source; then single lists that stay."""
+    """Return the parcels that this rank sends or receives, by buffer, sorted by source."""
+    if backend.world_size == 1:
+        return []
     # All parcels come in the same order on every rank. With `fused`, parcels for all ranks share
     # buffers, from any source.
-    mine = [p for p in parcels if backend.rank in p.group]
-    moving = [p for p in mine if p.travels]
+    moving = [p for p in parcels if backend.rank in p.group and len(p.group) > 1]
     routes = []
     for p in moving:
         source = None if fused and len(p.group) == backend.world_size else p.source
         routes.append(((source, p.group, p.dtype, p.device), p.numel * p.dtype.itemsize))
     filled = [[moving[index] for index in bucket] for bucket in fill(routes)]
-    together = [sorted(bucket, key=lambda p: p.source) for bucket in filled]
-    return [*together, *([p] for p in mine if not p.travels)]
+    return [sorted(bucket, key=lambda p: p.source) for bucket in filled]
 
 
 def send(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Pending:
@@ -98,8 +93,6 @@ def send(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Pending:
     included, mirrors it: all ranks continue with the same bits.
     """
     first = bucket[0]
-    if not first.travels:
-        return Pending()
     sizes = [parcel.numel for parcel in bucket]
     flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
     shares = [0] * backend.world_size
@@ -118,17 +111,19 @@ def send(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Pending:
         for parcel, part in zip(bucket, wire.to(first.device).split(sizes), strict=True):
             parcel.read(part)
 
-    return _started(backend, end)
+    return started(backend, end)
 
 
-def deliver(backend: Backend, parcels: Sequence[Parcel], phase: str) -> None:
+def deliver(
+    backend: Backend, parcels: Sequence[Parcel], phase: str, *, fused: bool = False
+) -> None:
     """Send parcels and wait for them."""
-    pending = [send(backend, bucket, phase) for bucket in buckets(backend, parcels)]
-    for one in pending:
+    pending = [send(backend, bucket, phase) for bucket in buckets(backend, parcels, fused=fused)]
+    for one in pending:  # all are under way
         one.wait()
 
 
-@dataclass
+@dataclass(eq=False)
 class Sum:
     """A tensor that is summed over its contributors."""
 
@@ -183,6 +178,8 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
     Sums kept by several ranks but not by all travel twice, to one of them and from there to the
     others, with a wait in between.
     """
+    if backend.world_size == 1:
+        return []
     mine = [s for s in sums if backend.rank in s.way.group and s.travels]
     pending = [
         _reduce(backend, [mine[index] for index in bucket], phase)
@@ -242,10 +239,11 @@ def _sent(
             for part, numbers in zip(sums, flat.split(sizes), strict=True):
                 part.read(numbers)
 
-    return _started(backend, end, complete)
+    return started(backend, end, complete)
 
 
-def _started(backend: Backend, end: Callable[[], None], sums: Sequence[Sum] = ()) -> Pending:
+def started(backend: Backend, end: Callable[[], None], sums: Sequence[Sum] = ()) -> Pending:
+    """Return collectives under way; without overlap wait for them first."""
     pending = Pending(end, sums)
     if not backend.overlap:
         pending.wait()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from soframe.comm.base import Backend
-from soframe.comm.fused import Pending
+from soframe.comm.fused import Pending, started
 from soframe.specs import Shards
 from soframe.strategies.buckets import fill
 
@@ -80,11 +80,8 @@ def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
 def _exchange_all(backend: Backend, splits: Sequence[Split], phase: str) -> None:
     """Exchange the parts of tensors, an all-to-all for each buffer."""
     moving = [split for split in splits if split.shards.travels(split.workers, split.sources)]
-    pending = []
-    for bucket in fill((split.route, split.size) for split in moving):
-        pending.append(_exchange(backend, [moving[index] for index in bucket], phase))
-        if not backend.overlap:
-            pending[-1].wait()
+    buckets = fill((split.route, split.size) for split in moving)
+    pending = [_exchange(backend, [moving[i] for i in bucket], phase) for bucket in buckets]
     for one in pending:
         one.wait()
 
@@ -121,7 +118,7 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
                 assert split.whole is not None
                 split.shards.part(split.whole, owner).copy_(numbers.view(shape))
 
-    return Pending(end)
+    return started(backend, end)
 
 
 def _given(split: Split, other: int) -> Tensor:

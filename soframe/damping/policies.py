@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from soframe.checks.numbers import require_integer
-from soframe.registry import KINDS, register
+from soframe.checks.numbers import is_number, require_integer
+from soframe.registry import KINDS, describe, register
 from soframe.schedules import Schedule, Scheduled
 from soframe.solvers.base import Solver
 from soframe.solvers.relative import Relative
@@ -218,3 +218,26 @@ def damping_policy(choice: DampingChoice) -> DampingPolicy:
         policy: DampingPolicy = registry.build(choice, DampingPolicy)
         return policy
     return ConstantDamping(choice)
+
+
+def damping_at(policy: DampingPolicy, step: int) -> float:
+    """Return the damping after a number of completed steps; ValueError if it is out of range."""
+    damping = policy.at(step)
+    if not is_number(damping) or not 0 <= damping < math.inf:
+        raise ValueError(
+            f"{describe(policy)} gives the damping {damping!r} at step {step}: DampingPolicy.at() "
+            f"returns a number that is finite and not negative"
+        )
+    return float(damping)
+
+
+def check_damping(saved: Any, policy: DampingPolicy, steps: int) -> None:
+    """Raise a ValueError unless a policy can continue from a state, which it does not keep."""
+    before = policy.state()
+    if set(saved) != set(before):
+        raise ValueError(f"the state is that of another damping policy than {describe(policy)}")
+    policy.load(saved)
+    damping = policy.at(steps)
+    policy.load(before)
+    if not 0 <= damping < math.inf:
+        raise ValueError(f"the state is damaged: its damping is {damping!r}")

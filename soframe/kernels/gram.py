@@ -57,11 +57,12 @@ def _numpy(count: int, like: Tensor, *, zero: bool) -> Tensor | None:
     return torch.from_numpy(memory)[skipped : skipped + count]
 
 
-def column_blocks(size: int, *, gpu: bool = False) -> list[tuple[int, int]]:
+@lru_cache(maxsize=256)
+def column_blocks(size: int, *, gpu: bool = False) -> tuple[tuple[int, int], ...]:
     """Return the ranges of the column blocks of a symmetric product, in order."""
     number = 2 ** (sum(size >= bound for bound in (GPU_BLOCKS if gpu else BLOCKS)) - 1)
     edges = [size * i // number for i in range(number + 1)]
-    return list(pairwise(edges))
+    return tuple(pairwise(edges))
 
 
 def add(total: Tensor, product: Tensor, scale: float, beta: float) -> None:

@@ -14,10 +14,9 @@ from soframe.layers.conv import (
     ConvTranspose2dHelper,
     ConvTranspose3dHelper,
 )
-from soframe.layers.conv1d import TransposedLinearHelper
 from soframe.layers.embedding import EmbeddingBagHelper, EmbeddingHelper
 from soframe.layers.experts import ExpertsHelper
-from soframe.layers.linear import LinearHelper
+from soframe.layers.linear import LinearHelper, TransposedLinearHelper
 from soframe.layers.norms import (
     BatchNormHelper,
     GroupNormHelper,

@@ -135,7 +135,14 @@ class Conv2dHelper(LayerHelper):
         """Apply padding other than zeros to the batch; return it and the geometry of its axes."""
         del settings
         conv = self.module
-        x, around = self._batched(x), _padding(conv)
+        x = self._batched(x)
+        if conv.padding == "same":
+            # An odd total leaves the extra position at the end, as torch does.
+            totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+            around = [(total // 2, total - total // 2) for total in totals]
+        else:
+            sizes = [0] * self.dimensions if conv.padding == "valid" else map(int, conv.padding)
+            around = [(size, size) for size in sizes]
         if conv.padding_mode != "zeros":
             # F.pad takes the last dimension first.
             x = F.pad(x, [n for pair in reversed(around) for n in pair], mode=conv.padding_mode)
@@ -293,14 +300,3 @@ class ConvTranspose2dHelper(_Transposed):
 @KINDS["layer"].register_optional(nn.ConvTranspose3d)
 class ConvTranspose3dHelper(_Transposed, Conv3dHelper):
     """``nn.ConvTranspose3d``: stride, padding, output padding, dilation, groups."""
-
-
-def _padding(conv: nn.modules.conv._ConvNd) -> list[tuple[int, int]]:
-    """Return the padding of each axis, before and after."""
-    if conv.padding == "valid":
-        return [(0, 0)] * len(conv.kernel_size)
-    if conv.padding == "same":
-        # An odd total leaves the extra position at the end, as torch does.
-        totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    return [(int(p), int(p)) for p in conv.padding]

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from soframe.layers.base import LayerHelper, Unit
-from soframe.registry import register
+from soframe.layers.base import BlockShape, LayerHelper, Unit
+from soframe.registry import KINDS, register
 
 
 @register("layer", nn.Linear)
@@ -42,6 +42,41 @@ class LinearHelper(LayerHelper):
 
     def input_key(self) -> Hashable:
         return type(self), self.weight is not None, self.bias is not None
+
+
+@KINDS["layer"].register("transformers.pytorch_utils.Conv1D")
+class TransposedLinearHelper(LinearHelper):
+    """``y = x W + b``, of any module with a ``weight`` ``[in, out]`` and perhaps a ``bias``.
+
+    An example is GPT-2's ``Conv1D``, registered by its qualified name so that transformers need not
+    be installed.
+    """
+
+    transposed: ClassVar[bool] = True
+    widens: ClassVar[bool] = True
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        if (why := super().unsupported(module)) is not None:
+            return why
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        if weight is not None and bias is not None and bias.shape != weight.shape[1:]:
+            return f"its bias {tuple(bias.shape)} does not fit its weight {tuple(weight.shape)}"
+        return None
+
+    @property
+    def shape(self) -> BlockShape:
+        """The shape of the transposed weight, with the bias column."""
+        assert self._full_weight is not None
+        into, out = self._full_weight.shape
+        columns = into if self.weight is not None else 0
+        return BlockShape(1, out, columns + (self.bias is not None))
+
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return super().to_matrix(None if weight is None else weight.T, bias)
+
+    def _weight_of(self, matrix: Tensor) -> Tensor:
+        return matrix[0].T
 
 
 def _rows(x: Tensor) -> Tensor:

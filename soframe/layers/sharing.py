@@ -15,18 +15,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from soframe.layers.base import LayerHelper
 
+Memory = tuple[StorageWeakRef, ...]
+"""Weak references to the storages of tensors."""
 
-def content(tensors: Sequence[Tensor]) -> Hashable:
-    """Return a key of the memory and version of tensors, valid while `memory` is held."""
-    return tuple(
+
+def content(tensors: Sequence[Tensor]) -> tuple[Hashable, Memory]:
+    """Return a key of the memory and version of tensors, valid while the references are held."""
+    key = tuple(
         (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
         for x in tensors
     )
-
-
-def memory(tensors: Sequence[Tensor]) -> tuple[StorageWeakRef, ...]:
-    """Return weak references to the storages, so that a freed address is not a cache hit."""
-    return tuple(StorageWeakRef(x.untyped_storage()) for x in tensors)
+    # So that a freed address is not a cache hit.
+    return key, tuple(StorageWeakRef(x.untyped_storage()) for x in tensors)
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Known:
     """The cached sum of one call."""
 
     key: Hashable
-    memory: tuple[StorageWeakRef, ...]  # keeps the addresses in the key from being reused
+    memory: Memory  # keeps the addresses in the key from being reused
     total: Tensor
     version: int
     scale: float
@@ -63,7 +63,8 @@ class SharedInputs:
         input_key = helper.input_key()
         if input_key is None:
             return helper.input_moment(inputs, output_rows, total, scale)
-        key = (input_key, content(inputs), output_rows.dtype, output_rows.shape[:3])
+        inputs_key, memory = content(inputs)
+        key = (input_key, inputs_key, output_rows.dtype, output_rows.shape[:3])
         known, self._known = self._known, None
         # A write to the input or to the sum since then has changed its version.
         if known is not None and known.key == key and known.total._version == known.version:
@@ -78,7 +79,7 @@ class SharedInputs:
             return total
         total = helper.input_moment(inputs, output_rows, total, scale)
         if fresh:
-            self._known = _Known(key, memory(inputs), total, total._version, scale)
+            self._known = _Known(key, memory, total, total._version, scale)
         return total
 
     def forget(self) -> None:

@@ -28,9 +28,8 @@ from soframe.comm.agreement import gather_texts
 from soframe.comm.base import Backend, Handle
 from soframe.comm.single import SingleProcess
 from soframe.kernels import devices
-from soframe.kernels.factorisations import cholesky, eigh, half_inverse
+from soframe.kernels.factorisations import cholesky, eigh, half_inverse, orthonormal
 from soframe.kernels.precision import Precision, within
-from soframe.kernels.qr import orthonormal
 from soframe.planning.hardware import Collective, Curve, Hardware, Link
 from soframe.preconditioner import Preconditioner
 from soframe.settings import Distribution

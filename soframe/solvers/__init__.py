@@ -7,10 +7,8 @@ from soframe.kernels.precision import multiply
 from soframe.solvers.around import Around
 from soframe.solvers.base import (
     Problem,
-    SolveFailedError,
     Solver,
     retry,
-    solve_safely,
     solve_stack,
     solve_stacks,
 )
@@ -34,11 +32,9 @@ __all__ = [
     "Problem",
     "Relative",
     "Root",
-    "SolveFailedError",
     "Solver",
     "multiply",
     "retry",
-    "solve_safely",
     "solve_stack",
     "solve_stacks",
 ]

@@ -23,10 +23,6 @@ from soframe.specs import FactorKind, FactorSpec, TensorSpec
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # untyped
 
 
-class SolveFailedError(RuntimeError):
-    """Raised when a factor can be solved neither in its own precision nor in float64."""
-
-
 class Solver(ABC):
     """The base class of solvers: from factors to second-order data, and their application.
 
@@ -203,7 +199,13 @@ class Solver(ABC):
 
 
 def solve_stack(
-    solver: Solver, matrices: Tensor, damping: Tensor, last: Mapping[str, Tensor] | None = None
+    solver: Solver,
+    matrices: Tensor,
+    damping: Tensor,
+    last: Mapping[str, Tensor] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    errors: list[str] | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Solve a stack of factors, without a host synchronisation of its own.
 
@@ -215,12 +217,31 @@ def solve_stack(
         matrices: ``[groups, n, n]``, or diagonals ``[groups, n]``.
         damping: ``[groups]``, the share of each; a share of NaN marks a failure.
         last: The data of the last solve of all groups, if this rank holds them.
+        dtype: The dtype in which the data are kept; by default that of ``matrices``.
+        errors: Takes the errors of groups whose factorisation fails.
 
     Returns:
-        The second-order data ``[groups, ...]`` in the dtype of ``matrices``, and a boolean vector
-        ``[groups]`` on the device: False for failed groups, whose data are undefined (see `retry`).
+        The second-order data ``[groups, ...]``, and a boolean vector ``[groups]`` on the device:
+        False for failed groups, whose data are undefined (see `retry`).
     """
-    return _solve(solver, matrices, damping, last, matrices.dtype, [])
+    try:
+        if last:
+            made = solver.solve_again(matrices, damping, last)
+        else:
+            made = solver.solve(matrices, damping)
+    except LinAlgError as error:
+        made = _apart(solver, matrices, damping, error, [] if errors is None else errors)
+    # The same layout on every rank: products with other strides round differently.
+    data = {name: tensor.to(dtype or matrices.dtype).contiguous() for name, tensor in made.items()}
+    # The factor changes in place at the next statistics; its data must not.
+    data = {n: t.clone() if memory_of(t) == memory_of(matrices) else t for n, t in data.items()}
+    # One number for each group and tensor: NaN or infinite where any entry is.
+    largest = [_largest(tensor, len(matrices)) for tensor in data.values()]
+    if not (largest and solver.damps_factors):  # else the damping is in the data
+        largest.append(damping)
+    good = functools.reduce(torch.maximum, largest) < math.inf
+    usable = _usable(solver, data, len(matrices))
+    return data, good if usable is True else good & usable
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,16 +280,18 @@ def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], T
             together.append([number])
     results: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
     for numbers in together:
-        alike = [problems[number] for number in numbers]
-        results.update(zip(numbers, _together(alike), strict=True))
+        one = problems[numbers[0]]
+        if len(numbers) == 1:
+            results[numbers[0]] = solve_stack(one.solver, one.matrices, one.damping, one.last)
+        else:
+            alike = [problems[number] for number in numbers]
+            results.update(zip(numbers, _together(alike), strict=True))
     return [results[number] for number in range(len(problems))]
 
 
 def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Solve factors of one size by one call."""
     first = problems[0]
-    if len(problems) == 1:
-        return [solve_stack(first.solver, first.matrices, first.damping, first.last)]
     last = {
         name: torch.cat([problem.last[name] for problem in problems if problem.last])
         for name in first.last or ()
@@ -313,7 +336,7 @@ def retry(
         return dict(data), {}
     groups, errors = torch.tensor(failed, device=matrices.device), list[str]()
     some, shares, dtype = matrices[groups].double(), damping[groups].double(), matrices.dtype
-    new, good = _solve(solver, some, shares, None, dtype, errors)
+    new, good = solve_stack(solver, some, shares, dtype=dtype, errors=errors)
     reasons = {
         group: _reason({n: t[number] for n, t in new.items()}, shares[number], dtype, errors)
         for number, (group, ok) in enumerate(zip(failed, good.tolist(), strict=True))
@@ -322,75 +345,21 @@ def retry(
     return {n: tensor.index_copy(0, groups, new[n]) for n, tensor in data.items()}, reasons
 
 
-def solve_safely(
-    solver: Solver, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor] | None = None
-) -> tuple[dict[str, Tensor], bool]:
-    """Solve the factor of one block; if that fails, again in float64, from scratch.
-
-    Args:
-        solver: The solver.
-        matrix: ``[groups, n, n]`` or ``[groups, n]``.
-        damping: ``[groups]``.
-        last: The data of the last solve, if this rank holds them.
-
-    Returns:
-        The second-order data in the dtype of ``matrix``, and whether float64 was needed.
-
-    Raises:
-        SolveFailedError: If the solve fails in float64 too, or its result is not finite.
-    """
-    errors: list[str] = []
-    for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
-        own = last if dtype == matrix.dtype else None
-        data, good = _solve(solver, matrix.to(dtype), damping.to(dtype), own, matrix.dtype, errors)
-        if bool(good.all()):
-            return data, dtype != matrix.dtype
-    raise SolveFailedError(_reason(data, damping, matrix.dtype, errors))
-
-
-def _solve(
-    solver: Solver,
-    matrices: Tensor,
-    damping: Tensor,
-    last: Mapping[str, Tensor] | None,
-    dtype: torch.dtype,
-    errors: list[str],
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Solve once; return the data in the dtype in which they are kept, and the success by group."""
-    made = _made(solver, matrices, damping, last, errors)
-    # The same layout on every rank: products with other strides round differently.
-    data = {name: tensor.to(dtype).contiguous() for name, tensor in made.items()}
-    # The factor changes in place at the next statistics; its data must not.
-    data = {n: t.clone() if memory_of(t) == memory_of(matrices) else t for n, t in data.items()}
-    # One number for each group and tensor: NaN or infinite where any entry is.
-    largest = [_largest(tensor, len(matrices)) for tensor in data.values()]
-    if not (largest and solver.damps_factors):  # else the damping is in the data
-        largest.append(damping)
-    good = functools.reduce(torch.maximum, largest) < math.inf
-    usable = _usable(solver, data, len(matrices))
-    return data, good if usable is True else good & usable
-
-
-def _made(
-    solver: Solver,
-    matrices: Tensor,
-    damping: Tensor,
-    last: Mapping[str, Tensor] | None,
-    errors: list[str],
+def _apart(
+    solver: Solver, matrices: Tensor, damping: Tensor, error: Exception, errors: list[str]
 ) -> dict[str, Tensor]:
-    """Call the solver; if it raises, call it group by group, with NaN for groups that fail."""
-    try:
-        if last:
-            return solver.solve_again(matrices, damping, last)
-        return solver.solve(matrices, damping)
-    except LinAlgError as error:
-        if len(matrices) == 1:
-            errors.append(str(error))
-            kind: FactorKind = "psd" if matrices.dim() == 3 else "diagonal"
-            specs = solver.tensors(FactorSpec("", "left", 1, matrices.shape[-1], kind=kind))
-            return {name: matrices.new_full(spec.shape, math.nan) for name, spec in specs.items()}
-    each = zip(matrices.split(1), damping.split(1), strict=True)
-    parts = [_made(solver, matrix, share, None, errors) for matrix, share in each]
+    """Call a solver that has raised group by group, with NaN for groups that fail."""
+    if len(matrices) == 1:
+        errors.append(str(error))
+        kind: FactorKind = "psd" if matrices.dim() == 3 else "diagonal"
+        specs = solver.tensors(FactorSpec("", "left", 1, matrices.shape[-1], kind=kind))
+        return {name: matrices.new_full(spec.shape, math.nan) for name, spec in specs.items()}
+    parts = []
+    for matrix, share in zip(matrices.split(1), damping.split(1), strict=True):
+        try:
+            parts.append(solver.solve(matrix, share))
+        except LinAlgError as own:
+            parts.append(_apart(solver, matrix, share, own, errors))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 

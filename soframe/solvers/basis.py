@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soframe.kernels.factorisations import eigh
+from soframe.kernels.factorisations import eigh, orthonormal
 from soframe.kernels.precision import multiply
-from soframe.kernels.qr import orthonormal
 from soframe.registry import register
 from soframe.solvers.base import Solver, mean_trace, whole
 from soframe.solvers.eigen import rayleigh

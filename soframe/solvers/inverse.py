@@ -162,9 +162,11 @@ def share(damping: Tensor, pi: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     low = torch.maximum(1 / (largest * root), root / largest)
     high = torch.minimum(largest / root, root * largest)
     pi = torch.minimum(torch.maximum(pi, low), high)
-    first, second = (one.clamp(1 / largest, largest) for one in (root * pi, root / pi))
+    first, second = root * pi, root / pi
     undamped = root <= 0
-    return first.masked_fill_(undamped, 0.0), second.masked_fill_(undamped, 0.0)
+    for one in (first, second):
+        one.clamp_(1 / largest, largest).masked_fill_(undamped, 0.0)
+    return first, second
 
 
 def frame(size: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 from torch import Tensor
 
 from soframe.comm.stages import STAGES
-from soframe.damping.saved import check_damping
+from soframe.damping.policies import check_damping
 from soframe.diagnostics.metrics import Measuring
 from soframe.registry import describe
 from soframe.state import checksums

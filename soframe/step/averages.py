@@ -19,7 +19,7 @@ needed by the next solve at the earliest: their collectives overlap with trainin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,13 +43,16 @@ class Contribution:
 
     Attributes:
         stack: The stack.
-        members: The blocks.
+        members: The indices of the blocks.
+        blocks: The blocks.
         index: The index of the factor.
+        factor: The factor.
         tensor: The statistics, divided by the weights of all ranks: ``[groups, n, n]``, with a
             valid lower triangle. None if this rank has none.
         reached: By block the number of rows that reached each group, for averages by group.
         scale: A multiplier that ``tensor`` still lacks for the sum over ranks to be the average.
         turn: The number of the step, by which factors of half precision are rounded.
+        rates: The rates of the new statistics, by block or by group; see `_gain`.
     """
 
     stack: Stack
@@ -59,107 +62,99 @@ class Contribution:
     reached: Sequence[Sequence[float]] = ()
     scale: float = 1.0
     turn: int = 0
+    rates: list[float] = field(default_factory=list)
 
-    @property
-    def factor(self) -> FactorSpec:
-        """The factor."""
-        return self.stack.like.factors[self.index]
+    def __post_init__(self) -> None:
+        self.factor: FactorSpec = self.stack.like.factors[self.index]
+        self.blocks: list[Block] = [self.stack.blocks[member] for member in self.members]
 
-    @property
-    def blocks(self) -> list[Block]:
-        """The blocks."""
-        return [self.stack.blocks[member] for member in self.members]
+    def held_by(self, rank: int) -> bool:
+        """Return whether a rank holds the running factor."""
+        return self.stack.place.holds(rank, self.index)
 
 
 def enter(
     backend: Backend, contributions: Sequence[Contribution], decay: float, *, identity: bool
 ) -> None:
     """Sum the contributions of all ranks and average them into the running factors."""
-    eager: list[tuple[Contribution, list[float]]] = []
+    eager: list[Contribution] = []
     deferred: dict[Block, None] = {}
     for one in contributions:
         # As kfac-pytorch's averages, which start from the identity.
         if identity:
             _start(one.stack, one.members, one.index, one.factor.start or 1.0, backend.rank)
-        keep = decay if one.factor.decay is None else one.factor.decay
-        rates = [r for n, b in enumerate(one.blocks) for r in _gain(one, b, n, keep)]
+        _gain(one, decay)
         if one.stack.place.deferred:
             _accumulate(one, decay, backend.rank)
             deferred.update(dict.fromkeys(one.blocks))
         else:
-            eager.append((one, rates))
+            eager.append(one)
     # All deferred factors of a block share this number: once per block.
     for block in deferred:
         block.record.pending = decay * block.record.pending + (1 - decay)
-    sums = [_sum(one) for one, _ in eager]
-    # By identity: `add_up` returns the sums by buffer, in another order.
-    entries = {id(total): (one, rates) for (one, rates), total in zip(eager, sums, strict=True)}
-    for pending in add_up(backend, sums, "reduce"):
-        arriving = [
-            (total, *entries[id(total)])
-            for total in pending.sums
-            if entries[id(total)][0].stack.place.holds(backend.rank, entries[id(total)][0].index)
-        ]
-        entry = _entry(pending, arriving)
+    sums = {_sum(one): one for one in eager}
+    for pending in add_up(backend, list(sums), "reduce"):
+        arriving = [(sums[total], total) for total in pending.sums]
+        held = [pair for pair in arriving if pair[0].held_by(backend.rank)]
+        entry = _entry(pending, held)
         # Ranks that only send wait too: until then the engine keeps their buffer.
-        for stack in {entries[id(total)][0].stack: None for total in pending.sums}:
+        for stack in {one.stack: None for one, _ in arriving}:
             stack.expect(entry)
     average(
-        (one, total.tensor, rates)
-        for (one, rates), total in zip(eager, sums, strict=True)
-        if not total.travels and one.stack.place.holds(backend.rank, one.index)
+        (one, total.tensor)
+        for total, one in sums.items()
+        if not total.travels and one.held_by(backend.rank)
     )
 
 
-def _entry(
-    pending: Pending, arriving: Sequence[tuple[Sum, Contribution, Sequence[float]]]
-) -> Pending:
-    """Return the wait for some sums, which then averages them into the factors."""
+def _entry(pending: Pending, held: Sequence[tuple[Contribution, Sum]]) -> Pending:
+    """Return the wait for some sums, which then averages the held ones into the factors."""
 
     def end() -> None:
         pending.wait()
-        average((one, total.packed(), rates) for total, one, rates in arriving)
+        average((one, total.packed()) for one, total in held)
 
     return Pending(end)
 
 
-def _gain(one: Contribution, block: Block, number: int, keep: float) -> list[float]:
-    """Increase the EMA weight of a factor; return the rate of the new statistic, one or by group.
+def _gain(one: Contribution, decay: float) -> None:
+    """Increase the EMA weights of a factor, and set the rates of the new statistics.
 
     Dividing by the weight removes the start-up bias, as in Adam. Groups that no row reached keep
     their average.
     """
-    masses, name = block.record.masses, one.factor.name
-    if one.factor.mean_over != "group rows":
-        mass = keep * masses.get(name, (0.0,))[0] + (1 - keep)
-        masses[name] = (mass,)
-        return [(1 - keep) / mass]
-    reached = one.reached[number]
-    before = masses.get(name, (0.0,) * one.factor.groups)
-    after = [
-        keep * mass + (1 - keep) if rows > 0 else mass
-        for mass, rows in zip(before, reached, strict=True)
-    ]
-    masses[name] = tuple(after)
-    pairs = zip(after, reached, strict=True)
-    return [(1 - keep) / mass if rows > 0 else 0.0 for mass, rows in pairs]
+    name, keep = one.factor.name, decay if one.factor.decay is None else one.factor.decay
+    for number, block in enumerate(one.blocks):
+        masses = block.record.masses
+        if one.factor.mean_over != "group rows":
+            mass = keep * masses.get(name, (0.0,))[0] + (1 - keep)
+            masses[name] = (mass,)
+            one.rates.append((1 - keep) / mass)
+            continue
+        reached = one.reached[number]
+        before = masses.get(name, (0.0,) * one.factor.groups)
+        after = [
+            keep * mass + (1 - keep) if rows > 0 else mass
+            for mass, rows in zip(before, reached, strict=True)
+        ]
+        masses[name] = tuple(after)
+        pairs = zip(after, reached, strict=True)
+        one.rates += [(1 - keep) / mass if rows > 0 else 0.0 for mass, rows in pairs]
 
 
-def average(each: Iterable[tuple[Contribution, Tensor | None, Sequence[float]]]) -> None:
+def average(each: Iterable[tuple[Contribution, Tensor | None]]) -> None:
     """Average new statistics into running factors: ``R <- R + rate (new - R)``.
 
-    Statistics are ``[groups, n, n]``, packed, or None for zeros; rates are by block or by group.
+    Statistics are ``[groups, n, n]``, packed, or None for zeros.
     """
-    whole = [entry for one, new, rates in each for entry in _averaged(one, new, rates)]
+    whole = [entry for one, new in each for entry in _averaged(one, new)]
     if whole:
         torch._foreach_lerp_(*map(list, zip(*whole, strict=True)))
 
 
-def _averaged(
-    one: Contribution, new: Tensor | None, rates: Sequence[float]
-) -> list[tuple[Tensor, Tensor, float]]:
+def _averaged(one: Contribution, new: Tensor | None) -> list[tuple[Tensor, Tensor, float]]:
     """Average into parts of a factor here; return the whole factor, if it has one rate."""
-    stack, members, factor = one.stack, one.members, one.factor
+    stack, members, factor, rates = one.stack, one.members, one.factor, one.rates
     name, packed = factor.name, stack.place.packed and factor.kind == "psd"
     if new is None:
         new = torch.zeros(
@@ -170,19 +165,20 @@ def _averaged(
     # Statistics of calls have a valid lower triangle only; averaged gradients have both.
     lower = factor.captured and factor.kind == "psd" and new.dim() == 3 and not packed
     new = pack(new, factor) if packed else unpack(new, factor)
+    factors = stack.factors
     # The first statistics have rate 1 (groups without rows are zero): they become the factor.
-    if name not in stack.factors and len(members) == len(stack.blocks):
+    if name not in factors and len(members) == len(stack.blocks):
         stack.hold(name, own_memory(stack.rounded(new, name, len(members), one.turn)))
         (stack.lower.add if lower else stack.lower.discard)(name)
         return []
-    if name not in stack.factors:
+    if name not in factors:
         kept = stack.like.factor_dtype
         stack.hold(name, stack.empty(tuple(new.shape), len(members), kept))
     if lower:
         stack.lower.add(name)
     running = stack.held(name).to(stack.like.dtype)
     if len(set(rates)) == 1 and len(members) == len(stack.blocks):
-        if running is stack.factors[name]:
+        if running is factors[name]:
             return [(running, new, rates[0])]
         running.lerp_(new, rates[0])
         members = ()
@@ -199,7 +195,7 @@ def _averaged(
         else:
             view.lerp_(part, sent(own, part).view(-1, *(1 for _ in part.shape[1:])))
         start = stop
-    if running is not stack.factors[name]:
+    if running is not factors[name]:
         whole = stack.rounded(running, name, len(stack.blocks), one.turn)
         if whole is not running:  # rounded, with both triangles
             stack.lower.discard(name)
@@ -279,21 +275,21 @@ def _observe(
             continue
         if factor.start is not None:
             _start(stack, members, index, factor.start, rank)
-        keep = decay if factor.decay is None else factor.decay
         one = Contribution(stack, members, index, None, turn=step)
-        rates = [r for n, block in enumerate(one.blocks) for r in _gain(one, block, n, keep)]
+        _gain(one, decay)
         for block in one.blocks:
             block.record.statistics_at[factor.name] = step
         # EMA weights grow on all ranks; only holders have the factor.
-        if stack.place.holds(rank, index):
-            average([(one, factors[factor.name].to(stack.like.dtype), rates)])
+        if one.held_by(rank):
+            average([(one, factors[factor.name].to(stack.like.dtype))])
 
 
 def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> None:
     """Reduce deferred statistics of some blocks into running factors; every rank must call."""
     for stack in members:
         stack.arrive()
-    due = _deferred(members)
+    if not (due := _deferred(members)):
+        return
     for stack, chosen, factor, total in _settled(placed.backend, due, "reduce"):
         if total is not None:
             turn = max(stack.blocks[m].record.statistics_at[factor.name] for m in chosen)
@@ -348,7 +344,7 @@ def _settled(
     totals: list[tuple[Stack, tuple[int, ...], FactorSpec, Tensor | None]] = []
     for one, summed in zip(ones, sums, strict=True):
         new, stack, factor = None, one.stack, one.factor
-        if stack.place.holds(backend.rank, one.index):
+        if one.held_by(backend.rank):
             # R <- ((m - p) R + sum_r L_r) / m, as in the module's docstring.
             masses = _each(one, [block.mass for block in one.blocks])
             new = summed.packed() / masses

@@ -1,8 +1,21 @@
-"""The clips of a step: their bounds, their learning rates, and their joint factor."""
+"""The clips of a step: their bounds, their learning rates, and their joint factor.
+
+The KL clip bounds the change of the model's predictions that one step may cause. A step ``-lr p``
+changes the KL divergence by about ``lr^2 p^T F p / 2``, and ``p^T F p`` is estimated by ``<p, g>``.
+The preconditioned gradients are scaled by ``min(1, sqrt(kappa / |sum_l lr_l^2 <p_l, g_l>|))`` (Ba
+et al., 2017, section 5; KAISA).
+
+The norm clip bounds the Euclidean length of a step. They are scaled by
+``min(1, bound / sqrt(sum_l ||lr_l p_l||^2))``, so that the parameters with curvature move by
+``bound`` at most: the radius of a trust region (Nocedal and Wright, 2006, chapter 4), or gradient
+clipping (Pascanu et al., 2013) after the preconditioner instead of before. The momentum of an
+optimizer behind it is not included. The ``norm_constraint`` of kfac-jax is a bound in the metric of
+the Fisher matrix: it corresponds to the KL clip here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +24,6 @@ from torch import Tensor
 from soframe.comm.stages import ALONE, Stages
 from soframe.schedules import Schedule, Scheduled
 from soframe.step.gradients import AveragedGradients
-from soframe.step.kl_clip import kl_clip_factor
-from soframe.step.norm_clip import norm_clip_factor
 from soframe.step.rates import LearningRates
 from soframe.step.updates import Update
 
@@ -181,3 +192,76 @@ def _finite(matrices: Sequence[Tensor], gradients: AveragedGradients) -> bool:
     for one in bad:
         count += one.to(device)
     return not bool(gradients.total_of_updates(count))
+
+
+def kl_clip_factor(
+    preconditioned: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    lrs: Sequence[float | Tensor],
+    kappa: float,
+    add: Callable[[Tensor], Tensor] | None = None,
+    like: Tensor | None = None,
+) -> Tensor:
+    """Return the factor of the KL clip, a scalar in (0, 1], without a host sync.
+
+    Rates are numbers, or tensors that fit the matrices. ``add`` sums the inner products over ranks,
+    if each has some of the blocks; ``like`` has the dtype and device of the sum.
+    """
+    like = preconditioned[0] if like is None else like
+    # One rate for all: one product of the sum, instead of one of each term.
+    same = len({id(lr) for lr in lrs}) == 1 and _is_scalar(lrs[0])
+    each = [1.0] * len(lrs) if same else lrs
+    terms = [_term(p, g, lr) for p, g, lr in zip(preconditioned, gradients, each, strict=True)]
+    if len({(term.device, term.dtype) for term in (like, *terms)}) > 1:
+        terms = [term.to(like) for term in terms]
+    total = torch.stack(terms).sum() if terms else like.new_zeros(())
+    total = total.double()  # squares of rates may be out of range where rates are not
+    if same:
+        total = (total * lrs[0] * lrs[0]).to(total)
+    total = (total if add is None else add(total)).abs()
+    # kappa / 0 is infinite, and clamped like everything above one.
+    return (kappa / total).sqrt().clamp(max=1.0).to(like)
+
+
+def _term(p: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
+    if not _is_scalar(lr):
+        return (p * lr * (g * lr)).sum()
+    # One launch, and no temporary of the size of the matrix.
+    product = torch.dot(p.flatten(), g.flatten())
+    return product if isinstance(lr, float) and lr == 1.0 else product * lr * lr
+
+
+def _is_scalar(lr: float | Tensor) -> bool:
+    return not isinstance(lr, Tensor) or lr.dim() == 0
+
+
+def norm_clip_factor(
+    preconditioned: Sequence[Tensor | None],
+    lrs: Sequence[float | Tensor],
+    bound: float,
+    add: Callable[[Tensor], Tensor] | None = None,
+    like: Tensor | None = None,
+    over_stages: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return the factor of the norm clip, a scalar in (0, 1], without a host sync.
+
+    For arguments see `kl_clip_factor`. Matrices are None for blocks that another rank counts;
+    ``over_stages`` sums the squares over the stages of a pipeline, which have other rates.
+    """
+    first = preconditioned[0] if like is None else like
+    assert first is not None
+    # Relative to the largest rate, so that squares are in range where rates are large.
+    largest = max((lr for lr in lrs if not isinstance(lr, Tensor)), default=0.0) or 1.0
+    terms = [
+        (p * (lr / largest)).square().sum().to(first)
+        for p, lr in zip(preconditioned, lrs, strict=True)
+        if p is not None
+    ]
+    squares = torch.stack(terms).sum() if terms else first.new_zeros(())
+    squares = squares if add is None else add(squares)
+    length = squares.sqrt().double()  # float32 may not hold the bound over a rate
+    if over_stages is not None:
+        # Each stage has its own largest rate, so absolute squares are summed.
+        length = over_stages((length * largest).square()).sqrt() / largest
+    # bound / 0 is infinite, and clamped like everything above one.
+    return (bound / largest / length).clamp(max=1.0).to(first)

@@ -60,17 +60,21 @@ class Effect:
         self._parameters = {block: list(block.parameters.values()) for block in blocks}
         self._partial = rebuilt
         self._windows: Counter[Block] = Counter()
+        self._judged: list[Block] = []  # in the window under way
 
     def begin(self, due: Collection[Block]) -> None:
         """Begin a window in which these blocks take statistics."""
         self._partial = False
         self._windows.update(due)
+        self._judged = [b for b in self._blocks if b in due and self._windows[b] <= WINDOWS]
 
     def check(self, due: Collection[Block]) -> None:
         """Raise if a framework has sharded the parameters since they were registered."""
-        for block in self._judged(due):
-            parameters = block.parameters.items()
-            self._home.check((f"{block.name}.{name}", p) for name, p in parameters)
+        judged = [block for block in self._judged if block in due]
+        if judged:
+            self._home.check(
+                (f"{b.name}.{name}", p) for b in judged for name, p in b.parameters.items()
+            )
 
     def said(self, due: Collection[Block]) -> list[float]:
         """Return this rank's flags, equally many on every rank.
@@ -79,25 +83,29 @@ class Effect:
         Two follow for every block that is due: whether it has statistics, and whether it has a
         gradient.
         """
-        judged = self._judged(due)
+        judged = [block for block in self._judged if block in due]
         if not judged:
             return self.nothing_said(due)
         seen = {block for block in judged if block.record.counts.calls}
-        reached = {b for b in seen if any(map(self._home.has, self._parameters[b]))}
+        reached = {block for block in seen if self._home.of(self._parameters[block])}
         # Without statistics a gradient of zeros counts as none; testing for it makes the host wait.
         unseen = [block for block in judged if block not in seen and not self._derived(block)]
-        reached |= self._with_gradient(unseen)
-        given = any(self._home.has(p) for each in self._parameters.values() for p in each)
+        if unseen:
+            reached |= self._with_gradient(unseen)
+        given = bool(reached) or any(
+            self._home.has(p) for each in self._parameters.values() for p in each
+        )
         # Evidence that the backward pass ran, but reached no block.
         others = not given and any(map(self._home.has, self._others))
         numbers = [float(given), float(others)]
-        for block in self._of(due):
-            numbers += [float(block in seen), float(block in reached)]
+        for block in self._blocks:
+            if block in due:
+                numbers += [float(block in seen), float(block in reached)]
         return numbers
 
     def nothing_said(self, due: Collection[Block]) -> list[float]:
         """Return zeros in place of the numbers of `said`."""
-        return [] if not due or self._partial else [0.0] * (2 + 2 * len(self._of(due)))
+        return [] if not due or self._partial else [0.0] * (2 + 2 * len(due))
 
     def require(self, due: Collection[Block], sums: Sequence[float]) -> None:
         """Check the sums of `said` over ranks.
@@ -105,11 +113,12 @@ class Effect:
         Raises:
             RuntimeError: On every rank, if the step would have no effect; see the module.
         """
-        judged = self._judged(due)
+        judged = [block for block in self._judged if block in due]
         if not judged:
             return
         given, others, *each = sums
-        rows = list(zip(self._of(due), each[::2], each[1::2], strict=True))
+        blocks = [block for block in self._blocks if block in due]
+        rows = list(zip(blocks, each[::2], each[1::2], strict=True))
         missed = [block for block, seen, reached in rows if reached > 0 and seen == 0]
         taken = [block for block, seen, reached in rows if seen > 0 and reached == 0]
         # Whether no block has ever had statistics: then the step would do nothing.
@@ -129,14 +138,6 @@ class Effect:
         # With a probe, statistics do not imply that the loss depends on a block.
         if taken and not self._capture.probing:
             warnings.warn(f"soframe: {self._without_gradients(taken)}", stacklevel=8)
-
-    def _of(self, due: Collection[Block]) -> list[Block]:
-        return [block for block in self._blocks if block in due]
-
-    def _judged(self, due: Collection[Block]) -> list[Block]:
-        if self._partial:
-            return []
-        return [block for block in self._of(due) if self._windows[block] <= WINDOWS]
 
     def _derived(self, block: Block) -> bool:
         """Return whether the loss may depend on a block's derivatives alone."""

@@ -32,8 +32,7 @@ from soframe.comm.agreement import (
 )
 from soframe.comm.base import Backend
 from soframe.comm.stages import Seen, Stages
-from soframe.damping.policies import DampingPolicy
-from soframe.damping.saved import damping_at
+from soframe.damping.policies import DampingPolicy, damping_at
 from soframe.kernels.precision import within
 from soframe.schedules import Scheduled
 from soframe.step.averages import observe

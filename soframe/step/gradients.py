@@ -57,11 +57,18 @@ Gradients = Mapping[Stack, Gradient]
 class AveragedGradients:
     """Gradients that are the same on every rank.
 
+    Attributes:
+        divided: Whether a rank may lack the gradient of a stack.
+        updates_divided: Whether it may lack its update, too.
+
     Args:
         model: The model.
         placed: Its blocks, with their places.
         home: Where gradients live.
     """
+
+    divided = False
+    updates_divided = False
 
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
         self._backend, self._home = placed.backend, home
@@ -128,28 +135,23 @@ class AveragedGradients:
 
     def leads(self, stack: Stack) -> bool:
         """Return whether this rank adds the term of a stack in `total`."""
-        del stack
-        return True
+        return not self.divided or stack.place.gradient_workers[0] == self._backend.rank
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return a scalar of gradients, summed over ranks if each rank has some terms."""
-        return tensor
+        return add_up(self._backend, tensor) if self.divided else tensor
 
     def counts(self, stack: Stack) -> bool:
         """Return whether this rank adds the term of a stack in `total_of_updates`."""
-        del stack
-        return True
+        return not self.updates_divided or self.leads(stack)
 
     def total_of_updates(self, tensor: Tensor) -> Tensor:
         """Return a scalar of updates, summed over ranks if each rank has some terms."""
-        return tensor
+        return add_up(self._backend, tensor) if self.updates_divided else tensor
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
         return [*(p for own in self._of_block.values() for p in own), *self._rest]
-
-    def _leads(self, stack: Stack) -> bool:
-        return stack.place.gradient_workers[0] == self._backend.rank
 
 
 def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
@@ -161,7 +163,7 @@ def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
         blocks, like = [stack.blocks[member] for member in members], stack.like
         # One block: its own matrix, without a copy.
         if len(blocks) == 1:
-            found[stack] = stack.join([_matrix(blocks[0])])
+            found[stack] = stack.join([blocks[0].gradient()])
             continue
         present = like.home.of(stack.parameters)
         complete = len(present) == len(stack.parameters) and len(blocks) == len(stack.blocks)
@@ -173,20 +175,16 @@ def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
         parts = stack.parts(whole) if complete else None
         targets += stack.split(whole, members) if parts is None else parts
         # Matrices of single blocks have zeros for missing gradients.
-        values += present if parts is not None else [_matrix(block) for block in blocks]
+        values += present if parts is not None else [block.gradient() for block in blocks]
     if targets:
         torch._foreach_copy_(targets, values)
     return found
 
 
-def _matrix(block: Block) -> Tensor:
-    matrix = block.gradient()
-    assert matrix is not None
-    return matrix
-
-
 class LocalGradients(AveragedGradients):
     """Gradients of each rank's own samples: each is averaged here, on the ranks that need it."""
+
+    divided = True
 
     def check(self) -> None:
         """See `AveragedGradients.check`.
@@ -253,14 +251,6 @@ class LocalGradients(AveragedGradients):
         matrices |= _gathered({s: members for s, members in used.items() if s not in apart})
         return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
 
-    def leads(self, stack: Stack) -> bool:
-        """Return whether this rank is the stack's first gradient worker."""
-        return self._leads(stack)
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """See `AveragedGradients.total`."""
-        return add_up(self._backend, tensor)
-
 
 def _average(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
     """Average tensors over ranks in place, each on the given rank or, for None, on all."""
@@ -308,6 +298,8 @@ class ShardedGradients(AveragedGradients):
 
     Whole updates, too, are on gradient workers only.
     """
+
+    divided = updates_divided = True
 
     def own(self) -> list[Tensor]:
         """See `AveragedGradients.own`; of each parameter by itself."""
@@ -367,22 +359,6 @@ class ShardedGradients(AveragedGradients):
     def now(self) -> dict[Stack, Gradient]:
         """Gather the present gradients, as `raw` does; every rank must call."""
         return self.raw()
-
-    def leads(self, stack: Stack) -> bool:
-        """Return whether this rank is the stack's first gradient worker."""
-        return self._leads(stack)
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """See `AveragedGradients.total`."""
-        return add_up(self._backend, tensor)
-
-    def counts(self, stack: Stack) -> bool:
-        """Return whether this rank is the stack's first gradient worker."""
-        return self._leads(stack)
-
-    def total_of_updates(self, tensor: Tensor) -> Tensor:
-        """See `AveragedGradients.total_of_updates`."""
-        return add_up(self._backend, tensor)
 
 
 def source_of(

@@ -14,9 +14,9 @@ than the bound.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
 
@@ -33,6 +33,16 @@ ASSUMED_LR = 0.1
 
 
 ClipLR = Literal["live", "initial"]
+
+
+@dataclass
+class _Reference:
+    """The largest rate of a param group so far."""
+
+    rate: float | Tensor  # at which the group was first seen, until a step was taken
+    taken: bool = False  # whether it is from a step or a state
+    group: dict[str, Any] | None = None  # None after a state was loaded
+    members: Sequence[int] = ()  # the ids of the group's parameters
 
 
 class LearningRates:
@@ -70,10 +80,7 @@ class LearningRates:
         self._group_of: dict[int, int] = {}
         self._members: list[list[int]] = []  # the ids of each group's parameters
         self.which = which
-        # The reference of each group: the rate at which it was first seen, until a step was taken.
-        self._initial: list[float | Tensor] = []
-        self._followed: list[bool] = []  # whether it is from a step or a state
-        self._referred: list[tuple[dict[str, Any], list[int]]] = []  # these groups, their members
+        self._references: list[_Reference] = []
         self._peak, self._peak_step = 0.0, -1  # of the schedule, up to that step
 
     def __repr__(self) -> str:
@@ -134,7 +141,11 @@ class LearningRates:
         # Groups may have been added, or parameters moved between them.
         if _members(self._optimizer.param_groups) != self._members:
             self.check(blocks)
-        rates = [self._rate_of(i, group) for i, group in enumerate(self._optimizer.param_groups)]
+        groups = self._optimizer.param_groups
+        if self.which == "live":
+            rates = [group["lr"] for group in groups]
+        else:
+            rates = [_largest(*pair) for pair in zip(self._references, groups, strict=True)]
         return [rates[0] if len(rates) == 1 else self._rate(block, rates) for block in blocks]
 
     def begin(self, step: int) -> None:
@@ -145,8 +156,8 @@ class LearningRates:
         groups = self._optimizer.param_groups
         self._begin_groups(groups)
         if self.which == "initial":
-            self._initial = [self._reference(i, group) for i, group in enumerate(groups)]
-            self._followed = [True] * len(groups)
+            for one, group in zip(self._references, groups, strict=True):
+                one.rate, one.taken = _largest(one, group), True
 
     def live(self, step: int) -> list[float]:
         """Return the present rates, one per param group or the schedule's; references stay."""
@@ -158,7 +169,7 @@ class LearningRates:
         """Return the references with ``"initial"``: a resumed optimizer no longer has them."""
         if self._optimizer is not None:
             self._begin_groups(self._optimizer.param_groups)
-        return list(self._initial) if self.which == "initial" else []
+        return [one.rate for one in self._references] if self.which == "initial" else []
 
     def load(self, state: Sequence[float | Tensor]) -> None:
         """Continue from the result of `state`, if it has as many groups."""
@@ -166,23 +177,8 @@ class LearningRates:
             return
         # A `soframe.Optimizer` takes the groups of its state, too. Else groups that were split or
         # merged since have the rates that schedulers record in them.
-        if len(state) == len(self._initial) or grouping(self._optimizer) is not None:
-            self._initial, self._followed = list(state), [True] * len(state)
-            self._referred = []
-
-    def _rate_of(self, index: int, group: dict[str, Any]) -> float | Tensor:
-        rate: float | Tensor = group["lr"]
-        return rate if self.which == "live" else self._reference(index, group)
-
-    def _reference(self, index: int, group: dict[str, Any]) -> float | Tensor:
-        """Return the largest rate of a group so far, from which its schedule falls."""
-        # Until a step is taken, a scheduler may replace the rate that was first seen: then that
-        # rate was never used.
-        unused = not self._followed[index] and "initial_lr" in group
-        first = () if unused else (self._initial[index],)
-        noted = [group[name] for name in ("initial_lr", "max_lr") if name in group]
-        rates: list[float | Tensor] = [*first, *noted, group["lr"]]
-        return reduce(_larger, rates)
+        if len(state) == len(self._references) or grouping(self._optimizer) is not None:
+            self._references = [_Reference(rate, taken=True) for rate in state]
 
     def _scheduled(self, step: int) -> float:
         """Return the rate of the schedule, or with ``"initial"`` its maximum up to this step."""
@@ -212,29 +208,41 @@ class LearningRates:
 
     def _begin_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Begin the references of new groups; others follow their group, or its first parameter."""
-        before = [group for group, _ in self._referred]
-        if len(before) == len(groups) and all(map(operator.is_, before, groups)):
+        before = self._references
+        if len(before) == len(groups) and all(
+            one.group is group for one, group in zip(before, groups, strict=True)
+        ):
             return
-        number_of = {one: i for i, (_, own) in enumerate(self._referred) for one in own}
-        number_of |= {id(group): i for i, group in enumerate(before)}
-        initial, followed = self._initial, self._followed
-        self._initial, self._followed = [], []
-        self._referred = list(zip(groups, _members(groups), strict=True))
+        known = {member: one for one in before for member in one.members}
+        known |= {id(one.group): one for one in before}
+        members = _members(groups)
         # By index where a state was loaded, or all parameters were replaced.
-        replaced = number_of.keys().isdisjoint(one for _, own in self._referred for one in own)
-        for index, (group, own) in enumerate(self._referred):
-            was = next((number_of[one] for one in (id(group), *own[:1]) if one in number_of), None)
-            if was is None and replaced and index < len(initial):
-                was = index
-            rate = group["lr"] if was is None else initial[was]
+        replaced = known.keys().isdisjoint(member for own in members for member in own)
+        self._references = []
+        for index, (group, own) in enumerate(zip(groups, members, strict=True)):
+            was = next((known[key] for key in (id(group), *own[:1]) if key in known), None)
+            if was is None and replaced and index < len(before):
+                was = before[index]
+            rate = group["lr"] if was is None else was.rate
             # A copy: schedulers change tensor rates in place.
-            self._initial.append(rate.clone() if isinstance(rate, Tensor) else rate)
-            self._followed.append(was is not None and followed[was])
+            rate = rate.clone() if isinstance(rate, Tensor) else rate
+            self._references.append(_Reference(rate, was is not None and was.taken, group, own))
 
 
 def _members(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Return the ids of the parameters by group; `map` avoids a Python call for each."""
     return [list(map(id, group["params"])) for group in groups]
+
+
+def _largest(reference: _Reference, group: dict[str, Any]) -> float | Tensor:
+    """Return the largest rate of a group so far, from which its schedule falls."""
+    # Until a step is taken, a scheduler may replace the rate that was first seen: then that rate
+    # was never used.
+    unused = not reference.taken and "initial_lr" in group
+    first = () if unused else (reference.rate,)
+    noted = [group[name] for name in ("initial_lr", "max_lr") if name in group]
+    rates: list[float | Tensor] = [*first, *noted, group["lr"]]
+    return reduce(_larger, rates)
 
 
 def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:

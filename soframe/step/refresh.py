@@ -74,13 +74,14 @@ class Refresh:
     def warn_of_settings(self, blocks: Sequence[Block], stacklevel: int) -> None:
         """Warn of mismatched intervals before the first step, if they are numbers."""
         numbers = not callable(self.statistics_every.value) and not callable(self.solve_every.value)
-        if numbers and _solves_calls(blocks):
-            self.warn_of_intervals(0, stacklevel=stacklevel + 1)
+        if numbers:
+            self._warn_of_intervals(blocks, 0, stacklevel=stacklevel + 1)
 
-    def warn_of_intervals(self, step: int, stacklevel: int = 3) -> None:
+    def _warn_of_intervals(self, blocks: Sequence[Block], step: int, stacklevel: int = 3) -> None:
         """Warn if solves lack new statistics at these intervals, once per pair."""
         pair = (self.statistics_every.at(step), self.solve_every.at(step))
-        if pair not in self._told:
+        # Only statistics of calls have an interval of their own.
+        if pair not in self._told and any(block.captured and block.tensors for block in blocks):
             self._told.add(pair)
             if (what := mismatch(*pair)) is not None:
                 warnings.warn(f"soframe: {what}", stacklevel=stacklevel)
@@ -109,8 +110,8 @@ class Refresh:
         if not placed.solvable:
             return []
         # Schedules may change the intervals during training.
-        if _solves_calls(placed.solvable):
-            self.warn_of_intervals(step)
+        if placed.captured and not after:
+            self._warn_of_intervals(placed.solvable, step)
         turn = step % self.solve_every.at(step)
         return [
             block
@@ -130,11 +131,6 @@ class Refresh:
         if self._turns_of is None or self._turns_of[:2] != (placed.placement, every):
             self._turns_of = (placed.placement, every, turns(placed.placement, every))
         return self._turns_of[2]
-
-
-def _solves_calls(blocks: Sequence[Block]) -> bool:
-    """Return whether any solve uses statistics of calls, which have their own interval."""
-    return any(block.captured and block.tensors for block in blocks)
 
 
 def mismatch(statistics_every: int, solve_every: int) -> str | None:

@@ -44,7 +44,6 @@ class Job:
     """One factor of a run.
 
     Attributes:
-        number: Its number among the factors that are solved.
         names: The names of the tensors that the solver makes.
         factor: The factor.
         solver: Its solver.
@@ -52,9 +51,10 @@ class Job:
         needed: Whether this rank needs them.
         copy: A copy of the running factor, for a solve in the background.
         last: The data of the last solve, for a solver that continues from them.
+        failed: By block the outcome of the solve, on its owner, and then on all ranks.
+        retried: By block whether it was solved again in float64, on its owner.
     """
 
-    number: int
     names: tuple[str, ...]
     factor: FactorSpec
     solver: Solver
@@ -62,16 +62,8 @@ class Job:
     needed: bool
     copy: Tensor | None = None
     last: dict[str, Tensor] = field(default_factory=dict)
-
-    def require(self, data: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless a solver made the tensors that it declares, as ranks expect."""
-        made = {name: tuple(tensor.shape) for name, tensor in data.items()}
-        said = {n: spec.shape for n, spec in zip(self.names, self.parcel.specs, strict=True)}
-        if any(made.get(name) != shape for name, shape in said.items()):
-            raise ValueError(
-                f"{self.solver!r}: solve() returned {made} of the factor {self.factor.name!r}, "
-                f"and tensors() says {said}"
-            )
+    failed: list[int] = field(default_factory=list)
+    retried: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -80,13 +72,13 @@ class Run:
 
     Attributes:
         stack: The stack.
-        members: The blocks.
+        members: The indices of the blocks.
+        blocks: The blocks.
         damping: Their damping.
         jobs: Their factors.
         rank: This rank.
+        mine: The factors that this rank owns.
         traces: The mean trace of each factor, ``[groups]``, on owners.
-        failed: By factor and block, the outcome of the solve, on its owner.
-        retried: By factor and block, whether it was solved again in float64, on its owner.
         error: The error that a solver raised, other than a failed factorisation.
     """
 
@@ -100,19 +92,10 @@ class Run:
     work: Work | None = None
 
     def __post_init__(self) -> None:
-        zeros = [0] * len(self.members)
-        self.failed = [list(zeros) for _ in self.jobs]
-        self.retried = [list(zeros) for _ in self.jobs]
-
-    @property
-    def blocks(self) -> list[Block]:
-        """The blocks."""
-        return [self.stack.blocks[member] for member in self.members]
-
-    @property
-    def mine(self) -> list[Job]:
-        """The factors that this rank owns."""
-        return [job for job in self.jobs if job.parcel.source == self.rank]
+        self.blocks = [self.stack.blocks[member] for member in self.members]
+        self.mine = [job for job in self.jobs if job.parcel.source == self.rank]
+        for job in self.jobs:
+            job.failed, job.retried = [0] * len(self.blocks), [0] * len(self.blocks)
 
     def begin(self, worker: Worker) -> None:
         """Solve in the background, from copies: running factors change in place."""
@@ -125,12 +108,8 @@ class Run:
         if self.mine:
             self.work = worker.submit(self.solve, uses)
 
-    def finish(self) -> None:
-        """Put the results of a background solve into the parcels, on owners."""
-        if self.work is not None and (made := self.work.result()) is not None:
-            self._place(made)
-
-    def _place(self, made: list[Tensor]) -> None:
+    def place(self, made: list[Tensor]) -> None:
+        """Put the second-order data that this rank has made into the parcels."""
         for job in self.mine:
             count = len(job.parcel.specs)
             job.parcel.tensors, made = made[:count], made[count:]
@@ -147,12 +126,14 @@ class Run:
     def problems(self, shares: Sequence[Tensor]) -> list[Problem]:
         """Return the factors that this rank owns, with their shares of the damping."""
         problems = []
-        for job in self.mine:
+        for job, share in zip(self.jobs, shares, strict=True):
+            if job.parcel.source != self.rank:
+                continue
             if job.copy is not None:
                 matrix = unpack(job.copy, job.factor).to(self.stack.like.dtype)
             else:
                 matrix = self.stack.matrices(job.factor, self.members, lower=True)
-            problems.append(Problem(job.solver, matrix, shares[job.number], job.last))
+            problems.append(Problem(job.solver, matrix, share, job.last))
         return problems
 
     def results(
@@ -164,7 +145,13 @@ class Run:
         """Return the second-order data as a list, after another attempt for failed groups."""
         tensors: list[Tensor] = []
         for job, problem, data, groups in zip(self.mine, problems, solved, failed, strict=True):
-            job.require(data)
+            made = {name: tuple(tensor.shape) for name, tensor in data.items()}
+            said = {n: spec.shape for n, spec in zip(job.names, job.parcel.specs, strict=True)}
+            if any(made.get(name) != shape for name, shape in said.items()):
+                raise ValueError(
+                    f"{job.solver!r}: solve() returned {made} of the factor {job.factor.name!r}, "
+                    f"and tensors() says {said}"
+                )
             new = data
             if groups:
                 new = self._again(job, problem.matrices, problem.damping, data, groups)
@@ -175,7 +162,7 @@ class Run:
         """Store an error of a solver: all ranks raise together, in `conclude`."""
         self.error = error
         for job in self.mine:
-            self.failed[job.number] = [RAISED] * len(self.members)
+            job.failed = [RAISED] * len(self.members)
 
     def _again(
         self,
@@ -189,11 +176,11 @@ class Run:
         data, reasons = retry(job.solver, matrix, share, data, failed)
         groups = len(matrix) // len(self.members)
         for group in failed:
-            self.retried[job.number][group // groups] = 1
+            job.retried[group // groups] = 1
         for group, reason in reasons.items():
             number = group // groups
             # A solve that failed twice counts as failed only.
-            self.failed[job.number][number], self.retried[job.number][number] = FAILED, 0
+            job.failed[number], job.retried[number] = FAILED, 0
             block = self.blocks[number]
             if not block.record.failures[job.factor.name]:
                 # Once: every later solve may fail as well.
@@ -289,6 +276,7 @@ class Solution:
         damping: The damping of this step.
         step: Completed steps.
         worker: Solves in the background, from copies; None to solve when `share` is called.
+        lands: The step at which the results are installed, of a solve in the background.
     """
 
     def __init__(
@@ -298,12 +286,14 @@ class Solution:
         damping: float,
         step: int | None,
         worker: Worker | None = None,
+        lands: float = 0,
     ) -> None:
-        self.blocks, self._step = tuple(due), step
+        self.blocks, self._step, self.lands = tuple(due), step, lands
         self._placed, self._backend = placed, placed.backend
         members = placed.members(due)
         settle(placed, members)
         self._runs = [run for s, m in members.items() for run in _runs(s, m, damping, placed.rank)]
+        self._jobs = [job for run in self._runs for job in run.jobs]
         _take_traces(placed.backend, self._runs)
         for run in self._runs:
             if worker is not None:
@@ -334,28 +324,26 @@ class Solution:
                 log.warning("%s", run.blocks[0].name, exc_info=run.error)
 
     def share(self) -> None:
-        """Send the results, and start to sum the outcomes; every rank must call."""
+        """Make and send the results, and start to sum the outcomes; every rank must call."""
         run_of = {id(job.parcel): run for run in self._runs for job in run.jobs}
-        for bucket in buckets(self._backend, [j.parcel for run in self._runs for j in run.jobs]):
+        moving = buckets(self._backend, [job.parcel for job in self._jobs])
+        # Solves whose results travel are sent bucket by bucket, so that sending overlaps with the
+        # next solve. All others are batched, as if in an empty bucket at the end.
+        for bucket in [*moving, []]:
+            runs = dict.fromkeys(run_of[id(parcel)] for parcel in bucket) if bucket else self._runs
             with self._backend.phases("solve"):
-                # Solves whose results stay here are batched; the others are sent bucket by bucket,
-                # so that sending overlaps with the next solve.
-                own = (
-                    dict.fromkeys(run_of[id(parcel)] for parcel in bucket)
-                    if bucket[0].travels
-                    else self._runs
-                )
-                left = [run for run in own if not run.finished]
+                left = [run for run in runs if not run.finished]
+                now = [run for run in left if run.work is None]
+                results = dict(zip(now, _solve(now) if now else (), strict=True))
                 for run in left:
-                    run.finish()
-                left = [run for run in left if run.work is None]
-                for run, made in zip(left, _solve(left) if left else (), strict=True):
+                    made = results[run] if run.work is None else run.work.result()
                     if made is not None:
-                        run._place(made)
-            with self._backend.phases("share"):
-                self._pending.append(send(self._backend, bucket, "share"))
-        failed = [each for run in self._runs for of_job in run.failed for each in of_job]
-        retried = [each for run in self._runs for of_job in run.retried for each in of_job]
+                        run.place(made)
+            if bucket:
+                with self._backend.phases("share"):
+                    self._pending.append(send(self._backend, bucket, "share"))
+        failed = [each for job in self._jobs for each in job.failed]
+        retried = [each for job in self._jobs for each in job.retried]
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
         vector = torch.tensor(failed + retried, dtype=torch.float32, device="cpu")
         self._outcome = vector.to(self._backend.wire_device(vector.device))
@@ -372,18 +360,20 @@ class Solution:
                 pending.wait()
             self._agreement.wait()
         numbers = iter([int(value) for value in self._outcome.tolist()])
-        outcomes = [[[next(numbers) for _ in run.members] for _ in run.jobs] for run in self._runs]
-        _raise_errors(self._runs, outcomes)
-        counters["failed_solves"] += sum(map(sum, (o for run in outcomes for o in run)))
+        for job in self._jobs:
+            job.failed = [next(numbers) for _ in job.failed]
+        _raise_errors(self._runs)
+        counters["failed_solves"] += sum(sum(job.failed) for job in self._jobs)
         counters["retried_solves"] += sum(numbers)
         good: dict[Stack, list[tuple[Run, tuple[int, ...]]]] = {}
-        for run, failed in zip(self._runs, outcomes, strict=True):
-            for job, of_job in zip(run.jobs, failed, strict=True):
-                for block, bad in zip(run.blocks, of_job, strict=True):
+        for run in self._runs:
+            for job in run.jobs:
+                for block, bad in zip(run.blocks, job.failed, strict=True):
                     if bad:
                         block.record.failed = True
                         block.record.failures[job.factor.name] += 1
-            solved = [n for n in range(len(run.members)) if not any(o[n] for o in failed)]
+            each = zip(*(job.failed for job in run.jobs), strict=True)
+            solved = [number for number, failed in enumerate(each) if not any(failed)]
             if solved:
                 good.setdefault(run.stack, []).append((run, tuple(solved)))
         for stack, runs in good.items():
@@ -395,23 +385,22 @@ class Solution:
 
 def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> list[Run]:
     """Return the runs of some blocks of a stack."""
-    alike: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[tuple[tuple[int, ...], float, bool], list[int]] = {}
     for member in members:
         block = stack.blocks[member]
         # Solved blocks may continue from their last data, so they are apart from new ones.
         key = (stack.places[member].owners, block.damped_with(damping), block.solved)
         alike.setdefault(key, []).append(member)
-    runs = []
-    for chosen in alike.values():
-        place, like = stack.places[chosen[0]], stack.like
-        own, solved = stack.blocks[chosen[0]].damped_with(damping), stack.blocks[chosen[0]].solved
+    runs, like = [], stack.like
+    for (_, own, solved), chosen in alike.items():
+        place = stack.places[chosen[0]]
         jobs = []
-        for number, (index, factor, solver) in enumerate(like.solved_here):
-            specs = like.tensors[factor.name]
+        for index, factor, solver in like.solved_here:
+            specs, blocks = like.tensors[factor.name], len(chosen)
             parcel = Parcel(
                 source=place.owners[index],
                 group=place.sharing(index),
-                specs=tuple(_times(spec, len(chosen)) for spec in specs.values()),
+                specs=tuple(specs.values() if blocks == 1 else _times(specs, blocks)),
                 dtype=like.dtype,
                 device=like.device,
                 # If the solve fails, NaN is sent: the other ranks wait for a tensor.
@@ -420,16 +409,16 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
             needed = rank in place.needing(index)
             # An owner that is no gradient worker has no last data, and solves from scratch.
             last = stack.data.get(factor.name, {}) if solved and solver.continues else {}
-            last = {name: stack.take(tensor, chosen) for name, tensor in last.items()}
-            jobs.append(Job(number, tuple(specs), factor, solver, parcel, needed, last=last))
+            last = stack.take_each(last, chosen)
+            jobs.append(Job(tuple(specs), factor, solver, parcel, needed, last=last))
         runs.append(Run(stack, tuple(chosen), own, jobs, rank))
     return runs
 
 
-def _times(spec: TensorSpec, blocks: int) -> TensorSpec:
-    if blocks == 1:
-        return spec
-    return TensorSpec((spec.shape[0] * blocks, *spec.shape[1:]), spec.symmetric)
+def _times(specs: Mapping[str, TensorSpec], blocks: int) -> Iterator[TensorSpec]:
+    """Yield the specs of tensors with the groups of many blocks."""
+    for spec in specs.values():
+        yield TensorSpec((spec.shape[0] * blocks, *spec.shape[1:]), spec.symmetric)
 
 
 def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
@@ -498,21 +487,25 @@ def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: in
     # Only blocks that made updates with earlier data have states to rebase.
     kept = tuple(m for m, b in zip(chosen, blocks, strict=True) if b.solved and b.record.updates)
     # States in the old eigenbases are expressed in the new ones.
-    rebased = bool(kept) and bool(stack.state) and stack.like.method.rebases
-    old = _second_order(stack, kept) if rebased else {}
+    rebased = stack.like.rebases and bool(kept) and bool(stack.state)
+    old = stack.solved_data(kept) if rebased else {}
+    # One run of which all blocks were solved has whole tensors, in the order of members.
+    whole = len(runs) == 1 and len(members) == len(runs[0][0].members)
     for number, job in enumerate(runs[0][0].jobs):
         if not job.needed:
             continue
         new = {}
         for place, name in enumerate(job.names):
+            tensors = [run.jobs[number].parcel.tensors[place] for run, _ in runs]  # type: ignore[index]
+            if whole:
+                new[name] = tensors[0]
+                continue
             parts = [
-                _part(run.jobs[number].parcel.tensors[place], index, len(run.members))  # type: ignore[index]
-                for run, numbers in runs
+                _part(tensor, index, len(run.members))
+                for tensor, (run, numbers) in zip(tensors, runs, strict=True)
                 for index in numbers
             ]
-            whole = runs[0][0].jobs[number].parcel.tensors[place]  # type: ignore[index]
-            alone = len(runs) == 1 and len(parts) == len(runs[0][0].members)
-            new[name] = whole if alone else torch.cat([parts[at] for at in order])
+            new[name] = torch.cat([parts[at] for at in order])
         stack.set_data(job.factor.name, chosen, new)
     for job in runs[0][0].jobs:
         # Statistics that were taken with the old data are dropped.
@@ -523,19 +516,11 @@ def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: in
     for block in blocks:
         block.record.solved = True
     if rebased:
-        moved = stack.like.method.rebase(stack.state_of(kept), old, _second_order(stack, kept))
+        moved = stack.like.method.rebase(stack.state_of(kept), old, stack.solved_data(kept))
         stack.set_state(kept, moved)
 
 
-def _second_order(stack: Stack, members: Sequence[int]) -> dict[str, dict[str, Tensor]]:
-    """Return the second-order data of some blocks, all of them solved."""
-    return {
-        factor: {name: stack.take(tensor, members) for name, tensor in tensors.items()}
-        for factor, tensors in stack.data.items()
-    }
-
-
-def _raise_errors(runs: Sequence[Run], outcomes: Sequence[Sequence[Sequence[int]]]) -> None:
+def _raise_errors(runs: Sequence[Run]) -> None:
     """Raise on every rank, if a solver raised on any."""
     for run in runs:
         if run.error is not None:
@@ -543,9 +528,9 @@ def _raise_errors(runs: Sequence[Run], outcomes: Sequence[Sequence[Sequence[int]
             raise run.error
     names = [
         f"{run.blocks[0].name}.{job.factor.name}"
-        for run, failed in zip(runs, outcomes, strict=True)
-        for job, of_job in zip(run.jobs, failed, strict=True)
-        if RAISED in of_job
+        for run in runs
+        for job in run.jobs
+        if RAISED in job.failed
     ]
     if names:
         listed = ", ".join(names)
@@ -559,6 +544,9 @@ class Solves:
         when: The number of steps, or ``"ready"``; 0 to solve in the step.
         overlap: Whether a thread solves; otherwise solves run when they begin, and land at the same
             step.
+
+    Attributes:
+        on: Whether solves run in the background.
 
     Raises:
         TypeError: If ``when`` is neither an integer nor a string.
@@ -576,8 +564,9 @@ class Solves:
         self._steps = 0 if isinstance(when, str) else int(when)
         if self._steps < 0 or (isinstance(when, str) and not self._ready):
             raise ValueError(remedy)
+        self.on = self._ready or self._steps > 0
         self._worker = Worker(beside=overlap)
-        self._under_way: list[tuple[float, Solution]] = []  # with the step at which it lands
+        self._under_way: list[Solution] = []  # in the background, the oldest first
 
     def __repr__(self) -> str:
         return f"background={'ready' if self._ready else self._steps}"
@@ -587,21 +576,16 @@ class Solves:
         """The steps from the start of a solve to its use; 1 for ``"ready"``."""
         return 1 if self._ready else self._steps
 
-    @property
-    def on(self) -> bool:
-        """Whether solves run in the background."""
-        return self._ready or self._steps > 0
-
     def waits(self) -> list[float]:
         """Return a flag for ``"ready"``, to be summed: 1 if the oldest solve still runs here."""
         if not self._ready:
             return []
-        return [float(bool(self._under_way) and not self._under_way[0][1].finished)]
+        return [float(bool(self._under_way) and not self._under_way[0].finished)]
 
     def agree(self, waiting: Sequence[float]) -> None:
         """Let the oldest solve land at this step if all ranks have finished it."""
         if self._under_way and list(waiting) == [0.0]:
-            self._under_way[0] = (0, self._under_way[0][1])
+            self._under_way[0].lands = 0
 
     def update(
         self,
@@ -620,16 +604,18 @@ class Solves:
         """
         if not due and not self._under_way and not changed:
             return
-        landed = self._land(-1 if step is None else step, placed, counters, due)
+        landed: list[Block] = []
+        if self._under_way:
+            landed = self._land(-1 if step is None else step, placed, counters, due)
         beside = self.on and step is not None
         # The first solve of a block is never in the background: it has no data yet.
         now = [block for block in due if not (beside and block.solved)]
         later = [block for block in due if beside and block.solved]
-        _follow(placed, {*landed, *changed}.difference(now))
+        if following := {*landed, *changed}.difference(now):
+            _follow(placed, following)
         if later and step is not None:
             lands = math.inf if self._ready else step + self._steps
-            solution = Solution(placed, later, damping, step, self._worker)
-            self._under_way.append((lands, solution))
+            self._under_way.append(Solution(placed, later, damping, step, self._worker, lands))
         if now:
             solution = Solution(placed, now, damping, step)
             solution.share()
@@ -645,10 +631,10 @@ class Solves:
         """Install the solves that land at a step, and the ones with a block that is due again."""
         landing = [
             solution
-            for lands, solution in self._under_way
-            if lands <= step or any(block in due for block in solution.blocks)
+            for solution in self._under_way
+            if solution.lands <= step or any(block in due for block in solution.blocks)
         ]
-        self._under_way = [one for one in self._under_way if one[1] not in landing]
+        self._under_way = [one for one in self._under_way if one not in landing]
         # All results are on their way before the first is waited for.
         for solution in landing:
             solution.share()
@@ -667,7 +653,7 @@ class Solves:
     def drop(self) -> None:
         """Cancel all solves under way, on every rank."""
         under_way, self._under_way = self._under_way, []
-        for _, solution in reversed(under_way):
+        for solution in reversed(under_way):
             solution.drop()
 
     def close(self) -> None:
@@ -679,7 +665,7 @@ class Solves:
         """Return this rank's tensors of solves under way; None if none run in the background."""
         if not self.on:
             return None
-        return [tensor for _, solution in self._under_way for tensor in solution.held()]
+        return [tensor for solution in self._under_way for tensor in solution.held()]
 
 
 def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
@@ -693,7 +679,7 @@ def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
     for stack, members in placed.members(following).items():
         if placed.rank not in stack.place.gradient_workers:
             continue
-        data = _second_order(stack, members)
+        data = stack.solved_data(members)
         for _, factor, solver in stack.like.solved_here:
             if solver.follows:
                 try:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,21 @@ from soframe.methods.scaling import CallScale, Contribution, Scale
 from soframe.specs import FactorSpec
 from soframe.step.averages import Contribution as Entry
 from soframe.step.averages import enter
-from soframe.step.weights import BlockWeights
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of one block's sums, of all ranks.
+
+    Attributes:
+        factors: The divisor of each factor that calls make, in order.
+        inputs: The weight of means over samples.
+        groups: The weights of means over the rows of each group; empty where all rows reach all.
+    """
+
+    factors: Sequence[float]
+    inputs: float
+    groups: Sequence[float]
 
 
 class Statistics:
@@ -107,10 +121,7 @@ class Statistics:
         self._passes = Passes(samples)
         self._told = False  # how repeated calls of the root count
         self._part_of = {block: part_of(block) for block in blocks}
-        self._one_part = len(set(self._part_of.values())) <= 1
-        self._parts: dict[int, int] = {}  # the stage of each pass
         self._everybodys = (0, 0)
-        self._loss_scales: dict[int, float] = {}
         self._share = 1.0
         self._shared = SharedInputs()
         self._contributions: dict[Block, Contribution] = {}  # of the weights last sent
@@ -132,7 +143,7 @@ class Statistics:
             for index, factor in enumerate(block.factors)
             for rank in (ranks if factor.captured else ())
         )
-        self._capture.listen(self._take, names, self._both, alike=alike, roots=roots)
+        self._capture.listen(self.add, names, self._both, alike=alike, roots=roots)
         self._expect(self.due)
 
     def _expect(self, due: Iterable[Block]) -> None:
@@ -151,21 +162,14 @@ class Statistics:
         block = self._block_of[helper]
         return block in self.due and not self._readers[block].isdisjoint(block.record.gathered)
 
-    def _take(self, call: LayerCall) -> None:
-        """Add one call, in the phase "accumulate"."""
-        try:
-            with self._backend.phases("accumulate"):
-                self.add(call)
-        except Exception as error:
-            error.add_note(f"soframe: in the statistics of {self._block_of[call.helper].name!r}")
-            raise
-
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
         helper, gradient = call.helper, call.gradient
         number, probe, said = call.number, call.probe, call.batch
         block = self._block_of[helper]
-        if call.earlier in self._loss_scales and any(f.reads != "inputs" for f in block.captured):
+        earlier = None if call.earlier is None else self._passes.each.get(call.earlier)
+        twice = earlier is not None and earlier.loss_scale is not None
+        if twice and any(factor.reads != "inputs" for factor in block.captured):
             self._passes.fail(
                 RuntimeError(
                     f"two backward passes went through the same call of {block.name!r}, as those "
@@ -193,16 +197,15 @@ class Statistics:
         data = self._data(block, helper, rows, said)
         data_left = _left(data, batch, shared)
         told = said.terms if probe is None else probe.samples
-        samples, size = self._passes.enter(number, data_left, told, said)
+        now = self._passes.enter(number, data_left, told, said, self._part_of[block])
         users = 1
-        if helper.lacks_batch(batch, shared, size):
+        if helper.lacks_batch(batch, shared, now.size):
             # Shared by all samples, whose gradients are added up: the positions of one.
-            users = size
+            users = now.size
             if batch > 1:
                 rows = rows.flatten(1, 2).unsqueeze(1)
                 call = call._replace(inputs=tuple(x.reshape(1, -1) for x in call.inputs))
                 batch, shared = 1, batch * shared
-        self._parts[number] = self._part_of[block]
         # Under a method that reduces, all positions of a sample make one row.
         shared = 1 if block.method.reduces else shared
         each = None
@@ -214,20 +217,14 @@ class Statistics:
             weight = users * self._share
             left = _left(data, batch, shared)[1] * weight
             each = each and [reached * weight for reached in each]
-            block.record.counts.add(number, samples, left, each)
-        if number not in self._loss_scales:
-            # Once per backward pass: reading the scale may make the host wait. Probes have none.
-            self._loss_scales[number] = self._grad_scale() if probe is None else 1.0
-        factors = self._gathered(block)
-        if factors and data_left[1] > 0:
-            loss_scale = self._loss_scales[number]
-            scale = self._scale.call(helper.module, samples, batch, shared, loss_scale, users)
-            self._sum(block, factors, call, rows, data, scale)
-
-    def _gathered(self, block: Block) -> list[FactorSpec]:
-        """Return the factors of a block that take statistics on this rank in this window."""
+            block.record.counts.add(number, now.samples, left, each)
+        loss_scale = now.scale(self._grad_scale if probe is None else lambda: 1.0)
         gathered = block.record.gathered if block in self.due else ()
-        return [factor for factor in self._mine[block] if factor.name in gathered]
+        factors = [factor for factor in self._mine[block] if factor.name in gathered]
+        if factors and data_left[1] > 0:
+            scale = self._scale.call(helper.module, now.samples, batch, shared, loss_scale, users)
+            with self._backend.phases("accumulate"):
+                self._sum(block, factors, call, rows, data, scale)
 
     def _sum(
         self,
@@ -254,9 +251,11 @@ class Statistics:
         # Moments of inputs alone are added with the first probe only.
         reads = (not again or helper in self._both) and self._wants_inputs(helper)
         given = (call.inputs if reads else (), rows)
-        inputs, rows, part = self._sampler.take(
-            helper, given, call.number, block.takes_samples, data
-        )
+        (inputs, rows), part = given, 1.0
+        if data is not None or self._sampler.draws:
+            inputs, rows, part = self._sampler.take(
+                helper, given, call.number, block.takes_samples, data
+            )
         # Not inherited: a subclass may override the moments, and has to declare this itself.
         wide = widens(rows, block.dtype) and rows.shape[0] == 1
         added = block.method.statistics(
@@ -266,7 +265,7 @@ class Statistics:
                 rows=rows,
                 dtype=block.dtype,
                 shared=self._shared,
-                data=block.second_order,
+                data=block.second_order if block.dependent else {},
                 widens=wide and vars(type(helper)).get("widens", False),
                 first=block.record.counts.calls <= 1,
             )
@@ -357,40 +356,51 @@ class Statistics:
         return scalars
 
     def weights(self) -> list[float]:
-        """Return this rank's `BlockWeights.numbers` of all due blocks, for a sum over ranks."""
+        """Return the weights of this rank's sums, of all due blocks; ranks add them up.
+
+        By block: the divisors of its factors, if some ranks contribute to some factors only; the
+        weight of means over samples; the weight of means over rows; and of each group, if their
+        rows differ.
+        """
         numbers: list[float] = []
         for block, place in self._placed:
             if block not in self.due:
                 continue
             # With ranks on paper only, this one stands for the contributors.
             mine = block.captured if self._backend.on_paper else self._mine[block]
-            self._contributions[block] = self._contribution(block)
-            weights = BlockWeights.of_rank(block, self._contributions[block], mine)
-            numbers += weights.numbers(some_contribute=bool(place.contributors))
+            passes = self._passes_of(self._part_of[block])
+            own = self._scale.contribution(block.record.counts, passes)
+            self._contributions[block] = own
+            # If every rank contributes to all factors, the other weights give their divisors.
+            if place.contributors:
+                numbers += [own.weight(f) if f in mine else 0.0 for f in block.captured]
+            # Samples of ranks that contribute to no factor are part of N; their rows do not count.
+            numbers += [own.input_weight, own.output_weight if mine else 0.0]
+            if block.unequal:
+                by_group = any(factor.mean_over == "group rows" for factor in mine)
+                zeros = (0.0,) * block.shape.groups
+                numbers += (own.group_weights if by_group else ()) or zeros
         return numbers
 
     def fold(self, weights: Sequence[float], decay: float, step: int) -> None:
         """Reduce the sums with the ``weights`` of all ranks, and average them into the factors."""
         self._shared.forget()
         numbers = iter(weights)
-        used: dict[Block, BlockWeights] = {}
+        used: dict[Block, _Weights] = {}
         for block, place in self._placed:
             if block in self.due:
-                some = bool(place.contributors)
-                total = BlockWeights.read(numbers, block, some_contribute=some)
+                total = _weights_of(block, numbers, some_contribute=bool(place.contributors))
                 # A block that no rank used keeps its factors.
-                if total.used:
+                if total is not None:
                     used[block] = total
         entries = [
-            replace(self._entry(stack, stack.of(taking), index, used), turn=step)
+            self._entry(stack, taking, index, used, step)
             for stack, members in self._placed.members(list(used)).items()
             for index, factor in enumerate(stack.like.factors)
             if (
-                taking := [
-                    stack.blocks[m]
-                    for m in members
-                    if factor.name in stack.blocks[m].record.gathered
-                ]
+                taking := tuple(
+                    m for m in members if factor.name in stack.blocks[m].record.gathered
+                )
             )
         ]
         # All sums with one multiplier each are scaled by one fused call.
@@ -410,7 +420,8 @@ class Statistics:
         stack: Stack,
         members: tuple[int, ...],
         index: int,
-        used: Mapping[Block, BlockWeights],
+        used: Mapping[Block, _Weights],
+        step: int,
     ) -> Entry:
         """Return this rank's sums of a factor, to be multiplied by `Contribution.scale`."""
         factor, multipliers, reached = stack.like.factors[index], [], []
@@ -432,11 +443,12 @@ class Statistics:
             else:
                 each = sent(multipliers, total)
                 total.mul_(each.view(-1, *(1 for _ in total.shape[1:])))
-        return Entry(stack, members, index, total, reached=reached, scale=scale)
+        return Entry(stack, members, index, total, reached=reached, scale=scale, turn=step)
 
     def seen(self) -> tuple[int, int, int]:
         """Return the most backward passes of any stage here, and its most and fewest samples."""
-        each = [list(self._passes_of(part).values()) for part in set(self._parts.values())]
+        parts = {one.part for one in self._passes.each.values()}
+        each = [list(self._passes_of(part).values()) for part in parts]
         most = max(map(len, each), default=0)
         samples = [sum(passes) for passes in each if len(passes) == most]
         return most, max(samples, default=0), min(samples, default=0)
@@ -449,30 +461,18 @@ class Statistics:
     def _passes_of(self, part: int) -> dict[int, int]:
         """Return the samples of the backward passes of a stage, by their numbers."""
         passes, samples = self._everybodys
-        if self._one_part and not passes:
-            return self._passes.samples
-        own = {n: size for n, size in self._passes.samples.items() if self._parts[n] == part}
+        own = {n: one.samples for n, one in self._passes.each.items() if one.part == part}
         rest = samples - sum(own.values())
         # Passes without a call here, under numbers that no pass has.
         for missing in range(passes - len(own)):
             own[-1 - missing] = rest if missing == 0 else 0
         return own
 
-    def _contribution(self, block: Block) -> Contribution:
-        passes = self._passes_of(self._part_of[block])
-        return self._scale.contribution(block.record.counts, passes)
-
     def resume(self, before: Statistics) -> None:
         """Continue the window of the former statistics, after the model was rebuilt."""
-        self._passes, self._loss_scales = before._passes, before._loss_scales
-        self._parts, self._everybodys = before._parts, before._everybodys
+        self._passes, self._everybodys = before._passes, before._everybodys
         names = {block.name for block in before.due}
         self.due = frozenset(block for block in self._blocks if block.name in names)
-
-    def arrive(self) -> None:
-        """Wait until the statistics of earlier windows are in the running factors."""
-        for stack in self._placed.stacks:
-            stack.arrive()
 
     def begin(self, due: Sequence[Block], step: int) -> None:
         """Begin a new window, in which the blocks ``due`` take statistics."""
@@ -505,10 +505,22 @@ class Statistics:
         """Discard the backward passes so far."""
         for stack in self._placed.stacks:
             stack.begin_window()
-        self._passes = self._passes.anew()
-        self._parts, self._everybodys = {}, (0, 0)
-        self._loss_scales = {}
+        self._passes, self._everybodys = Passes(self._samples), (0, 0)
         self._shared.forget()
+
+
+def _weights_of(
+    block: Block, numbers: Iterator[float], *, some_contribute: bool
+) -> _Weights | None:
+    """Take a block's part of the sums of `Statistics.weights`; None if no rank used the block."""
+    divisors = [next(numbers) for _ in block.captured] if some_contribute else []
+    inputs, outputs = next(numbers), next(numbers)
+    groups = [next(numbers) for _ in range(block.shape.groups if block.unequal else 0)]
+    if not some_contribute:
+        both = Contribution(input_weight=inputs, output_weight=outputs)
+        divisors = [both.weight(factor) for factor in block.captured]
+    used = outputs > 0 and all(divisor > 0 for divisor in divisors)
+    return _Weights(divisors, inputs, groups) if used else None
 
 
 def _reaching(

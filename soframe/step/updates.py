@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import Stack
-from soframe.comm.fused import Parcel, buckets, send
+from soframe.comm.fused import Parcel, deliver
 from soframe.comm.shards import Split, scatter
 from soframe.methods.base import Given
 from soframe.methods.returned import direction_of
@@ -47,7 +48,7 @@ class Update:
     states: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def blocks(self) -> list[Block]:
         """The blocks."""
         return [self.stack.blocks[member] for member in self.members]
@@ -123,20 +124,17 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
         like = stack.like
         worker = stack.place.sources[backend.rank]
         group = stack.place.exchanges[worker]
+        if len(group) == 1:
+            continue
         spec = TensorSpec(stack.shape_of(active))
         parcel = Parcel(worker, group, (spec,), dtype=like.dtype, device=like.device)
-        if not parcel.travels:
-            continue
         if worker == backend.rank:
             parcel.tensors = [_all_of(stack, active, of_stack.get(stack, ()))]
         parcels.append((stack, active, parcel))
     if parcels:
         with backend.phases("exchange"):
-            every = buckets(backend, [parcel for _, _, parcel in parcels], fused=backend.fused)
-            pending = [send(backend, bucket, "exchange") for bucket in every]
-            # All sends are started before the first is waited for.
-            for one in pending:
-                one.wait()
+            every = [parcel for _, _, parcel in parcels]
+            deliver(backend, every, "exchange", fused=backend.fused)
     if any(stack.like.shards for stack in of_stack):
         with backend.phases("exchange"):
             _scatter(placed, of_stack)
@@ -206,21 +204,16 @@ def write(updates: Sequence[Update], home: GradientHome) -> None:
         if whole and matrix is not None and (parts := stack.parts(matrix)) is not None:
             pairs += zip(home.each(stack.parameters), parts, strict=True)
             continue
-        for block, named in _named(update):
-            pairs += [(home.read(block.parameters[k]), value) for k, value in named.items()]
+        of_blocks: Mapping[Block, Mapping[str, Tensor]] = update.parts
+        if not stack.like.shards:
+            of_blocks = {block: block.layout.unpack(own) for block, own in update.each()}
+        for block, named in of_blocks.items():
+            parameters = [block.parameters[name] for name in named]
+            pairs += zip(home.each(parameters), named.values(), strict=True)
     # A parameter of a block without a gradient gets none.
     targets = [target for target, _ in pairs if target is not None]
     if targets:
         torch._foreach_copy_(targets, [value for target, value in pairs if target is not None])
-
-
-def _named(update: Update) -> Iterator[tuple[Block, Mapping[str, Tensor]]]:
-    """Yield each block with its update, or this rank's part, by parameter name."""
-    if update.stack.like.shards:
-        yield from update.parts.items()
-        return
-    for block, matrix in update.each():
-        yield block, block.layout.unpack(matrix)
 
 
 def commit(updates: Sequence[Update], good: Tensor | None = None) -> None:

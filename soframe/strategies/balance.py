@@ -27,7 +27,9 @@ def memory_cost(factor: FactorSpec) -> float:
     return float(prod(factor.shape))
 
 
-def assign(costs: Sequence[float], loads: list[float]) -> list[int]:
+def assign(
+    costs: Sequence[float], loads: list[float], sizes: Sequence[int] | None = None
+) -> list[int]:
     """Assign jobs to bins by LPT: in descending cost, each to the bin with the least load.
 
     The makespan is at most 4/3 - 1/(3 bins) of the optimal one (Graham, 1969). Ties go to the
@@ -36,26 +38,15 @@ def assign(costs: Sequence[float], loads: list[float]) -> list[int]:
     Args:
         costs: The cost of each job.
         loads: The present load of each bin; the jobs' costs are added in place.
+        sizes: The ranks of each bin, by which a job's cost is divided; one by default.
 
     Returns:
         The bin of each job.
     """
+    shares = [1.0] * len(loads) if sizes is None else [1.0 / size for size in sizes]
     bins = [0] * len(costs)
     for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
-        bins[job] = min(range(len(loads)), key=lambda b: (loads[b], b))
-        loads[bins[job]] += costs[job]
+        after = [load + costs[job] * share for load, share in zip(loads, shares, strict=True)]
+        bins[job] = min(range(len(loads)), key=lambda b: (after[b], loads[b], b))
+        loads[bins[job]] = after[bins[job]]
     return bins
-
-
-def assign_to_groups(costs: Sequence[float], sizes: Sequence[int]) -> list[int]:
-    """Assign jobs to groups of ranks by LPT, with loads per rank."""
-    shares = [1.0 / size for size in sizes]
-    loads = [0.0] * len(shares)
-    chosen = [0] * len(costs)
-    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
-        group = min(
-            range(len(loads)), key=lambda g: (loads[g] + costs[job] * shares[g], loads[g], g)
-        )
-        loads[group] += costs[job] * shares[group]
-        chosen[job] = group
-    return chosen

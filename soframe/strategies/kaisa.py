@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from soframe.registry import register
-from soframe.strategies.balance import Cost, assign, assign_to_groups, compute_cost
+from soframe.strategies.balance import Cost, assign, compute_cost
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement, BlockWork
@@ -39,7 +39,7 @@ class _Grid(Strategy):
     ) -> Placement:
         members = [tuple(range(column, ranks, columns)) for column in range(columns)]
         totals = [b.effort + sum(self.cost(factor) for factor in b.factors) for b in work]
-        column_of = assign_to_groups(totals, [len(ranks_) for ranks_ in members])
+        column_of = assign(totals, [0.0] * columns, [len(ranks_) for ranks_ in members])
         owners = [[0] * len(block.factors) for block in work]
         for column, ranks_ in enumerate(members):
             mine = [index for index, chosen in enumerate(column_of) if chosen == column]

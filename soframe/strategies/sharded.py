@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from soframe.registry import register
-from soframe.strategies.balance import Cost, assign, assign_to_groups, memory_cost
+from soframe.strategies.balance import Cost, assign, memory_cost
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork
@@ -51,7 +51,7 @@ class _Sharded(Strategy):
     ) -> Placement:
         groups, notes = _groups(ranks, ranks if group is None else group)
         totals = [b.elements + sum(self.cost(factor) for factor in b.factors) for b in work]
-        chosen = assign_to_groups(totals, [len(members) for members in groups])
+        chosen = assign(totals, [0.0] * len(groups), [len(members) for members in groups])
         workers, owners = [0] * len(work), [0] * len(work)
         for number, members in enumerate(groups):
             mine = [index for index, other in enumerate(chosen) if other == number]

@@ -229,7 +229,7 @@ class BlockPlacement:
             return Reduction(group, None, ())
         return Reduction(group, self.owners[factor], holders)
 
-    @property
+    @cached_property
     def traces_travel(self) -> bool:
         """Whether an owner lacks a factor of the block, so that traces are reduced for solvers."""
         factors = range(len(self.owners))

@@ -19,8 +19,7 @@ from soframe.comm.agreement import (
     require_common,
     require_no_failure,
 )
-from soframe.damping.policies import DampingChoice
-from soframe.damping.saved import check_damping, damping_at
+from soframe.damping.policies import DampingChoice, check_damping, damping_at
 from soframe.losses.base import Loss
 from soframe.state.stateful import OfModel
 from soframe.trust_region import param_groups, settings

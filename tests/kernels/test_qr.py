@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from soframe.kernels import devices
-from soframe.kernels.qr import orthonormal
+from soframe.kernels.factorisations import orthonormal
 from soframe.solvers import Basis, solve_stack
 from soframe.solvers.base import retry
 from tests import kit

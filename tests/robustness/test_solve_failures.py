@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from soframe import Preconditioner, Solver
-from soframe.solvers import Eigen, Inverse, SolveFailedError, solve_safely
+from soframe.solvers import Eigen, Inverse
 from soframe.specs import FactorSpec, TensorSpec
 from soframe.testing import dense_preconditioned, kron
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over, same, snapshot
+from tests.solvers.dense import SolveFailedError, solve_safely
 
 ROUTINES = {"eigen": "eigh", "inverse": "cholesky_ex"}
 

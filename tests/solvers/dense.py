@@ -1,5 +1,7 @@
 """What each solver must equal: the dense inverse under its own damping."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,9 @@ from soframe.solvers import (
     NewtonSchulz,
     OrthogonalIteration,
     Solver,
-    solve_safely,
+    solve_stack,
 )
-from soframe.solvers.base import mean_trace
+from soframe.solvers.base import mean_trace, retry
 from soframe.specs import FactorSpec
 from soframe.testing import kron
 from tests.curvature import randn
@@ -38,6 +40,22 @@ def spectrum(groups: int, n: int, smallest: float, seed: int = 0) -> Tensor:
     vectors = torch.linalg.qr(randn(groups, n, n, seed=seed))[0]
     matrix = vectors * values @ vectors.mT
     return (matrix + matrix.mT) / 2
+
+
+class SolveFailedError(RuntimeError):
+    """A factor can be solved neither in its own precision nor in float64."""
+
+
+def solve_safely(
+    solver: Solver, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], bool]:
+    """Solve as the step does; return the data, and whether float64 was needed."""
+    data, good = solve_stack(solver, matrix, damping, last)
+    failed = [group for group, ok in enumerate(good.tolist()) if not ok]
+    data, reasons = retry(solver, matrix, damping, data, failed)
+    if reasons:
+        raise SolveFailedError(next(iter(reasons.values())))
+    return data, bool(failed)
 
 
 def run(solver: Solver, gradient: Tensor, g: Tensor, a: Tensor, damping: float) -> Tensor:

@@ -18,7 +18,6 @@ from soframe.solvers import (
     OrthogonalIteration,
     Relative,
     Solver,
-    solve_safely,
 )
 from soframe.solvers.newton_schulz import invert
 from soframe.testing import compare
@@ -26,7 +25,7 @@ from soframe.trust_region import RelativeDamping
 from tests import kit
 from tests.curvature import blocks, closing, fill, preconditioner, randn
 from tests.examples import examples
-from tests.solvers.dense import spectrum
+from tests.solvers.dense import solve_safely, spectrum
 
 SPECTRA = st.sampled_from([1.0, 1e-2, 1e-4, 1e-8, 0.0])
 WARM = [

@@ -20,13 +20,11 @@ from soframe.solvers import (
     NewtonSchulz,
     OrthogonalIteration,
     Relative,
-    SolveFailedError,
     Solver,
-    solve_safely,
 )
 from soframe.solvers.base import mean_trace
 from tests.examples import examples
-from tests.solvers.dense import run, spectrum
+from tests.solvers.dense import SolveFailedError, run, solve_safely, spectrum
 
 # From the least denormal number of float32 to nearly its largest.
 EXPONENTS = st.floats(-45, 38)

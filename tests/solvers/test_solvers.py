@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soframe.solvers import Eigen, Inverse, SolveFailedError, solve_safely
+from soframe.solvers import Eigen, Inverse
 from soframe.solvers.base import mean_trace
 from soframe.testing import compare, dense_preconditioned, kron
 from tests.curvature import randn
 from tests.examples import examples
-from tests.solvers.dense import SOLVERS, damped, run, spectrum
+from tests.solvers.dense import SOLVERS, SolveFailedError, damped, run, solve_safely, spectrum
 
 SPECTRA = [1.0, 1e-2, 1e-4, 1e-6, 1e-8, 0.0]
 

@@ -21,13 +21,12 @@ from soframe.solvers import (
     Root,
     Solver,
     retry,
-    solve_safely,
     solve_stack,
     solve_stacks,
 )
 from soframe.testing import compare
 from tests.curvature import randn
-from tests.solvers.dense import SOLVERS, damped, spectrum
+from tests.solvers.dense import SOLVERS, damped, solve_safely, spectrum
 
 CONDITIONS = (1.0, 1e-3, 1e-6, 1e-9, 1e-12, 0.0)
 HALVES = (slice(0, 2), slice(2, None))

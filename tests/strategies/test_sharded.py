@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from soframe.strategies import OwnerLocal, Sharded
-from soframe.strategies.balance import assign_to_groups, compute_cost
+from soframe.strategies.balance import assign, compute_cost
 from soframe.strategies.placement import complete
 from tests.strategies.test_balance import work_of
 
@@ -77,7 +77,7 @@ def test_one_rank_does_everything_where_statistics_are_the_owners():
 
 def test_a_group_with_fewer_ranks_is_given_less():
     # Per rank: 1.5 in the second, 2 in the first, 2.5 and 2, 2.5 and 3 (a tie, to who has less).
-    assert assign_to_groups([3.0, 2.0, 2.0, 1.0], [1, 2]) == [1, 0, 1, 0]
+    assert assign([3.0, 2.0, 2.0, 1.0], [0.0, 0.0], sizes=[1, 2]) == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("group", [0, -1, True])
