@@ -113,7 +113,10 @@ def test_settings(settings: dict[str, Any], resume: bool) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), [("comm-opt", 2), ("mem-opt", 4), ("sharded", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("comm-opt", 2), ("mem-opt", 3), pytest.param("sharded", 2, marks=pytest.mark.thorough)],
+)
 def test_ranks(strategy: str, ranks: int) -> None:
     runs = [
         run_ranks(outcome, ranks, offload, "kfac", {"strategy": strategy}, True)
