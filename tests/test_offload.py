@@ -107,6 +107,7 @@ def test_both_triangles_stay() -> None:
     [{"dtype": torch.bfloat16, "solver": "eigen"}, {"background": 1}, {"solver": "eigen"}],
     ids=str,
 )
+@pytest.mark.covering(together=1)
 def test_settings(settings: dict[str, Any], resume: bool) -> None:
     same(*(outcome(0, 1, offload, "kfac", settings, resume) for offload in (True, False)))
 
