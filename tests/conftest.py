@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+gc.disable()  # until all tests are collected: what they import is no garbage
+
 pytest_plugins = ["tests.background"]  # its fixtures
 
 # A shell lets what it runs in the background ignore interrupts, which tests send.
@@ -44,6 +46,7 @@ def pytest_collection_finish() -> None:
     """Keep what was imported out of every collection of garbage: half a million objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000, 20, 100)  # one in twenty seconds went into it
 
 

@@ -269,7 +269,7 @@ def orthogonal_signs(columns: int) -> Tensor:
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize("how", ["[1, T]", "[T]", "[T, T]", "[N, T]"])
 @pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.covering(together=2)
+@pytest.mark.covering(together=1)
 def test_layers_without_a_batch_are_shared_by_all_samples(
     how: str, average: str, parts: int
 ) -> None:

@@ -104,6 +104,7 @@ def test_methods(method: str) -> None:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("model", ["images", "tokens", "recurrent"])
+@pytest.mark.covering(together=1)
 def test_solvers(solver: str, model: str) -> None:
     both(model, lambda net: with_sgd(net, "kfac", solver))
 

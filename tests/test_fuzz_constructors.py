@@ -22,7 +22,7 @@ OUTCOMES: Counter[str] = Counter()
 
 
 @pytest.mark.timeout(3600 if EXAMPLES else 120)
-@fuzzed(few=150)
+@fuzzed(few=300)
 @given(case=cases(PRECONDITIONERS.settings))
 def test_the_preconditioner(case: Case) -> None:
     outcome = check(PRECONDITIONERS, case)
@@ -41,14 +41,14 @@ def test_each_way_of_ending_is_met() -> None:
 
 
 @pytest.mark.timeout(3600 if EXAMPLES else 120)
-@fuzzed(few=25)
+@fuzzed(few=50)
 @given(case=cases(OPTIMIZERS.settings))
 def test_the_optimizer(case: Case) -> None:
     assert check(OPTIMIZERS, case) != "refused without a word"
 
 
 @pytest.mark.timeout(3600 if EXAMPLES else 120)
-@fuzzed(few=25)
+@fuzzed(few=50)
 @given(case=cases(STOCHASTIC_TRUST_REGIONS.settings))
 def test_the_stochastic_trust_region(case: Case) -> None:
     assert check(STOCHASTIC_TRUST_REGIONS, case) != "refused without a word"

@@ -107,13 +107,17 @@ def test_both_triangles_stay() -> None:
     [{"dtype": torch.bfloat16, "solver": "eigen"}, {"background": 1}, {"solver": "eigen"}],
     ids=str,
 )
+@pytest.mark.covering(together=1)
 def test_settings(settings: dict[str, Any], resume: bool) -> None:
     same(*(outcome(0, 1, offload, "kfac", settings, resume) for offload in (True, False)))
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), [("comm-opt", 2), ("mem-opt", 4), ("sharded", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("comm-opt", 2), ("mem-opt", 3), pytest.param("sharded", 2, marks=pytest.mark.thorough)],
+)
 def test_ranks(strategy: str, ranks: int) -> None:
     runs = [
         run_ranks(outcome, ranks, offload, "kfac", {"strategy": strategy}, True)

@@ -88,7 +88,7 @@ def optimizer(model: nn.Module, **settings: Any) -> soframe.Optimizer:
     return soframe.Optimizer(model, lr=0.02, **grouped({**every, **settings}))
 
 
-def trained(steps: int = 6, loss: Any = losses, **settings: Any) -> Net:
+def trained(steps: int = 4, loss: Any = losses, **settings: Any) -> Net:
     model = net()
     model.own = optimizer(model, **{"method": "kfac", **settings})  # type: ignore[assignment]
     kit.train(model, loss, range(steps), model.own)
@@ -181,9 +181,9 @@ def test_a_subclass_with_an_update_of_its_own_is_not_elementwise() -> None:
 def test_solvers_turns_and_the_background(
     solver: Any, more: dict[str, Any], apart: Callable[[], None]
 ) -> None:
-    together = trained(solver=solver, **more)
+    together = trained(6, solver=solver, **more)
     apart()
-    same(together, trained(solver=solver, **more))
+    same(together, trained(6, solver=solver, **more))
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "soap", "adamw", "kfac-muon"])
@@ -194,11 +194,11 @@ def test_blocks_that_are_used_at_some_steps_only(method: str, apart: Callable[[]
     def loss(model: nn.Module, step: int) -> Iterator[Tensor]:
         return losses(model, step, used=(1, 1, 2, 3, 2, 1, 3, 3)[step])
 
-    together = trained(loss=loss, method=method)
+    together = trained(6, loss, method=method)
     blocks = [b for b in together.own.preconditioner.blocks if b.name.startswith("tall")]
     assert len({block.record.updates for block in blocks}) == 3
     apart()
-    same(together, trained(loss=loss, method=method))
+    same(together, trained(6, loss, method=method))
 
 
 def test_dampings_of_their_own(apart: Callable[[], None]) -> None:

@@ -90,7 +90,13 @@ def learn(method: Any, dtype: torch.dtype | None, lr: float) -> tuple[float, flo
 
 
 @pytest.mark.parametrize(
-    ("method", "lr"), [("adamw", 0.02), ("muon", 0.05), ("soap", 0.02), ("soap-muon", 0.05)]
+    ("method", "lr"),
+    [
+        ("adamw", 0.02),
+        ("soap-muon", 0.05),
+        pytest.param("muon", 0.05, marks=pytest.mark.thorough),
+        pytest.param("soap", 0.02, marks=pytest.mark.thorough),
+    ],
 )
 def test_training_does_not_suffer(method: str, lr: float) -> None:
     before, single = learn(method, None, lr)
@@ -204,7 +210,14 @@ def fitted(method: str, dtype: torch.dtype | None, seed: int) -> float:
     return float(nn.functional.cross_entropy(model(inputs), targets).detach())
 
 
-@pytest.mark.parametrize(("method", "apart"), [("kfac", 0.02), ("soap", 0.04), ("shampoo", 0.06)])
+@pytest.mark.parametrize(
+    ("method", "apart"),
+    [
+        ("kfac", 0.02),
+        pytest.param("soap", 0.04, marks=pytest.mark.thorough),
+        pytest.param("shampoo", 0.06, marks=pytest.mark.thorough),
+    ],
+)
 def test_training_does_not_suffer_from_factors(method: str, apart: float) -> None:
     """Medians over three seeds, in parts of the loss in single precision."""
     single, half = (median(fitted(method, d, seed) for seed in range(3)) for d in (None, BF16))

@@ -98,7 +98,7 @@ class Case:
     syncs: bool = True
     checkpoints: bool = False
     begin: int = 0
-    end: int = 4
+    end: int = 3
     state: Any = None
     spoilt: int | None = None
     observed: bool = False

@@ -468,7 +468,8 @@ def test_plans_are_what_is_sent_and_held(ranks: int) -> None:
 
 def test_a_gradient_goes_to_its_worker_and_the_direction_back_to_the_shards() -> None:
     """By hand: of each gradient what its worker lacks, there and back, and nothing else."""
-    by_rank = run_ranks(recorded, 2, [CASES["kfac mem"]])
+    case = CASES["kfac mem"]
+    by_rank = run_ranks(recorded, 2, [case])
     each = [traffic for ((_, traffic, _),) in by_rank]
     placement = by_rank[0][0][0]
     shapes = {work.name: work.shards for work in placement.work}
@@ -483,7 +484,7 @@ def test_a_gradient_goes_to_its_worker_and_the_direction_back_to_the_shards() ->
     for traffic in each:
         for phase in ("gradients", "exchange"):
             # A rank gives what the other worker lacks and takes what it lacks itself.
-            assert traffic[phase] == {"bytes": 4 * 8 * sum(lacked), "calls": 4}, phase
+            assert traffic[phase] == {"bytes": case.end * 8 * sum(lacked), "calls": case.end}, phase
 
 
 # -- one at a time ---------------------------------------------------------------------------------

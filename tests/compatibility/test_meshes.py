@@ -148,7 +148,7 @@ def save_and_go_on(
 @pytest.mark.parametrize(
     "frameworks",
     [
-        ("hybrid",),
+        pytest.param(("hybrid",), marks=pytest.mark.thorough),
         pytest.param(("fully_shard", "hand", "replicate"), marks=pytest.mark.thorough),
     ],
     ids=str,

@@ -85,9 +85,11 @@ FEW = ("mem kl", "sequence", "own sequence")
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )
 def test_ranks_are_one_process(ranks: int, names: tuple[str, ...]) -> None:
-    results = run_ranks(train_all, ranks, [CASES[name] for name in names], timeout=120)
-    for index, name in enumerate(names):
-        check([own[index] for own in results], CASES[name], name)
+    # An observed Fisher has a pass for each output of each position: one step of it.
+    cases = [replace(CASES[name], end=1 if CASES[name].observed else 3) for name in names]
+    results = run_ranks(train_all, ranks, cases, timeout=120)
+    for index, (name, case) in enumerate(zip(names, cases, strict=True)):
+        check([own[index] for own in results], case, name)
 
 
 def test_the_cases_are_not_all_one() -> None:

@@ -58,11 +58,14 @@ _PRELOAD = [
     "torch._dynamo",
     "torch.distributed",
     "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
     "numpy",
     "pytest",
     "hypothesis",
     "sklearn.datasets",
+    "soframe.planning.planner",
     "soframe.testing",
+    "soframe.trust_region",
     "tests.curvature",
     "tests.distributed.harness",
     "tests.distributed.frozen",
@@ -75,6 +78,7 @@ _ORPHAN = 30.0
 _RUNS = 40
 # Whose attributes a run must leave as they were.
 _WATCHED = ("torch", "torch.linalg", "torch.distributed", "torch.nn.functional")
+_GONE = object()
 
 
 @dataclass(frozen=True)
@@ -343,7 +347,7 @@ def _context() -> ForkServerContext:
 
 
 def _main(connection: Connection) -> None:
-    before: dict[str, Any] | None = None
+    before: _Traces | None = None
     meshes: list[object] = []
     # Until the parent closes its end. The group stays until every rank of a run has reported.
     while (told := _receive(connection)) is not None:
@@ -402,11 +406,23 @@ def _note_meshes() -> list[object]:
     return made
 
 
-def _traces() -> dict[str, Any]:
-    """Settings, threads, and attributes of modules and classes, which a run may leave changed."""
+@dataclass(frozen=True)
+class _Traces:
+    """What a run may leave changed, as it was.
+
+    Attributes:
+        settings: Settings, threads and sizes of containers, which are compared by value.
+        spaces: The attributes of modules and of their classes, which are compared by identity.
+    """
+
+    settings: dict[str, Any]
+    spaces: dict[str, dict[str, Any]]
+
+
+def _traces() -> _Traces:
     import torch
 
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "environment": dict(os.environ),
         "folder": Path.cwd(),
         "warnings": list(warnings.filters),
@@ -416,30 +432,30 @@ def _traces() -> dict[str, Any]:
         "main": sys.modules["__main__"],
         "thread state": torch.is_grad_enabled(),
     }
+    spaces: dict[str, dict[str, Any]] = {}
     for name, module in list(sys.modules.items()):
         if name in _WATCHED or name.split(".")[0] == "soframe":
-            for key, value in vars(module).items():
-                found[f"{name}.{key}"] = value
+            spaces[name] = space = dict(vars(module))
+            for key, value in space.items():
                 kind = type(value)  # not isinstance, at which a deprecated object of torch warns
                 if issubclass(kind, type) and value.__module__ == name:
-                    found.update({f"{name}.{key}.{k}": v for k, v in vars(value).items()})
+                    spaces[f"{name}.{key}"] = dict(vars(value))
                 elif issubclass(kind, (dict, list, set)) and not key.startswith("__"):
-                    found[f"len({name}.{key})"] = len(value)
-    return found
+                    settings[f"len({name}.{key})"] = len(value)
+    return _Traces(settings, spaces)
 
 
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def _changed(before: _Traces, after: _Traces) -> list[str]:
     """The names of what is other than before, or gone; imports add names."""
-
-    def same(name: str) -> bool:
-        if name not in after:
-            return False
-        one, other = before[name], after[name]
-        if "." in name and not name.startswith("len("):
-            return one is other or getattr(other, "hooked", False)  # torch's, at a first optimizer
-        return bool(one == other)
-
-    return [name for name in before if not same(name)]
+    found = [name for name, one in before.settings.items() if after.settings.get(name) != one]
+    for name, space in before.spaces.items():
+        now = after.spaces.get(name, {})
+        for key, one in space.items():
+            other = now.get(key, _GONE)
+            # torch marks what it hooks, at a first optimizer.
+            if other is not one and not getattr(other, "hooked", False):
+                found.append(f"{name}.{key}")
+    return found
 
 
 def _call(task: _Task) -> Any:

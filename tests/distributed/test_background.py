@@ -155,7 +155,7 @@ def shared(step: Traffic) -> int:
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, list(EVERY)[::2]),
+        (2, list(EVERY)[::4]),
         *(
             pytest.param(ranks, list(EVERY), marks=[pytest.mark.slow, pytest.mark.thorough])
             for ranks in (2, 3)

@@ -109,7 +109,10 @@ def in_every_mode(
         pytest.param(
             3, list(STRATEGIES), {"kl_clip": None}, marks=[pytest.mark.slow, pytest.mark.thorough]
         ),
-        pytest.param(2, ["mem", "sharded"], {"solver": "inverse"}, marks=pytest.mark.slow),
+        pytest.param(2, ["mem"], {"solver": "inverse"}, marks=pytest.mark.slow),
+        pytest.param(
+            2, ["sharded"], {"solver": "inverse"}, marks=[pytest.mark.slow, pytest.mark.thorough]
+        ),
         pytest.param(4, ["mem", "sharded"], {}, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )

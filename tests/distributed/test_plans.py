@@ -227,10 +227,15 @@ def test_buffers_are_cut_where_the_plan_cuts_them(name, fused, monkeypatch):
     ("name", "solver", "rank"),
     [
         ("pairs, deferred", Eigen(), 1),
+        # Each strategy with one solver, on one rank; the others are thorough.
         *(
-            pytest.param(name, solver, rank, marks=pytest.mark.slow)
-            for name in EVERY
-            for solver, rank in ((Eigen(), 0), (Inverse(), 3))
+            pytest.param(
+                name,
+                *((Eigen(), 0), (Inverse(), 3))[(number + other) % 2],
+                marks=[pytest.mark.slow] + [pytest.mark.thorough] * other,
+            )
+            for number, name in enumerate(EVERY)
+            for other in (0, 1)
         ),
     ],
 )
@@ -299,20 +304,23 @@ def train_on_ranks(
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("solver", "ranks"),
+    ("solver", "ranks", "names"),
     [
-        (Inverse(), 2),
-        (Eigen(), 3),
+        # Each strategy once; on paper each is with either solver.
+        (Inverse(), 2, list(EVERY)[::2]),
+        (Eigen(), 3, list(EVERY)[1::2]),
+        pytest.param(Inverse(), 2, list(EVERY)[1::2], marks=pytest.mark.thorough),
+        pytest.param(Eigen(), 3, list(EVERY)[::2], marks=pytest.mark.thorough),
         *(
-            pytest.param(solver, ranks, marks=pytest.mark.thorough)
+            pytest.param(solver, ranks, list(EVERY), marks=pytest.mark.thorough)
             for solver, ranks in ((Eigen(), 2), (Inverse(), 3), (Eigen(), 4), (Inverse(), 4))
         ),
     ],
 )
-def test_on_ranks_the_plan_is_what_is_sent_and_held(solver, ranks):
-    results = run_ranks(train_on_ranks, ranks, list(EVERY), solver, (2, 3), 4)
+def test_on_ranks_the_plan_is_what_is_sent_and_held(solver, ranks, names):
+    results = run_ranks(train_on_ranks, ranks, names, solver, (2, 3), 4)
     for rank, own in enumerate(results):
-        for name, (placement, traffic, memory) in zip(EVERY, own, strict=True):
+        for name, (placement, traffic, memory) in zip(names, own, strict=True):
             where = (name, rank)
             assert traffic == planned(placement, rank, 4, (2, 3), SHAPES), where
             assert memory == placement.memory(rank, used=SHAPES), where
@@ -368,7 +376,10 @@ def _negative(one: Traffic) -> Traffic:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize(("kl_clip", "fused"), [(None, False), (1e-3, False), (1e-3, True)])
+@pytest.mark.parametrize(
+    ("kl_clip", "fused"),
+    [(None, False), pytest.param(1e-3, False, marks=pytest.mark.thorough), (1e-3, True)],
+)
 def test_with_local_gradients_too(kl_clip, fused):
     names = ["comm", "mem", "hybrid", "sharded", "deferred", "apart"]
     local = LocalPlan(rest=((28, "float32"), (4, "float64"), (4, "float64")), idle=2)

@@ -66,7 +66,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     shards: Shards | None = None
     loss_average: str = "local"
-    steps: int = 5
+    steps: int = 4
     factor: float = 1.0
 
     def with_options(self, **options: Any) -> Case:

@@ -164,6 +164,7 @@ THREE = [tuple(randn(BATCH, n, EMBED, seed=s + i) for i, n in enumerate((5, 6, 6
 FISHERS = ["empirical", "type-2", "monte-carlo"]
 
 
+@pytest.mark.covering(together=1)
 @pytest.mark.parametrize("fisher", FISHERS)
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
@@ -171,6 +172,7 @@ def test_self_attention(fisher: str, batch_first: bool, bias: bool) -> None:
     hold(attention(batch_first=batch_first, bias=bias), SELF, fisher, need_weights=bias)
 
 
+@pytest.mark.covering(together=1)
 @pytest.mark.parametrize("fisher", FISHERS)
 @pytest.mark.parametrize("data", [MEMORY, THREE], ids=["keys are values", "all differ"])
 def test_cross_attention(fisher: str, data: list[tuple[Tensor, ...]]) -> None:
@@ -178,6 +180,7 @@ def test_cross_attention(fisher: str, data: list[tuple[Tensor, ...]]) -> None:
     hold(attention(), data, fisher)
 
 
+@pytest.mark.covering(together=1)
 @pytest.mark.parametrize("fisher", FISHERS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_separate_weights(fisher: str, bias: bool) -> None:
@@ -208,11 +211,16 @@ def test_a_mask_of_keys() -> None:
         hold(attention(batch_first=True), SELF, key_padding_mask=padding, need_weights=weights)
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "anew"])
-@pytest.mark.parametrize("fisher", FISHERS)
+@pytest.mark.parametrize(
+    ("kind", "fisher"),
+    [
+        ("reentrant", "empirical"),  # torch.autograd.grad does not go through these
+        ("anew", "type-2"),
+        pytest.param("anew", "empirical", marks=pytest.mark.thorough),
+        pytest.param("anew", "monte-carlo", marks=pytest.mark.thorough),
+    ],
+)
 def test_what_a_checkpoint_computes_anew(kind: str, fisher: str) -> None:
-    if kind == "reentrant" and fisher != "empirical":
-        pytest.skip("torch.autograd.grad does not go through reentrant checkpoints")
     hold(attention(batch_first=True), SELF, fisher, checkpointed=kind)
     hold(attention(batch_first=True), THREE, fisher, checkpointed=kind)
 

@@ -95,7 +95,7 @@ def test_sgd_is_torchs(options: dict[str, Any]) -> None:
     compare_with(reference, SGD(**options), 0.02, 1e-12, torch.float64)
 
 
-@pytest.mark.covering(together=2)
+@pytest.mark.covering(together=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["local", "global", "sum"])
 @pytest.mark.parametrize("kind", ["empirical", "type-2"])

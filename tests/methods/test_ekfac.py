@@ -45,7 +45,7 @@ def check(block: Block, fishers: list[Tensor], raw: Tensor, damping: float = 0.1
         compare(result, direction, f"direction of group {group}")
 
 
-@pytest.mark.covering(together=2)
+@pytest.mark.covering(together=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["local", "global", "sum"])
 @pytest.mark.parametrize("kind", ["empirical", "type-2"])

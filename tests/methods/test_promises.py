@@ -64,26 +64,41 @@ SLOW: list[tuple[list[Any], list[Settings], Settings, Settings]] = [
         {},
     ),
     (
-        [EKFAC(), Chain((EKFAC(), "momentum"))],
+        [EKFAC()],
         [EVERY_THREE, {"statistics_every": 2, "solve_every": 2}],
         EVERY_THREE,
         {"solve_every": 10},
     ),
     (
-        [KLShampoo(), KLSOAP(), KLSOAP(carry="rotate"), Chain((Momentum(), KLSOAP()))],
+        [KLShampoo(), KLSOAP()],
         [EVERY_TWO],
         {},
         {},
     ),
-    ([TNT(), Chain((TNT(), "momentum"))], [EVERY_THREE], {}, {}),
+    ([TNT()], [EVERY_THREE], {}, {}),
 ]
+THOROUGH: list[tuple[list[Any], list[Settings], Settings, Settings]] = [
+    ([Chain((TNT(), "momentum"))], [EVERY_THREE], {}, {}),
+    ([KLSOAP(carry="rotate"), Chain((Momentum(), KLSOAP()))], [EVERY_TWO], {}, {}),
+    (
+        [Chain((EKFAC(), "momentum"))],
+        [EVERY_THREE, {"statistics_every": 2, "solve_every": 2}],
+        EVERY_THREE,
+        {"solve_every": 10},
+    ),
+]
+"""Chains of stages that are above, and what SOAP does, too."""
 
 
 @pytest.mark.parametrize(
     ("method", "resumed", "shared", "bad"),
     [
         pytest.param(method, *settings, id=repr(method), marks=marks)
-        for table, marks in ((METHODS, []), (SLOW, [pytest.mark.slow]))
+        for table, marks in (
+            (METHODS, []),
+            (SLOW, [pytest.mark.slow]),
+            (THOROUGH, [pytest.mark.slow, pytest.mark.thorough]),
+        )
         for methods, *settings in table
         for method in methods
     ],

@@ -59,7 +59,7 @@ def check(block: Block, fishers: list[Tensor], raw: Tensor, damping: float = 0.1
         compare(gradient_matrix(block)[group].flatten(), expected, f"direction of {where}")
 
 
-@pytest.mark.covering(together=2)
+@pytest.mark.covering(together=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["local", "global", "sum"])
 @pytest.mark.parametrize("kind", ["empirical", "type-2"])

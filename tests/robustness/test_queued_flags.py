@@ -366,6 +366,7 @@ def test_sharded_gradients(method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["averaged", "local"])
 @pytest.mark.parametrize("method", ["muon", "kfac"])
+@pytest.mark.covering(together=1)
 def test_one_rank_has_the_bad_gradient(method: str, gradients: str) -> None:
     settings: dict[str, Any] = {"strategy": "mem-opt"}
     if gradients == "local":

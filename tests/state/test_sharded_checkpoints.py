@@ -92,8 +92,8 @@ def resume(
 @pytest.mark.parametrize(
     "names",
     [
-        ["sharded", "spread", "custom"],
-        pytest.param(["comm", "mem", "owner-local"], marks=pytest.mark.thorough),
+        ["sharded", "custom"],
+        pytest.param(["comm", "mem", "spread", "owner-local"], marks=pytest.mark.thorough),
     ],
     ids=str,
 )

@@ -29,7 +29,7 @@ from soframe.trust_region import (
 )
 from tests.examples import examples
 
-CASES = int(os.environ.get("SOFRAME_FUZZ") or examples(60))
+CASES = int(os.environ.get("SOFRAME_FUZZ") or examples(120))
 
 NUMBERS: list[Any] = [0, 1, -1, 2, 0.5, 1e-300, 1e300, 1e-8, 1e8, math.nan, math.inf, -math.inf]
 
