@@ -332,9 +332,7 @@ class Engine:
     ) -> tuple[Seen, list[float], list[float], Exception | None]:
         """Return this rank's status, its flags of gradients and of blocks, and its error."""
         due, self._queued = self._statistics.due, None
-        # The defaults of a rank that fails: all ranks must reduce equally many numbers.
         size, finite = math.nan, True
-        present, reached = self._raw.none_present(), self._effect.nothing_said(due)
         try:
             largest = self._statistics.largest() if due else ()
             parameters = self._watch.parameters()
@@ -348,6 +346,8 @@ class Engine:
             present, reached = self._raw.present(), self._effect.said(due)
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
+            # All ranks must reduce equally many numbers.
+            present, reached = self._raw.none_present(), self._effect.nothing_said(due)
         bad_gradient = not math.isfinite(size)
         passes, *samples = self._statistics.seen()
         counted, fewest = samples if self._scaling == "fisher" else (0, 0)
