@@ -231,7 +231,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         given = {k: v for k, v in self._given[number].items() if k not in ("params", "param_names")}
         settings = self._of_method({**self._settings, **given}, "auxiliary_" * block.auxiliary)
         rest = {name: given[name] for name in given.keys() - self._settings.keys()}
-        own = {**block.method.settings(), **rest}
+        options = block.method.settings()
+        if "momentum" not in options:
+            rest.pop("momentum", None)  # another method's, which `_hand` would take for a beta
+        own = {**options, **rest}
         group = {**settings, **own, "method": method, "given": number, "params": []}
         Move.of(group)  # checks them
         self.param_groups.append(group)
