@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
@@ -228,13 +229,20 @@ class Passes:
         self.failure: Exception | None = None  # the first: the step raises it, on every rank
         self._sizes: dict[int, int] = {}
         self._batches: dict[int, list[Batch]] = {}  # the forward passes of each backward pass
+        # Of each pass that nothing is declared of: its calls by layer and number of samples.
+        self._calls: dict[int, Counter[tuple[Hashable, int]]] = {}
 
     def anew(self) -> Passes:
         """Return the passes of a new window."""
         return Passes(self._setting)
 
     def enter(
-        self, number: int, sizes: tuple[int, int], told: int | None, batch: Batch
+        self,
+        number: int,
+        layer: Hashable,
+        sizes: tuple[int, int],
+        told: int | None,
+        batch: Batch,
     ) -> tuple[int, int]:
         """Count a call with ``sizes`` (samples, rows); return the terms and the batch of its pass.
 
@@ -255,6 +263,8 @@ class Passes:
             here = sizes[1] if each else sizes[0]
             if told is None and callable(self._setting):
                 told = self._called(self._setting, here)
+            if told is None and batch.rows is None:
+                self._calls[number] = Counter()
             # Gradients reach the layer nearest to the loss first. If it has one sample, the root
             # was called without a batch; unless the one is of positions, which come first.
             size = batch.size or sizes[0]
@@ -269,6 +279,8 @@ class Passes:
                     f"of {told} samples: {REMEDY}"
                 )
             )
+        if number in self._calls:
+            self._calls[number][layer, sizes[0]] += 1
         return self.samples[number], self._sizes[number]
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
@@ -293,11 +305,42 @@ class Passes:
                     f"with so many samples and positions: pass a mask [N, positions]"
                 )
 
-    def repeated(self) -> int:
-        """Return the most calls of the root with one sample in a backward pass, 0 if one alone."""
-        calls = [
-            len(batches)
-            for number, batches in self._batches.items()
-            if self.samples[number] == self._sizes[number] == 1 and all(b.size for b in batches)
-        ]
-        return max((n for n in calls if n > 1), default=0)
+    def doubt(self) -> str | None:
+        """Return how the samples of a pass are counted, if the loss may well be of others."""
+        for number, calls in self._calls.items():
+            batches, counted = self._batches[number], self.samples[number]
+            each = self._setting == "positions"
+            sizes = {batch.tokens if each else batch.size for batch in batches}
+            if None in sizes:
+                continue
+            if len(sizes) > 1:
+                several = " and ".join(map(str, sorted(size for size in sizes if size)))
+                return (
+                    f"one backward pass went through forward passes of {several} samples, whose "
+                    f"loss is taken for a mean over {counted}: {REMEDY}"
+                )
+            if not counted == self._sizes[number] == 1:
+                continue
+            if len(batches) > 1:
+                return _alone(f"the model was called {len(batches)} times with", len(batches))
+            (size,) = sizes
+            single = max(n for (_, samples), n in calls.items() if samples == 1)
+            if size and size > 1 and single == size:
+                return _alone(f"a layer was called {size} times with", size)
+            if size and any(samples == size > 1 for _, samples in calls):
+                return (
+                    f"the model and some layers were called with {size} samples, and the layer "
+                    f"nearest to the loss with one, which is taken for the number of samples; if "
+                    f"the loss is a mean over {size}, call preconditioner.count({size}) before "
+                    f"each forward pass"
+                )
+        return None
+
+
+def _alone(called: str, number: int) -> str:
+    """Return how several calls with one sample are counted."""
+    return (
+        f"{called} one sample in a backward pass, which are taken as the positions of one sample, "
+        f"with a loss that adds them up; if it is their mean, call preconditioner.count({number}) "
+        f"before the first"
+    )

@@ -105,7 +105,7 @@ class Statistics:
         self._samples = samples
         self._grad_scale = grad_scale
         self._passes = Passes(samples)
-        self._told = False  # how repeated calls of the root count
+        self._told = False  # how samples are counted that are in doubt
         self._part_of = {block: part_of(block) for block in blocks}
         self._one_part = len(set(self._part_of.values())) <= 1
         self._parts: dict[int, int] = {}  # the stage of each pass
@@ -193,7 +193,7 @@ class Statistics:
         data = self._data(block, helper, rows, said)
         data_left = _left(data, batch, shared)
         told = said.terms if probe is None else probe.samples
-        samples, size = self._passes.enter(number, data_left, told, said)
+        samples, size = self._passes.enter(number, helper, data_left, told, said)
         users = 1
         if helper.lacks_batch(batch, shared, size):
             # Shared by all samples, whose gradients are added up: the positions of one.
@@ -331,14 +331,9 @@ class Statistics:
         if self._capture.failure is not None:
             self._passes.fail(self._capture.failure)
         self._passes.require_counted()
-        if not self._told and (calls := self._passes.repeated()):
+        if not self._told and (doubt := self._passes.doubt()) is not None:
             self._told = True
-            warnings.warn(
-                f"soframe: the model was called {calls} times with one sample in a backward pass, "
-                f"which are taken as the positions of one sample, with a loss that adds them up; "
-                f"if it is their mean, call preconditioner.count({calls}) before the first",
-                stacklevel=7,
-            )
+            warnings.warn(f"soframe: {doubt}", stacklevel=7)
 
     def largest(self) -> list[Tensor]:
         """Return scalars on the devices of the sums, which are not finite where a sum is not."""
