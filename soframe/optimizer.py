@@ -60,9 +60,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     split, merged, reordered and added, too: every trainable parameter has to be in one group, which
     is saved by the names of its parameters.
 
-    Frozen parameters keep their group. Parameters that are thawed or added to the model later join
-    the group of their method, or begin one at the first learning rate, with a warning if a schedule
-    has changed the rates of the others.
+    Frozen parameters keep their group, and not their statistics and moments, which begin anew if
+    they are thawed. Parameters that are thawed or added to the model later join the group of their
+    method, or begin one at the first learning rate, with a warning if a schedule has changed the
+    rates of the others.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.

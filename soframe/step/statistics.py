@@ -461,8 +461,8 @@ class Statistics:
         """Continue the window of the former statistics, after the model was rebuilt."""
         self._passes, self._loss_scales = before._passes, before._loss_scales
         self._parts, self._everybodys = before._parts, before._everybodys
-        names = {block.name for block in before.due}
-        self.due = frozenset(block for block in self._blocks if block.name in names)
+        due = {block.identity for block in before.due}
+        self.due = frozenset(block for block in self._blocks if block.identity in due)
 
     def arrive(self) -> None:
         """Wait until the statistics of earlier windows are in the running factors."""
