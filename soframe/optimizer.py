@@ -60,9 +60,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     split, merged, reordered and added, too: every trainable parameter has to be in one group, which
     is saved by the names of its parameters.
 
-    Frozen parameters keep their group. Parameters that are thawed or added to the model later join
-    the group of their method, or begin one at the first learning rate, with a warning if a schedule
-    has changed the rates of the others.
+    Frozen parameters keep their group, and not their statistics and moments, which begin anew if
+    they are thawed. Parameters that are thawed or added to the model later join the group of their
+    method, or begin one at the first learning rate, with a warning if a schedule has changed the
+    rates of the others.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
@@ -231,7 +232,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         given = {k: v for k, v in self._given[number].items() if k not in ("params", "param_names")}
         settings = self._of_method({**self._settings, **given}, "auxiliary_" * block.auxiliary)
         rest = {name: given[name] for name in given.keys() - self._settings.keys()}
-        own = {**block.method.settings(), **rest}
+        options = block.method.settings()
+        if "momentum" not in options:
+            rest.pop("momentum", None)  # another method's, which `_hand` would take for a beta
+        own = {**options, **rest}
         group = {**settings, **own, "method": method, "given": number, "params": []}
         Move.of(group)  # checks them
         self.param_groups.append(group)

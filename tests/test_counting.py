@@ -1039,6 +1039,59 @@ def test_one_sample_in_several_calls_is_said_once(batch: tuple[int, ...]) -> Non
         compare(factors(own, "0")[0][0], rows.T @ rows / 5, "A of the mean")
 
 
+class OneByOne(nn.Module):
+    """Samples of other sizes, as images are, go through the layer one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return torch.cat([self.inner(x[None]) for x in batch])
+
+
+class Modulated(nn.Module):
+    """A table that all samples share goes through a layer of its own, after theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.shared = nn.Linear(3, 2), nn.Linear(4, 2)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.inner(batch) * self.shared(torch.ones(1, 4, dtype=batch.dtype))
+
+
+class Plain(OneByOne):
+    """All samples at once."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.inner(batch)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [(Plain, (5, 3)), (OneByOne, (8,)), (Modulated, (8,))])
+def test_numbers_of_samples_that_layers_do_not_agree_on(
+    kind: type[nn.Module], sizes: tuple[int, ...]
+) -> None:
+    """A loss over 8 samples: with `count` factors are right; forward passes of two sizes warn."""
+    model, x = fill(kind().double()), randn(8, 3)
+    rows = torch.cat([x, torch.ones(8, 1).double()], 1)
+
+    def loss(net: nn.Module, step: int) -> Tensor:
+        outputs = [net(part) for part in x.split(sizes)]
+        return torch.cat(outputs).square().sum() / len(x)
+
+    if len(sizes) > 1:
+        with closing(preconditioner(model)) as own:
+            with pytest.warns(UserWarning, match="forward passes of 3 and 5 samples, whose loss"):
+                kit.train(model, loss, range(1), own)
+            kit.train(model, loss, range(1), own)  # warnings are errors here
+    with closing(preconditioner(model)) as own:
+        own.count(8)
+        loss(model, 0).backward()
+        own.step()
+        compare(factors(own, "inner")[0][0], rows.T @ rows / 8, "A of the mean")
+
+
 class TimeFirst(nn.Module):
     """Positions first inside; a dictionary in, a dictionary out."""
 

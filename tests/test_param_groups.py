@@ -323,6 +323,27 @@ def test_groups_of_one_method_may_have_other_betas() -> None:
             torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
 
 
+def test_the_momentum_of_a_given_group_is_no_beta_of_the_auxiliary_method() -> None:
+    """It is Muon's; vectors and the head take the steps of torch's AdamW, with its own betas."""
+    ours, theirs = net(), net()
+    given = [{"params": list(ours.parameters()), "momentum": 0.5}]
+    optimizer = soframe.Optimizer(ours, "muon", lr=0.05, auxiliary_lr=0.01, param_groups=given)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0)
+    for step in range(3):
+        for model, one in ((ours, optimizer), (theirs, reference)):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, (-2.0) ** step)
+            one.step()
+    muon, adamw = optimizer.param_groups
+    assert muon["momentum"] == 0.5
+    assert "momentum" not in adamw
+    expected = {
+        id(mine): other for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True)
+    }
+    for mine in adamw["params"]:
+        torch.testing.assert_close(mine, expected[id(mine)], rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("method", "name", "value", "problem"),
     [

@@ -51,6 +51,12 @@ class Block(BlockSpec):
         return any(factor.needs for factor in self.factors)
 
     @property
+    def identity(self) -> tuple[int, str]:
+        """The module and the part of it: the same after the module was moved within the model."""
+        part = self.helpers[0].part if self.helpers else " ".join(self.parameters)
+        return id(self.layout.module), part
+
+    @property
     def mass(self) -> float:
         """The EMA weight of the first factor that needs no data; 1 for a block without factors."""
         first = next((factor.name for factor in self.factors if not factor.needs), None)

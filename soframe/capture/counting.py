@@ -226,6 +226,7 @@ class Pass:
     samples: int  # the terms that its loss is a mean of
     size: int  # the batch that it went through
     part: int = 0  # the pipeline stage that it belongs to
+    told: bool = False  # whether its terms or rows are declared, or observed
     batches: list[Batch] = field(default_factory=list)  # its forward passes
     loss_scale: float | None = None  # of its loss; None until it is read
 
@@ -282,9 +283,10 @@ class Passes:
         # called without a batch; unless the one is of positions, which come first.
         size = batch.size or sizes[0]
         size = 1 if sizes[0] == 1 and sizes[1] != size else size
-        if told is None and batch.rows is None:
+        declared = told is not None or batch.rows is not None
+        if not declared:
             told = batch.tokens if each else size
-        return Pass(here if told is None else told, size, part)
+        return Pass(here if told is None else told, size, part, told=declared)
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         try:
@@ -308,11 +310,23 @@ class Passes:
                     f"with so many samples and positions: pass a mask [N, positions]"
                 )
 
-    def repeated(self) -> int:
-        """Return the most calls of the root with one sample in a backward pass, 0 if one alone."""
-        calls = [
-            len(one.batches)
-            for one in self.each.values()
-            if one.samples == one.size == 1 and all(batch.size for batch in one.batches)
-        ]
-        return max((n for n in calls if n > 1), default=0)
+    def doubt(self) -> str | None:
+        """Return how the samples of a pass are counted, if the loss may well be of others."""
+        for one in self.each.values():
+            each = self._setting == "positions"
+            sizes = {batch.tokens if each else batch.size for batch in one.batches}
+            if one.told or None in sizes:
+                continue
+            if len(sizes) > 1:
+                several = " and ".join(map(str, sorted(filter(None, sizes))))
+                return (
+                    f"one backward pass went through forward passes of {several} samples, whose "
+                    f"loss is taken for a mean over {one.samples}: {REMEDY}"
+                )
+            if (calls := len(one.batches)) > 1 and one.samples == one.size == 1:
+                return (
+                    f"the model was called {calls} times with one sample in a backward pass, which "
+                    f"are taken as the positions of one sample, with a loss that adds them up; if "
+                    f"it is their mean, call preconditioner.count({calls}) before the first"
+                )
+        return None

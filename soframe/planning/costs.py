@@ -136,9 +136,10 @@ class Costs:
                     rows = call.helper.output_rows(self._like(call.output))
                     run = functools.partial(self._moments, block, call.helper, inputs, rows, shared)
                     with without_numbers(f"the statistics of {block.name!r}", REMEDY):
-                        call_of = self._paper.price(run, products=self._fast)
-                    found[block.name].seconds += call_of.seconds
-                    found[block.name].operators += call_of.operators
+                        one = self._paper.price(run, products=self._fast)
+                    before = found[block.name]
+                    seconds, operators = one.seconds + before.seconds, one.operators
+                    found[block.name] = Priced(seconds, operators + before.operators)
         return found
 
     def _moments(

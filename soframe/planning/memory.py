@@ -31,8 +31,10 @@ class Transients:
         return max(self.window, self.solving, self.updating)
 
 
-def transients(costs: Costs, placement: Placement, part: Part, rank: int) -> Transients:
-    """Return the transient bytes of a rank with some part."""
+def transients(
+    costs: Costs, placement: Placement, part: Part, rank: int, *, background: bool = False
+) -> Transients:
+    """Return the transient bytes of a rank with some part; ``background`` of its solves."""
     stacks = placement.stacks
     works = [placement.work[members[0]] for members in stacks]
     places = [placement.blocks[members[0]] for members in stacks]
@@ -124,7 +126,27 @@ def transients(costs: Costs, placement: Placement, part: Part, rank: int) -> Tra
     states = _peak([costs.rebase(stacks[stack]) for stack in part.directs])
     installing = solve.left + arrived + max(travelled, joining + states)
     solving = kept + settled + max(unpacked + solve.peak + travelled, installing)
+    # The first solve is done in its step, later ones perhaps beside windows and updates.
+    beside = _beside(costs, placement, part) if background else 0
+    window, updating = window + beside, updating + beside
     return Transients(window, max(updating, solving), updating)
+
+
+def _beside(costs: Costs, placement: Placement, part: Part) -> int:
+    """Return the bytes of solves in the background: copies, results, and of one that runs."""
+    copies, results, running = 0, 0, 0
+    for stack, index, blocks in part.solves:
+        members = placement.stacks[stack]
+        work, place = placement.work[members[0]], placement.blocks[members[0]]
+        spec, item = work.factors[index], ITEM_BYTES[work.dtype]
+        packed = place.packed and spec.kind == "psd"
+        matrix = item * blocks * prod(spec.shape)
+        copies += item * blocks * spec.packed_numel if packed else matrix
+        solve = costs.solve([(members, index, blocks)])
+        results += solve.left
+        running = max(running, matrix * packed + solve.peak - solve.left)
+    # Each copy is freed as its results are made.
+    return max(copies, results) + running
 
 
 def _peak(each: Sequence[Priced]) -> int:

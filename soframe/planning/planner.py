@@ -84,6 +84,7 @@ class Row:
         memory: Bytes by category: ``"factors"``, ``"accumulators"``, ``"second_order"`` and
             ``"state"``, together ``"held"`` between steps; ``"window"``, the sums of a statistics
             step; ``"transient"``, the most that a step needs beside; and ``"total"``, the peak.
+            The last three include solves that run in the background meanwhile.
         traffic: Bytes and calls by phase, of a mean step of the busiest rank.
         timing: Seconds.
         exact: Whether every rank's data enter all statistics, so that the number of ranks and the
@@ -401,7 +402,7 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
     )
     return Row(
         option,
-        _memory(costs, placement, found),
+        _memory(costs, placement, found, background=option.background > 0),
         traffic,
         timing,
         exact=_exact(placement),
@@ -479,13 +480,17 @@ def _traffic(messages: Mapping[str, Messages], option: Option) -> dict[str, dict
 
 
 def _memory(
-    costs: Costs, placement: Placement, found: Mapping[Part, Sequence[int]]
+    costs: Costs,
+    placement: Placement,
+    found: Mapping[Part, Sequence[int]],
+    *,
+    background: bool,
 ) -> dict[str, int]:
     """Return the bytes by category of the rank with most."""
     most: dict[str, int] = {"total": -1}
     for part, ranks in found.items():
         sizes = placement.memory(ranks[0])
-        short = transients(costs, placement, part, ranks[0])
+        short = transients(costs, placement, part, ranks[0], background=background)
         held = sizes.pop("total")
         total = held + short.most
         if total > most["total"]:

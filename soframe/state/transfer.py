@@ -33,9 +33,12 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks, *, forgets: bool = Fals
     # Accumulators do not move: their statistics are reduced first.
     settle(before, {stack: stack.all for stack in before.stacks})
     by_name = {block.name: (block, place) for block, place in before}
+    by_identity = {block.identity: (block, place) for block, place in before}
     lacking = forgets
     for block, place in after:
-        old, was = by_name.get(block.name, (None, place))
+        # A module that was moved within the model has another name, or the name of another one.
+        named = by_name.get(block.name, (None, place))
+        old, was = by_identity.get(block.identity, named)
         columns = None
         if old is not None:
             block.damp(old.record.damping)

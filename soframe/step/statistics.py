@@ -119,7 +119,7 @@ class Statistics:
         self._samples = samples
         self._grad_scale = grad_scale
         self._passes = Passes(samples)
-        self._told = False  # how repeated calls of the root count
+        self._told = False  # how samples are counted that are in doubt
         self._part_of = {block: part_of(block) for block in blocks}
         self._everybodys = (0, 0)
         self._share = 1.0
@@ -330,14 +330,9 @@ class Statistics:
         if self._capture.failure is not None:
             self._passes.fail(self._capture.failure)
         self._passes.require_counted()
-        if not self._told and (calls := self._passes.repeated()):
+        if not self._told and (doubt := self._passes.doubt()) is not None:
             self._told = True
-            warnings.warn(
-                f"soframe: the model was called {calls} times with one sample in a backward pass, "
-                f"which are taken as the positions of one sample, with a loss that adds them up; "
-                f"if it is their mean, call preconditioner.count({calls}) before the first",
-                stacklevel=7,
-            )
+            warnings.warn(f"soframe: {doubt}", stacklevel=7)
 
     def largest(self) -> list[Tensor]:
         """Return scalars on the devices of the sums, which are not finite where a sum is not."""
@@ -471,8 +466,8 @@ class Statistics:
     def resume(self, before: Statistics) -> None:
         """Continue the window of the former statistics, after the model was rebuilt."""
         self._passes, self._everybodys = before._passes, before._everybodys
-        names = {block.name for block in before.due}
-        self.due = frozenset(block for block in self._blocks if block.name in names)
+        due = {block.identity for block in before.due}
+        self.due = frozenset(block for block in self._blocks if block.identity in due)
 
     def begin(self, due: Sequence[Block], step: int) -> None:
         """Begin a new window, in which the blocks ``due`` take statistics."""

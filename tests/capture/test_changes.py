@@ -244,3 +244,28 @@ def test_replicas_in_threads_are_refused(method: str) -> None:
     replica(x).square().mean().backward()
     own.step()
     assert own.updated
+
+
+def grow(model: nn.Sequential) -> None:
+    """Move the second layer to the name "3", and the first one, within its container, to "1.0"."""
+    first, tanh, second = model
+    for name, module in enumerate((nn.Identity(), nn.Sequential(first), tanh, second)):
+        model.add_module(str(name), module)
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "soap", "adamw"])
+def test_a_layer_that_is_moved_within_the_model_keeps_its_state(method: str) -> None:
+    """Also one whose former name is now another layer's; the steps are those of a model at rest."""
+    weights = []
+    for moved in (False, True):
+        model = network()
+        optimizer = soframe.Optimizer(model, method, lr=0.05, statistics_every=2, solve_every=4)
+        for step in range(8):
+            if moved and step == 4:
+                grow(model)
+            optimizer.zero_grad()
+            backward(model, seed=step)
+            optimizer.step()
+        weights.append([p.detach() for p in model.parameters()])
+    for plain, other in zip(*weights, strict=True):
+        assert torch.equal(plain, other)

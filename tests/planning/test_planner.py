@@ -341,3 +341,23 @@ def peaks(make: Any, method: str, strategy: Any, *, rank: int, world: int) -> li
     own.close()
     planned = [held_between + extra for extra in (short.most, max(short.window, short.updating))]
     return list(zip(most, planned, strict=True))
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac"])
+def test_solves_in_the_background_are_in_a_plan_s_memory(method: str) -> None:
+    """Copies of factors, and results, beside the sums of the next window."""
+    model = dense(40, 64, 64, 3)
+    every = {"statistics_every": 1, "solve_every": 6}
+    own = soframe.Preconditioner(model, method=method, kl_clip=None, background=3, **every)
+    recorded = 0
+    for _ in range(13):
+        model.zero_grad()
+        model(torch.rand(4, 40)).square().mean().backward()
+        recorded = max(recorded, own.memory_usage()["total"])
+        own.step()
+    own.close()
+    options = [Option(CommOpt(), background=n, **every) for n in (0, 3)]
+    made = plan(Task.of(model, method=method), ranks=1, hardware=CPU, options=options)
+    without, planned = sorted(row.memory["total"] for row in made.rows)
+    assert recorded <= planned <= 1.5 * recorded
+    assert without < planned
