@@ -75,6 +75,7 @@ def test_a_layer_costs_no_more_calls_than_it_does(name: str) -> None:
     assert each[1] <= MOST[name][1]
 
 
+@pytest.mark.slow
 def test_what_is_counted() -> None:
     with numerics(1):
         model, x = problem(layers=2)
@@ -89,6 +90,7 @@ def test_what_is_counted() -> None:
         assert calls(forward) > 10
 
 
+@pytest.mark.slow
 def test_finalizers_of_what_was_there_before_are_not_counted() -> None:
     class Cycle:
         def __init__(self) -> None:

@@ -188,6 +188,7 @@ def profile(tmp_path):
     return tmp_path / "cpu.json"
 
 
+@pytest.mark.slow
 def test_plan_ends_with_a_line_to_paste(models, profile):
     arguments = ["plan", "mymodels:make", "--ranks", 4, "--hardware", profile, "--input", "16x4"]
     out = succeeded(models(*arguments, "--memory", "1MB"))
@@ -197,6 +198,7 @@ def test_plan_ends_with_a_line_to_paste(models, profile):
     assert "backward" in out
 
 
+@pytest.mark.slow
 def test_plan_takes_the_recommended_method_with_its_intervals_or_another(models, profile):
     def planned(*options):
         arguments = ["mymodels:attending", "--hardware", profile, "--json", *options]
@@ -213,6 +215,7 @@ def test_plan_takes_the_recommended_method_with_its_intervals_or_another(models,
     assert planned("--method", "soap-normuon", "--auxiliary", "adamw") == (every, state)
 
 
+@pytest.mark.slow
 def test_plan_as_json_and_as_a_figure(models, profile, tmp_path):
     figure = tmp_path / "plots" / "front.png"
     arguments = ["mymodels:make", "--ranks", 2, "--hardware", profile, "--solve-every", 10]
@@ -225,6 +228,7 @@ def test_plan_as_json_and_as_a_figure(models, profile, tmp_path):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_plan_varies_the_solver_and_the_dtype(models, profile):
     arguments = ["mymodels:make", "--ranks", 2, "--hardware", profile, "--method", "kfac"]
     options = ["--vary", "solver", "--vary", "dtype", "--json"]

@@ -358,6 +358,7 @@ def test_groups_that_were_merged_since_have_what_their_scheduler_recorded(groups
         compare(one_tensor, clip(raw, p, [reference] * 4, KAPPA) * other, "clipped")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("how", ["reverse", "split", "merge"])
 def test_references_follow_groups_that_are_edited(how: str, resumed: bool) -> None:

@@ -12,6 +12,7 @@ MOST = {"kfac": 725, "ekfac": 830, "soap": 970, "soap-muon": 1025, "muon": 910, 
 """Calls per layer of a weight and a bias."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", MOST)
 def test_layers_of_one_kind_are_described_once(method: str) -> None:
     def build(layers: int) -> int:

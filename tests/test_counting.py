@@ -358,6 +358,7 @@ def test_a_table_whose_second_dimension_is_the_batch_is_not_shared() -> None:
         compare(other, one, name)
 
 
+@pytest.mark.slow
 def test_shared_layers_under_type_2_are_exact_in_expectation() -> None:
     """The signs of columns differ from step to step: without them G would be twice as large."""
     found = []

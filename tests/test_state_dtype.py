@@ -89,6 +89,7 @@ def learn(method: Any, dtype: torch.dtype | None, lr: float) -> tuple[float, flo
     return before, whole()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "lr"),
     [
@@ -169,6 +170,7 @@ def test_ranks_round_alike(strategy: str) -> None:
             torch.testing.assert_close(tensor, alone[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_slow_average_of_a_factor_does_not_stall() -> None:
     """Of inputs that shrink: rounded to nearest, factors would stay where they were."""
     found = []

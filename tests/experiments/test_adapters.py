@@ -12,6 +12,7 @@ from experiments.models import byte_gpt
 from experiments.workloads import of_module
 
 
+@pytest.mark.slow
 def test_adapters_begin_at_the_base_and_are_trained_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def test_tensors_and_datasets_on_one_and_two_processes_follow_one_trajectory(fol
     assert found["lines", 2]["sent_bytes_per_step"]["gradients"] == 4 * (3 * 4 + 4)
 
 
+@pytest.mark.slow
 def test_results_are_written_in_every_format(folder: Path, here: list[str]) -> None:
     result = invoke(*SHORT, "--seeds", "1,2")
     assert result.exit_code == 0, result.output
@@ -165,6 +166,7 @@ def test_a_run_goes_on_when_it_has_reached_its_targets(folder: Path, here: list[
         assert [row["step"] for row in run["rows"]] == [0, 2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_the_json_has_true_settings_versions_commit_and_hardware(
     folder: Path, here: list[str]
@@ -202,6 +204,7 @@ def test_there_is_no_commit_outside_of_a_repository(
     assert found["commit"] is found["dirty"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_command_goes_on_until_the_file_changes(folder: Path, here: list[str]) -> None:
     first = invoke(*SHORT, "--seeds", "1", "--json")
@@ -217,6 +220,7 @@ def test_a_command_goes_on_until_the_file_changes(folder: Path, here: list[str])
     assert here == ["sgd 1", "kfac 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_all_optimizers_are_tuned_alike_and_trials_are_kept(
     folder: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
@@ -262,6 +266,7 @@ def test_settings_that_are_known_are_marked(folder: Path, here: list[str]) -> No
     assert tuning.settled("digits-cnn", "soframe:muon") == ({"lr": 0.02}, "untuned")
 
 
+@pytest.mark.slow
 def test_a_seed_that_diverges_is_shown(folder: Path, here: list[str]) -> None:
     text = TENSORS.replace("model(inputs), classes)", "model(inputs) * scale(model), classes)")
     text += "\ndef scale(model):\n    return float('inf') if model.training and lost else 1.0\n"
@@ -479,6 +484,7 @@ def test_what_the_functions_return_is_checked(changes, message) -> None:
         of_module(whole()).make(0, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_the_guide_s_file_and_command_give_the_guide_s_table(
     tmp_path: Path, here: list[str], monkeypatch: pytest.MonkeyPatch

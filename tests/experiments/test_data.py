@@ -105,6 +105,7 @@ def test_cluttered_images_are_the_same_however_many_are_made_and_balanced():
     assert [len(images) for images, _ in clutter.pools()] == [1438, 359]
 
 
+@pytest.mark.slow
 def test_each_set_draws_from_its_own_pool_its_clutter_too(monkeypatch):
     trained, tested = clutter.pools()
     blank = (torch.zeros_like(tested[0]), tested[1])
@@ -181,6 +182,7 @@ def test_networks_are_those_of_the_papers():
     assert kinds.count("Tanh") == 6  # code and reconstruction are linear
 
 
+@pytest.mark.slow
 def test_a_workload_may_be_smaller():
     task = workload("cluttered-digits:50").make(0, torch.float32)
     assert (len(task.train[0]), len(task.test[0])) == (50, 10)

@@ -73,6 +73,7 @@ def test_counted_memory_is_held() -> None:
     assert count(model, optimizer, partial(loss, model), ranks=4).buckets > 0
 
 
+@pytest.mark.slow
 def test_the_batch_is_the_largest_that_fits(tmp_path: Path) -> None:
     size = Size(images=60, batch=20, epochs=1.0, lengths=(0.5,))
     lrs = {SGD: 0.1, fixed_memory.KFAC: 0.05}

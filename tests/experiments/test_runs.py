@@ -16,6 +16,7 @@ from experiments.train import ALONE, Run
 SGD = RunConfig("digits-autoencoder", "sgd", lr=0.002, steps=3, evaluate_every=2)
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_once_and_read_again(tmp_path: Path) -> None:
     told: list[RunRecord] = []
     other = SGD.but(seed=1)

@@ -158,6 +158,7 @@ def test_csv_has_a_line_for_each_evaluation() -> None:
     assert float(rows[-1]["loss"]) == math.inf
 
 
+@pytest.mark.slow
 def test_bands_reach_from_the_lowest_to_the_highest_seed_and_count_the_lost() -> None:
     groups = {"SGD (tuned)": SGD.records, "K-FAC (untuned)": KFAC.records}
     figure = display.loss_bands(CNN, groups, "a title")

@@ -263,6 +263,7 @@ def test_evaluations_use_running_statistics_in_parts_and_leave_them_alone(monkey
     assert row.accuracy == pytest.approx((logits.argmax(1) == classes).double().mean().item())
 
 
+@pytest.mark.slow
 def test_the_stochastic_trust_region_is_evaluated_at_its_average():
     config = SGD.but(optimizer="stochastic-trust-region", lr=0.5, batch_size=64, steps=3)
     state = Run(ALONE, config)

@@ -202,6 +202,7 @@ def test_products_of_a_step(gpu: None, chosen: str, user: str) -> None:
     assert fast["tf32"] - full["tf32"] == full["ieee"] - fast["ieee"] >= 3 * 2 * 2 * 2 - 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["kfac", "soap"])
 def test_learning_in_tf32(gpu: None, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of full precision, within a hundredth of what was learned."""

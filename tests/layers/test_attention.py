@@ -172,6 +172,7 @@ def test_self_attention(fisher: str, batch_first: bool, bias: bool) -> None:
     hold(attention(batch_first=batch_first, bias=bias), SELF, fisher, need_weights=bias)
 
 
+@pytest.mark.slow
 @pytest.mark.covering(together=1)
 @pytest.mark.parametrize("fisher", FISHERS)
 @pytest.mark.parametrize("data", [MEMORY, THREE], ids=["keys are values", "all differ"])
@@ -211,6 +212,7 @@ def test_a_mask_of_keys() -> None:
         hold(attention(batch_first=True), SELF, key_padding_mask=padding, need_weights=weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fisher"),
     [

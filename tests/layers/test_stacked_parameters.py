@@ -89,6 +89,7 @@ def of_one_matrix(method: str, gradients: list[Tensor]) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
     [(1, "comm-opt"), pytest.param(2, "mem-opt", marks=pytest.mark.distributed)],

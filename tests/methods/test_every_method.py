@@ -30,6 +30,7 @@ def each_kind_first(names: list[str], kinds: tuple[str, ...]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_one_process(name: str) -> None:
     """In micro-batches, with an instance for each layer, and resumed in the middle."""

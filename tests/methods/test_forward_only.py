@@ -171,6 +171,7 @@ def test_no_moment_of_output_gradients_is_formed(monkeypatch: pytest.MonkeyPatch
     train(fill(Net()), "forward-only")
 
 
+@pytest.mark.slow
 def test_state_and_memory_hold_the_inputs_factor_alone() -> None:
     model, x = fill(nn.Linear(3, 40)), randn(4, 3)
     with closing(preconditioner(model, fisher="forward-only")) as own:

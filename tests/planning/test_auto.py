@@ -33,6 +33,7 @@ def profile(tmp_path: Path) -> Path:
     return tmp_path / "cpu.json"
 
 
+@pytest.mark.slow
 def test_the_choice_is_one_of_the_named_strategies_with_a_note(profile: Path) -> None:
     own = on_paper(soframe.Auto(hardware=profile))
     (note,) = own.placement.notes
@@ -42,6 +43,7 @@ def test_the_choice_is_one_of_the_named_strategies_with_a_note(profile: Path) ->
     assert on_paper(soframe.Auto(hardware=profile)).placement.digest == own.placement.digest
 
 
+@pytest.mark.slow
 def test_a_limit_changes_the_choice_and_is_kept(profile: Path) -> None:
     limits = [None, *range(60_000, 400_000, 60_000)]
     chosen = set()

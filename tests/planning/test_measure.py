@@ -38,6 +38,7 @@ def measured() -> Hardware:
     return measure("cpu", sides=(8, 48, 160), dtypes=("float64", "bfloat16"), budget=0.1)
 
 
+@pytest.mark.slow
 def test_every_operator_has_a_curve_of_positive_seconds() -> None:
     assert measured().operators.keys() == {
         *("product:float32", "product:float64", "product:bfloat16"),  # others fall back on float32

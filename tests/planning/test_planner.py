@@ -61,6 +61,7 @@ def test_averages_take_six_passes_over_squares_or_over_triangles_that_travel(wor
         assert average == pytest.approx(6 * 4 * numbers / CPU.bandwidth + 2 * CPU.launch, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [1e-9, 1.0])
 @pytest.mark.parametrize("hardware", [CPU, GPU], ids=lambda one: one.name)
 def test_a_gpu_works_while_the_host_goes_on(hardware: Hardware, host: float) -> None:
@@ -83,6 +84,7 @@ def test_a_gpu_works_while_the_host_goes_on(hardware: Hardware, host: float) -> 
     assert operators >= 4
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(20))
 @given(widths, ranks, st.integers(1, 10**6))
 def test_the_choice_is_the_fastest_within_the_limit(
@@ -163,6 +165,7 @@ def test_the_usual_options(ranks: int, options: int) -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(10))
 @given(widths, ranks)
 def test_plans_of_a_row_are_those_of_its_placement(sizes: list[int], world: int) -> None:
@@ -274,6 +277,7 @@ def test_a_plan_prints_and_is_json() -> None:
 # -- memory, as recorded ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.covering(together=1)
 @pytest.mark.parametrize("method", ["kfac", "soap", "muon", "shampoo", "ekfac"])
 @pytest.mark.parametrize("make", [convolutional, lambda: dense(40, 30, 30, 7)])
@@ -283,6 +287,7 @@ def test_one_process_needs_what_is_planned(make: Any, method: str) -> None:
     assert 0.98 * recorded <= planned <= (1.35 if method == "shampoo" else 1.1) * recorded
 
 
+@pytest.mark.slow
 @pytest.mark.covering(together=1)
 @pytest.mark.parametrize(
     "strategy",

@@ -208,6 +208,7 @@ def test_every_layer_under_every_method_has_a_plan(
     assert not (own and planned.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", sorted(soframe.available("solver")))
 def test_every_solver_has_a_plan_in_double_precision(solver: str) -> None:
     method = {"root": "shampoo", "basis": "soap"}.get(solver, "kfac")
@@ -229,6 +230,7 @@ def test_the_precision_of_this_process_changes_no_price_of_a_gpu(method: str) ->
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_statistics_without_a_price_are_named() -> None:
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     model, x = nn.ModuleDict({"attend": attention}), torch.rand(3, 5, 8)

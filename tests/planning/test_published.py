@@ -54,6 +54,7 @@ def test_mem_opt_holds_as_much_as_published(model: str, mean: float, most: float
 NOT_REPRODUCED = {"factors, sent": 0.16, "inverses": 0.16}
 
 
+@pytest.mark.slow
 def test_the_breakdown_of_a_step_on_64_gpus() -> None:
     hardware = Hardware.load("rtx2080ti-ib100")
     predicted = published.predict(hardware, published.square, published.least)

@@ -31,6 +31,7 @@ def test_models_have_the_published_number_of_parameters(name: str) -> None:
     assert sum(one.numel() for one in model.parameters()) == PUBLISHED[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

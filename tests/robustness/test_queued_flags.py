@@ -187,6 +187,7 @@ def test_settings(name: str) -> None:
     assert (late.reads.next > 0) is not host, "selected on the device"
 
 
+@pytest.mark.slow
 @given(
     bad=st.dictionaries(
         st.integers(0, 9), st.sampled_from([math.nan, math.inf, -math.inf]), max_size=6

@@ -22,6 +22,7 @@ from tests.solvers.dense import spectrum
 INNER = [Eigen(), Inverse(), OrthogonalIteration()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", INNER, ids=repr)
 def test_it_is_the_solver_within(solver: Solver) -> None:
     check_solver(Lazy(solver))

@@ -152,6 +152,7 @@ def test_resuming_between_solves(solver: str) -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_another_policy_solves_anew() -> None:
     found = []
     for first in (1e-3, RelativeDamping(0.3)):

@@ -191,6 +191,7 @@ def threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("soframe")]
 
 
+@pytest.mark.slow
 def test_closing_ends_the_thread_and_begins_nothing_more(runs, monkeypatch):
     cancel = Work.cancel
 

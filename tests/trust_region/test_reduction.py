@@ -158,6 +158,7 @@ def test_a_batch_that_is_not_finite_after_a_step_that_waits_loses_nothing(fisher
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_a_step_that_waits_can_be_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last step of a run brought, nobody else would ask."""
     monkeypatch.setattr(reduction, "MORE", math.inf)

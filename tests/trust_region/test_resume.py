@@ -123,6 +123,7 @@ def test_a_run_goes_back_to_a_state_that_it_has_kept() -> None:
     assert torch.equal(vector(model), after)
 
 
+@pytest.mark.slow
 def test_a_resumed_step_is_judged_with_the_rounding_of_its_loss() -> None:
     """A change below it says nothing, and undoes no step."""
     model = fill(nn.Linear(3, 2)).float()

@@ -404,6 +404,7 @@ def _share(saved: bytes) -> float:
     return share
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("shorten", [True, False])
 def test_a_run_goes_on_with_verdicts_or_without(shorten: bool) -> None:

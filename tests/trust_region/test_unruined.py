@@ -184,6 +184,7 @@ def test_a_run_that_has_converged_says_so_once() -> None:
     assert [one.filename for one in w] == [__file__]
 
 
+@pytest.mark.slow
 def test_a_damping_at_its_cap_is_said_once() -> None:
     """A loss that rises by itself, whatever the step."""
     model = deep()

@@ -156,6 +156,7 @@ def test_an_epoch_of_tar_shards_has_each_sample_once_in_an_order_of_its_own(tmp_
         assert epochs[0] != sorted(epochs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_tar_shards_go_on_where_they_were(tmp_path, workers):
     files.shards(tmp_path, counts=(5, 4, 6, 3))

@@ -136,6 +136,7 @@ def parameters(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_default_sizes_are_the_published_ones():
     with torch.device("meta"):
         models = {name: recipe(name).model(recipe(name).Settings()) for name in ("resnet32", "vit")}
