@@ -104,6 +104,9 @@ class Engine:
                     self._statistics.fold(status.weights, settings.decay, step)
             with phase("average"):
                 gradients = self._raw.raw()
+            unread = status.weights is None and self._statistics.due  # they were not finite
+            if placed.captured and not unread:
+                self._refresh.end_window(placed, self._statistics.due, gradients, step)
             due, decay = self._refresh.gradients_every.due(step), settings.decay
             # A gradient that is not finite would stay in the averages for ever.
             if status.finite is not False:
