@@ -277,6 +277,27 @@ def test_a_layer_that_is_used_between_turns_alone_takes_statistics_at_its_next_u
             assert torch.equal(one, other), f"resumed at step {step}"
 
 
+@pytest.mark.parametrize("method", ["soap", "shampoo"])
+def test_so_do_methods_of_gradients_at_the_next_use(method: str) -> None:
+    """Heads with the same weights and batches have the same factors, at and between turns."""
+    model = fill(InTurns())
+    model.heads[1].load_state_dict(model.heads[0].state_dict())
+    optimizer = soframe.Optimizer(model, method, lr=0.0, statistics_every=2, solve_every=4)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        inputs, targets = batch(step // 2)
+        return log_cosh(model(inputs, step % 2), targets)
+
+    kit.train(model, loss, range(12), optimizer)
+    saved = optimizer.preconditioner.state_dict()["blocks"]
+    optimizer.close()
+    for key in ("weight", "bias"):
+        first, second = (saved[f"heads.{n}.{key}"]["factors"] for n in (0, 1))
+        assert first.keys() == second.keys() == {"L", "R"} or key == "bias"
+        for name, factor in first.items():
+            compare(second[name], factor, f"{key}: {name}")
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["comm-opt", "sharded"])
 def test_ranks_agree_on_layers_that_are_used_between_turns(strategy: str) -> None:

@@ -243,7 +243,7 @@ class Engine:
         return not any(
             len(stack.like.captured) < len(stack.like.factors)
             and not stack.like.method.refreshes_after
-            and (due or any(block.mass == 0 for block in stack.blocks))
+            and (due or any(block.waits for block in stack.blocks))
             for stack in self._placed.stacks
         )
 

@@ -115,7 +115,7 @@ class Refresh:
             placed: All blocks.
             due: The blocks that were to take statistics in this step.
             gradients: The gradients of this step.
-            step: The step, at which `Record.statistics_at` has those who did.
+            step: The step, which `Record.statistics_at` has for blocks that did.
         """
         if not due and not any(block.record.missed for block in placed.captured):
             return
