@@ -12,6 +12,7 @@ import soframe
 from soframe.testing import compare, kron, layer_fisher
 from tests import kit
 from tests.curvature import closing, factors, fill, half_square, log_cosh, preconditioner, randn
+from tests.distributed.harness import run_ranks
 from tests.examples import examples
 
 DECAYS = st.one_of(st.just(0.0), st.floats(0, 0.9999), st.sampled_from([0.5, 0.95, 1 - 1e-9]))
@@ -248,3 +249,84 @@ def test_a_layer_that_was_not_called_keeps_its_factor_of_inputs() -> None:
             kept += [own._blocks[number].running["A"].clone() for number in (0, 1)]
     assert not torch.equal(kept[0], kept[2])
     assert torch.equal(kept[1], kept[3])
+
+
+class InTurns(nn.Module):
+    """Two heads, of which each batch uses one: the second between the turns for statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](x)
+
+
+def in_turns(
+    rank: int, ranks: int, strategy: str = "comm-opt", resumed: int | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Train both heads alternately; return the weights, and A of the heads."""
+
+    def made() -> tuple[nn.Module, soframe.Preconditioner]:
+        model = fill(InTurns())
+        every = {"statistics_every": 2, "solve_every": 4}
+        return model, preconditioner(model, strategy=strategy, decay=0.0, **every)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        inputs, targets = batch(step)
+        return log_cosh(model(inputs[rank::ranks], step % 2), targets[rank::ranks])
+
+    model, own = made()
+    for step in range(12):
+        if step == resumed:
+            saved = model.state_dict(), own.state_dict()
+            own.close()
+            model, own = made()
+            model.load_state_dict(saved[0])
+            own.load_state_dict(saved[1])
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        kit.train(model, loss, [step], kit.Averaging(model), own, sgd)
+    with closing(own):
+        found = [] if strategy != "comm-opt" else [factors(own, f"heads.{n}")[0][0] for n in (0, 1)]
+        return [p.detach() for p in model.parameters()], found
+
+
+def test_a_layer_that_is_used_between_turns_alone_takes_statistics_at_its_next_use() -> None:
+    """The first head at steps 0, 2, ... and 10; the second at 3, 7 and 11."""
+    weights, found = in_turns(0, 1)
+    for number, (step, a) in enumerate(zip((10, 11), found, strict=True)):
+        rows = torch.cat([batch(step)[0], torch.ones(4, 1).double()], 1)
+        compare(a, rows.T @ rows / 4, f"A of head {number}")
+    for step in range(1, 8):
+        for one, other in zip(in_turns(0, 1, resumed=step)[0], weights, strict=True):
+            assert torch.equal(one, other), f"resumed at step {step}"
+
+
+@pytest.mark.parametrize("method", ["soap", "shampoo"])
+def test_so_do_methods_of_gradients_at_the_next_use(method: str) -> None:
+    """Heads with the same weights and batches have the same factors, at and between turns."""
+    model = fill(InTurns())
+    model.heads[1].load_state_dict(model.heads[0].state_dict())
+    optimizer = soframe.Optimizer(model, method, lr=0.0, statistics_every=2, solve_every=4)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        inputs, targets = batch(step // 2)
+        return log_cosh(model(inputs, step % 2), targets)
+
+    kit.train(model, loss, range(12), optimizer)
+    saved = optimizer.preconditioner.state_dict()["blocks"]
+    optimizer.close()
+    for key in ("weight", "bias"):
+        first, second = (saved[f"heads.{n}.{key}"]["factors"] for n in (0, 1))
+        assert first.keys() == second.keys() == {"L", "R"} or key == "bias"
+        for name, factor in first.items():
+            compare(second[name], factor, f"{key}: {name}")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["comm-opt", "sharded"])
+def test_ranks_agree_on_layers_that_are_used_between_turns(strategy: str) -> None:
+    weights, _ = in_turns(0, 1)
+    for own, _ in run_ranks(in_turns, 2, strategy):
+        for one, other in zip(own, weights, strict=True):
+            compare(one, other, "weights")

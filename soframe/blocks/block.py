@@ -65,6 +65,11 @@ class Block(BlockSpec):
         return self.record.mass(first)
 
     @property
+    def waits(self) -> bool:
+        """Whether statistics of a gradient are taken at any step: the first, or ones missed."""
+        return self.mass == 0 or (self.record.missed > 0 and not self.captured)
+
+    @property
     def lacks(self) -> bool:
         """Whether a factor without statistics could take its first ones now."""
         if not self.dependent:

@@ -49,6 +49,8 @@ class Record:
     gathered: frozenset[str] = frozenset()  # the factors that take statistics in the window
     statistics_at: dict[str, int] = field(default_factory=dict)  # factor -> step of the last ones
     solved_at: dict[str, int] = field(default_factory=dict)  # factor -> step of the solved average
+    # 1 if it was not used at its last turn for statistics, 2 if it was used since: see `Refresh`.
+    missed: int = 0
 
     def mass(self, name: str) -> float:
         """Return the EMA weight of a factor; of its groups the largest."""

@@ -232,12 +232,17 @@ def agree(
 
 
 def history(blocks: Sequence[Block]) -> dict[str, dict[str, dict[str, int]]]:
-    """Return the steps of the last statistics and solves: kind -> block -> factor -> step."""
+    """Return the steps of the last statistics and solves: kind -> block -> factor -> step.
+
+    Blocks that missed their last turn are under ``"missed"``.
+    """
+    missed = {b.name: {"turn": b.record.missed} for b in blocks if b.record.missed}
     return {
         "statistics": {
             b.name: dict(b.record.statistics_at) for b in blocks if b.record.statistics_at
         },
         "solves": {b.name: dict(b.record.solved_at) for b in blocks if b.record.solved_at},
+        **({"missed": missed} if missed else {}),
     }
 
 
@@ -246,6 +251,7 @@ def load_history(saved: Mapping[str, Any], blocks: Sequence[Block]) -> None:
     for block in blocks:
         block.record.statistics_at = dict(saved.get("statistics", {}).get(block.name, {}))
         block.record.solved_at = dict(saved.get("solves", {}).get(block.name, {}))
+        block.record.missed = saved.get("missed", {}).get(block.name, {}).get("turn", 0)
 
 
 def memory_usage(placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None) -> dict[str, int]:

@@ -108,6 +108,7 @@ def _move(
     put(block, place, mine, masses=masses, solved=solved, updates=updates)
     block.record.failures = old.record.failures
     block.record.statistics_at = old.record.statistics_at
+    block.record.missed = old.record.missed
     block.record.solved_at = old.record.solved_at if solved else {}
 
 

@@ -233,16 +233,25 @@ def observe(
 
     All gradient workers compute the same statistics, so nothing is sent. Methods that wait for the
     updates (`refreshes_after`) are called with ``after``. Blocks without statistics take their
-    first ones in any step, the others if it is ``due``.
+    first ones in any step, and so do blocks that had no gradient when it was last ``due``; the
+    others if it is due.
     """
-    for stack, gradient in gradients.items():
-        like = stack.like
+    for stack in placed.stacks:
+        like, gradient = stack.like, gradients.get(stack)
         if len(like.captured) == len(like.factors) or like.method.refreshes_after != after:
+            continue
+        used = () if gradient is None else gradient.members
+        # `Refresh.end_window` marks blocks that have statistics of calls, too.
+        if due and not like.captured and len(used) < len(stack.blocks):
+            for block in stack.blocks:
+                if block.member not in used:
+                    block.record.missed = 1
+        if gradient is None:
             continue
         # These statistics need second-order data: a block that lost its own is solved first.
         members = [m for m in gradient.members if not stack.blocks[m].lost]
         if not due:
-            members = [m for m in members if stack.blocks[m].mass == 0]
+            members = [m for m in members if stack.blocks[m].waits]
         for chosen in stack.alike(members):
             matrix = gradient.of(stack, chosen)
             factors: Mapping[str, Tensor] = {}
@@ -279,6 +288,8 @@ def _observe(
         _gain(one, decay)
         for block in one.blocks:
             block.record.statistics_at[factor.name] = step
+            if not stack.like.captured:
+                block.record.missed = 0
         # EMA weights grow on all ranks; only holders have the factor.
         if one.held_by(rank):
             average([(one, factors[factor.name].to(stack.like.dtype))])

@@ -103,6 +103,9 @@ class Engine:
                     self._statistics.fold(status.weights, settings.decay, step)
             with phase("average"):
                 gradients = self._raw.raw()
+            unread = status.weights is None and self._statistics.due  # they were not finite
+            if placed.captured and not unread:
+                self._refresh.end_window(placed, self._statistics.due, gradients, step)
             due, decay = self._refresh.gradients_every.due(step), settings.decay
             # A gradient that is not finite would stay in the averages for ever.
             if status.finite is not False:
@@ -239,7 +242,7 @@ class Engine:
         return not any(
             len(stack.like.captured) < len(stack.like.factors)
             and not stack.like.method.refreshes_after
-            and (due or any(block.mass == 0 for block in stack.blocks))
+            and (due or any(block.waits for block in stack.blocks))
             for stack in self._placed.stacks
         )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.schedules import Every, Interval, WarmInterval
+from soframe.step.gradients import Gradients
 from soframe.strategies.turns import turns
 
 
@@ -91,12 +92,42 @@ class Refresh:
 
         These are all such blocks, if statistics are owed or at their interval; otherwise the blocks
         with a factor that waits for its first statistics with new second-order data, but for the
-        names in ``late``.
+        names in ``late``, and the blocks that missed a turn, see `end_window`.
         """
         turn = step % self.statistics_every.at(step)
         if self.owed > 0 or turn == 0:
             return list(placed.captured)
-        return [b for b in placed.captured if b.lacks and b.name not in late]
+        return [
+            block
+            for block in placed.captured
+            if block.record.missed > 1 or (block.lacks and block.name not in late)
+        ]
+
+    def end_window(
+        self, placed: PlacedBlocks, due: Collection[Block], gradients: Gradients, step: int
+    ) -> None:
+        """Let blocks that were not used at their turn take statistics once they are used again.
+
+        Layers that alternate, such as heads of several tasks, may be used between the turns alone.
+        From the first gradient between turns on they are due at every step, until they have taken
+        statistics. A gradient without statistics at a turn waits for none: hooks do not see it.
+
+        Args:
+            placed: All blocks.
+            due: The blocks that were to take statistics in this step.
+            gradients: The gradients of this step.
+            step: The step, which `Record.statistics_at` has for blocks that did.
+        """
+        if not due and not any(block.record.missed for block in placed.captured):
+            return
+        used = {stack.blocks[m] for stack, one in gradients.items() for m in one.members}
+        for block in placed.captured:
+            record = block.record
+            if block in due:
+                taken = step in record.statistics_at.values()
+                record.missed = 0 if taken or block in used else max(record.missed, 1)
+            elif record.missed and block in used:
+                record.missed = 2
 
     def interval(self, placed: PlacedBlocks, step: int) -> int:
         """Return the interval of statistics in force: of calls, if any block reads them."""
