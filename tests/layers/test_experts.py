@@ -122,6 +122,19 @@ def test_each_block_of_one_row_is_the_dense_empirical_fisher() -> None:
         compare(kron(g[e], a[e]), dense[e], f"expert {e}")
 
 
+def test_the_rows_of_an_expert_have_nothing_to_reduce() -> None:
+    x, y = batch([0, 1, 0, 2, 0, 1])
+    found = []
+    for method in ("kfac", "kfac-reduce"):
+        model, opened = prepared(method=method, samples=lambda: 6)
+        with opened as own:
+            half_square(model(x), y).backward()
+            own.step()
+            found.append(factors(own, "experts"))
+    for name, one, reduced in zip("AG", *found, strict=True):
+        compare(reduced, one, name)
+
+
 def test_an_expert_that_no_row_reaches_keeps_what_is_known_of_its_outputs() -> None:
     """A is a mean over samples, zeros where none comes; G one over the rows that come."""
     windows = [batch([0, 1, 1], 0), batch([1, 1, 0, 0], 1), batch([2, 0], 2)]
