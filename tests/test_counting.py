@@ -1086,6 +1086,8 @@ def test_numbers_of_samples_that_layers_do_not_agree_on(
             with pytest.warns(UserWarning, match="forward passes of 3 and 5 samples, whose loss"):
                 kit.train(model, loss, range(1), own)
             kit.train(model, loss, range(1), own)  # warnings are errors here
+        with closing(preconditioner(model, samples=lambda: 8)) as own:
+            kit.train(model, loss, range(1), own)
     with closing(preconditioner(model)) as own:
         own.count(8)
         loss(model, 0).backward()
