@@ -217,7 +217,7 @@ def solve_stack(
         matrices: ``[groups, n, n]``, or diagonals ``[groups, n]``.
         damping: ``[groups]``, the share of each; a share of NaN marks a failure.
         last: The data of the last solve of all groups, if this rank holds them.
-        dtype: The dtype in which the data are kept; by default that of ``matrices``.
+        dtype: The dtype of the returned data; by default that of ``matrices``.
         errors: Takes the errors of groups whose factorisation fails.
 
     Returns:

@@ -489,7 +489,7 @@ def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: in
     # States in the old eigenbases are expressed in the new ones.
     rebased = stack.like.rebases and bool(kept) and bool(stack.state)
     old = stack.solved_data(kept) if rebased else {}
-    # One run of which all blocks were solved has whole tensors, in the order of members.
+    # A single run with all blocks solved has whole tensors, in the order of members.
     whole = len(runs) == 1 and len(members) == len(runs[0][0].members)
     for number, job in enumerate(runs[0][0].jobs):
         if not job.needed:
