@@ -6,8 +6,8 @@
 SGD with momentum, K-FAC, and K-FAC with its factors on the host train under
 `torch.cuda.set_per_process_memory_fraction`. The largest batch of which a step with statistics and
 a solve fits is found by bisection; the planned one is what activations have left. Images a second
-are of ten steps, one of them with statistics and a solve. A plan knows
-neither the workspaces of libraries nor gaps in memory.
+are of ten steps, one of them with statistics and a solve. A plan knows neither the workspaces of
+libraries nor gaps in memory.
 """
 
 from __future__ import annotations

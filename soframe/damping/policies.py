@@ -235,7 +235,7 @@ def check_damping(saved: Any, policy: DampingPolicy, steps: int) -> None:
     """Raise a ValueError unless a policy can continue from a state, which it does not keep."""
     before = policy.state()
     if set(saved) != set(before):
-        raise ValueError(f"the state was saved under another damping policy than {describe(policy)}")
+        raise ValueError(f"the state was saved by another damping policy than {describe(policy)}")
     policy.load(saved)
     damping = policy.at(steps)
     policy.load(before)
