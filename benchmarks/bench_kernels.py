@@ -82,7 +82,7 @@ def bench_rows(benchmark: BenchmarkFixture, way: str, size: int, threads: int) -
 def bench_apply(
     benchmark: BenchmarkFixture, blocks: tuple[int, int, int], together: bool, threads: int
 ) -> None:
-    """Blocks of one shape: the figures of `soframe.strategies.work.SMALL`."""
+    """Blocks of one shape: what batching gains, see `soframe.strategies.work.SMALL`."""
     number, out, into = blocks
     solver = Inverse()
     groups = number if together else 1

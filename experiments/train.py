@@ -36,9 +36,9 @@ from experiments.optimizers import (
 )
 from experiments.records import Row, RunRecord
 from experiments.workloads import workload
+from soframe.kernels.devices import keep_memory
 
 AT_ONCE = 2048  # examples of an evaluation
-LARGE = 8_000_000  # float32 numbers, just below the 32 MiB from which glibc's threshold is fixed
 
 
 def _unheard(message: object) -> None:
@@ -331,14 +331,12 @@ def _accuracy(model: nn.Module, inputs: Tensor, classes: Tensor) -> Tensor:
 
 
 def _warm_up() -> None:
-    """Take one step on a model of one weight, and free a large tensor.
+    """Take one step on a model of one weight, and let the process keep memory.
 
     The first step of the first optimizer in a process makes torch import its compiler, which is no
-    optimizer's training time. And glibc returns free memory to the system beyond twice the largest
-    block that it has seen freed, and requests it again in the next step, page by page: after a
-    large block it keeps enough for any optimizer here.
+    optimizer's training time. And soframe keeps memory for the next step, by which others gain too.
     """
-    torch.zeros(LARGE)
+    keep_memory()
     model = nn.Linear(1, 1)
     model(torch.zeros(1, 1)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.0).step()

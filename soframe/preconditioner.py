@@ -37,6 +37,7 @@ from soframe.comm.stages import PHASE
 from soframe.damping.policies import DampingChoice
 from soframe.diagnostics.metrics import Measuring, Spectra, Taken
 from soframe.diagnostics.norms import measure
+from soframe.kernels.devices import keep_memory
 from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
@@ -240,6 +241,7 @@ class Preconditioner(Stateful):
 
     def _start(self) -> None:
         """Compare pipeline stages, build this rank's part, and check that all settings are read."""
+        keep_memory()
         if self._stages.backend is not None:
             self._meet_stages()
         with self.home.shaped(self._model.parameters()), self._stages.together():

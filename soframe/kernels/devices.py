@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 MOST = 2**27  # numbers of a batch
+_LARGE = 8_000_000  # float32 numbers, just below the 32 MiB from which glibc keeps its threshold
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -40,6 +41,21 @@ def capability(device: torch.device) -> tuple[int, int]:
 def fast_double(device: torch.device) -> bool:
     """Return whether a GPU has tensor cores for float64: NVIDIA's A100, H100, H200, B200."""
     return capability(device) in {(8, 0), (9, 0), (10, 0)}
+
+
+@functools.cache
+def fast_bfloat16() -> bool:
+    """Return whether the processor has instructions for products in bfloat16."""
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+
+
+def keep_memory() -> None:
+    """Let the C library keep the memory that a step frees for the next step.
+
+    glibc returns free memory to the system beyond twice the largest block that it has seen freed,
+    and requests it again page by page: up to a third of a step on a processor.
+    """
+    torch.empty(_LARGE, dtype=torch.float32, device="cpu")
 
 
 def on_host(x: Tensor) -> Tensor:

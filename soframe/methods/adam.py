@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from soframe.kernels.samples import squared_gradients
@@ -62,7 +63,7 @@ class AdamW(WithoutFactors):
         # The correction of the mean is in the root: one pass less.
         scale = 1 - first**count
         root = square.sqrt().mul_(scale / math.sqrt(1 - second**count)).add_(self.eps * scale)
-        return Direction(mean / root, {"mean": mean, "square": square})
+        return Direction(torch.div(mean, root, out=root), {"mean": mean, "square": square})
 
 
 @register("method", "sgd")

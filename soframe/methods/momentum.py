@@ -71,4 +71,4 @@ def require_beta(method: str, name: str, beta: float) -> None:
 
 def second_moment(before: Tensor, new: Tensor, beta: float) -> Tensor:
     """Return the running average ``b square + (1 - b) new^2``."""
-    return torch.addcmul(before * beta, new, new, value=1 - beta)
+    return (before * beta).addcmul_(new, new, value=1 - beta)

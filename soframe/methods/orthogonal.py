@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from soframe.kernels import devices
 from soframe.kernels.precision import within
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import MAX_SIZE, Candidate, Direction, Given, Method, WithoutFactors
@@ -56,6 +57,9 @@ POLAR_EXPRESS = (
 LONG = 2
 """The aspect ratio from which the iteration runs on Gram matrices."""
 
+_HALF = 128  # the side from which bfloat16 is faster on a processor with its instructions
+_LONGEST = 8  # the aspect ratio from which Gram matrices in float32 are faster there
+
 _NEGATIVE = 3e-3  # the largest tolerated error of eigenvalues of a Gram matrix
 _PRECISE = (torch.float32, torch.float64)
 _SAFETY = 1.01  # Polar Express: margin for rounding of the largest singular value
@@ -78,16 +82,26 @@ def nearest_orthogonal(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Approximate the nearest semi-orthogonal matrix of each ``[out, in]`` by Newton-Schulz."""
-    wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
-    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
+    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
     norm = (norm * _SAFETY if kind == "polar-express" else norm) + _TINY
-    # Divided in the dtype of the matrix, and rounded in the same pass.
-    scaled = torch.empty_like(wide, dtype=dtype)
-    torch.div(wide, norm, out=scaled)
-    long = scaled.shape[-1] >= LONG * scaled.shape[-2]
-    iterate = _by_gram_matrices if long and scaled.dtype in _PRECISE else _by_products
-    nearest = iterate(scaled, coefficients(kind, steps)).to(matrix.dtype)
-    return nearest if wide is matrix else nearest.mT.contiguous()
+    # Divided in the dtype of the matrix, and rounded in the same pass; by rows, as torch multiplies
+    # bfloat16 into other layouts a hundred times slower on a processor.
+    scaled = matrix.new_empty(matrix.shape, dtype=dtype)
+    torch.div(matrix, norm, out=scaled)
+    short, long = sorted(scaled.shape[-2:])
+    by_gram = long >= LONG * short and scaled.dtype in _PRECISE
+    iterate = _by_gram_matrices if by_gram else _by_products
+    return iterate(scaled, coefficients(kind, steps)).to(matrix.dtype)
+
+
+def _is_tall(matrix: Tensor) -> bool:
+    return matrix.shape[-2] > matrix.shape[-1]
+
+
+def _gram(matrix: Tensor) -> Tensor:
+    """Return ``A = X X^T``, or ``X^T X`` of a tall matrix."""
+    # `@` copies a single transposed matrix.
+    return torch.bmm(*((matrix.mT, matrix) if _is_tall(matrix) else (matrix, matrix.mT)))
 
 
 def _polynomial(gram: Tensor, b: float, c: float) -> Tensor:
@@ -97,30 +111,43 @@ def _polynomial(gram: Tensor, b: float, c: float) -> Tensor:
 
 def _by_products(matrix: Tensor, each: list[tuple[float, float, float]]) -> Tensor:
     for a, b, c in each:
-        gram = matrix @ matrix.mT
-        polynomial = _polynomial(gram, b, c)
-        matrix = torch.baddbmm(matrix, polynomial, matrix, beta=a)
+        polynomial = _polynomial(_gram(matrix), b, c)
+        pair = (matrix, polynomial) if _is_tall(matrix) else (polynomial, matrix)
+        matrix = torch.baddbmm(matrix, *pair, beta=a)
     return matrix
 
 
 def _by_gram_matrices(matrix: Tensor, each: list[tuple[float, float, float]]) -> Tensor:
-    """Compute the result of `_by_products` with Gram matrices ``[groups, out, out]``."""
+    """Compute the result of `_by_products` with Gram matrices of the shorter side."""
     # An eigenvalue that rounding made negative grows by a^2 in each step instead of converging to
     # one. So the Gram matrix is recomputed before the error is visible: with Muon's five steps
     # this never happens.
-    gram, product, growth = matrix @ matrix.mT, None, 1.0
+    gram, product, growth = _gram(matrix), None, 1.0
     for step, (a, b, c) in enumerate(each):
         polynomial = _polynomial(gram, b, c)
         polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
         product = polynomial if product is None else polynomial @ product
         growth *= a * a
         if step + 1 == len(each) or growth * torch.finfo(matrix.dtype).eps > _NEGATIVE:
-            matrix = product @ matrix
+            matrix = matrix @ product.mT if _is_tall(matrix) else product @ matrix
             if step + 1 < len(each):
-                gram, product, growth = matrix @ matrix.mT, None, 1.0
+                gram, product, growth = _gram(matrix), None, 1.0
         else:
             gram = polynomial @ gram @ polynomial
     return matrix
+
+
+def _fastest(matrix: Tensor) -> torch.dtype:
+    """Return the dtype of the products for ``[groups, out, in]``.
+
+    By the sides alone, so that a block is rounded alike in any stack, on any rank.
+    """
+    if matrix.is_cuda:
+        return torch.bfloat16
+    short, long = sorted(matrix.shape[-2:])
+    pays = short >= _HALF and long < _LONGEST * short
+    single = matrix.dtype == torch.float32 and not devices.on_gpu(matrix)
+    return torch.bfloat16 if pays and single and devices.fast_bfloat16() else matrix.dtype
 
 
 @register("method", "orthogonalise")
@@ -134,8 +161,9 @@ class Orthogonalise(WithoutFactors):
         steps: The number of Newton-Schulz iterations.
         coefficients: ``"muon"`` for the same coefficients in all steps, or ``"polar-express"`` for
             the optimal ones of each step.
-        dtype: The name of the dtype of the products; None for bfloat16 on CUDA, and elsewhere the
-            dtype of the factors.
+        dtype: The name of the dtype of the products. None for bfloat16 on CUDA, and for float32 on
+            processors with its instructions (AVX-512 BF16) where it is faster: for sides of 128 and
+            more, the longer one less than 8 times the other. Elsewhere the dtype of the factors.
     """
 
     joint = False
@@ -157,9 +185,7 @@ class Orthogonalise(WithoutFactors):
 
     def direct(self, given: Given) -> Direction:
         matrix = given.incoming
-        dtype = torch.bfloat16 if matrix.is_cuda else matrix.dtype
-        if self.dtype is not None:
-            dtype = getattr(torch, self.dtype)
+        dtype = _fastest(matrix) if self.dtype is None else getattr(torch, self.dtype)
         # The iteration on Gram matrices needs float32 in full.
         with within("full"):
             nearest = nearest_orthogonal(

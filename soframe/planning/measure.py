@@ -194,8 +194,8 @@ def products(
     if device.type == "cuda":
         make = partial(product, torch.float32)
         found.append(Series("product:tf32", sides, make, 2.5, precision="fast"))
-        if "bfloat16" not in dtypes:
-            found.append(Series("product:bfloat16", sides, partial(product, torch.bfloat16), 2.5))
+    if "bfloat16" not in dtypes and (device.type == "cuda" or devices.fast_bfloat16()):
+        found.append(Series("product:bfloat16", sides, partial(product, torch.bfloat16), 2.5))
     return found
 
 

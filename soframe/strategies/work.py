@@ -18,11 +18,10 @@ from soframe.specs import FactorSpec, Shards, TensorSpec
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes that factors can have and statistics can travel in, and their bytes per element."""
 
-SMALL = 40_000
-"""The largest gradient matrix, in elements, that shares a stack on CPUs. With one thread batching
-six blocks of 16 x 144 took 0.57 of the time, five of 64 x 576 0.83, and 24 of 256 x 256 1.5 times
-the time (AVX2; `bench_apply` of `benchmarks/bench_kernels.py`).
-"""
+SMALL = 70_000
+"""The largest gradient matrix, in elements, that shares a stack on CPUs: 256 x 256 or 128 x 512.
+In one stack rather than alone, steps of twelve such layers take 0.76 to 1.06 of the time, and of
+twelve of 384 x 384 0.94 to 1.08 (one thread; decision 5)."""
 
 LONGEST = 2**27
 """The entries of a stack of an elementwise method, about: its temporary tensors are as long."""

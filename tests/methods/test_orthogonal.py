@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from soframe.kernels import devices
 from soframe.methods import MatchRMS, Momentum, Muon, NewtonMuon, Orthogonalise, orthogonal
-from soframe.methods.base import Candidate
+from soframe.methods.base import Candidate, Given
 from soframe.methods.orthogonal import (
     MUON,
     POLAR_EXPRESS,
@@ -90,12 +91,10 @@ def test_long_matrices_are_those_of_twice_the_width() -> None:
         (torch.bfloat16, (1, 4, 8), False),
     ):
         matrix = randn(*shape).to(dtype)
-        wide = matrix if shape[1] <= shape[2] else matrix.mT
-        scaled = wide / (torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True) + 1e-7)
+        scaled = matrix / (torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True) + 1e-7)
         iterate = orthogonal._by_gram_matrices if by_gram else orthogonal._by_products
         expected = iterate(scaled, coefficients("muon", 5))
-        found = nearest_orthogonal(matrix)
-        assert torch.equal(found if wide is matrix else found.mT, expected), (dtype, shape)
+        assert torch.equal(nearest_orthogonal(matrix), expected), (dtype, shape)
 
 
 def test_zero_stays_zero() -> None:
@@ -113,6 +112,39 @@ def test_dtype_of_the_products(dtype: str) -> None:
         dtype
     ]
     assert lowest < error < highest
+
+
+@pytest.mark.parametrize(
+    ("shape", "halved"),
+    [
+        ((2, 128, 128), True),
+        ((1, 1023, 128), True),
+        ((1, 129, 300), True),
+        ((1, 1024, 128), False),
+        ((3, 127, 200), False),
+    ],
+    ids=str,
+)
+def test_a_processor_with_instructions_for_bfloat16_uses_them(
+    shape: tuple[int, ...], halved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the sides of a matrix, and only instead of float32."""
+    matrix = randn(*shape)
+
+    def found(given: Tensor, fast: bool) -> Tensor:
+        monkeypatch.setattr(devices, "fast_bfloat16", lambda: fast)
+        one = Given(given, given, {}, {}, 0, None, 0.0)  # type: ignore[arg-type]  # not used
+        return Orthogonalise().direct(one).matrix
+
+    single = matrix.float()
+    for fast in (True, False):
+        dtype = torch.bfloat16 if fast and halved else torch.float32
+        assert torch.equal(found(single, fast), nearest_orthogonal(single, dtype=dtype))
+        assert torch.equal(found(matrix, fast), nearest_orthogonal(matrix))
+    if halved:
+        exact = nearest_orthogonal(matrix)
+        error = float((found(single, True) - exact).norm() / exact.norm())
+        assert 1e-3 < error < 0.05
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
