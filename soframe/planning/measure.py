@@ -134,10 +134,11 @@ def measure(
         torch.no_grad(),
     ):
         torch.manual_seed(0)
+        (half,) = _of_rank_zero(backend, [float(cuda or devices.fast_bfloat16())])
         series = [
             *_limits(device),
             *collectives(backend, device, BYTES),
-            *products(device, dtypes),
+            *products(device, dtypes, half=half > 0),
             *factorisations(device, dtypes, _some(sides or SIDES)),
         ]
         return _profile(device, backend, seconds(series, backend, device, budget))
@@ -169,9 +170,13 @@ def _limits(device: torch.device) -> list[Series]:
 
 
 def products(
-    device: torch.device, dtypes: Sequence[str], sides: Sequence[int] | None = None
+    device: torch.device,
+    dtypes: Sequence[str],
+    sides: Sequence[int] | None = None,
+    *,
+    half: bool = False,
 ) -> list[Series]:
-    """Return products of square matrices by side, and convolutions by channels."""
+    """Return products of square matrices by side, ``half`` for bfloat16, too; and convolutions."""
     sides = sides or (OF_GPU if device.type == "cuda" else OF_PRODUCTS)
 
     def product(dtype: torch.dtype, side: int) -> Call:
@@ -194,7 +199,7 @@ def products(
     if device.type == "cuda":
         make = partial(product, torch.float32)
         found.append(Series("product:tf32", sides, make, 2.5, precision="fast"))
-    if "bfloat16" not in dtypes and (device.type == "cuda" or devices.fast_bfloat16()):
+    if half and "bfloat16" not in dtypes:
         found.append(Series("product:bfloat16", sides, partial(product, torch.bfloat16), 2.5))
     return found
 

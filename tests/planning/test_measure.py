@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from soframe.comm import SingleProcess, TorchDistributed
 from soframe.comm.recording import Recording
+from soframe.kernels import devices
 from soframe.planning import measure as measuring
 from soframe.planning.hardware import Collective, Curve, Hardware, Link
 from soframe.planning.measure import COLLECTIVES, Series, measure, seconds
@@ -151,6 +152,7 @@ def on_a_rank(rank: int, ranks: int, fused: bool) -> Hardware:
             slow = {n: lambda n=n: 10 * getattr(time, n)() for n in ("perf_counter", "thread_time")}
             clock = SimpleNamespace(**slow)
             patch.setattr(measuring, "time", clock)
+        patch.setattr(devices, "fast_bfloat16", lambda: rank == 0)
         return measure("cpu", backend=TorchDistributed(fused=fused), sides=(8, 16), budget=0.1)
 
 
@@ -158,6 +160,7 @@ def on_a_rank(rank: int, ranks: int, fused: bool) -> Hardware:
 def test_two_ranks_have_one_profile() -> None:
     one, other = run_ranks(on_a_rank, 2, False)
     assert one == other
+    assert "product:bfloat16" in one.operators
     assert [(one.operation, one.ranks) for one in one.collectives] == [(x, 2) for x in COLLECTIVES]
     for collective in one.collectives:
         assert len(collective.seconds.points) >= 2
@@ -204,7 +207,7 @@ def test_a_gpu_has_batches_and_rates_of_its_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(measuring, "_python", lambda on: [1e-4 * (on == device), 1.0])
     series = [
         *measuring._limits(device),
-        *measuring.products(device, ("float32",)),
+        *measuring.products(device, ("float32",), half=True),
         *measuring.factorisations(device, ("float32",), (16, 2048, 8192)),
     ]
     found = {one: {size: 1.0 * one.batch * size for size in one.sizes} for one in series}
