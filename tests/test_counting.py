@@ -1040,6 +1040,39 @@ def test_one_sample_in_several_calls_is_said_once(batch: tuple[int, ...]) -> Non
         compare(factors(own, "0")[0][0], rows.T @ rows / 5, "A of the mean")
 
 
+class Heads(nn.Module):
+    """Each sample goes through the head of its task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = x.new_zeros(len(x), 2)
+        for number, head in enumerate(self.heads):
+            chosen = x[:, 0] == number
+            outputs[chosen] = head(x[chosen])
+        return outputs
+
+
+def test_a_last_head_with_one_sample_is_said_once() -> None:
+    """It looks like the end of a model that was called without a batch."""
+    model, x = fill(Heads()), routed([0, 1, 0, 0])
+
+    def loss(net: nn.Module, step: int) -> Tensor:
+        return half_square(net(x), x[:, :2])
+
+    with closing(preconditioner(model)) as own:
+        with pytest.warns(UserWarning, match=r"one sample.* of 4 samples.*another layer had 3"):
+            kit.train(model, loss, range(1), own)
+        kit.train(model, loss, range(1), own)  # warnings are errors here
+    with closing(preconditioner(model)) as own:
+        own.count(4)
+        kit.train(model, loss, range(1), own)
+        rows = torch.cat([x[1:2], torch.ones(1, 1).double()], 1)
+        compare(factors(own, "heads.1")[0][0], rows.T @ rows / 4, "A of a mean over four")
+
+
 class OneByOne(nn.Module):
     """Samples of other sizes, as images are, go through the layer one after the other."""
 

@@ -228,6 +228,7 @@ class Pass:
     part: int = 0  # the pipeline stage that it belongs to
     told: bool = False  # whether its terms or rows are declared, or observed
     batches: list[Batch] = field(default_factory=list)  # its forward passes
+    reached: set[int] = field(default_factory=set)  # the numbers of samples of its calls
     loss_scale: float | None = None  # of its loss; None until it is read
 
     def scale(self, read: Callable[[], float]) -> float:
@@ -255,6 +256,7 @@ class Passes:
         one = self.each.get(number)
         if one is None:
             one = self.each[number] = self._begin(sizes, told, batch, part)
+        one.reached.add(sizes[0])
         if batch not in one.batches:
             one.batches.append(batch)
             if len(one.batches) > 1 and any(other.declared for other in one.batches):
@@ -317,11 +319,19 @@ class Passes:
             sizes = {batch.tokens if each else batch.size for batch in one.batches}
             if one.told or None in sizes:
                 continue
-            if len(sizes) > 1:
-                several = " and ".join(map(str, sorted(filter(None, sizes))))
+            known = sorted(filter(None, sizes))
+            if len(known) > 1:
+                several = " and ".join(map(str, known))
                 return (
                     f"one backward pass went through forward passes of {several} samples, whose "
                     f"loss is taken for a mean over {one.samples}: {REMEDY}"
+                )
+            (whole,) = known
+            if one.samples == 1 and any(1 < n < whole for n in one.reached):
+                return (
+                    f"the layer nearest to the loss was called with one sample, so that the "
+                    f"model's arguments, of {whole} samples, are taken for one without a batch; "
+                    f"but another layer had {max(n for n in one.reached if n < whole)}: {REMEDY}"
                 )
             if (calls := len(one.batches)) > 1 and one.samples == one.size == 1:
                 return (
