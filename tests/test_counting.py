@@ -1048,9 +1048,9 @@ class Heads(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs = x.new_zeros(len(x), 2)
+        outputs = x.new_zeros(*x.shape[:-1], 2)
         for number, head in enumerate(self.heads):
-            chosen = x[:, 0] == number
+            chosen = x.flatten(1)[:, 0] == number
             outputs[chosen] = head(x[chosen])
         return outputs
 
@@ -1071,6 +1071,21 @@ def test_a_last_head_with_one_sample_is_said_once() -> None:
         kit.train(model, loss, range(1), own)
         rows = torch.cat([x[1:2], torch.ones(1, 1).double()], 1)
         compare(factors(own, "heads.1")[0][0], rows.T @ rows / 4, "A of a mean over four")
+
+
+def test_a_single_sample_with_positions_is_no_table_of_all_samples() -> None:
+    """If its head has had a part of a batch before."""
+    model, several = fill(Heads()), randn(5, 4, 3)
+    several[:, 0, 0] = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
+    single = several.clone()
+    single[2, 0, 0] = 1.0
+    with closing(preconditioner(model, decay=0.0)) as own:
+        for x in (several, single):
+            model(x).square().sum().div(len(x)).backward()
+            own.step()
+            model.zero_grad()
+        rows = torch.cat([single[1], torch.ones(4, 1).double()], 1)
+        compare(factors(own, "heads.0")[0][0], rows.T @ rows / 5, "A of a mean over five")
 
 
 class OneByOne(nn.Module):

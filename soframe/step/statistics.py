@@ -123,6 +123,7 @@ class Statistics:
         self._part_of = {block: part_of(block) for block in blocks}
         self._everybodys = (0, 0)
         self._share = 1.0
+        self._routed: set[Block] = set()  # blocks that were called with a part of a batch
         self._shared = SharedInputs()
         self._contributions: dict[Block, Contribution] = {}  # of the weights last sent
 
@@ -198,8 +199,11 @@ class Statistics:
         data_left = _left(data, batch, shared)
         told = said.terms if probe is None else probe.samples
         now = self._passes.enter(number, data_left, told, said, self._part_of[block])
-        users = 1
-        if helper.lacks_batch(batch, shared, now.size):
+        users, lacks = 1, helper.lacks_batch(batch, shared, now.size)
+        if not lacks and 1 < batch < now.size:
+            self._routed.add(block)
+        # A single sample of a layer that gets a part of the batch at other times is no table.
+        if lacks and block not in self._routed:
             # Shared by all samples, whose gradients are added up: the positions of one.
             users = now.size
             if batch > 1:
