@@ -302,6 +302,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 "add_param_group takes parameters of the model that soframe.Optimizer has: add the "
                 "module to the model first"
             )
+        for name in ("betas", "momentum"):
+            if group.get(name) is None:
+                group.pop(name, None)  # torch's, from the defaults that schedulers look for
         self._given.append(group)
         self.group(self.preconditioner.blocks)
 

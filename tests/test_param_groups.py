@@ -186,6 +186,23 @@ def test_what_is_added_to_a_model_may_be_added_to_the_groups(given: bool) -> Non
     assert options_of(model, again) == options_of(model, optimizer)
 
 
+@pytest.mark.parametrize("method", ["adamw", "muon", "soap"])
+def test_an_added_group_has_the_betas_and_momentum_of_its_method(method: str) -> None:
+    """Not the None that schedulers look for in the defaults."""
+    body = [nn.Linear(2, 2) for _ in range(2)]
+    model = nn.ModuleDict({"body": nn.ModuleList(body), "head": nn.Linear(2, 2)}).double()
+    optimizer = soframe.Optimizer(model, method, lr=0.1)
+    more = nn.Linear(2, 2).double()
+    body[0].add_module("more", more)
+    optimizer.add_param_group({"params": list(more.parameters())})
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name in ("betas", "momentum"):
+        assert of[id(more.weight)].get(name) == of[id(body[1].weight)].get(name)
+
+
 @given(seed=st.integers(0, 10**6))
 def test_every_entry_of_a_saved_group_is_under_a_checksum(seed: int) -> None:
     model = net()
