@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 MOST = 2**27  # numbers of a batch
-_LARGE = 8_000_000  # float32 numbers, just below the 32 MiB from which glibc keeps its threshold
+_LARGE = 32_000_000  # bytes, just below the 32 MiB from which glibc keeps its threshold
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -55,7 +55,7 @@ def keep_memory() -> None:
     glibc returns free memory to the system beyond twice the largest block that it has seen freed,
     and requests it again page by page: up to a third of a step on a processor.
     """
-    torch.empty(_LARGE, dtype=torch.float32, device="cpu")
+    torch.UntypedStorage(_LARGE, device="cpu")
 
 
 def on_host(x: Tensor) -> Tensor:
