@@ -326,7 +326,7 @@ class Passes:
                     f"one backward pass went through forward passes of {several} samples, whose "
                     f"loss is taken for a mean over {one.samples}: {REMEDY}"
                 )
-            (whole,) = known
+            whole = max(known, default=0)
             if one.samples == 1 and any(1 < n < whole for n in one.reached):
                 return (
                     f"the layer nearest to the loss was called with one sample, so that the "

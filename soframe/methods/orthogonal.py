@@ -129,7 +129,7 @@ def _by_gram_matrices(matrix: Tensor, each: list[tuple[float, float, float]]) ->
         product = polynomial if product is None else polynomial @ product
         growth *= a * a
         if step + 1 == len(each) or growth * torch.finfo(matrix.dtype).eps > _NEGATIVE:
-            matrix = matrix @ product.mT if _is_tall(matrix) else product @ matrix
+            matrix = matrix @ product if _is_tall(matrix) else product @ matrix
             if step + 1 < len(each):
                 gram, product, growth = _gram(matrix), None, 1.0
         else:
