@@ -1,0 +1,90 @@
+"""The comparison on ordinary problems: its counts, and the defaults on four of the problems."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ordinary
+from benchmarks.ordinary import Cell, Record, Score
+from benchmarks.ordinary_problems import OPEN, UNSEEN
+
+
+def record(
+    held_out: list[float], contender: str = "sgd", lr: float | None = 0.1, seed: int = 0
+) -> Record:
+    seconds = [float(number + 1) for number in range(len(held_out))]
+    cell = Cell("friedman1", contender, lr, "constant", seed)
+    return Record(cell, 1.0, held_out, [0.5] * len(held_out), seconds)
+
+
+def score(own: list[list[float]], base: list[list[float]]) -> Score:
+    """Compare one problem at rates 0.1, 0.01, ..., a seed each."""
+    rates = [10.0**-number for number in range(1, 1 + len(own))]
+    return ordinary.score(
+        [record(losses, "kfac", lr) for losses, lr in zip(own, rates, strict=True)],
+        [record(losses, "sgd", lr) for losses, lr in zip(base, rates, strict=True)],
+    )
+
+
+def test_a_run_is_behind_by_more_than_a_twentieth_of_the_gain() -> None:
+    # The base gains 0.8: 0.24 is level, 0.25 is behind, and the lowest loss counts, not the last.
+    assert score([[0.9, 0.24, 0.9]], [[0.9, 0.5, 0.2]]).behind == 0
+    assert score([[0.9, 0.25, 0.9]], [[0.9, 0.5, 0.2]]).behind == 1
+    # Rates are compared with their own: the second is behind, though the first is ahead of both.
+    assert score([[0.1], [0.6]], [[0.2], [0.5]]).behind == 1
+
+
+@pytest.mark.parametrize("end", [1.6, math.inf, math.nan])
+def test_a_run_diverges_where_its_base_does_not(end: float) -> None:
+    assert score([[0.5, end]], [[0.5, 0.5]]).diverged == 1
+    assert score([[0.5, end]], [[0.5, end]]).diverged == 0
+    assert score([[0.5, 1.4]], [[0.5, 0.5]]).diverged == 0
+
+
+def test_gains_and_steps_are_those_of_the_best_rates() -> None:
+    found = score([[0.3, 0.2, 0.1], [0.2, 0.2, 0.2]], [[0.9, 0.9, 0.6], [0.9, 0.5, 0.3]])
+    assert (found.best, found.base) == (0.1, 0.3)
+    assert found.gain == pytest.approx(0.7 / 0.9)
+    assert (found.steps, found.time) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+    assert score([[0.4]], [[0.3]]).steps == math.inf
+
+
+def test_a_run_at_a_rate_of_its_own_is_beside_the_best_of_its_base() -> None:
+    own = [record([0.4], "soframe: recommend", None)]
+    base = [record([0.9], lr=0.1), record([0.3], lr=0.01)]
+    assert ordinary.score(own, base).behind == 1
+    assert ordinary.score(own, base[:1]).behind == 0
+
+
+def test_runs_are_kept_and_a_broken_one_says_why(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    cells = [
+        Cell("diabetes", "sgd", 0.03, "constant", 0),
+        Cell("diabetes", "sgd", -1.0, "constant", 0),  # a rate that torch refuses
+    ]
+    first = ordinary.kept(cells, file, processes=1)
+    assert first[0].lowest < first[0].start
+    assert first[1].error.startswith("ValueError")
+    assert first[1].diverged
+    text = file.read_text(encoding="utf-8")
+    again = ordinary.kept(cells, file, processes=1)
+    assert file.read_text(encoding="utf-8") == text
+    assert again[0] == first[0]
+
+
+def test_no_problem_is_in_both_sets() -> None:
+    assert len(OPEN) >= 20
+    assert len(UNSEEN) == 8
+    assert not OPEN.keys() & UNSEEN.keys()
+
+
+@pytest.mark.slow
+def test_the_readme_s_k_fac_does_not_lose_to_sgd(tmp_path: Path) -> None:
+    """Three schedules and two rates of four problems, on which earlier defaults diverged."""
+    cells = ordinary.cells_of(ordinary.SHORT, ["sgd", "soframe: Preconditioner"], [0], rates=2)
+    _, scores = ordinary.tables(ordinary.kept(cells, tmp_path / "runs.jsonl", processes=1))
+    found = scores["soframe: Preconditioner"]
+    assert sum(own.diverged for own in found.values()) == 0
+    assert sum(own.behind for own in found.values()) <= 2
+    assert max(own.gain for own in found.values()) < 1.05
