@@ -30,8 +30,8 @@ from soframe.kernels.precision import Precision
 
 EVERY: dict[str, Any] = {"statistics_every": 1, "solve_every": 5}
 METHODS: dict[str, dict[str, Any]] = {
-    "kfac, inverse": {"method": "kfac", "solver": "inverse", "lr": 0.1, "kl_clip": 1e-3},
-    "kfac, eigen": {"method": "kfac", "solver": "eigen", "lr": 0.1, "kl_clip": 1e-3},
+    "kfac, inverse": {"method": "kfac", "solver": "inverse", "kl_clip": 0.1},
+    "kfac, eigen": {"method": "kfac", "solver": "eigen", "kl_clip": 0.1},
     "soap": {"method": "soap", "lr": 0.003, "auxiliary": "adamw"},
     "soap-muon": {"method": "soap-muon", "lr": 0.02, "auxiliary": "adamw", "auxiliary_lr": 3e-3},
 }

@@ -154,10 +154,8 @@ def build_preconditioner(
         return optimizer.preconditioner
     if config.optimizer != "kfac":
         return None
-    # The schedule also shortens the steps that the clip has cut.
-    options: dict[str, Any] = {"clip_lr": "initial", **config.preconditioner}
     return soframe.Preconditioner(
-        model, optimizer=optimizer, strategy=config.strategy, **grouped(options)
+        model, optimizer=optimizer, strategy=config.strategy, **grouped(config.preconditioner)
     )
 
 

@@ -59,7 +59,7 @@ SPACES: Mapping[str, Space] = {
         "momentum": [0.8, 0.9],
         "preconditioner.solver": ["eigen", "inverse"],
         "preconditioner.damping": (1e-4, 1e-2),
-        "preconditioner.kl_clip": (5e-5, 1e-3),
+        "preconditioner.kl_clip": (1e-3, 1.0),
         "preconditioner.decay": [0.8, 0.9],
         "preconditioner.statistics_every": [5, 10],
         "preconditioner.solve_every": [10, 20],

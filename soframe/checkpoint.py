@@ -85,7 +85,6 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     if any(block.record.pending > 0 for block in blocks):
         backend.meet("soframe.checkpoint.part()")
     header = preconditioner.header()
-    header["initial_lrs"] = [float(rate) for rate in header["initial_lrs"]]
     tensors: dict[str, Tensor] = {}
     for block, place in preconditioner._placed:
         header["blocks"][block.name]["solved"] = block.solved
@@ -233,7 +232,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for one in parts:
         checksums.verify(one)
     first = parts[0]
-    for key in ("version", "step", "owed_statistics", "scaling", "initial_lrs", "damping"):
+    for key in ("version", "step", "owed_statistics", "scaling", "damping"):
         if any(one.get(key) != first.get(key) for one in parts):
             raise ValueError(
                 f"these states are of different runs or steps: {key} is "

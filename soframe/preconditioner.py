@@ -55,7 +55,6 @@ from soframe.step.effect import Effect
 from soframe.step.gradients import Gradients
 from soframe.step.moving import grouping
 from soframe.step.outcome import Outcome
-from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
 from soframe.step.statistics import Statistics
@@ -79,13 +78,16 @@ class Preconditioner(Stateful):
         solver: The solver, specified in the same way; None for ``"inverse"``, or ``"eigen"`` if a
             method needs eigenvectors, which `report` says.
         strategy: The distribution strategy: a name, class or instance.
-        optimizer: The optimizer whose learning rates the clips read at every step.
-        lr: The learning rate for the clips, instead of an ``optimizer``.
+        optimizer: The optimizer behind the preconditioner, which must have the parameters of every
+            block.
+        lr: The learning rate of the steps that the clips bound, for a clipped step of the bound's
+            length at any rate, as in kfac-pytorch. None, the default, for clips that bound updates:
+            the optimizer's rate scales a clipped step like any other.
         damping: Added to the curvature's eigenvalues: a number, a callable of the step, or the
             name, class or instance of a damping policy that needs no reduction ratio.
         decay: The EMA decay of the running factors, per statistics step.
-        kl_clip: Bound on ``sum lr^2 <update, gradient>``, about twice the KL divergence of a step;
-            None turns it off.
+        kl_clip: Bound on ``sum <update, gradient>``, about twice the KL divergence of a step of
+            rate one; None turns it off.
         statistics_every: Interval of statistics steps, in steps; None for 10 where statistics come
             from calls (K-FAC), and 1 where they come from the averaged gradient (SOAP, Shampoo).
         solve_every: Interval of solves, in steps; None for 10, which becomes 100 after 100 steps
@@ -138,9 +140,9 @@ class Preconditioner(Stateful):
         *,
         optimizer: torch.optim.Optimizer | None = None,
         lr: Schedule | None = None,
-        damping: DampingChoice = 1e-3,
+        damping: DampingChoice = 0.05,
         decay: Schedule = 0.95,
-        kl_clip: Schedule | None = 1e-4,
+        kl_clip: Schedule | None = 0.1,
         statistics_every: Interval | None = None,
         solve_every: Interval | None = None,
         background: int | Literal["ready"] = 0,
@@ -183,7 +185,7 @@ class Preconditioner(Stateful):
             self._model = unwrap(model)
             self._damping = building.choose_damping(damping)
             self._decay = Scheduled("decay", decay, high=1.0)
-            self._bounds = Bounds.of(kl_clip, limits.norm_clip)
+            self._bounds = Bounds.of(kl_clip, limits.norm_clip, lr)
             self._refresh = Refresh.of(
                 statistics_every,
                 solve_every,
@@ -199,7 +201,6 @@ class Preconditioner(Stateful):
             self._solves = Solves(background, overlap=self.backend.overlap)
             self._gradients = ranks.gradients
             self._sampler = Sampler(curve.rows, self.backend.rank)
-            self._lrs = LearningRates(optimizer, lr, clipped=self._bounds.any, which=limits.clip_lr)
             modelled = None if curve.loss is None else KINDS["loss"].build(curve.loss, Loss)
             # None leaves the choice to a trust region; without one it is the empirical Fisher.
             fisher = "empirical" if curve.fisher is None else curve.fisher
@@ -236,7 +237,6 @@ class Preconditioner(Stateful):
             self._blocks: list[Block] = []
             self._built, self._closed = False, False
         self._start()
-        self._lrs.warn_of_assumptions(self._blocks, stacklevel=3)
         self._refresh.warn_of_settings(self._blocks, stacklevel=3)
 
     def _start(self) -> None:
@@ -453,7 +453,6 @@ class Preconditioner(Stateful):
         """Compare the settings of a model's stages before they are registered."""
         settings = (
             *self._common(),
-            self._lrs.which,
             self._gradients,
             self._solves,
             self._refresh,
@@ -465,7 +464,7 @@ class Preconditioner(Stateful):
         """Register the model, place the work and hook the layers."""
         settings = (
             *self._common(),
-            self._lrs,
+            f"optimizer={type(self._optimizer).__name__}",
             building.averaged_tensors(self._model, self._gradients),
             type(self.home),  # the instance may differ by rank
             self.backend.fused,
@@ -473,7 +472,7 @@ class Preconditioner(Stateful):
         registration, placement, self._strategy = building.build(
             self._model,
             choices=self._choices,
-            rates=self._lrs,
+            optimizer=self._optimizer,
             strategy=self._strategy,
             backend=self.backend,
             background=self._solves,

@@ -23,7 +23,6 @@ from soframe.kernels.precision import Precision
 from soframe.losses.base import Loss
 from soframe.methods.scaling import LossAverage, Scaling
 from soframe.schedules import Schedule
-from soframe.step.rates import ClipLR
 
 
 @dataclass(frozen=True)
@@ -109,17 +108,13 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Clips:
-    """The clips other than ``kl_clip``.
+    """The clip other than ``kl_clip``.
 
     Attributes:
-        norm_clip: Bound on the Euclidean length of a step; None turns it off.
-        clip_lr: ``"initial"`` lets the length of a clipped step follow a schedule of the learning
-            rate down from its peak; with ``"live"`` it has the bound's length at any rate, as in
-            kfac-pytorch.
+        norm_clip: Bound on the Euclidean length of the updates together; None turns it off.
     """
 
     norm_clip: Schedule | None = None
-    clip_lr: ClipLR = "initial"
 
 
 Group = Curvature | Distribution | Clips

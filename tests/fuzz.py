@@ -224,7 +224,6 @@ PRECONDITIONER: Mapping[str, Values] = {
     "decay": Values([0.0, 0.5, 0.95, *schedules(0.1)], [1.0, *ODD_NUMBERS]),
     "kl_clip": Values([None, 1e-4, 1.0, 1e30, 1e-30, *schedules(0.1)], ODD_NUMBERS),
     "norm_clip": Values([None, 1.0, 1e30, 1e-30, *schedules(0.1)], ODD_NUMBERS),
-    "clip_lr": Values(["live", "initial"]),
     "optimizer": Values([OPTIMIZER], [STALE]),
     "lr": Values([0.1, 0.0, 1e30, *schedules(0.1)], ODD_NUMBERS),
     "statistics_every": Values(INTERVALS, [*schedules(0, 1.5, None), True]),
@@ -401,7 +400,7 @@ RATES = Values([1e-3, 0.1, 0.0], [1e300, *ODD_NUMBERS])
 OF_BOTH = {
     name: PRECONDITIONER[name]
     for name in (
-        *("solver", "strategy", "backend", "damping", "decay", "kl_clip", "norm_clip", "clip_lr"),
+        *("solver", "strategy", "backend", "damping", "decay", "kl_clip", "norm_clip"),
         *("statistics_every", "solve_every", "stagger", "background", "skip", "samples", "layers"),
         *("loss_average", "dtype", "fisher", "loss", "gradients"),
     )

@@ -43,7 +43,6 @@ CHOSEN: dict[str, Any] = {
     "decay": 0.75,
     "kl_clip": 0.125,
     "norm_clip": 8.0,
-    "clip_lr": "initial",
     "lr": 0.5,
     "statistics_every": 3,
     "solve_every": 6,
@@ -66,7 +65,7 @@ def test_settings_are_those_that_were_chosen() -> None:
     own = soframe.Preconditioner(network(), "ekfac", "eigen", "mem-opt", **grouped(CHOSEN))
     found = lines(repr(own))
     for name, value in CHOSEN.items():
-        assert found[name] == (f"[{value}]" if name == "lr" else repr(value)), name
+        assert found[name] == repr(value), name
     assert found["method"].startswith("EKFAC(")
     assert found["strategy"].startswith("MemOpt(")
     own.close()
@@ -85,34 +84,23 @@ def test_values_are_those_of_the_coming_step() -> None:
         decay=falling,
         kl_clip=falling,
         clips=soframe.Clips(norm_clip=falling),
+        lr=falling,
         statistics_every=lambda step: step + 1,
         solve_every=lambda step: 2 * (step + 1),
     )
     for step in range(2):
-        for value in (own.damping, own.decay, own.kl_clip, own.norm_clip):
+        for value in (own.damping, own.decay, own.kl_clip, own.norm_clip, own.lr):
             assert value == 0.5 / (step + 1)
         assert (own.steps, own.statistics_every, own.solve_every) == (step, step + 1, 2 * step + 2)
-        assert own.lr == [0.2 / (step + 1)]
         assert lines(repr(own))["damping"].startswith(f"{0.5 / (step + 1)} (now, of test_values")
         model.zero_grad()
         model(torch.randn(3, 4)).square().mean().backward()
         own.step()
-        optimizer.param_groups[0]["lr"] = 0.2 / (step + 2)
     with pytest.raises(AttributeError):
         own.damping = 3.0  # type: ignore[misc]
     policy = soframe.Preconditioner(network(), damping="relative", kl_clip=None)
     assert lines(repr(policy))["damping"] == "0.1 (now, of 'relative')"
     assert (policy.kl_clip, policy.norm_clip, policy.world_size) == (None, None, 1)
-
-
-def test_reading_a_rate_takes_no_note_of_it() -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    own = soframe.Preconditioner(model, optimizer=optimizer, clips=soframe.Clips(clip_lr="initial"))
-    optimizer.param_groups[0]["lr"] = 100.0
-    assert own.lr == [100.0]
-    optimizer.param_groups[0]["lr"] = 0.1
-    assert own._lrs.state() == [0.2]
 
 
 def test_an_optimizer_shows_its_groups_and_its_preconditioner() -> None:

@@ -1,4 +1,4 @@
-"""The norm clip against its closed form: alone, with the KL clip, and with several rates."""
+"""The norm clip against its closed form: alone, with the KL clip, and at a learning rate."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +17,9 @@ from tests.examples import examples
 from tests.test_kl_clip import clip, net, step
 
 
-def norm_clip(p: Sequence[Tensor], lrs: Sequence[float], bound: float) -> float:
+def norm_clip(p: Sequence[Tensor], bound: float, lr: float = 1.0) -> float:
     """The factor by its definition, over parameters."""
-    length = sum(float((lr * a).square().sum()) for lr, a in zip(lrs, p, strict=True)) ** 0.5
+    length = sum(float((lr * a).square().sum()) for a in p) ** 0.5
     return min(1.0, bound / length)
 
 
@@ -27,14 +27,14 @@ def norm_clip(p: Sequence[Tensor], lrs: Sequence[float], bound: float) -> float:
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     bound=st.floats(1e-6, 1e3),
     scale=st.sampled_from([1e-6, 1.0, 1e6]),
+    lr=st.sampled_from([0.1, 1.0, 3.0]),
 )
 @settings(max_examples=examples(20))
-def test_closed_form(sizes: list[int], bound: float, scale: float) -> None:
+def test_closed_form(sizes: list[int], bound: float, scale: float, lr: float) -> None:
     p = [scale * torch.randn(1, n, 2, dtype=torch.float64) for n in sizes]
-    lrs = [0.1 * (1 + i) for i in range(len(sizes))]
-    factor = norm_clip_factor(p, lrs, bound)
-    compare(factor, torch.tensor(norm_clip(p, lrs, bound), dtype=torch.float64), "factor")
-    moved = sum(float((lr * factor * q).square().sum()) for lr, q in zip(lrs, p, strict=True))
+    factor = norm_clip_factor(p, lr, bound)
+    compare(factor, torch.tensor(norm_clip(p, bound, lr), dtype=torch.float64), "factor")
+    moved = sum(float((lr * factor * q).square().sum()) for q in p)
     assert moved**0.5 <= bound * (1 + 1e-12)
 
 
@@ -42,26 +42,17 @@ def test_closed_form(sizes: list[int], bound: float, scale: float) -> None:
 @pytest.mark.parametrize("kl", [None, 1e-8, 1e30])
 def test_the_stricter_clip_holds(norm: float, kl: float | None) -> None:
     plain, model = net(), net()
-    groups = [{"params": list(model[i].parameters())} for i in (0, 3)]
-    optimizer = torch.optim.SGD(groups, lr=0.3)
-    optimizer.param_groups[1]["lr"] = torch.tensor(2.0, dtype=torch.float64)
-    own = soframe.Preconditioner(
-        model,
-        kl_clip=kl,
-        clips=soframe.Clips(norm_clip=norm),
-        optimizer=optimizer,
-        statistics_every=1,
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)  # which no clip reads
+    clips = soframe.Clips(norm_clip=norm)
+    own = soframe.Preconditioner(model, kl_clip=kl, clips=clips, optimizer=optimizer)
     with closing(own), closing(soframe.Preconditioner(plain, kl_clip=None)) as unclipped:
         raw, p = step(plain, unclipped)
         _, clipped = step(model, own)
-    lrs = [0.3, 0.3, 2.0, 2.0]
-    factor = min(norm_clip(p, lrs, norm), 1.0 if kl is None else clip(raw, p, lrs, kl))
+    factor = min(norm_clip(p, norm), 1.0 if kl is None else clip(raw, p, kl))
     for one, other in zip(clipped, p, strict=True):
         compare(one, factor * other, "clipped")
     if norm < 1 and kl != 1e-8:
-        moved = sum(float((lr * q).square().sum()) for lr, q in zip(lrs, clipped, strict=True))
-        assert moved**0.5 == pytest.approx(norm)
+        assert sum(float(q.square().sum()) for q in clipped) ** 0.5 == pytest.approx(norm)
 
 
 def test_a_schedule_of_the_bound() -> None:
@@ -78,7 +69,7 @@ def test_a_schedule_of_the_bound() -> None:
         for number in range(2):
             _, p = step(plain, unclipped, number)
             _, clipped = step(model, own, number)
-            factor = norm_clip(p, [0.5] * 4, 1e-3 / (1 + number))
+            factor = norm_clip(p, 1e-3 / (1 + number), 0.5)
             for one, other in zip(clipped, p, strict=True):
                 compare(one, factor * other, f"step {number}")
 
@@ -86,21 +77,16 @@ def test_a_schedule_of_the_bound() -> None:
 def test_nothing_is_read_on_the_host() -> None:
     """Tensors without values: reading one would raise."""
     p = [torch.empty(1, 2, 3, device="meta"), torch.empty(2, 1, 1, device="meta")]
-    factor = norm_clip_factor(p, [0.1, torch.empty((), device="meta")], 1e-3)
+    factor = norm_clip_factor(p, 0.1, 1e-3)
     assert factor.is_meta
     assert factor.shape == ()
 
 
 def test_zeros_stay_zero() -> None:
-    assert norm_clip_factor([torch.zeros(1, 2, 2)], [0.1], 1e-3) == 1.0
-
-
-def test_without_a_learning_rate_it_says_what_it_assumes() -> None:
-    with pytest.warns(UserWarning, match="assumes a learning rate of 0.1"):
-        soframe.Preconditioner(net(), kl_clip=None, clips=soframe.Clips(norm_clip=1.0)).close()
+    assert norm_clip_factor([torch.zeros(1, 2, 2)], 0.1, 1e-3) == 1.0
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), "1", True])
 def test_bounds_out_of_range(bad: Any) -> None:
     with pytest.raises(ValueError, match="norm_clip must be"):
-        soframe.Preconditioner(net(), clips=soframe.Clips(norm_clip=bad), lr=0.1)
+        soframe.Preconditioner(net(), clips=soframe.Clips(norm_clip=bad))

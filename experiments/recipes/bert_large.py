@@ -63,7 +63,7 @@ class Settings(Common):
     """Decay of the rate (BERT-PyTorch: a polynomial of degree 0.5)."""
     warmup: float = 0.128
     """Fraction of the run in which the rate grows (BERT-PyTorch)."""
-    damping: float = 3e-3
+    damping: float | None = 3e-3
     """Damping (BERT-PyTorch)."""
     kl_clip: float | None = 1e-3
     """Bound of the KL clip (BERT-PyTorch)."""

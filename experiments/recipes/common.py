@@ -60,10 +60,10 @@ class Common:
     """Epochs at which the schedule `milestones` divides the rate by ten."""
     warmup: float = 0.0
     """Fraction of the run in which the rate grows from zero on a line."""
-    damping: float = 1e-3
-    """Damping of methods that have one."""
-    kl_clip: float | None = 1e-4
-    """Bound of the KL clip of soframe.Preconditioner; None for no clip."""
+    damping: float | None = None
+    """Damping of a soframe.Preconditioner; None for soframe's default."""
+    kl_clip: float | None = None
+    """Bound of its KL clip, of a step at the peak of the rate; None for soframe's default."""
     statistics_every: int | None = None
     """Steps between statistics; None for soframe's default."""
     solve_every: int | None = None
@@ -164,10 +164,12 @@ def optimizer(model: nn.Module, settings: Common, **more: Any) -> Built:
     made = first_order(model, settings, name)
     if not own:
         return made, None
-    clip, damping = settings.kl_clip, settings.damping
-    return made, soframe.Preconditioner(
-        model, **{"optimizer": made, "kl_clip": clip, "damping": damping, **more}
-    )
+    options: dict[str, Any] = {"optimizer": made}
+    if settings.damping is not None:
+        options["damping"] = settings.damping
+    if settings.kl_clip is not None:
+        options["kl_clip"] = settings.kl_clip / settings.rate**2  # soframe bounds updates
+    return made, soframe.Preconditioner(model, **options, **more)
 
 
 def first_order(model: nn.Module, settings: Common, name: str) -> torch.optim.Optimizer:

@@ -48,7 +48,7 @@ class Settings(Common):
     """Epochs at which the rate is divided by ten (kfac-pytorch)."""
     warmup: float = 0.05
     """Fraction of the run in which the rate grows (kfac-pytorch: 5 of 100 epochs)."""
-    damping: float = 3e-3
+    damping: float | None = 3e-3
     """Damping (kfac-pytorch)."""
     kl_clip: float | None = 1e-3
     """Bound of the KL clip (kfac-pytorch)."""

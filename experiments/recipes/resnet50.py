@@ -54,7 +54,7 @@ class Settings(Common):
     """Epochs at which the rate is divided by ten (kfac-pytorch)."""
     warmup: float = 5 / 55
     """Fraction of the run in which the rate grows (kfac-pytorch: 5 of 55 epochs)."""
-    damping: float = 1e-3
+    damping: float | None = 1e-3
     """Damping (kfac-pytorch)."""
     kl_clip: float | None = 1e-3
     """Bound of the KL clip (kfac-pytorch)."""

@@ -25,7 +25,7 @@ from soframe.comm.packing import pack_triangle
 from soframe.methods.kfac import KFAC
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
-from soframe.settings import Clips, Curvature
+from soframe.settings import Curvature
 from soframe.solvers import Eigen, Inverse, Solver
 from soframe.state import checksums
 from soframe.state.saving import agree
@@ -72,8 +72,8 @@ def settings(**arguments: Any) -> dict[str, Any]:
     """Translate the keyword arguments of a ``KFACPreconditioner`` of kfac-pytorch 0.4.
 
     Omitted arguments have kfac-pytorch's defaults. An argument without a counterpart warns unless
-    it has its default. Pass ``optimizer=`` in place of the result's ``"lr"`` to read learning rates
-    from the optimizer at every step.
+    it has its default. For the rate of an optimizer put
+    ``lr=lambda step: optimizer.param_groups[0]["lr"]`` in place of the result's.
 
     Args:
         **arguments: All arguments but the model; members of kfac-pytorch's enums, or their words
@@ -117,7 +117,6 @@ def settings(**arguments: Any) -> dict[str, Any]:
         "skip": tuple(given["skip_layers"] or ()),
         "grad_scaler": given["grad_scaler"],
         "curvature": Curvature(scaling="kaisa", dtype=_dtype(arguments)),
-        "clips": Clips(clip_lr="live"),
     }
 
 

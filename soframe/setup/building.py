@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from soframe import combinations
 from soframe.blocks import sharding
@@ -32,7 +33,7 @@ from soframe.methods.base import Method
 from soframe.registry import KINDS, describe
 from soframe.solvers.base import Solver
 from soframe.step import gradients as averaging
-from soframe.step.rates import LearningRates
+from soframe.step.moving import grouping
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
 from soframe.strategies.base import Circumstances, Strategy
@@ -171,10 +172,40 @@ def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
     return placement
 
 
+def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
+    """Raise ValueError if an optimizer lacks a parameter of a block."""
+    if optimizer is None or not blocks:
+        return
+    if (groups := grouping(optimizer)) is not None:
+        groups.group(blocks)
+    home = blocks[0].home
+    held = {id(p) for parameters in home.groups(optimizer) for p in parameters}
+    parameters = {
+        f"{block.name}.{name}": parameter
+        for block in blocks
+        for name, parameter in block.parameters.items()
+    }
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in held]
+    if not missing:
+        return
+    if len(missing) == len(parameters):
+        # An optimizer that shards parameters replaces them, and reads gradients of its own.
+        remedy = (
+            "It has no parameter of any block: it is another model's, or one that shares "
+            "parameters out over ranks and does not read what a Preconditioner writes into .grad"
+        )
+    else:
+        remedy = (
+            "Add it to a parameter group, or skip the module (skip=); where another optimizer has "
+            "it, leave optimizer= out"
+        )
+    raise ValueError(f"{missing[0]} is not in the given optimizer. {remedy}")
+
+
 def build(
     model: nn.Module,
     choices: Choices,
-    rates: LearningRates,
+    optimizer: Optimizer | None,
     strategy: Strategy,
     backend: Backend,
     background: Solves,
@@ -202,7 +233,7 @@ def build(
 
     try:
         registration = register(model, choices)
-        rates.check(registration.blocks)
+        require_in(optimizer, registration.blocks)
         require_averaged(registration.blocks, gradients)
         placement = placed(strategy)
         stages.require_served(model, registration.blocks)
@@ -283,7 +314,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     if not callable(settings["samples"]):
         require("samples", settings["samples"], ("batch", "positions"))
     require("precision", settings["precision"], ("fast", "full"))
-    require("clip_lr", settings["clip_lr"], ("live", "initial"))
     require("gradients", settings["gradients"], tuple(averaging.GRADIENTS))
     combinations.check_settings(settings)
     check_rows(settings["rows"])

@@ -37,7 +37,7 @@ from soframe.strategies.work import BlockPlacement
 
 FORMAT = "soframe.Preconditioner"
 VERSION = 4
-KEYS = ("step", "owed_statistics", "scaling", "counters", "initial_lrs", "history", "blocks")
+KEYS = ("step", "owed_statistics", "scaling", "counters", "history", "blocks")
 
 
 def save(placed: PlacedBlocks, header: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,6 @@ class Stateful(OfModel, Engine):
             "scaling": self._scaling,
             "counters": dict(self.counters),
             "blocks": {block.name: state.of_block(block) for block in self.blocks},
-            "initial_lrs": self._lrs.state(),
             "history": state.history(self._blocks),
             **({"damping": policy} if policy else {}),  # most policies have nothing to keep
             **({"late": late} if (late := self._statistics.late()) else {}),
@@ -137,7 +136,6 @@ class Stateful(OfModel, Engine):
         self._steps = saved["step"]
         self._refresh.owe(saved["owed_statistics"])
         self.outcome.load(saved["counters"])
-        self._lrs.load(saved["initial_lrs"])
         if "damping" in saved and self._damping.state():
             self._damping.load(saved["damping"])
         elif self._damping.state():

@@ -42,7 +42,6 @@ from soframe.step.gradients import AveragedGradients, Gradients
 from soframe.step.magnitude import Magnitude, discard
 from soframe.step.moving import Grouping
 from soframe.step.outcome import Outcome
-from soframe.step.rates import LearningRates
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
 from soframe.step.statistics import Statistics
@@ -81,7 +80,6 @@ class Engine:
     _raw: AveragedGradients
     _refresh: Refresh
     _solves: Solves
-    _lrs: LearningRates
     _queued: Magnitude | None = None
     _loss_scale: LossScale
     _damping: DampingPolicy
@@ -168,8 +166,6 @@ class Engine:
             updates,
             self._raw,
             limits=settings.limits,
-            rates=self._lrs,
-            step=self._steps,
             stages=self._stages,
         )
 
@@ -314,7 +310,6 @@ class Engine:
             self._raw.check()
             damping = damping_at(self._damping, step)
             settings = Settings(damping, self._decay.at(step), self._bounds.at(step))
-            self._lrs.begin(step)
             if self._grouping is not None:
                 self._grouping.check_settings()
             # The values that decide which collectives are entered. The interval is the next step's:
@@ -421,9 +416,9 @@ class Engine:
         return self._bounds.at(self._steps).norm
 
     @property
-    def lr(self) -> list[float]:
-        """The learning rates of the clips: one per param group, or ``lr=`` alone."""
-        return self._lrs.live(self._steps)
+    def lr(self) -> float:
+        """The learning rate of the clips at the coming step; one unless ``lr=`` is given."""
+        return self._bounds.at(self._steps).lr
 
     @property
     def statistics_every(self) -> int:

@@ -32,7 +32,6 @@ _LENGTH = "the quadratic model chooses the length of a step"
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "kl_clip": ((), f"takes no kl_clip=: {_LENGTH}"),
     "norm_clip": ((), f"takes no norm_clip=: {_LENGTH}"),
-    "clip_lr": ((), f"takes no clip_lr=: {_LENGTH}"),
     "loss": ((), "takes its loss beside the model, not in curvature="),
     "optimizer": ((), "takes no optimizer=: it is an optimizer itself"),
     "pipeline": (

@@ -58,7 +58,7 @@ CASES: dict[str, Case] = {
         f"kfac {name} clips": Case(options={"strategy": s, **CLIPS})
         for name, s in STRATEGIES.items()
     },
-    "kfac rates": Case(options={**MEM, **CLIPS, "clip_lr": "initial"}, groups=True),
+    "kfac rates": Case(options={**MEM, **CLIPS}, groups=True),
     "kfac large": Case(options={**MEM, **LARGE}, factor=1e12),
     "kfac large comm": Case(options={"strategy": "comm-opt", **LARGE}, factor=1e12),
     "kfac kl": Case(options={**MEM, "kl_clip": 1e-4}),

@@ -43,7 +43,7 @@ def test_tables_show_every_factor_and_phase(found: dict[str, Any], tmp_path: Pat
     spectrum = found["blocks"]["0"]["factors"]["A"]["spectrum"]
     assert a[4] == f"{spectrum['condition']:.3g}"
     weight = found["blocks"]["2"]["weight_norm"]
-    assert rows["2", "0.001"][-1] == f"{weight:.3g}"
+    assert rows["2", "0.05"][-1] == f"{weight:.3g}"
     times = found["phases"]["solve"]
     assert rows["solve", f"{1e3 * times['seconds'] / 4:.3g}"][2] == f"{times['share']:.1%}"
 

@@ -411,7 +411,7 @@ def test_scalars_are_named_numbers() -> None:
     metrics = training.own.metrics(spectra=True)
     found = scalars(metrics)
     assert all(type(number) is float for number in found.values())
-    assert found["damping/2"] == metrics["damping"] == 1e-3
+    assert found["damping/2"] == metrics["damping"] == 0.05
     assert found["solve_age/0.A"] == 0
     assert found["direction_norm/0"] == metrics["blocks"]["0"]["direction_norm"]
     assert found["overall/kl_clip_factor"] == metrics["kl_clip_factor"]

@@ -182,7 +182,6 @@ def test_the_json_has_true_settings_versions_commit_and_hardware(
     own = kfac["settings"]["preconditioner"]
     assert own["solver"].startswith("Inverse(")
     assert own["damping"] == str(defaults(soframe.Preconditioner)["damping"])
-    assert own["clip_lr"] == "'initial'"
     around = kfac["environment"]
     assert around["versions"]["torch"] == torch.__version__
     assert around["versions"].keys() >= {"python", "soframe", "numpy", "scipy"}

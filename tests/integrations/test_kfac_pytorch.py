@@ -68,7 +68,6 @@ DEFAULTS = {
     "skip": (),
     "curvature": soframe.Curvature(scaling="kaisa"),
     "grad_scaler": None,
-    "clips": soframe.Clips(clip_lr="live"),
 }
 
 

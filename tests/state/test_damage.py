@@ -255,7 +255,7 @@ HOW = {
 
 def refuse_on_ranks(rank: int, ranks: int, folder: Path) -> list[tuple[str, bool]]:
     options = {"strategy": "sharded", "statistics_every": 2, "solve_every": 3}
-    run = Run(Case({**options, "clip_lr": "initial"}), rank, ranks, average=mean_over())
+    run = Run(Case(options), rank, ranks, average=mean_over())
     run.train(range(3))
     answers = []
     for how in HOW:

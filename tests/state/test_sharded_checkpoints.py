@@ -19,7 +19,7 @@ from soframe.settings import grouped
 from soframe.strategies import HybridOpt, Sharded
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_places import Apart
-from tests.distributed.training import LR, Case, Run, mean_over, preconditioner_of, same, snapshot
+from tests.distributed.training import LR, Case, Run, mean_over, same, snapshot
 from tests.state.test_resume import equal, triangles
 
 pytestmark = [
@@ -275,19 +275,3 @@ def test_data_that_lie_side_by_side_are_written_once(tmp_path):
     written = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert written < 4 * sum(t.nbytes for t in data)
     own.close()
-
-
-def test_the_learning_rates_that_clips_began_with_are_kept(tmp_path):
-    before = make("comm-opt", 0, 1, clip_lr="initial")
-    before.step(0)
-    before.optimizer.param_groups[0]["lr"] /= 7  # a schedule's
-    after = make("comm-opt", 0, 1, clip_lr="initial")
-    after.optimizer.param_groups[0]["lr"] /= 7  # the optimizer resumes first
-    after.preconditioner.close()
-    case = CASE.with_options(strategy="comm-opt", clip_lr="initial")
-    after.preconditioner = preconditioner_of(after.model, after.optimizer, case, None)
-    after.step(0)
-    assert after.preconditioner._lrs.state() == [LR / 7]
-    save(before, tmp_path)
-    checkpoint.load(after.preconditioner, tmp_path)
-    assert after.preconditioner._lrs.state() == before.preconditioner._lrs.state() == [LR]

@@ -65,7 +65,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"moment": True}, TypeError, "unexpected keyword argument 'moment'"),
     ({"kl_clip": 1e-3}, ValueError, "TrustRegion takes no kl_clip=: the quadratic model chooses"),
     ({"norm_clip": 1.0}, ValueError, "TrustRegion takes no norm_clip="),
-    ({"clip_lr": "live"}, ValueError, "TrustRegion takes no clip_lr="),
     ({"optimizer": object()}, ValueError, "TrustRegion takes no optimizer=: it is an optimizer"),
     (
         {"grad_scaler": object()},
