@@ -124,8 +124,8 @@ class OnPaper(Preconditioner):
     @property
     def intervals(self) -> tuple[int, int]:
         """The intervals of statistics and of solves, late in training."""
-        every = (self._refresh.statistics_every, self._refresh.solve_every)
-        return every[0].at(LATE), every[1].at(LATE)
+        refresh, placed = self._refresh, self._placed
+        return refresh.interval(placed, LATE), refresh.solve_every.at(LATE)
 
 
 def _calls(

@@ -126,7 +126,7 @@ def made_of(*costs: tuple[float, int, bool], limit: int | None = None) -> Plan:
     for number, (seconds, size, exact) in enumerate(costs, 1):
         timing = Timing(seconds, seconds, {}, {}, 0.0, 1.0)
         option = Option(MemOpt(), solve_every=number)
-        rows.append(Row(option, {"total": size}, {}, timing, exact))
+        rows.append(Row(option, {"total": size}, {}, timing, (10, number), exact))
     return Plan(tuple(rows), 4, CPU, limit)
 
 
@@ -136,11 +136,11 @@ def test_the_front_and_the_choice_of_a_plan_by_hand() -> None:
     # The second and the last are behind options that see fewer samples alone.
     assert [row.option.solve_every for row in made.front] == [1, 2, 3, 5]
     assert made.chosen.option.solve_every == 2
-    assert made.why.endswith("with fewer samples mem-opt, 10/1 takes 0.50 of its time")
+    assert made.why.endswith("with fewer samples mem-opt, solve_every 1 takes 0.50 of its time")
     within = made_of(*costs[1:], limit=90)
     assert within.why == (
-        "it is the fastest of the ones within 90 B; the next, mem-opt, 10/2, takes 1.25 times as "
-        "long"
+        "it is the fastest of the ones within 90 B; the next, mem-opt, solve_every 2, takes 1.25 "
+        "times as long"
     )
     tight = made_of(*costs, limit=50)
     assert [row.option.solve_every for row in tight.fitting] == [1, 3]
@@ -149,6 +149,31 @@ def test_the_front_and_the_choice_of_a_plan_by_hand() -> None:
     assert made_of(costs[1]).why == "it is the only option"
     with pytest.raises(ValueError, match=r"solve_every=3 holds least, 40 bytes"):
         made_of(*costs, limit=30).chosen  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("seconds", "number", "why"),
+    [
+        (1.04, 2, "it is the strategy of soframe.recommend; the fastest, comm-opt, takes 0.96 of"),
+        (1.06, 1, "it is the fastest; the next, mem-opt, takes 1.06 times as long; the strategy"),
+    ],
+)
+def test_the_recommended_strategy_stays_if_it_is_about_as_fast(
+    seconds: float, number: int, why: str
+) -> None:
+    made = made_of((1.0, 50, True), (seconds, 60, True))
+    strategies = (CommOpt(), MemOpt())
+    rows = [
+        replace(row, option=Option(strategy))
+        for row, strategy in zip(made.rows, strategies, strict=True)
+    ]
+    made = replace(made, rows=tuple(rows), recommended=MemOpt())
+    assert made.chosen is rows[number - 1]
+    assert made.why.startswith(why)
+    # It does not fit, or sees fewer samples.
+    assert replace(made, limit=55).chosen is rows[0]
+    fewer = replace(rows[1], exact=False)
+    assert replace(made, rows=(rows[0], fewer)).chosen is rows[0]
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, 1), (2, 9), (4, 10), (5, 15), (8, 15)])
@@ -256,6 +281,23 @@ def test_the_line_to_paste_is_python_that_a_preconditioner_takes(
         built.close()
         placement = complete(row.option.strategy.place(built.placement.work, 8))
         assert placement.digest == built.placement.digest
+
+
+@pytest.mark.parametrize("method", ["kfac", "soap", "shampoo", "ekfac"])
+def test_a_pasted_line_leaves_the_intervals_to_the_method(method: str) -> None:
+    model = dense(6, 5, 4)
+    task = Task.of(model, method=method)
+    (row,) = plan(task, ranks=1, hardware=CPU).rows
+    said = eval(f"dict({row.option.call()})", {"soframe": soframe})
+    assert said == {"strategy": "comm-opt"}
+    usual = soframe.Preconditioner(model, method, kl_clip=None)
+    captured = any(block.captured for block in usual.blocks)
+    usual.close()
+    assert captured == (method in ("kfac", "ekfac"))
+    assert row.intervals == ((10, 100) if captured else (1, 10))
+    (row,) = plan(task, ranks=1, hardware=CPU, options=[Option(MemOpt(), solve_every=20)]).rows
+    assert row.option.call() == "strategy='mem-opt', solve_every=20"
+    assert row.intervals[1] == 20
 
 
 def test_settings_that_no_strategy_takes_are_refused_as_by_a_preconditioner() -> None:
