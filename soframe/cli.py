@@ -185,6 +185,7 @@ def plan(
     """Price strategies for a model in time and memory, and choose one; nothing runs.
 
     Ranks and hardware exist on paper, weights need no memory, and 4,096 ranks fit a laptop.
+    The exit code is 2 if no strategy fits.
     """
     with _user_errors():
         if listing:
@@ -230,6 +231,9 @@ def plan(
         _print_json(planned.as_dict())
     else:
         typer.echo(str(planned))
+    if not planned.fitting:
+        typer.echo(f"error: {planned.misfit}", err=True)
+        sys.exit(2)
 
 
 def _list_plans() -> None:

@@ -264,6 +264,14 @@ def test_plan_takes_intervals_that_are_positive(models, option, value):
     misused(models("plan", "mymodels:make", option, value), option)
 
 
+def test_plan_ends_with_code_2_if_nothing_fits(models):
+    result = models("plan", "mymodels:make", "--memory", "1B")
+    assert result.exit_code == 2
+    assert "\n! comm-opt" in result.stdout
+    assert "error: no strategy fits into memory_limit=1 bytes a rank" in result.stderr
+    assert "raise the limit" in result.stderr
+
+
 @pytest.mark.slow
 def test_plan_as_json_and_as_a_figure(models, profile, tmp_path):
     figure = tmp_path / "plots" / "front.png"

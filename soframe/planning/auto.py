@@ -86,7 +86,8 @@ class Auto(Strategy):
         planned = plan(
             Task(now.blocks, work, now.parameters, seconds=self.passes),
             ranks=now.ranks,
-            hardware=self._hardware(now),
+            # Activations are unknown here: the limit alone says what fits.
+            hardware=replace(self._hardware(now), memory=None),
             memory_limit=None if self.memory_limit is None else parse_bytes(self.memory_limit),
             options=options,
             refused=now.refused,

@@ -120,7 +120,9 @@ class Plan:
         ranks: The number of ranks.
         hardware: The hardware.
         limit: Bytes that a rank may hold for curvature; None without a limit.
-        fixed: Bytes of a rank that no option changes: weights, gradients, activations.
+        fixed: Bytes of a rank that no option changes: weights, gradients, activations, and the
+            momentum of an optimizer behind a preconditioner. All have their full sizes:
+            parameters that are sharded over ranks are not planned.
         passes: Seconds of the forward and the backward pass; 0 if inputs are unknown.
         notes: Parts without a price, with the reasons.
         plain: Seconds of a step without a preconditioner, whose gradients are averaged.
@@ -147,11 +149,42 @@ class Plan:
                 found.append(row)
         return found
 
+    def peak(self, row: Row) -> int:
+        """Return the most bytes of a device: in the passes, or in the step, without activations."""
+        fixed = dict(self.fixed)
+        passes = fixed.pop("activations", 0)
+        passes += row.memory.get("held", 0) + row.memory.get("window", 0)
+        return sum(fixed.values()) + max(passes, row.memory["total"])
+
+    def fits(self, row: Row) -> bool:
+        """Return whether a row is within the limit and the memory of the device."""
+        within_limit = self.limit is None or row.memory["total"] <= self.limit
+        device = self.hardware.memory
+        return within_limit and (device is None or self.peak(row) <= device)
+
     @property
     def fitting(self) -> list[Row]:
-        """The rows within the limit."""
-        limit = self.limit
-        return [row for row in self.rows if limit is None or row.memory["total"] <= limit]
+        """The rows within the limit and the memory of the device."""
+        return [row for row in self.rows if self.fits(row)]
+
+    @property
+    def misfit(self) -> str:
+        """Why no row fits, and what helps."""
+        least = min(self.rows, key=lambda row: row.memory["total"])
+        if self.limit is not None and least.memory["total"] > self.limit:
+            return (
+                f"no strategy fits into memory_limit={self.limit} bytes a rank on {self.ranks} "
+                f"rank(s): {least.option.call()} holds least, {least.memory['total']} bytes; raise "
+                f"the limit, take more ranks, or lower max_size of the method"
+            )
+        least = min(self.rows, key=self.peak)
+        fixed = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.fixed.items())
+        return (
+            f"no strategy fits into the {format_bytes(self.hardware.memory or 0)} of a device of "
+            f"{self.hardware.name!r} on {self.ranks} rank(s): {least.option.call()} needs least, "
+            f"{format_bytes(self.peak(least))} with {fixed}; plan a smaller batch, or a larger "
+            f"device. Parameters sharded over ranks, as by fully_shard, are not planned"
+        )
 
     @property
     def chosen(self) -> Row:
@@ -164,12 +197,7 @@ class Plan:
         """
         fitting = self.fitting
         if not fitting:
-            least = min(self.rows, key=lambda row: row.memory["total"])
-            raise ValueError(
-                f"no strategy fits into memory_limit={self.limit} bytes a rank on {self.ranks} "
-                f"rank(s): {least.option.call()} holds least, {least.memory['total']} bytes; raise "
-                f"the limit, take more ranks, or lower max_size of the method"
-            )
+            raise ValueError(self.misfit)
         fastest = self._fastest
         recommended = self._recommended
         if recommended is None or recommended.exact < fastest.exact:
@@ -204,7 +232,11 @@ class Plan:
         )
 
     def _why(self, chosen: Row) -> str:
-        among = "" if self.limit is None else f" of the ones within {format_bytes(self.limit)}"
+        among = ""
+        if self.limit is not None:
+            among = f" of the ones within {format_bytes(self.limit)}"
+        elif len(self.fitting) < len(self.rows):
+            among = f" of the ones that fit into {self.hardware.name}"
         exact = "" if chosen.exact else "; no option with all ranks' statistics fits"
         others = [row for row in self.fitting if row is not chosen]
         if not others:
@@ -239,17 +271,24 @@ class Plan:
             "passes": self.passes,
             "plain": self.plain,
             "notes": list(self.notes),
-            "rows": [_plain(row) for row in self.rows],
+            "rows": [_plain(row, self.fits(row)) for row in self.rows],
             "front": [row.option.call() for row in self.front],
             "chosen": self.chosen.option.call() if self.fitting else None,
             "why": self.why if self.fitting else None,
         }
 
     def __str__(self) -> str:
-        front = self.front
+        front, fitting = self.front, self.fitting
+        misfits = [row for row in self.rows if not self.fits(row)]
+
+        def mark(row: Row) -> str:
+            if not self.fits(row):
+                return "!"
+            return "*" if row in front else " "
+
         rows = [
             (
-                f"{'*' if row in front else ' '} {row.option}",
+                f"{mark(row)} {row.option}",
                 *(f"{1e3 * s:.3g}" for s in (row.timing.mean, row.timing.longest)),
                 f"{1e3 * sum(row.timing.exposed.values()):.3g}",
                 *(_mega(row.memory[name]) for name in ("total", "held")),
@@ -257,11 +296,12 @@ class Plan:
                 f"{row.timing.imbalance:.1f}",
                 "all" if row.exact else "fewer",
             )
-            for row in self.rows
+            for row in (*fitting, *misfits)
         ]
         where = f"planned for {self.ranks} rank(s), {self.hardware.name}"
-        lines = [where, format_table(HEADER, rows), LEGEND, *(f"note: {n}" for n in self.notes)]
-        if self.fitting:
+        legend = LEGEND + ("\n! does not fit." if misfits else "")
+        lines = [where, format_table(HEADER, rows), legend, *(f"note: {n}" for n in self.notes)]
+        if fitting:
             chosen = self.chosen
             intervals = "statistics every {} and solves every {} steps".format(*chosen.intervals)
             lines += ["", self.details(chosen), "", chosen.option.call(), intervals, self.why]
@@ -338,8 +378,12 @@ def plan(
             reasons.append(why)
     if not rows:
         raise ValueError(reasons[0])
-    weights = sum(p.numel() * p.element_size() for p in task.parameters)
-    fixed = {"weights": weights, "gradients": weights, "activations": task.activations}
+    trained = sum(p.numel() * p.element_size() for p in task.parameters)
+    fixed = {"weights": trained + task.frozen, "gradients": trained}
+    # In bfloat16 most activations have half of the bytes.
+    fixed["activations"] = task.activations // 2 if amp else task.activations
+    if any(block.captured for block in task.blocks):
+        fixed["momentum"] = trained
     rows.sort(key=_place)
     passes, plain = costs.passes.seconds, _without(costs, task, ranks)
     return Plan(
@@ -607,9 +651,10 @@ def _written(strategy: Strategy) -> str:
     return f"soframe.strategies.{type(strategy).__name__}({', '.join(changed)})"
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _plain(row: Row, fits: bool) -> dict[str, Any]:
     plain = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
     option = {f.name: getattr(row.option, f.name) for f in dataclasses.fields(row.option)}
     option["strategy"] = _written(row.option.strategy)
     timing = dataclasses.asdict(row.timing)
-    return {**plain, "option": option, "timing": timing, "call": row.option.call()}
+    added = {"option": option, "timing": timing, "call": row.option.call(), "fits": fits}
+    return {**plain, **added}

@@ -126,7 +126,8 @@ def made_of(*costs: tuple[float, int, bool], limit: int | None = None) -> Plan:
     for number, (seconds, size, exact) in enumerate(costs, 1):
         timing = Timing(seconds, seconds, {}, {}, 0.0, 1.0)
         option = Option(MemOpt(), solve_every=number)
-        rows.append(Row(option, {"total": size}, {}, timing, (10, number), exact))
+        memory, traffic = {"held": 0, "total": size}, {"total": {"bytes": 0.0}}
+        rows.append(Row(option, memory, traffic, timing, (10, number), exact))
     return Plan(tuple(rows), 4, CPU, limit)
 
 
@@ -149,6 +150,48 @@ def test_the_front_and_the_choice_of_a_plan_by_hand() -> None:
     assert made_of(costs[1]).why == "it is the only option"
     with pytest.raises(ValueError, match=r"solve_every=3 holds least, 40 bytes"):
         made_of(*costs, limit=30).chosen  # noqa: B018
+
+
+def test_what_a_device_has_left_is_a_limit() -> None:
+    """Beside weights, gradients, activations and an optimizer's momentum, of full sizes."""
+    costs = ((1.0, 50, True), (2.0, 90, True), (3.0, 40, True))
+    made = replace(made_of(*costs), hardware=replace(CPU, memory=105), fixed={"weights": 60})
+    assert [row.option.solve_every for row in made.fitting] == [3]
+    assert made.chosen.option.solve_every == 3
+    assert made.why == "it is the only option of the ones that fit into cpu"
+    marks = [line[:11] for line in str(made).splitlines()[3:6]]
+    assert marks == ["* mem-opt, ", "! mem-opt, ", "! mem-opt, "]
+    assert [row["fits"] for row in made.as_dict()["rows"]] == [False, False, True]
+    # Activations are gone when the step begins; what is held between steps is not.
+    held = [replace(row, memory={**row.memory, "held": 6, "window": 3}) for row in made.rows]
+    for activations, fitting in ((36, [3]), (37, [])):
+        fixed = {"weights": 60, "activations": activations}
+        full = replace(made, rows=tuple(held), fixed=fixed)
+        assert [row.option.solve_every for row in full.fitting] == fitting
+    with pytest.raises(ValueError, match=r"into the 105 B of a device of 'cpu' .* least, 106 B wi"):
+        full.chosen  # noqa: B018
+    assert replace(made, limit=45).chosen.option.solve_every == 3
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["kfac", "adamw"],
+)
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_device_holds_frozen_weights_and_an_optimizer_s_momentum(method: str, amp: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    model[3].bias.requires_grad_(False)
+    model.extra = nn.Parameter(torch.zeros(9))
+    task = Task.of(model, (torch.zeros(8, 4),), method=method, skip=["^$"])
+    fixed = plan(task, ranks=1, hardware=CPU, amp=amp).fixed
+    parameters = sum(p.nbytes for p in model.parameters())
+    trained = 4 * (20 + 9)
+    assert fixed["weights"] == parameters + sum(b.nbytes for b in model.buffers())
+    assert fixed["gradients"] == trained
+    assert fixed.get("momentum", 0) == (trained if method == "kfac" else 0)
+    assert fixed["activations"] == task.activations // (2 if amp else 1) > 0
 
 
 @pytest.mark.parametrize(
