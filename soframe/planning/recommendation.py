@@ -1,20 +1,21 @@
 """A recommended method for a model: a call to paste, its memory, the reason and the page for it.
 
-`ADVICE` has all values, one entry for each kind of model; `_kind` recognises the kind.
+`ADVICE` has all values, one entry for each kind of model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from soframe.blocks.registration import unwrap
 from soframe.methods import SOAP
 from soframe.planning import inspection
+from soframe.planning.kinds import kind_of
 from soframe.registry import KINDS
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import complete
@@ -26,7 +27,8 @@ class Recommendation:
 
     Attributes:
         kind: The kind of model: ``"transformer"``, ``"convolutional"``, ``"recurrent"``,
-            ``"dense"``, ``"adapters"`` or ``"pinn"``.
+            ``"dense"``, ``"adapters"``, ``"pinn"``, or ``"other"`` if K-FAC has no block for most
+            of its parameters.
         call: Lines to paste, for a variable ``model``: they make ``optimizer``, and perhaps
             ``preconditioner``, whose `step` comes before the optimizer's.
         lrs: The lowest and the highest learning rate that were good; None if none was measured.
@@ -65,9 +67,6 @@ class Recommendation:
         return f"{self.call}\n\n" + "\n".join(f"{name}: {text}" for name, text in lines.items())
 
 
-PROJECTIONS = {"qkv", "to_qkv", "q_proj", "to_q", "query", "c_attn", "wq"}
-"""Names of linear layers in attention that is a function."""
-
 # In a call, "{more}" is the place of the strategy and of the settings on a GPU.
 ADVICE = (
     Recommendation(
@@ -77,6 +76,17 @@ ADVICE = (
         "on Poisson's equation, after 400 steps on batches of points, its error is 0.18 to 0.52 of "
         "AdamW's; both rates were tuned, and fall to zero on a line",
         "docs/guides/recipes.md",
+        {"method": "soap", "auxiliary": "adamw"},
+        strategy="mem-opt",
+    ),
+    Recommendation(
+        "other",
+        'optimizer = soframe.Optimizer(model, method="soap", lr=3e-3{more})',
+        None,
+        "K-FAC has no block for most parameters, as their layers are not called or not known, and "
+        "SOAP reads gradients alone. The rate is that of the paper (Vyas et al., 2024), and not "
+        "measured here",
+        "",
         {"method": "soap", "auxiliary": "adamw"},
         strategy="mem-opt",
     ),
@@ -171,7 +181,9 @@ def recommend(model: nn.Module, *, ranks: int = 1, kind: str | None = None) -> R
     kinds = {advice.kind: advice for advice in ADVICE}
     if kind is not None and kind not in kinds:
         raise ValueError(f"there is no kind {kind!r} of model: choose one of {', '.join(kinds)}")
-    advice = kinds[_kind(model) if kind is None else kind]
+    advice = kinds[kind_of(model) if kind is None else kind]
+    if advice.plan["method"] == "kfac" and _covered(model) < 0.5:
+        advice = kinds["other"]
     more = f', strategy="{advice.strategy}"' if ranks > 1 else ""
     return replace(
         advice,
@@ -182,26 +194,14 @@ def recommend(model: nn.Module, *, ranks: int = 1, kind: str | None = None) -> R
     )
 
 
-def _kind(model: nn.Module) -> str:
-    """Return the kind of a model."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    if sum(size for size, trained in sizes if trained) < sum(size for size, _ in sizes) / 2:
-        return "adapters"
-    modules = list(model.named_modules())
-    classes = {type(module).__name__.lower() for _, module in modules}
-    names = {name.rpartition(".")[2].lower() for name, _ in modules}
-    norms = any(name.endswith(("layernorm", "rmsnorm")) for name in classes)
-    embeds = any(isinstance(module, nn.Embedding) for _, module in modules)
-    attends = bool(names & PROJECTIONS) or any(
-        "attention" in name or name.startswith("attn") for name in classes | names
+def _covered(model: nn.Module) -> float:
+    """Return the part of the trained parameters' entries that K-FAC has blocks for."""
+    report, _ = inspection.inspect(
+        model, ranks=1, strategy="comm-opt", method="kfac", auxiliary="adamw"
     )
-    if attends or (norms and embeds):
-        return "transformer"
-    if any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for _, module in modules):
-        return "recurrent"
-    kinds = (_ConvNd, nn.Linear)
-    convolutions, linear = (sum(isinstance(m, kind) for _, m in modules) for kind in kinds)
-    return "convolutional" if convolutions > linear else "dense"
+    trained = [row for row in report if row.block is not None]
+    covered = sum(prod(row.shape) for row in trained if row.method != "adamw")
+    return covered / max(1, sum(prod(row.shape) for row in trained))
 
 
 def _memory(model: nn.Module, advice: Recommendation, ranks: int) -> dict[str, int]:
