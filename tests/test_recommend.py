@@ -35,6 +35,14 @@ class First(nn.Module):
         return outputs[0]
 
 
+class States(nn.Sequential):
+    """A recurrent layer and a head, whose forward returns the states, too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        outputs, states = self[0](x)
+        return self[1](outputs[:, -1]), states
+
+
 class Adapted(nn.Module):
     """A frozen layer and a trained product of two thin ones, as LoRA has them."""
 
@@ -110,6 +118,10 @@ def pinn() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Linear(2, 7), nn.Tanh(), nn.Linear(7, CLASSES)), randn(6, 2).float()
 
 
+def rnn_with_states() -> tuple[nn.Module, Tensor]:
+    return States(nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)), randn(6, 3, 4).float()
+
+
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
     "vit": (vit, "transformer"),
     "written": (written, "transformer"),
@@ -118,6 +130,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
     "mlp": (mlp, "dense"),
     "lora": (lora, "adapters"),
     "rnn": (rnn, "recurrent"),
+    "states": (rnn_with_states, "recurrent"),
     "told": (pinn, "pinn"),
 }
 
@@ -139,7 +152,9 @@ def test_a_call_runs_as_it_is_printed(name: str) -> None:
     targets = torch.arange(len(inputs)) % CLASSES
 
     def closure() -> Tensor:
-        return nn.functional.cross_entropy(model(inputs), targets)
+        outputs = model(inputs)
+        logits = outputs[0] if isinstance(outputs, tuple) else outputs
+        return nn.functional.cross_entropy(logits, targets)
 
     start = closure().item()
     if hasattr(optimizer, "preconditioner") or "preconditioner" in scope:
