@@ -179,7 +179,7 @@ def test_inspect_takes_classes_and_models(models, path, shape):
         (["mymodels:number"], "is no callable but a int"),
         (["mymodels:with_argument"], "missing 1 required positional argument: 'width'"),
         (["mymodels:text"], "returned a str, not a torch.nn.Module"),
-        (["mymodels:empty"], "there is nothing to precondition"),
+        (["mymodels:empty", "--method", "kfac"], "there is nothing to precondition"),
         (["mymodels:make", "--strategy", "best-opt"], "no strategy 'best-opt'; registered: "),
     ],
 )

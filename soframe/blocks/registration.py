@@ -52,6 +52,11 @@ class Reason(StrEnum):
     SKIPPED = "skipped by {!r}"
     OPTIONAL = "no layer helper by default; layers='all' adds {}"
     UNKNOWN = "no layer helper; register one with @soframe.register('layer', {})"
+    MATRIX = (
+        "no layer helper; if {0} computes x W^T + b, soframe.register('layer', {0})("
+        "soframe.layers.LinearHelper), else register a helper of its own"
+    )
+    CONTAINER = "no layer helper: a {} is not called, and others use what it holds; {}"
     KERNEL = "no layer helper: {}"
     COMPUTED = "no layer helper: a weight is computed of it; {}"
     SORTED = "no layer helper: tokens are sorted by expert within {}; {}"
@@ -790,7 +795,20 @@ def _without_helper(module: nn.Module) -> str:
         return Reason.COMPUTED.format(_REMEDY)
     if are_experts(module):
         return Reason.SORTED.format(kind, _REMEDY)
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return Reason.CONTAINER.format(kind, _REMEDY)
+    if _has_matrix(module):
+        return Reason.MATRIX.format(kind)
     return Reason.UNKNOWN.format(kind)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Return whether a module has a weight ``[out, in]``, perhaps a bias ``[out]``, and no more."""
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or weight.dim() != 2:
+        return False
+    names = {name for name, p in module._parameters.items() if p is not None}
+    return names <= {"weight", "bias"} and (bias is None or bias.shape == weight.shape[:1])
 
 
 def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:

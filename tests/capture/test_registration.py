@@ -341,7 +341,8 @@ def test_nothing_to_precondition_is_an_error_with_the_reasons() -> None:
         ValueError, match=r"nothing to precondition in Sequential:\n0 of 400 "
     ) as error:
         precondition(nn.Sequential(*layers), skip=["Linear"])
-    _, _, *lines = str(error.value).splitlines()
+    _, _, *lines, remedy = str(error.value).splitlines()
+    assert remedy.startswith("soframe.Optimizer(model, method='soap', lr=3e-3) trains these")
     OPTIONAL = "no layer helper by default; layers='all' adds LayerNormHelper"
     assert lines == [
         "  200, such as 0.0.weight: Linear: skipped by 'Linear'",
