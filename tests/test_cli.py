@@ -131,8 +131,9 @@ def test_inspect_plans_the_recommended_method_or_another(models):
 def test_inspect_begins_with_bytes_and_needs_no_memory_for_weights(models):
     every = [succeeded(models("inspect", "mymodels:make", *option)) for option in ([], ["--meta"])]
     first, planned = (out.splitlines() for out in every)
-    assert first[0] == planned[0] == "at most 1.39 kB on a rank: factors 696 B, second order 696 B"
-    assert "solver 'inverse' by default" in first[1]
+    assert first[0] == "4 of 6 parameters in 2 block(s), 78% of the trained weights"
+    assert first[1] == planned[1] == "at most 1.39 kB on a rank: factors 696 B, second order 696 B"
+    assert "solver 'inverse' by default" in first[2]
 
 
 def test_inspect_as_json_has_every_parameter_and_every_rank(models):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 from torch import nn
@@ -199,9 +198,7 @@ def _covered(model: nn.Module) -> float:
     report, _ = inspection.inspect(
         model, ranks=1, strategy="comm-opt", method="kfac", auxiliary="adamw"
     )
-    trained = [row for row in report if row.block is not None]
-    covered = sum(prod(row.shape) for row in trained if row.method != "adamw")
-    return covered / max(1, sum(prod(row.shape) for row in trained))
+    return sum(part for method, part in report.coverage.items() if method != "adamw")
 
 
 def _memory(model: nn.Module, advice: Recommendation, ranks: int) -> dict[str, int]:
