@@ -61,6 +61,16 @@ def test_averages_take_six_passes_over_squares_or_over_triangles_that_travel(wor
         assert average == pytest.approx(6 * 4 * numbers / CPU.bandwidth + 2 * CPU.launch, rel=1e-9)
 
 
+def test_statistics_have_the_host_s_seconds_of_their_helper() -> None:
+    """Of a call where they were measured; elsewhere for each operator."""
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 2), nn.LayerNorm(2))
+    task = Task.of(model, (torch.zeros(2, 3, 8, 8),), method="kfac", layers="all")
+    hardware = replace(CPU, hooks=10.0, calls={"Conv2dHelper": 3.0, "LinearHelper": 5.0})
+    found = Costs(task, hardware).statistics
+    assert (found["0"].host, found["2"].host) == (3.0, 5.0)
+    assert found["3"].host == 10.0 * found["3"].operators > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("host", [1e-9, 1.0])
 @pytest.mark.parametrize("hardware", [CPU, GPU], ids=lambda one: one.name)
