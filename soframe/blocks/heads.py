@@ -9,9 +9,9 @@ head is a layer
 - at the end of an ``nn.Sequential``, or of the only child that has parameters;
 - or that is the only Linear of a model and its last child, as in ResNets.
 
-The last two are guesses, since a body without a head ends alike: the report asks, and a pattern of
-``method=`` on the layer's name takes it. Where none of these holds, no layer is taken for a head,
-and the report asks.
+The last two are guesses, since a body without a head ends alike: the report has a question there,
+and a pattern of ``method=`` on the layer's name takes it. Where none of these holds, no layer is
+taken for a head, and the report has a question, too.
 """
 
 from __future__ import annotations

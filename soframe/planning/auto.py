@@ -87,7 +87,7 @@ class Auto(Strategy):
         planned = plan(
             Task(now.blocks, work, now.parameters, seconds=self.passes),
             ranks=now.ranks,
-            # Activations are unknown here: the limit alone says what fits.
+            # Activations are unknown here, so the limit alone counts.
             hardware=replace(self._hardware(now), memory=None),
             memory_limit=None if self.memory_limit is None else parse_bytes(self.memory_limit),
             options=options,

@@ -137,10 +137,13 @@ class Costs:
                     run = functools.partial(self._moments, block, call.helper, inputs, rows, shared)
                     with without_numbers(f"the statistics of {block.name!r}", REMEDY):
                         one = self._paper.price(run, products=self._fast)
-                    total = found[block.name]
-                    total.seconds += one.seconds
-                    total.operators += one.operators
-                    total.host += self.hardware.hooked(type(call.helper), one.operators)
+                    before = found[block.name]
+                    host = self.hardware.hooked(type(call.helper), one.operators)
+                    found[block.name] = Priced(
+                        before.seconds + one.seconds,
+                        before.operators + one.operators,
+                        host=before.host + host,
+                    )
         return found
 
     def _moments(

@@ -84,7 +84,7 @@ def _has_fused(shapes: Sequence[Shape]) -> bool:
     """Return whether one of some layers makes queries, keys and values, and one leads back."""
     inputs = {into for _, into in shapes}
     for out, into in shapes:
-        # What no layer reads as it is may be split.
+        # An output that no layer reads unchanged may be split.
         backs = [hidden for width, hidden in shapes if width == into and out not in inputs]
         if any(_are_projections([out], hidden) for hidden in backs):
             return True

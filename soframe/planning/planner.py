@@ -169,7 +169,7 @@ class Plan:
 
     @property
     def misfit(self) -> str:
-        """Why no row fits, and what helps."""
+        """The reason if no row fits, and a remedy."""
         least = min(self.rows, key=lambda row: row.memory["total"])
         if self.limit is not None and least.memory["total"] > self.limit:
             return (
@@ -321,7 +321,7 @@ class Plan:
 
 
 CLOSE = 1.05
-"""The ratio of times below which a plan does not tell two options apart."""
+"""The ratio of times below which two options count as equally fast."""
 
 HEADER = ("  option", "ms", "longest", "exposed", "MB", "held", "MB sent", "imbalance", "samples")
 

@@ -165,7 +165,7 @@ def recommend(model: nn.Module, *, ranks: int = 1, kind: str | None = None) -> R
         model: The model, on the device where it is trained.
         ranks: The number of ranks; from two on the call names a strategy.
         kind: The kind of model, see `Recommendation`; None to recognise it by its layers, which
-            cannot tell a ``"pinn"``.
+            do not show a ``"pinn"``.
 
     Returns:
         The recommendation. Nothing runs, and the model does not change.
