@@ -50,7 +50,8 @@ def heads_of(model: nn.Module, part: nn.Module) -> Heads:
     linear = [m for m in within if isinstance(m, nn.Linear)]
     tied = [m for m in linear if id(m.weight) in embeddings]
     # A weight that is computed of others, by a parametrization, is no parameter.
-    ends = [(layer, False) for layer in tied] or list(_ends(part))
+    ends: list[tuple[nn.Linear | _ConvNd, bool]] = [(layer, False) for layer in tied]
+    ends = ends or list(_ends(part))
     weights = [(layer._parameters.get("weight"), guessed) for layer, guessed in ends]
     return Heads(
         [weight for weight, _ in weights if weight is not None],
