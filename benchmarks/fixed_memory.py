@@ -144,7 +144,7 @@ def planned(model: nn.Module, ranks: int, strategy: str, **plan: Any) -> tuple[i
         strategy: The strategy.
         plan: The method and the solver, see `soframe.Preconditioner`.
     """
-    _, placement = inspection.inspect(model, world_size=ranks, strategy=strategy, **plan)
+    _, placement = inspection.inspect(model, ranks=ranks, strategy=strategy, **plan)
     pairs, stacks = placement.pairs, placement.stacks
     each = [(placement.memory(r)["total"], window(pairs, stacks, r)) for r in range(ranks)]
     return max(each, key=sum)

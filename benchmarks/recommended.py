@@ -67,8 +67,7 @@ def rows() -> Iterator[tuple[str, ...]]:
         model = make()
         advice = soframe.recommend(model)
         task = Task.of(model, (inputs,), **advice.plan)
-        strategy, every = STRATEGIES[advice.strategy], task.intervals
-        option = Option(strategy, statistics_every=every[0], solve_every=every[1])
+        option = Option(STRATEGIES[advice.strategy])
         moments = sum(8 * p.numel() for p in model.parameters() if p.requires_grad)
         cells = [name, f"{moments / 1e9:.3f}"]
         for ranks in (1, 8):

@@ -17,7 +17,7 @@ from rich.console import Console
 import soframe
 from experiments import display, runs, tables, train, tuning
 from experiments.config import RunConfig, method_of
-from experiments.environment import environment
+from experiments.environment import environment, sources
 from experiments.records import RunRecord, write_json
 from experiments.tables import Group, Table
 from experiments.workloads import workload
@@ -96,7 +96,7 @@ class Plan:
     @property
     def word(self) -> str:
         """See `experiments.runs.digest`."""
-        return f"soframe {soframe.__version__} {workload(self.workload).digest}"
+        return f"soframe {soframe.__version__} {workload(self.workload).digest} {sources()}"
 
 
 def has_strategy(optimizer: str) -> bool:
@@ -133,10 +133,18 @@ def compare(plan: Plan, screen: Console) -> tuple[Table, dict[str, Any]]:
             train=partial(_trained, processes, screen),
             processes=processes,
             word=plan.word,
+            on_kept=partial(_say_kept, screen, plan.output / "runs"),
         )
         for index, (mark, _) in enumerate(contenders):
             groups.append(Group(tuple(records[index :: len(contenders)]), mark))
     return _report(plan, groups, {name: outcome for name, (*_, outcome) in tuned.items()})
+
+
+def _say_kept(screen: Console, folder: Path, number: int) -> None:
+    screen.print(
+        f"{number} run(s) are taken from {folder}, of the same settings, sources and versions",
+        soft_wrap=True,
+    )
 
 
 def _settle(

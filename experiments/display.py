@@ -224,12 +224,17 @@ def loss_bands(workload: Workload, groups: Mapping[str, Sequence[RunRecord]], ti
 
 
 def _on_grid(records: Sequence[RunRecord], of: str) -> tuple[Array, Array]:
-    """Return the points where all runs have a loss, and the losses `(runs, points)` there."""
+    """Return points, and the losses `(runs, points)` there.
+
+    Steps end where a run does. Seconds run to the end of the slowest run: a faster one that has
+    ended keeps its last loss.
+    """
     curves = [([getattr(row, of) for row in r.rows], [row.loss for row in r.rows]) for r in records]
     if not curves:
         return np.empty(0), np.empty((1, 0))
     grid = np.unique(np.concatenate([points for points, _ in curves]))
-    grid = grid[grid <= min(points[-1] for points, _ in curves)]
+    ends = [points[-1] for points, _ in curves]
+    grid = grid[grid <= (max(ends) if of == "seconds" else min(ends))]
     return grid, np.stack([np.interp(grid, points, losses) for points, losses in curves])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -44,6 +45,26 @@ def environment(threads: int) -> dict[str, Any]:
         "hardware": hardware,
         "command": shlex.join(sys.orig_argv),
     }
+
+
+def sources() -> str:
+    """Return a digest of the code that decides a run, beside installed libraries.
+
+    These are the files of soframe and of this folder, and the modules that a workload's file has
+    imported.
+    """
+    packages = [Path(soframe.__file__).parent, ROOT / "experiments"]
+    paths = {path.resolve() for folder in packages for path in folder.rglob("*.py")}
+    installed = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "").resolve()
+        is_library = any(path.is_relative_to(folder) for folder in installed)
+        if path.suffix == ".py" and path.is_file() and not is_library:
+            paths.add(path)
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(str(path).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _checkout() -> tuple[str | None, bool | None]:

@@ -2,7 +2,8 @@
 
 Each run is written to a file of its own once it is done. The file's name is a digest of everything
 that decides the run: its settings, the number of processes, the version of torch, and a word for
-all other dependencies. After a change of the code, name another folder.
+all other dependencies, in a comparison `experiments.environment.sources`. Elsewhere, name another
+folder after a change of the code.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ def kept(
     at_once: int = 1,
     word: str = "",
     tell: Callable[[RunRecord], None] = lambda record: None,
+    on_kept: Callable[[int], None] = lambda number: None,
 ) -> list[RunRecord]:
     """Train the runs that are not in a folder yet, and return the records of all, in order.
 
@@ -137,6 +139,7 @@ def kept(
         at_once: Runs at a time.
         word: See `digest`.
         tell: Called with every new run.
+        on_kept: Called with the number of runs that are in the folder already, if there are any.
     """
     paths = [folder / f"{digest(config, processes, word)}.json" for config in configs]
     missing = {
@@ -145,6 +148,8 @@ def kept(
         if not path.exists()  # one that stands here twice is trained once
     }
     train = train or trainer(processes, at_once)
+    if number := sum(path not in missing for path in paths):
+        on_kept(number)
     if missing:
         for path, record in zip(missing, train(list(missing.values())), strict=True):
             write_json(path, record.as_dict())

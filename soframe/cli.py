@@ -72,10 +72,19 @@ def _user_errors() -> Iterator[None]:
 @app.command()
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Builds the model.")],
-    world_size: Annotated[int, typer.Option(help="The number of ranks.")] = 1,
+    ranks: Annotated[
+        int, typer.Option("--ranks", "--world-size", min=1, help="The number of ranks.")
+    ] = 1,
     strategy: Annotated[
-        str, typer.Option(help="Which rank solves, keeps and sends what.")
-    ] = "comm-opt",
+        str | None,
+        typer.Option(
+            help="Which rank solves, keeps and sends what; by default as recommended, or comm-opt "
+            "with --method."
+        ),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="The kind of model, as of soframe.recommend.")
+    ] = None,
     method: Annotated[
         str | None, typer.Option(help="The method of the plan, in place of the recommended one.")
     ] = None,
@@ -99,14 +108,15 @@ def inspect(
     """
     with _user_errors():
         built = inspection.build_model(model, meta=meta)
-        advice = soframe.recommend(built, ranks=world_size)
+        advice = soframe.recommend(built, ranks=ranks, kind=kind)
         plan = dict(advice.plan) if method is None else {"method": method}
         if solver is not None:
             plan["solver"] = solver
+        usual = advice.strategy if method is None else "comm-opt"
         report, placement = inspection.inspect(
             built,
-            world_size=world_size,
-            strategy=strategy,
+            ranks=ranks,
+            strategy=usual if strategy is None else strategy,
             all_layers=all_layers,
             **plan,
         )
@@ -126,18 +136,23 @@ def plan(
             help="Builds the model; or the name of a workload: see --list.",
         ),
     ] = None,
-    ranks: Annotated[int, typer.Option(help="The number of ranks.")] = 1,
+    ranks: Annotated[
+        int, typer.Option("--ranks", "--world-size", min=1, help="The number of ranks.")
+    ] = 1,
     hardware: Annotated[
         str, typer.Option(help="A profile by name, or a file that --measure wrote.")
     ] = "h100-ib",
     memory: Annotated[
         str | None, typer.Option(help="What a rank may hold for curvature, such as 2GiB.")
     ] = None,
-    inputs: Annotated[
+    shapes: Annotated[
         list[str] | None,
         typer.Option(
             "--input", help="The shape of an input, such as 32x3x224x224, or 8x1024:int64."
         ),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="The kind of model, as of soframe.recommend.")
     ] = None,
     method: Annotated[
         str | None, typer.Option(help="The method, in place of the recommended one.")
@@ -147,10 +162,10 @@ def plan(
     ] = None,
     solver: Annotated[str | None, typer.Option(help="The solver.")] = None,
     statistics_every: Annotated[
-        int | None, typer.Option(help="The interval of statistics; the method's by default.")
+        int | None, typer.Option(min=1, help="The interval of statistics; else the method's.")
     ] = None,
     solve_every: Annotated[
-        int | None, typer.Option(help="The interval of solves; the method's by default.")
+        int | None, typer.Option(min=1, help="The interval of solves; else the method's.")
     ] = None,
     vary: Annotated[
         list[planner.Vary] | None, typer.Option(help="Vary a setting beside the strategy.")
@@ -170,6 +185,7 @@ def plan(
     """Price strategies for a model in time and memory, and choose one; nothing runs.
 
     Ranks and hardware exist on paper, weights need no memory, and 4,096 ranks fit a laptop.
+    The exit code is 2 if no strategy fits.
     """
     with _user_errors():
         if listing:
@@ -181,28 +197,32 @@ def plan(
             typer.echo(f"profile: {measure}", err=True)
             if model is None:
                 return
-        built, given = inspection.problem(model or "", inputs or ())
+        built, inputs = inspection.problem(model or "", shapes or ())
         settings = {"method": method, "auxiliary": auxiliary}
+        recommended = None
         if method is None:
-            settings = dict(soframe.recommend(built).plan)
+            advice = soframe.recommend(built, kind=kind)
+            settings = dict(advice.plan)
+            recommended = KINDS["strategy"].build(advice.strategy, soframe.Strategy)
         plans = []
-        for variant in planner.variants(vary or ()):
-            task = Task.of(built, given, **{**settings, "solver": solver, **variant})
+        for variant in planner.variants(vary or (), solver):
+            task = Task.of(built, inputs, **settings, **variant)
             base = planner.Option(
                 soframe.strategies.CommOpt(),
-                statistics_every=statistics_every or task.intervals[0],
-                solve_every=solve_every or task.intervals[1],
+                statistics_every=statistics_every,
+                solve_every=solve_every,
                 settings=planner.written(variant),
             )
-            one = planner.plan(
+            priced = planner.plan(
                 task,
                 ranks=ranks,
                 hardware=Hardware.load(hardware),
                 memory_limit=None if memory is None else parse_bytes(memory),
                 options=planner.varied(planner.usual(task.work, ranks, base), vary or ()),
                 amp=amp,
+                recommended=recommended,
             )
-            plans.append(one)
+            plans.append(priced)
         planned = planner.together(plans)
         if figure is not None:
             figure.parent.mkdir(parents=True, exist_ok=True)
@@ -211,6 +231,9 @@ def plan(
         _print_json(planned.as_dict())
     else:
         typer.echo(str(planned))
+    if not planned.fitting:
+        typer.echo(f"error: {planned.misfit}", err=True)
+        sys.exit(2)
 
 
 def _list_plans() -> None:

@@ -35,6 +35,14 @@ class First(nn.Module):
         return outputs[0]
 
 
+class States(nn.Sequential):
+    """A recurrent layer and a head, whose forward returns the states, too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        outputs, states = self[0](x)
+        return self[1](outputs[:, -1]), states
+
+
 class Adapted(nn.Module):
     """A frozen layer and a trained product of two thin ones, as LoRA has them."""
 
@@ -106,6 +114,14 @@ def rnn() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(lstm, First(), nn.Flatten(), nn.Linear(15, 3)), randn(6, 3, 4).float()
 
 
+def pinn() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(2, 7), nn.Tanh(), nn.Linear(7, CLASSES)), randn(6, 2).float()
+
+
+def rnn_with_states() -> tuple[nn.Module, Tensor]:
+    return States(nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)), randn(6, 3, 4).float()
+
+
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
     "vit": (vit, "transformer"),
     "written": (written, "transformer"),
@@ -114,6 +130,8 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
     "mlp": (mlp, "dense"),
     "lora": (lora, "adapters"),
     "rnn": (rnn, "recurrent"),
+    "states": (rnn_with_states, "recurrent"),
+    "told": (pinn, "pinn"),
 }
 
 
@@ -123,6 +141,9 @@ def test_a_call_runs_as_it_is_printed(name: str) -> None:
     build, kind = MODELS[name]
     model, inputs = build()
     found = soframe.recommend(model)
+    if kind == "pinn":  # no layer shows it
+        assert 'soframe.recommend(model, kind="pinn")' in str(found)
+        found = soframe.recommend(model, kind="pinn")
     assert found.kind == kind
     assert str(found).startswith(found.call)
     scope: dict[str, Any] = {"model": model, "torch": torch, "soframe": soframe}
@@ -131,7 +152,9 @@ def test_a_call_runs_as_it_is_printed(name: str) -> None:
     targets = torch.arange(len(inputs)) % CLASSES
 
     def closure() -> Tensor:
-        return nn.functional.cross_entropy(model(inputs), targets)
+        outputs = model(inputs)
+        logits = outputs[0] if isinstance(outputs, tuple) else outputs
+        return nn.functional.cross_entropy(logits, targets)
 
     start = closure().item()
     if hasattr(optimizer, "preconditioner") or "preconditioner" in scope:
@@ -165,6 +188,14 @@ def test_the_memory_is_that_of_the_plan(name: str, ranks: int) -> None:
         settings["backend"] = soframe.comm.recording.Recording(world_size=ranks)
         with closing(kit.precondition(model, **settings)) as own:
             assert size == max(own.placement.memory(rank)["total"] for rank in range(ranks))
+
+
+def test_figures_are_of_one_process_or_of_several() -> None:
+    model, _ = resnet()
+    assert "0.91" in soframe.recommend(model, ranks=4).reason
+    assert "0.91" not in soframe.recommend(model).reason
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        soframe.recommend(model, ranks=0)
 
 
 def test_a_preconditioner_of_the_model_stays() -> None:

@@ -61,6 +61,23 @@ def build(kind: str, source: Path, into: Path) -> Path:
 
 
 @pytest.mark.slow
+def test_the_source_distribution_is_the_checkout(tmp_path: Path) -> None:
+    """With its tests, which run there, and what they read; hidden files aside."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    source = tmp_path / "source"
+    tracked = run("git", "ls-files", cwd=ROOT).splitlines()
+    visible = {name for name in tracked if not name.startswith(".")}
+    for name in visible:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    with tarfile.open(build("sdist", source, tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"tests/conftest.py", "CHANGELOG.md", "CITATION.cff", "Makefile"} <= visible
+    assert visible <= names
+
+
+@pytest.mark.slow
 def test_a_wheel_of_the_source_distribution_is_whole(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT / "soframe", source / "soframe", ignore=shutil.ignore_patterns("*.pyc"))

@@ -5,17 +5,20 @@ head is a layer
 
 - that has the weight of an embedding;
 - that the model names: ``get_output_embeddings`` (transformers), ``get_classifier`` (timm);
-- at the end of an ``nn.Sequential``, or of the only child that has parameters;
 - in a child called ``head``, ``heads``, ``..._head``, ``classifier``, ``output`` or ``score``;
+- at the end of an ``nn.Sequential``, or of the only child that has parameters;
 - or that is the only Linear of a model and its last child, as in ResNets.
 
-Where none of these holds, no layer is taken for a head, and the report asks.
+The last two are guesses, since a body without a head ends alike: the report has a question there,
+and a pattern of ``method=`` on the layer's name takes it. Where none of these holds, no layer is
+taken for a head, and the report has a question, too.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -24,46 +27,71 @@ _NAMED = re.compile(r"(\w+_)?heads?|classifier|output|score")
 _GIVEN = ("get_output_embeddings", "get_classifier")
 
 
-def heads_of(model: nn.Module, part: nn.Module) -> tuple[list[nn.Parameter], bool]:
-    """Return the weights of the heads in a part of a model, and whether an embedding has one."""
+@dataclass(frozen=True)
+class Heads:
+    """The weights of heads.
+
+    Attributes:
+        weights: The weights.
+        tied: Whether an embedding has one.
+        guessed: Whether they are heads as their layers come last, and for no other reason.
+    """
+
+    weights: list[nn.Parameter] = field(default_factory=list)
+    tied: bool = False
+    guessed: bool = False
+
+
+def heads_of(model: nn.Module, part: nn.Module) -> Heads:
+    """Return the heads in a part of a model."""
     modules = list(model.modules())
     embeddings = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
     within = modules if part is model else part.modules()
     linear = [m for m in within if isinstance(m, nn.Linear)]
     tied = [m for m in linear if id(m.weight) in embeddings]
     # A weight that is computed of others, by a parametrization, is no parameter.
-    weights = [m._parameters.get("weight") for m in tied or _ends(part)]
-    return [weight for weight in weights if weight is not None], bool(tied)
+    ends: list[tuple[nn.Linear | _ConvNd, bool]] = [(layer, False) for layer in tied]
+    ends = ends or list(_ends(part))
+    weights = [(layer._parameters.get("weight"), guessed) for layer, guessed in ends]
+    return Heads(
+        [weight for weight, _ in weights if weight is not None],
+        tied=bool(tied),
+        guessed=all(guessed for weight, guessed in weights if weight is not None),
+    )
 
 
-def _ends(module: nn.Module) -> Iterator[nn.Linear | _ConvNd]:
-    """Yield the layers that make a module's outputs."""
+def _ends(module: nn.Module, *, guessed: bool = True) -> Iterator[tuple[nn.Linear | _ConvNd, bool]]:
+    """Yield the layers that make a module's outputs, and whether each is a guess."""
     if isinstance(module, nn.Linear | _ConvNd):
-        yield module
+        yield module, guessed
         return
-    for last in _last(module):
-        yield from _ends(last)
+    children, is_guess = _last(module)
+    for child in children:
+        yield from _ends(child, guessed=guessed and is_guess)
 
 
-def _last(module: nn.Module) -> list[nn.Module]:
-    """Return the children, or layers, that make a module's outputs; none if that is not certain."""
+def _last(module: nn.Module) -> tuple[list[nn.Module], bool]:
+    """Return the children, or layers, that make a module's outputs, and whether it is a guess."""
     for getter in _GIVEN:
         found = getattr(module, getter)() if callable(getattr(module, getter, None)) else None
         # timm's distilled models have two.
         every = [m for m in (found if isinstance(found, tuple) else (found,)) if m is not None]
         if every:
-            return every
+            return every, False
     named = {n: m for n, m in module.named_children() if _has_parameters(m)}
     children, lists = list(named.values()), nn.ModuleList | nn.ModuleDict
     # DeepSpeed's PipelineModule runs its children by their numbers.
     in_order = len(children) == 1 or all(map(str.isdigit, named))
     if in_order and not isinstance(module, lists) and not module._parameters:
-        return children[-1:]
+        return children[-1:], True
     heads: list[nn.Module] = [child for name, child in named.items() if _NAMED.fullmatch(name)]
     if not heads:
         linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
-        heads = children[-1:] if linear == children[-1:] else []
-    return [m for head in heads for m in (head.children() if isinstance(head, lists) else [head])]
+        return (children[-1:] if linear == children[-1:] else []), True
+    layers: list[nn.Module] = []
+    for head in heads:
+        layers += head.children() if isinstance(head, lists) else [head]
+    return layers, False
 
 
 def _has_parameters(module: nn.Module) -> bool:

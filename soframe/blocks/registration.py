@@ -7,6 +7,7 @@ gradients alone, on every parameter that is in no block of a layer.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from soframe.blocks import sharding
 from soframe.blocks.block import Block, factor_dtype
 from soframe.blocks.fused import fused_sizes
-from soframe.blocks.heads import heads_of
+from soframe.blocks.heads import Heads, heads_of
 from soframe.blocks.home import GradientHome
 from soframe.blocks.report import FROZEN, Report, ReportRow
 from soframe.damping.policies import DampingPolicy
@@ -52,6 +53,11 @@ class Reason(StrEnum):
     SKIPPED = "skipped by {!r}"
     OPTIONAL = "no layer helper by default; layers='all' adds {}"
     UNKNOWN = "no layer helper; register one with @soframe.register('layer', {})"
+    MATRIX = (
+        "no layer helper; if {0} computes x W^T + b, soframe.register('layer', {0})("
+        "soframe.layers.LinearHelper), else register a helper of its own"
+    )
+    CONTAINER = "no layer helper: a {} is not called, and others use what it holds; {}"
     KERNEL = "no layer helper: {}"
     COMPUTED = "no layer helper: a weight is computed of it; {}"
     SORTED = "no layer helper: tokens are sorted by expert within {}; {}"
@@ -102,6 +108,12 @@ class Choices:
 _ASK = (
     "is this layer, or another, the head? The model does not show it, so {} takes all of them: "
     "leave the head out by name, as in skip=[{!r}]"
+)
+
+
+_GUESS = (
+    "it comes last, so it is taken for the head: is it? For a hidden layer name it, as in "
+    "method={{{0!r}: {1!r}, '': {1!r}}}"
 )
 
 
@@ -211,7 +223,8 @@ class Registration:
         self._kinds: dict[object, Block] = {}  # the first block of each kind
         self._in_block: set[int] = set()
         head = choices.head_in if choices.staged else model
-        self._heads = set() if head is None else {id(w) for w in heads_of(model, head)[0]}
+        heads = Heads() if head is None else heads_of(model, head)
+        self._heads, self._guessed = {id(weight) for weight in heads.weights}, heads.guessed
         self._embeddings: set[int] = set()
         self._asked = ""  # the last block that would have no place in its method as a head
         self._names: dict[int, list[str]] = {}
@@ -589,14 +602,20 @@ class Registration:
         if any(p.is_complex() for p in parameters.values()) and method.factors(layout.shape):
             return "it is complex, and factors are of real matrices"
         ids = set(map(id, parameters.values()))
+        is_tied, is_head = bool(ids & self._embeddings), bool(ids & self._heads)
+        layer = self._names[id(layout.module)][0]
+        is_guess = is_head and self._guessed and not is_tied
         candidate = Candidate(
             name=name,
             module=layout.module,
             parameters=tuple(parameters),
             shape=layout.shape,
-            last=bool(ids & self._heads or ids & self._embeddings),
+            last=is_tied or (is_head and not (is_guess and self._methods.names(layer))),
         )
         reason = method.unsuited(candidate)
+        is_suited_hidden = method.unsuited(replace(candidate, last=False)) is None
+        if reason is not None and is_guess and is_suited_hidden:
+            return _GUESS.format(f"^{re.escape(layer)}$", _name(method))
         asks = not (self._heads or self._choices.skip or self._choices.staged)
         if asks and reason is None and method.unsuited(replace(candidate, last=True)) is not None:
             self._asked = name
@@ -745,6 +764,11 @@ class _PerLayer:
         self._used.add(pattern)
         return self._by_pattern[pattern]
 
+    def names(self, name: str) -> bool:
+        """Return whether the pattern of a module is about its name, and does not match all."""
+        pattern = first_match(self._by_pattern, name)
+        return pattern is not None and pattern not in ("", ".*")
+
     def unused(self) -> list[str]:
         return sorted(set(self._by_pattern) - self._used - {"", ".*"})
 
@@ -790,7 +814,20 @@ def _without_helper(module: nn.Module) -> str:
         return Reason.COMPUTED.format(_REMEDY)
     if are_experts(module):
         return Reason.SORTED.format(kind, _REMEDY)
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return Reason.CONTAINER.format(kind, _REMEDY)
+    if _has_matrix(module):
+        return Reason.MATRIX.format(kind)
     return Reason.UNKNOWN.format(kind)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Return whether a module has a weight ``[out, in]``, perhaps a bias ``[out]``, and no more."""
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or weight.dim() != 2:
+        return False
+    names = {name for name, p in module._parameters.items() if p is not None}
+    return names <= {"weight", "bias"} and (bias is None or bias.shape == weight.shape[:1])
 
 
 def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:

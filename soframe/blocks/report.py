@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from soframe.text import alike, format_bytes, format_table
 
@@ -61,20 +62,40 @@ class Report:
         # Layers that are alike share a line.
         groups = alike(self.rows, lambda row: row.parameter, told)
         cells = [(name, told(own[0])[0], _block(own), *told(own[0])[1:]) for name, own in groups]
-        title = "\n".join(filter(None, (self.solver, self._covered)))
+        lines = [self._covered]
         if self.memory:
             kinds = {kind: number for kind, number in self.memory.items() if number}
             total = format_bytes(kinds.pop("total", 0))
             parts = [f"{k.replace('_', ' ')} {format_bytes(n)}" for k, n in kinds.items()]
-            title = f"at most {total} on a rank: {', '.join(parts)}\n{title}"
+            lines.append(f"at most {total} on a rank: {', '.join(parts)}")
+        lines += [self.solver] if self.solver else []
         header = ("parameter", "shape", "block", "method", "why / note")
-        return f"{title}\n{format_table(header, cells)}"
+        return "\n".join([*lines, format_table(header, cells)])
+
+    @property
+    def coverage(self) -> dict[str, float]:
+        """The part of the trained parameters' entries that each method has, the largest first."""
+        sizes: dict[str, int] = {}
+        trained = 0
+        for row in self.rows:
+            if row.reason == FROZEN:
+                continue
+            trained += prod(row.shape)
+            if row.block is not None:
+                sizes[row.method] = sizes.get(row.method, 0) + prod(row.shape)
+        ordered = sorted(sizes.items(), key=lambda pair: -pair[1])
+        return {method: size / trained for method, size in ordered if trained}
 
     @property
     def _covered(self) -> str:
         covered = [row for row in self.rows if row.block is not None]
         blocks = len({row.block for row in covered})
-        return f"{len(covered)} of {len(self.rows)} parameters in {blocks} block(s)"
+        coverage = self.coverage
+        text = f"{len(covered)} of {len(self.rows)} parameters in {blocks} block(s)"
+        text += f", {sum(coverage.values()):.0%} of the trained weights"
+        if len(coverage) > 1:
+            text += ": " + ", ".join(f"{part:.0%} {method}" for method, part in coverage.items())
+        return text
 
     def reasons(self, most: int = 12) -> str:
         """Return the reasons why parameters have no block, each with their number and a name."""

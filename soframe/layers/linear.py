@@ -13,6 +13,7 @@ from soframe.registry import KINDS, register
 
 
 @register("layer", nn.Linear)
+@KINDS["layer"].register("torch_geometric.nn.dense.linear.Linear")
 class LinearHelper(LayerHelper):
     """``y = x W^T + b`` of ``[batch, ..., in]``: dimensions in between are positions."""
 

@@ -179,9 +179,9 @@ class Pipeline(Stages):
             own, last = {s.stage_index: s.submod for s in stages}, stages[0].num_stages - 1
         ranks: dict[float, nn.Module] = {}
         for index, module in own.items():
-            weights, tied = heads_of(model, module)
-            if weights and (tied or index == last):
-                ranks[1 + index + _TIED * tied] = module
+            heads = heads_of(model, module)
+            if heads.weights and (heads.tied or index == last):
+                ranks[1 + index + _TIED * heads.tied] = module
         return ranks.get(self.largest(max(ranks, default=0)))
 
     def look_over(self, registration: Registration) -> None:

@@ -39,7 +39,8 @@ class Auto(Strategy):
             are planned, as a number or as ``"2GiB"``; None for no limit.
         hardware: A profile by its name or file, in place of measuring; see `soframe plan`.
         passes: The seconds of a forward and a backward pass, behind which tensors travel.
-        budget: The seconds of measuring, about.
+        budget: The seconds of measuring by the wall clock; two points of each curve are measured
+            in any case.
 
     Raises:
         ValueError: If the limit has no unit that is known.
@@ -86,7 +87,8 @@ class Auto(Strategy):
         planned = plan(
             Task(now.blocks, work, now.parameters, seconds=self.passes),
             ranks=now.ranks,
-            hardware=self._hardware(now),
+            # Activations are unknown here, so the limit alone counts.
+            hardware=replace(self._hardware(now), memory=None),
             memory_limit=None if self.memory_limit is None else parse_bytes(self.memory_limit),
             options=options,
             refused=now.refused,

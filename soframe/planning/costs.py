@@ -138,8 +138,12 @@ class Costs:
                     with without_numbers(f"the statistics of {block.name!r}", REMEDY):
                         one = self._paper.price(run, products=self._fast)
                     before = found[block.name]
-                    seconds, operators = one.seconds + before.seconds, one.operators
-                    found[block.name] = Priced(seconds, operators + before.operators)
+                    host = self.hardware.hooked(type(call.helper), one.operators)
+                    found[block.name] = Priced(
+                        before.seconds + one.seconds,
+                        before.operators + one.operators,
+                        host=before.host + host,
+                    )
         return found
 
     def _moments(
@@ -294,7 +298,7 @@ class Costs:
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
             statistics=self._with_host(
-                self.hardware.hooks * sum(one.operators for one in gathered),
+                sum(one.host for one in gathered),
                 sum(one.seconds for one in gathered),
             ),
             # Zeros and multiplied sums, which are added to the averages.

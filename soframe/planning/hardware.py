@@ -112,6 +112,8 @@ class Hardware:
         slots: The ranks of a node that can compute at the same time, where ranks share processors,
             with solves in the background and collectives; None if each has a device of its own.
         hooks: Seconds of the host for an operator of statistics of calls; a GPU works meanwhile.
+        calls: The same for all operators of a call, by the name of the layer's helper; helpers
+            without an entry have ``hooks`` for each operator.
         host: The same for a block in the rest of the step; 0 if it is hidden behind the passes.
     """
 
@@ -130,7 +132,15 @@ class Hardware:
     memory: int | None = None
     slots: float | None = None
     hooks: float = 0.0
+    calls: Mapping[str, float] = field(default_factory=dict)
     host: float = 0.0
+
+    def hooked(self, helper: type, operators: int) -> float:
+        """Return the seconds of the host for the statistics of a call, of so many operators."""
+        for kind in helper.__mro__:
+            if kind.__name__ in self.calls:
+                return self.calls[kind.__name__]
+        return self.hooks * operators
 
     def crowd(self, ranks: int) -> float:
         """Return the ranks for each slot of a node, of so many ranks; 0 if all have their own."""

@@ -24,7 +24,10 @@ def build_model(path: str, *, meta: bool = False) -> nn.Module:
     """Import a model, or call the function that builds it: ``package.models:make_model``."""
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
-        raise ValueError(f"{path!r} is not MODULE:CALLABLE, as in package.models:make_model")
+        raise ValueError(
+            f"{path!r} is neither MODULE:CALLABLE, as in package.models:make_model, nor a workload "
+            f"of soframe plan: {', '.join(WORKLOADS)}"
+        )
     target: Any = _import(module_name)
     for name in attribute.split("."):
         if not hasattr(target, name):
@@ -68,7 +71,7 @@ def _import(name: str) -> Any:
 def inspect(
     model: nn.Module,
     *,
-    world_size: int,
+    ranks: int,
     strategy: str,
     method: Any,
     solver: Any = None,
@@ -76,15 +79,13 @@ def inspect(
     all_layers: bool = False,
 ) -> tuple[soframe.Report, soframe.Placement]:
     """Register a model as a preconditioner would, with simulated ranks."""
-    if world_size < 1:
-        raise ValueError(f"the world size must be at least 1, not {world_size}")
     preconditioner = OnPaper(
         model,
         method=method,
         solver=solver,
         auxiliary=auxiliary,
         strategy=strategy,
-        distribution=soframe.Distribution(backend=Recording(world_size=world_size)),
+        distribution=soframe.Distribution(backend=Recording(world_size=ranks)),
         kl_clip=None,
         layers="all" if all_layers else None,
     )

@@ -15,7 +15,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +45,7 @@ CACHES = 2**25  # bytes that displace what a processor's caches hold
 LARGE = {"cpu": 2**27, "cuda": 2**28}  # bytes, more than caches hold
 ROUNDS = 3
 MOST = 30  # samples of a point in a round
+LEAST = 3  # samples of the host's work in Python
 TICK = 1e-4  # seconds of a sample at least, if 20 calls take as long
 PHASE = "measure"
 FLOPS: dict[str, Callable[[int], float]] = {  # of a side, and of channels
@@ -106,7 +107,8 @@ def measure(
             two from 16 to 2,048.
         dtypes: Names such as ``"float32"``. Factorisations of smaller ones are in float32, whose
             products are measured in any case.
-        budget: Seconds for all measurements, about; a curve has two points at least.
+        budget: Seconds of the wall clock of rank 0 for all measurements, about; a curve has two
+            points at least, and each point one sample.
 
     Returns:
         The profile, the same on every rank.
@@ -141,7 +143,8 @@ def measure(
             *products(device, dtypes, half=half > 0),
             *factorisations(device, dtypes, _some(sides or SIDES)),
         ]
-        return _profile(device, backend, seconds(series, backend, device, budget))
+        found = seconds(series, backend, device, (1 - PYTHON) * budget)
+        return _profile(device, backend, found, _python(device, PYTHON * budget))
 
 
 def _some(sides: Sequence[int]) -> list[int]:
@@ -312,6 +315,7 @@ def seconds(
     remaining budget.
     """
     # All ranks decide by the clock of rank 0, so that they enter the same collectives.
+    end = time.perf_counter() + budget
     points: list[_Point] = []
     other = torch.ones(CACHES // 4 if device.type == "cpu" else 0, device="cpu")
     for index, one in enumerate(series):
@@ -335,19 +339,23 @@ def seconds(
             each = waited + repeats * once
             samples = int(share / 2 / len(one.sizes) / rounds / each)
             points.append(_Point(one, size, repeats, min(MOST, max(1, samples))))
+            with within(one.precision):
+                first = _sample(backend, device, one, call, repeats, other)
+            points[-1].seconds.append(first)
             fixed = (1 + rounds) * made + 2 * (waited + once)
             least[size] = fixed + rounds * each
             left -= fixed + rounds * points[-1].samples * each
         budget -= share - left
-    for _ in range(rounds):
-        for point in points:
-            call = point.series.make(point.size)
-            _meet(backend, device)
-            with within(point.series.precision):
-                point.seconds += [
-                    _sample(backend, device, point.series, call, point.repeats, other)
-                    for _ in range(point.samples)
-                ]
+    for point in itertools.chain.from_iterable(itertools.repeat(points, rounds)):
+        if _of_rank_zero(backend, [end - time.perf_counter()])[0] < 0:
+            break
+        call = point.series.make(point.size)
+        _meet(backend, device)
+        with within(point.series.precision):
+            point.seconds += [
+                _sample(backend, device, point.series, call, point.repeats, other)
+                for _ in range(point.samples)
+            ]
     return _over_ranks(points, backend)
 
 
@@ -416,7 +424,10 @@ def _over_ranks(points: Sequence[_Point], backend: Backend) -> dict[Series, dict
 
 
 def _profile(
-    device: torch.device, backend: Backend, found: dict[Series, dict[int, float]]
+    device: torch.device,
+    backend: Backend,
+    found: dict[Series, dict[int, float]],
+    python: _Host,
 ) -> Hardware:
     cuda = device.type == "cuda"
     operators: dict[str, Curve] = {}
@@ -448,7 +459,8 @@ def _profile(
     node = _node([one["host"] for one in every])
     links = [_link(one) for one in measured if one.operation == "broadcast"]  # of all, of pairs
     slots = None if cuda else len(os.sched_getaffinity(0)) / torch.get_num_threads()
-    hooks, host = _of_rank_zero(backend, _python(device))
+    *calls, host = _of_rank_zero(backend, [*python.calls.values(), python.block])
+    by_helper = dict(zip(python.calls, calls, strict=True))
     return Hardware(
         name="this machine",
         device=device.type,
@@ -467,43 +479,73 @@ def _profile(
         across=links[0] if node is not None else None,
         memory=min(one["memory"] for one in every) if cuda else None,
         slots=slots,
-        hooks=hooks,
+        hooks=by_helper["LinearHelper"] / OF_LINEAR,
+        calls=by_helper,
         host=0.0 if cuda else host,  # a GPU is behind the host in a step that reads nothing
     )
 
 
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "LinearHelper": (lambda: nn.Linear(5, 5), (8, 5)),
+    "Conv2dHelper": (lambda: nn.Conv2d(5, 5, 3, padding=1), (8, 5, 4, 4)),
+}
+"""Tiny layers, and the shapes of their inputs, by the helper whose Python is timed with them."""
+
 OF_LINEAR = 3  # operators of the statistics of an nn.Linear
+PYTHON = 0.2  # the part of the budget that goes to the host's work in Python
 
 
-def _python(device: torch.device, blocks: int = 8, steps: int = 15) -> list[float]:
-    """Return the host's seconds for an operator of statistics, and for a block's other work."""
+@dataclass(frozen=True)
+class _Host:
+    """Seconds of the host's work in Python."""
+
+    calls: Mapping[str, float]  # of the statistics of a call, by helper
+    block: float  # of a block in the rest of the step
+
+
+def _python(device: torch.device, budget: float) -> _Host:
+    """Time the host's work in Python."""
+    calls, blocks = dict[str, float](), list[float]()
+    for name in LAYERS:
+        calls[name], block = _hooks(name, device, budget / len(LAYERS))
+        blocks.append(block)
+    return _Host(calls, blocks[0])
+
+
+def _hooks(name: str, device: torch.device, budget: float, blocks: int = 8) -> tuple[float, float]:
+    """Return the seconds of a call's statistics, and of a block in the rest of the step."""
+    # A processor that other processes share makes the wall clock longer than the work. On a GPU
+    # another thread runs the backward pass.
+    clock = time.process_time if device.type == "cuda" else time.thread_time
+    make, shape = LAYERS[name]
     with torch.enable_grad():
-        model = nn.Sequential(*(nn.Linear(5, 5, device=device) for _ in range(blocks)))
-        inputs = torch.rand(8, 5, device=device)
+        model = nn.Sequential(*(make() for _ in range(blocks))).to(device)
+        inputs = torch.rand(shape, device=device)
         passes, with_hooks, rest = list[float](), list[float](), list[float]()
 
-        def run(own: Preconditioner | None, spent: list[float]) -> None:
-            for _ in range(steps):
+        def run(preconditioner: Preconditioner | None, spent: list[float]) -> None:
+            end = time.perf_counter() + budget / 2
+            while len(spent) < LEAST or (len(spent) < MOST and time.perf_counter() < end):
                 model.zero_grad()
-                start = time.perf_counter()
+                start = clock()
                 model(inputs).square().mean().backward()
-                spent.append(time.perf_counter() - start)
-                if own is not None:
-                    own.step()
-                    rest.append(time.perf_counter() - start - spent[-1])
+                spent.append(clock() - start)
+                if preconditioner is not None:
+                    preconditioner.step()
+                    rest.append(clock() - start - spent[-1])
 
         run(None, passes)
-        own = Preconditioner(
+        preconditioner = Preconditioner(
             model,
             distribution=Distribution(backend=SingleProcess()),
             kl_clip=None,
             statistics_every=1,
-            solve_every=10 * steps,
+            solve_every=10 * MOST,
         )
-        run(own, with_hooks)
-        own.close()
-    medians = [statistics.median(one) for one in (passes, with_hooks, rest)]
-    return [max(0.0, medians[1] - medians[0]) / blocks / OF_LINEAR, medians[2] / blocks]
+        run(preconditioner, with_hooks)
+        preconditioner.close()
+    medians = [statistics.median(samples) for samples in (passes, with_hooks, rest)]
+    return max(0.0, medians[1] - medians[0]) / blocks, medians[2] / blocks
 
 
 def _curve(times: dict[int, float], unit: Callable[[int], float]) -> Curve:

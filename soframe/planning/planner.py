@@ -7,6 +7,7 @@ described (`soframe.planning.hardware`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -44,8 +45,8 @@ class Option:
         local: Whether soframe averages gradients, on the ranks that need them.
         background: The steps for which solves run beside training.
         stagger: Whether solves are spread over the steps of an interval.
-        statistics_every: The interval of statistics.
-        solve_every: The interval of solves.
+        statistics_every: The interval of statistics; None for the method's own.
+        solve_every: The interval of solves; None for the method's own.
         settings: Other arguments of the plan's task: each in a word, and as a user writes it.
     """
 
@@ -53,8 +54,8 @@ class Option:
     local: bool = False
     background: int = 0
     stagger: bool = False
-    statistics_every: int = 10
-    solve_every: int = 100
+    statistics_every: int | None = None
+    solve_every: int | None = None
     settings: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
@@ -62,8 +63,16 @@ class Option:
         words = [_written(self.strategy).removeprefix("soframe.strategies.").strip("'")]
         words += ["local gradients"] * self.local + ["staggered"] * self.stagger
         words += [f"background {self.background}"] * bool(self.background)
-        words.append(f"{self.statistics_every}/{self.solve_every}")
+        words += [f"{key} {value}" for key, value in self._intervals() if value is not None]
         return ", ".join([*words, *(word for word, _ in self.settings)])
+
+    def intervals(self, usual: tuple[int, int]) -> tuple[int, int]:
+        """Return the intervals of statistics and solves, with the method's ``usual`` ones."""
+        statistics_every = usual[0] if self.statistics_every is None else self.statistics_every
+        return statistics_every, usual[1] if self.solve_every is None else self.solve_every
+
+    def _intervals(self) -> tuple[tuple[str, int | None], ...]:
+        return (("statistics_every", self.statistics_every), ("solve_every", self.solve_every))
 
     def call(self) -> str:
         """Return the arguments of `soframe.Preconditioner` or `soframe.Optimizer`, to be pasted."""
@@ -71,7 +80,7 @@ class Option:
         parts = [f"strategy={_written(self.strategy)}"]
         parts += [f"distribution=soframe.Distribution({', '.join(inner)})"] * bool(inner)
         parts += [f"background={self.background}"] * bool(self.background)
-        parts += [f"statistics_every={self.statistics_every}", f"solve_every={self.solve_every}"]
+        parts += [f"{key}={value}" for key, value in self._intervals() if value is not None]
         return ", ".join([*parts, *(text for _, text in self.settings)])
 
 
@@ -87,6 +96,7 @@ class Row:
             The last three include solves that run in the background meanwhile.
         traffic: Bytes and calls by phase, of a mean step of the busiest rank.
         timing: Seconds.
+        intervals: The intervals of statistics and of solves that were priced.
         exact: Whether every rank's data enter all statistics, so that the number of ranks and the
             placement change nothing but cost.
         notes: Notes of the placement.
@@ -96,6 +106,7 @@ class Row:
     memory: Mapping[str, int]
     traffic: Mapping[str, Mapping[str, float]]
     timing: Timing
+    intervals: tuple[int, int]
     exact: bool
     notes: tuple[str, ...] = ()
 
@@ -109,10 +120,13 @@ class Plan:
         ranks: The number of ranks.
         hardware: The hardware.
         limit: Bytes that a rank may hold for curvature; None without a limit.
-        fixed: Bytes of a rank that no option changes: weights, gradients, activations.
+        fixed: Bytes of a rank that no option changes: weights, gradients, activations, and the
+            momentum of an optimizer behind a preconditioner. All have their full sizes:
+            parameters that are sharded over ranks are not planned.
         passes: Seconds of the forward and the backward pass; 0 if inputs are unknown.
         notes: Parts without a price, with the reasons.
         plain: Seconds of a step without a preconditioner, whose gradients are averaged.
+        recommended: The strategy of `soframe.recommend`; None without one.
     """
 
     rows: tuple[Row, ...]
@@ -123,6 +137,7 @@ class Plan:
     passes: float = 0.0
     plain: float = 0.0
     notes: tuple[str, ...] = ()
+    recommended: Strategy | None = None
 
     @property
     def front(self) -> list[Row]:
@@ -134,38 +149,105 @@ class Plan:
                 found.append(row)
         return found
 
+    def peak(self, row: Row) -> int:
+        """Return the most bytes of a device: in the passes, or in the step, without activations."""
+        fixed = dict(self.fixed)
+        passes = fixed.pop("activations", 0)
+        passes += row.memory.get("held", 0) + row.memory.get("window", 0)
+        return sum(fixed.values()) + max(passes, row.memory["total"])
+
+    def fits(self, row: Row) -> bool:
+        """Return whether a row is within the limit and the memory of the device."""
+        within_limit = self.limit is None or row.memory["total"] <= self.limit
+        device = self.hardware.memory
+        return within_limit and (device is None or self.peak(row) <= device)
+
     @property
     def fitting(self) -> list[Row]:
-        """The rows within the limit."""
-        limit = self.limit
-        return [row for row in self.rows if limit is None or row.memory["total"] <= limit]
+        """The rows within the limit and the memory of the device."""
+        return [row for row in self.rows if self.fits(row)]
+
+    @property
+    def misfit(self) -> str:
+        """The reason if no row fits, and a remedy."""
+        least = min(self.rows, key=lambda row: row.memory["total"])
+        if self.limit is not None and least.memory["total"] > self.limit:
+            return (
+                f"no strategy fits into memory_limit={self.limit} bytes a rank on {self.ranks} "
+                f"rank(s): {least.option.call()} holds least, {least.memory['total']} bytes; raise "
+                f"the limit, take more ranks, or lower max_size of the method"
+            )
+        least = min(self.rows, key=self.peak)
+        fixed = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.fixed.items())
+        return (
+            f"no strategy fits into the {format_bytes(self.hardware.memory or 0)} of a device of "
+            f"{self.hardware.name!r} on {self.ranks} rank(s): {least.option.call()} needs least, "
+            f"{format_bytes(self.peak(least))} with {fixed}; plan a smaller batch, or a larger "
+            f"device. Parameters sharded over ranks, as by fully_shard, are not planned"
+        )
 
     @property
     def chosen(self) -> Row:
         """The fastest row that fits and uses all data; else the fastest that fits.
+
+        The recommended strategy is chosen if no other is faster by more than `CLOSE`.
 
         Raises:
             ValueError: If none fits.
         """
         fitting = self.fitting
         if not fitting:
-            least = min(self.rows, key=lambda row: row.memory["total"])
-            raise ValueError(
-                f"no strategy fits into memory_limit={self.limit} bytes a rank on {self.ranks} "
-                f"rank(s): {least.option.call()} holds least, {least.memory['total']} bytes; raise "
-                f"the limit, take more ranks, or lower max_size of the method"
-            )
-        return next((row for row in fitting if row.exact), fitting[0])
+            raise ValueError(self.misfit)
+        fastest = self._fastest
+        recommended = self._recommended
+        if recommended is None or recommended.exact < fastest.exact:
+            return fastest
+        is_close = recommended.timing.mean <= CLOSE * fastest.timing.mean
+        return recommended if is_close else fastest
+
+    @property
+    def _fastest(self) -> Row:
+        """The fastest row that fits, of those with all ranks' statistics if one has them."""
+        return next((row for row in self.fitting if row.exact), self.fitting[0])
+
+    @property
+    def _recommended(self) -> Row | None:
+        """The fastest fitting row of the recommended strategy."""
+        for row in self.fitting:
+            if row.option.strategy == self.recommended:
+                return row
+        return None
 
     @property
     def why(self) -> str:
         """The reason of the choice, in a sentence."""
         chosen = self.chosen
-        among = "" if self.limit is None else f" of the ones within {format_bytes(self.limit)}"
+        recommended = self._recommended
+        if recommended is None or chosen.option.strategy == self.recommended:
+            return self._why(chosen)
+        ratio = recommended.timing.mean / chosen.timing.mean
+        return (
+            f"{self._why(chosen)}; the strategy of soframe.recommend, {recommended.option}, takes "
+            f"{ratio:.2f} times as long"
+        )
+
+    def _why(self, chosen: Row) -> str:
+        among = ""
+        if self.limit is not None:
+            among = f" of the ones within {format_bytes(self.limit)}"
+        elif len(self.fitting) < len(self.rows):
+            among = f" of the ones that fit into {self.hardware.name}"
         exact = "" if chosen.exact else "; no option with all ranks' statistics fits"
         others = [row for row in self.fitting if row is not chosen]
         if not others:
             return f"it is the only option{among}{exact}"
+        fastest = self._fastest
+        if chosen is not fastest:
+            ratio = fastest.timing.mean / chosen.timing.mean
+            return (
+                f"it is the strategy of soframe.recommend; the fastest{among}, {fastest.option}, "
+                f"takes {ratio:.2f} of its time"
+            )
         next_ = min(others, key=lambda row: row.timing.mean)
         ratio = next_.timing.mean / chosen.timing.mean
         if ratio < 1:
@@ -189,17 +271,24 @@ class Plan:
             "passes": self.passes,
             "plain": self.plain,
             "notes": list(self.notes),
-            "rows": [_plain(row) for row in self.rows],
+            "rows": [_plain(row, self.fits(row)) for row in self.rows],
             "front": [row.option.call() for row in self.front],
             "chosen": self.chosen.option.call() if self.fitting else None,
             "why": self.why if self.fitting else None,
         }
 
     def __str__(self) -> str:
-        front = self.front
+        front, fitting = self.front, self.fitting
+        misfits = [row for row in self.rows if not self.fits(row)]
+
+        def mark(row: Row) -> str:
+            if not self.fits(row):
+                return "!"
+            return "*" if row in front else " "
+
         rows = [
             (
-                f"{'*' if row in front else ' '} {row.option}",
+                f"{mark(row)} {row.option}",
                 *(f"{1e3 * s:.3g}" for s in (row.timing.mean, row.timing.longest)),
                 f"{1e3 * sum(row.timing.exposed.values()):.3g}",
                 *(_mega(row.memory[name]) for name in ("total", "held")),
@@ -207,12 +296,15 @@ class Plan:
                 f"{row.timing.imbalance:.1f}",
                 "all" if row.exact else "fewer",
             )
-            for row in self.rows
+            for row in (*fitting, *misfits)
         ]
         where = f"planned for {self.ranks} rank(s), {self.hardware.name}"
-        lines = [where, format_table(HEADER, rows), LEGEND, *(f"note: {n}" for n in self.notes)]
-        if self.fitting:
-            lines += ["", self.details(self.chosen), "", self.chosen.option.call(), self.why]
+        legend = LEGEND + ("\n! does not fit." if misfits else "")
+        lines = [where, format_table(HEADER, rows), legend, *(f"note: {n}" for n in self.notes)]
+        if fitting:
+            chosen = self.chosen
+            intervals = "statistics every {} and solves every {} steps".format(*chosen.intervals)
+            lines += ["", self.details(chosen), "", chosen.option.call(), intervals, self.why]
         return "\n".join(lines)
 
     def details(self, row: Row) -> str:
@@ -227,6 +319,9 @@ class Plan:
         both = zip([*times, *pad][:longer], [*held, *pad][:longer], strict=True)
         return format_table(("time", "", "memory", ""), [(*one, *other) for one, other in both])
 
+
+CLOSE = 1.05
+"""The ratio of times below which two options count as equally fast."""
 
 HEADER = ("  option", "ms", "longest", "exposed", "MB", "held", "MB sent", "imbalance", "samples")
 
@@ -249,6 +344,7 @@ def plan(
     options: Sequence[Option] | None = None,
     amp: bool = False,
     refused: Callable[[Placement], str | None] = lambda placement: None,
+    recommended: Strategy | None = None,
 ) -> Plan:
     """Price options for a task.
 
@@ -260,6 +356,7 @@ def plan(
         options: The options; None for `usual`.
         amp: Whether the passes run in bfloat16.
         refused: Returns why the model or the settings exclude a placement, or None.
+        recommended: The strategy of `soframe.recommend`, which is kept if it is about as fast.
 
     Returns:
         The plan, its rows sorted by time, without options that the task's blocks do not take.
@@ -271,7 +368,9 @@ def plan(
     rows, reasons = list[Row](), list[str]()
     for option in usual(costs.work, ranks) if options is None else options:
         placement = complete(option.strategy.place(costs.work, ranks))
-        why = combinations.refused(task.blocks, placement, solve_every=option.solve_every)
+        why = combinations.refused(
+            task.blocks, placement, solve_every=option.intervals(task.intervals)[1]
+        )
         why = why or refused(placement)
         if why is None:
             rows.append(_row(costs, task, option, placement))
@@ -279,11 +378,25 @@ def plan(
             reasons.append(why)
     if not rows:
         raise ValueError(reasons[0])
-    weights = sum(p.numel() * p.element_size() for p in task.parameters)
-    fixed = {"weights": weights, "gradients": weights, "activations": task.activations}
+    trained = sum(p.numel() * p.element_size() for p in task.parameters)
+    fixed = {"weights": trained + task.frozen, "gradients": trained}
+    # In bfloat16 most activations have half of the bytes.
+    fixed["activations"] = task.activations // 2 if amp else task.activations
+    if any(block.captured for block in task.blocks):
+        fixed["momentum"] = trained
     rows.sort(key=_place)
     passes, plain = costs.passes.seconds, _without(costs, task, ranks)
-    return Plan(tuple(rows), ranks, hardware, memory_limit, fixed, passes, plain, task.unpriced())
+    return Plan(
+        tuple(rows),
+        ranks,
+        hardware,
+        memory_limit,
+        fixed,
+        passes,
+        plain,
+        task.unpriced(),
+        recommended,
+    )
 
 
 def _place(row: Row) -> tuple[float, int, str]:
@@ -334,15 +447,30 @@ class Vary(StrEnum):
     DTYPE = "dtype"
 
 
-def variants(settings: Collection[Vary]) -> list[dict[str, Any]]:
-    """Return the arguments of tasks that differ in the solver and in the dtype of factors."""
-    solvers = [{"solver": name} for name in ("inverse", "eigen")]
-    dtypes = [{"curvature": Curvature(dtype=dtype)} for dtype in (torch.float32, torch.bfloat16)]
-    return [
-        {**solver, **dtype}
-        for solver in (solvers if Vary.SOLVER in settings else [{}])
-        for dtype in (dtypes if Vary.DTYPE in settings else [{}])
-    ]
+def variants(settings: Collection[Vary], solver: str | None = None) -> list[dict[str, Any]]:
+    """Return the arguments of tasks that differ in the solver and in the dtype of factors.
+
+    Args:
+        settings: Which of the two vary.
+        solver: The solver where it does not vary; None for the default.
+
+    Returns:
+        The arguments. Inverses of factors in bfloat16 are left out: rounded factors have negative
+        eigenvalues, with which Cholesky factorisations fail.
+    """
+    solvers = ["inverse", "eigen"] if Vary.SOLVER in settings else [solver]
+    dtypes = [torch.float32, torch.bfloat16] if Vary.DTYPE in settings else [None]
+    found = []
+    for name, dtype in itertools.product(solvers, dtypes):
+        if name == "inverse" and dtype == torch.bfloat16:
+            continue
+        arguments: dict[str, Any] = {}
+        if name is not None:
+            arguments["solver"] = name
+        if dtype is not None:
+            arguments["curvature"] = Curvature(dtype=dtype)
+        found.append(arguments)
+    return found
 
 
 def written(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -361,7 +489,7 @@ def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option
     """Return options together with those that differ from them in some settings."""
     found = list(options)
     if Vary.BACKGROUND in settings:
-        found += [replace(one, background=min(9, one.solve_every)) for one in found]
+        found += [replace(one, background=min(9, one.solve_every or 9)) for one in found]
     if Vary.STAGGER in settings:
         found += [replace(one, stagger=True) for one in found if not one.background]
     if Vary.INTERVALS in settings:
@@ -384,6 +512,7 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
     fused = costs.hardware.device == "cuda"
     of_ranks = []
     traffic: dict[str, dict[str, float]] = {}
+    statistics_every, solve_every = intervals = option.intervals(task.intervals)
     loaded = _loaded(found, priced)
     for part, members in found.items():
         messages: dict[str, Messages] = {kind: [] for kind in KINDS}
@@ -392,19 +521,20 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
                 kind: _messages(placement, members[0], kind, local, fused) for kind in KINDS
             }
         of_ranks.append(Rank(len(members), priced[part], messages))
-        own = _traffic(messages, option)
+        own = _traffic(messages, statistics_every, solve_every)
         if own["total"]["bytes"] > traffic.get("total", {"bytes": -1})["bytes"]:
             traffic = own
     timing = _schedule(costs, task, of_ranks, ranks, option.local, option.background).timing(
-        option.statistics_every,
-        option.solve_every,
-        option.solve_every if option.stagger else 1,
+        statistics_every,
+        solve_every,
+        solve_every if option.stagger else 1,
     )
     return Row(
         option,
         _memory(costs, placement, found, background=option.background > 0),
         traffic,
         timing,
+        intervals,
         exact=_exact(placement),
         notes=placement.notes,
     )
@@ -464,10 +594,12 @@ def _messages(
     ).phases()
 
 
-def _traffic(messages: Mapping[str, Messages], option: Option) -> dict[str, dict[str, float]]:
+def _traffic(
+    messages: Mapping[str, Messages], statistics_every: int, solve_every: int
+) -> dict[str, dict[str, float]]:
     """Return a mean step's bytes and calls by phase, as `Placement.traffic` counts them."""
-    rarely = max(0.0, 1 / option.statistics_every - 1 / option.solve_every)
-    weights = {"statistics": rarely, "solve": 1 / option.solve_every}
+    rarely = max(0.0, 1 / statistics_every - 1 / solve_every)
+    weights = {"statistics": rarely, "solve": 1 / solve_every}
     weights["plain"] = 1 - sum(weights.values())
     found: dict[str, dict[str, float]] = {}
     for kind, weight in weights.items():
@@ -519,9 +651,10 @@ def _written(strategy: Strategy) -> str:
     return f"soframe.strategies.{type(strategy).__name__}({', '.join(changed)})"
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _plain(row: Row, fits: bool) -> dict[str, Any]:
     plain = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
     option = {f.name: getattr(row.option, f.name) for f in dataclasses.fields(row.option)}
     option["strategy"] = _written(row.option.strategy)
     timing = dataclasses.asdict(row.timing)
-    return {**plain, "option": option, "timing": timing, "call": row.option.call()}
+    added = {"option": option, "timing": timing, "call": row.option.call(), "fits": fits}
+    return {**plain, **added}

@@ -53,6 +53,7 @@ class Priced:
     flops: float = 0.0  # the FLOPs of products and convolutions
     peak: int = 0  # the most bytes that it held at once in new tensors, its results among them
     left: int = 0  # the bytes of its results
+    host: float = 0.0  # seconds of the host beside the operators
 
 
 class Pricing(TorchDispatchMode):

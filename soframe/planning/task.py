@@ -46,6 +46,7 @@ class Task:
         calls: The calls of layers in a forward pass.
         activations: Bytes that the forward pass keeps for the backward pass.
         intervals: The method's intervals of statistics and of solves, late in training.
+        frozen: Bytes of the model's frozen parameters and buffers.
     """
 
     blocks: Sequence[Block]
@@ -57,6 +58,7 @@ class Task:
     calls: Sequence[LayerShapes] = field(default_factory=list)
     activations: int = 0
     intervals: tuple[int, int] = (10, 100)
+    frozen: int = 0
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Sequence[Any] | None = None, **settings: Any) -> Task:
@@ -77,7 +79,9 @@ class Task:
         blocks, work, intervals = own.blocks, own.placement.work, own.intervals
         own.close()
         trained = tuple(p for p in model.parameters() if p.requires_grad)
-        task = cls(blocks, work, trained, intervals=intervals)
+        still = [p for p in model.parameters() if not p.requires_grad]
+        frozen = sum(tensor.nbytes for tensor in (*still, *model.buffers()))
+        task = cls(blocks, work, trained, intervals=intervals, frozen=frozen)
         if inputs is None:
             return task
         given = tuple(tree_map(_meta, tuple(inputs)))
@@ -124,8 +128,8 @@ class OnPaper(Preconditioner):
     @property
     def intervals(self) -> tuple[int, int]:
         """The intervals of statistics and of solves, late in training."""
-        every = (self._refresh.statistics_every, self._refresh.solve_every)
-        return every[0].at(LATE), every[1].at(LATE)
+        refresh, placed = self._refresh, self._placed
+        return refresh.interval(placed, LATE), refresh.solve_every.at(LATE)
 
 
 def _calls(

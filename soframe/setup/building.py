@@ -126,6 +126,12 @@ def methods(choice: Choice) -> list[Method]:
     return [KINDS["method"].build(one, Method) for one in every]
 
 
+WITHOUT_BLOCKS = (
+    "soframe.Optimizer(model, method='soap', lr=3e-3) trains these parameters, too: it reads "
+    "gradients alone"
+)
+
+
 def register(model: nn.Module, choices: Choices) -> Registration:
     """Register an unwrapped model; raise ValueError if it cannot be preconditioned."""
     sharding.reshard(sharding.sharded_modules(model))
@@ -135,9 +141,12 @@ def register(model: nn.Module, choices: Choices) -> Registration:
     registration = Registration(model, named, choices)
     # A stage of a pipeline may have no block of its own.
     if not registration.blocks and not choices.staged:
+        reads_calls = any(method.captures for method in methods(choices.method))
+        is_trained = any(parameter.requires_grad for _, parameter in named)
+        remedy = f"\n{WITHOUT_BLOCKS}" if reads_calls and is_trained else ""
         raise ValueError(
             f"there is nothing to precondition in {type(model).__name__}:\n"
-            f"{registration.report.reasons()}"
+            f"{registration.report.reasons()}{remedy}"
         )
     if choices.observed and not any(block.captured for block in registration.blocks):
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from soframe.losses.base import Loss
 from soframe.trust_region.replay import Replay, eagerly
@@ -86,24 +87,23 @@ def run(
     calls: list[tuple[Tensor, ...]] = []
 
     def collect(module: nn.Module, args: object, output: object) -> object:
-        outputs = (output,) if isinstance(output, Tensor) else output
-        if not isinstance(outputs, tuple | list) or not all(
-            isinstance(one, Tensor) for one in outputs
-        ):
-            raise TypeError(
-                f"{type(module).__name__} returns {type(output).__name__}; the quadratic model "
-                f"needs a model that returns a tensor, or a tuple or list of tensors"
-            )
         if not torch.is_grad_enabled():  # a constant of the loss
             return None
         if isinstance(output, Tensor):
             calls.append((output,))
             return None
+        leaves, structure = tree_flatten(output)
         # One output may be made of another, and the loss is differentiated in each separately: the
         # closure gets views, which no other output is made of.
-        calls.append(tuple(one.view_as(one) for one in outputs))
-        kind: Any = type(output)
-        return kind(*calls[-1]) if hasattr(output, "_fields") else kind(calls[-1])
+        leaves = [leaf.view_as(leaf) if _needs_gradient(leaf) else leaf for leaf in leaves]
+        calls.append(tuple(leaf for leaf in leaves if _needs_gradient(leaf)))
+        if not calls[-1]:
+            raise TypeError(
+                f"{type(module).__name__} returns {type(output).__name__} without a tensor that "
+                f"needs a gradient; the quadratic model needs tensors, or tuples, lists and dicts "
+                f"of them. Return these, or register the class with torch.utils._pytree"
+            )
+        return tree_unflatten(leaves, structure)
 
     handle = model.register_forward_hook(collect)
     try:
@@ -116,6 +116,10 @@ def run(
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(f"a closure must return its loss, a scalar tensor, not {loss!r}")
     return calls, loss
+
+
+def _needs_gradient(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def first_pass(

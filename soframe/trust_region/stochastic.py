@@ -70,9 +70,9 @@ class StochasticTrustRegion(ClosureOptimizer):
     The parameters are iterates, and noisy ones; evaluate and save the model within `averaged`.
 
     Args:
-        model: The model; it returns a tensor, or several. Wrapped in DistributedDataParallel on
-            several ranks: the closure calls the wrapper. Its loss may be any, and need not be
-            declared.
+        model: The model; it returns a tensor, or tuples, lists and dicts with tensors, as a
+            recurrent net its states. Wrapped in DistributedDataParallel on several ranks: the
+            closure calls the wrapper. Its loss may be any, and need not be declared.
         damping: The damping policy of the quadratic model: a name, class or instance; or a number,
             or a callable of the step.
         params: Param groups, each optionally with its own ``lr`` and ``weight_decay``; or

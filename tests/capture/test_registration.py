@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -170,8 +171,24 @@ def test_every_parameter_is_reported_once() -> None:
         assert REASONS.get(name, "") in row.reason
         assert row.method == ("kfac / eigen" if row.block is not None else "")
     text = str(precondition(model).report())
-    assert f"\n7 of {len(named)} parameters in 5 block(s)\n" in text
+    first = text.splitlines()[0]
+    assert first.startswith(f"7 of {len(named)} parameters in 5 block(s), ")
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    part = sum(sizes[name] for name in BLOCKS) / sum(sizes.values())
+    assert first.endswith(f" {part:.0%} of the trained weights")
+    assert 0.1 < part < 0.9
     assert all(name in text for name in named)
+
+
+def test_the_first_line_has_the_part_of_each_method() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5), nn.Linear(5, 3))  # 20, 25, 18
+    model[2].weight.requires_grad_(False)
+    with contextlib.closing(soframe.Optimizer(model, "muon", lr=0.1)) as own:
+        first = str(own.report()).splitlines()[0]
+        assert own.report().coverage == {"adamw": 28 / 48, "muon": 20 / 48}
+    assert first == (
+        "4 of 5 parameters in 4 block(s), 100% of the trained weights: 58% adamw, 42% muon"
+    )
 
 
 def test_rich_model_trains_and_only_blocks_change_their_gradients() -> None:
@@ -341,7 +358,8 @@ def test_nothing_to_precondition_is_an_error_with_the_reasons() -> None:
         ValueError, match=r"nothing to precondition in Sequential:\n0 of 400 "
     ) as error:
         precondition(nn.Sequential(*layers), skip=["Linear"])
-    _, _, *lines = str(error.value).splitlines()
+    _, _, *lines, remedy = str(error.value).splitlines()
+    assert remedy.startswith("soframe.Optimizer(model, method='soap', lr=3e-3) trains these")
     OPTIONAL = "no layer helper by default; layers='all' adds LayerNormHelper"
     assert lines == [
         "  200, such as 0.0.weight: Linear: skipped by 'Linear'",

@@ -225,8 +225,9 @@ the elements, `kfac` with `layers="all"`; the third has the classes of modules w
 the auxiliary method trains there, for the reasons in the report.
 
 Written by `python -m tests.compatibility.families` ({versions}), tested by
-`tests/compatibility/test_families.py::test_every_parameter_has_a_block_and_moves`. timm is used
-without torchvision: `pip install --no-deps timm`.
+`tests/compatibility/test_families.py::test_every_parameter_has_a_block_and_moves`. timm imports
+torchvision, of the version that belongs to torch: `pip install timm torchvision`. These tests do
+without: they put empty modules in its place, since timm only reads images with it.
 """
 TABLE = """
 ## {library}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
+import soframe
 from experiments import runs
 from experiments.config import RunConfig
+from experiments.environment import sources
 from experiments.records import RunRecord
 from experiments.train import ALONE, Run
 
@@ -27,13 +31,14 @@ def test_a_run_is_trained_once_and_read_again(tmp_path: Path) -> None:
     assert [row.step for row in found[0].rows] == [0, 2, 3]
     assert found[0].last.loss < found[0].rows[0].loss
     told.clear()
-    assert runs.kept([other, SGD], tmp_path, tell=told.append) == [
-        found[1],
-        found[0],
-    ]
-    assert not told
+    kept: list[int] = []
+    third = SGD.but(seed=2)
+    again = runs.kept([other, SGD, third], tmp_path, tell=told.append, on_kept=kept.append)
+    assert again[:2] == [found[1], found[0]]
+    assert [one.config for one in told] == [third]
+    assert kept == [2]  # of before
     # What was interrupted is done anew: the file comes last, and whole.
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 2
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 3
     stored = json.loads((tmp_path / f"{runs.digest(SGD, 1)}.json").read_text())
     assert stored["config"]["lr"] == SGD.lr
 
@@ -48,6 +53,29 @@ def test_names_tell_runs_apart() -> None:
     }
     assert len(names) == 5
     assert runs.digest(SGD.but(), 1) in names
+
+
+def test_a_change_of_the_code_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a module that a workload imports, in soframe, or in the experiments."""
+    (tmp_path / "own_layers.py").write_text("WIDTH = 4\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = sources()
+    importlib.import_module("own_layers")
+    try:
+        first = sources()
+        assert first == sources() != before
+        (tmp_path / "own_layers.py").write_text("WIDTH = 5\n")
+        assert sources() != first
+    finally:
+        del sys.modules["own_layers"]
+    assert sources() == before
+    (tmp_path / "soframe").mkdir()
+    monkeypatch.setattr(soframe, "__file__", str(tmp_path / "soframe" / "__init__.py"))
+    moved = sources()
+    (tmp_path / "soframe" / "added.py").write_text("")
+    assert sources() != moved
 
 
 def test_a_run_that_diverged_is_kept(tmp_path: Path) -> None:

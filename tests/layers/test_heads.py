@@ -74,8 +74,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 }
 
 
-def routed(model: nn.Module, **settings: Any) -> tuple[dict[str, str], soframe.Report]:
-    optimizer = soframe.Optimizer(model, "muon", lr=0.1, **settings)
+def routed(
+    model: nn.Module, method: Any = "muon", **settings: Any
+) -> tuple[dict[str, str], soframe.Report]:
+    optimizer = soframe.Optimizer(model, method, lr=0.1, **settings)
     report = optimizer.report()
     optimizer.close()
     methods = {r.parameter[: -len(".weight")]: r.method for r in report if "weight" in r.parameter}
@@ -113,6 +115,40 @@ def test_where_no_layer_shows_the_report_asks(model: Callable[[], nn.Module]) ->
     assert sum(method == "muon" for method in methods.values()) == len(methods) - 1 - (
         "embedding" in methods
     )
+
+
+GUESSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "perceptron": (lambda: nn.Sequential(linear(), nn.GELU(), linear()), "2"),
+    "wrapped": (lambda: Model(inner=nn.Sequential(linear(), linear())), "inner.1"),
+    "nested": (lambda: nn.Sequential(linear(), nn.Sequential(linear(), linear())), "1.1"),
+    "alone": (lambda: Model(one=nn.Conv2d(2, 3, 3), two=nn.Conv2d(3, 2, 2), fc=linear()), "fc"),
+}
+
+
+@pytest.mark.parametrize("name", GUESSES)
+def test_a_guess_is_a_question_whose_answer_is_a_pattern(name: str) -> None:
+    """A body without a head ends as a model with one: by default the layer is the auxiliary's."""
+    build, last = GUESSES[name]
+    methods, report = routed(build())
+    (note,) = (row.note for row in report if row.parameter == f"{last}.weight")
+    assert methods[last] == "adamw"
+    assert note.startswith("it comes last, so it is taken for the head: is it? For a hidden layer")
+    methods, report = routed(build(), method=eval(note.partition("method=")[2]))
+    assert set(methods.values()) == {"muon"}
+    assert not any("taken for the head" in row.note for row in report)
+
+
+@pytest.mark.parametrize("name", ["first", "nested", "transformers", "timm", "tied"])
+def test_what_a_model_shows_is_no_question(name: str) -> None:
+    _, report = routed(MODELS[name][0]())
+    assert not any("taken for the head" in row.note for row in report)
+
+
+def test_a_method_that_reads_calls_asks_alike() -> None:
+    model = nn.Sequential(linear(), nn.GELU(), linear())
+    (_, row) = soframe.Preconditioner(model, "newton-muon", kl_clip=None).report()
+    assert row.block is None
+    assert "taken for the head" in row.reason
 
 
 def test_methods_that_take_heads_do_not_ask() -> None:

@@ -18,6 +18,7 @@ from soframe.layers import Conv1dHelper, EmbeddingHelper, LayerHelper, LinearHel
 from soframe.registry import KINDS
 from soframe.specs import FactorSpec
 from soframe.testing import check_layer_helper, compare, dense_fisher
+from tests import kit
 from tests.distributed.harness import run_ranks
 
 
@@ -131,6 +132,89 @@ def test_the_line_of_the_report_registers_it(
     monkeypatch.setattr(KINDS["layer"], "_components", dict(KINDS["layer"].available()))
     soframe.register("layer", Cast)(soframe.layers.LinearHelper)
     assert stepped(Cast(), rows().to(dtype)).blocks[0].mass > 0
+
+
+class Dense(nn.Module):
+    """A linear layer of its own class, as PyTorch Geometric's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(3, 3)), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+Geometric = type("Linear", (Dense,), {"__module__": "torch_geometric.nn.dense.linear"})
+
+
+class Vectors(nn.Module):
+    """Scales in a container, as IA3's adapters have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterDict({"default": nn.Parameter(torch.rand(3))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales["default"]
+
+
+class Products(nn.Linear):
+    """Falcon's: the same mathematics, in other words."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+REMEDIES: dict[Callable[[], nn.Module], str] = {
+    Products: r"Products overrides Linear\.forward.*register\('layer', Products\)\(soframe\.layers",
+    Dense: r"if Dense computes x W\^T \+ b, soframe\.register\('layer', Dense\)\(soframe\.layer",
+    Vectors: r"a ParameterDict is not called, and others use what it holds; a method that reads gr",
+}
+
+
+@pytest.mark.parametrize("build", REMEDIES)
+def test_an_error_names_what_trains_the_model(
+    build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(build())
+    with pytest.raises(ValueError, match=f"(.|\n)*{REMEDIES[build]}(.|\n)*trains these") as raised:
+        soframe.Preconditioner(model, kl_clip=None)
+    line = str(raised.value).splitlines()[-1].partition(" trains")[0]
+    optimizer = eval(line, {"soframe": soframe, "model": model})
+    before = model(rows()).square().mean().item()
+    kit.train(model, lambda model, _: model(rows()).square().mean(), range(3), optimizer)
+    assert model(rows()).square().mean().item() < before
+    assert all(row.block is not None for row in optimizer.report())
+    optimizer.close()
+    if build is Vectors:
+        return
+    # A linear layer of another class has the factors of torch's.
+    monkeypatch.setattr(KINDS["layer"], "_components", dict(KINDS["layer"].available()))
+    soframe.register("layer", build)(soframe.layers.LinearHelper)  # type: ignore[arg-type]
+    _compare_with_torch(build())
+
+
+def test_pytorch_geometric_s_linear_has_a_block() -> None:
+    _compare_with_torch(Geometric())
+
+
+def _compare_with_torch(layer: nn.Module) -> None:
+    plain = nn.Linear(3, 3).double()
+    plain.load_state_dict(layer.state_dict())
+    found = [stepped(one, rows().double()) for one in (layer.double(), plain)]
+    for name in ("A", "G"):
+        compare(*(own.blocks[0].running[name] for own in found), name)
+    compare(layer.get_parameter("weight").grad, plain.weight.grad, "direction")
+
+
+def test_nothing_trains_a_frozen_model() -> None:
+    with pytest.raises(ValueError, match="nothing to precondition") as raised:
+        soframe.Preconditioner(nn.Linear(3, 3).requires_grad_(False), kl_clip=None)
+    assert "trains these" not in str(raised.value)
 
 
 def test_a_helper_chosen_for_the_module_serves_it() -> None:

@@ -122,6 +122,30 @@ def test_operands_come_from_memory_and_seconds_are_the_processors(
     assert sums.count == (len(calls) if cold else 0)
 
 
+def test_the_budget_is_of_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that other processes share: each look at the clock costs half of the budget."""
+    wall = itertools.count()
+    clock = SimpleNamespace(
+        perf_counter=lambda: float(next(wall)), thread_time=itertools.count().__next__
+    )
+    monkeypatch.setattr(measuring, "time", clock)
+    calls: list[int] = []
+    series = Series("product:float32", [4, 8, 16], lambda size: lambda: calls.append(size), 1.0)
+    found = seconds([series], SingleProcess(), torch.device("cpu"), 2.0)
+    # Two probes and a sample of the sizes that every curve has, and nothing else.
+    assert calls == [4, 4, 4, 8, 8, 8]
+    assert found == {series: {4: 1.0, 8: 1.0}}
+
+
+def test_python_is_timed_by_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass takes a tick with hooks and without, and the rest of the step another."""
+    clock = SimpleNamespace(perf_counter=time.perf_counter, thread_time=itertools.count().__next__)
+    monkeypatch.setattr(measuring, "time", clock)
+    host = measuring._python(torch.device("cpu"), 0.0)
+    assert host.calls == {"LinearHelper": 0.0, "Conv2dHelper": 0.0}
+    assert host.block == 1 / 8
+
+
 def test_random_numbers_stay_as_they_were() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
@@ -204,14 +228,14 @@ def test_a_gpu_has_batches_and_rates_of_its_own(monkeypatch: pytest.MonkeyPatch)
     about = SimpleNamespace(total_memory=7)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
-    monkeypatch.setattr(measuring, "_python", lambda on: [1e-4 * (on == device), 1.0])
     series = [
         *measuring._limits(device),
         *measuring.products(device, ("float32",), half=True),
         *measuring.factorisations(device, ("float32",), (16, 2048, 8192)),
     ]
     found = {one: {size: 1.0 * one.batch * size for size in one.sizes} for one in series}
-    made = measuring._profile(device, SingleProcess(), found)
+    host = measuring._Host({"LinearHelper": 3e-4, "Conv2dHelper": 2e-4}, 1.0)
+    made = measuring._profile(device, SingleProcess(), found, host)
     assert {"product:float32", "product:tf32", "product:bfloat16"} <= made.operators.keys()
     assert made.batched.keys() == {f"{one}:float32" for one in FACTORISATIONS}
     assert made.factorisation("eigh", 16, 8, "float32") == pytest.approx(128)
@@ -220,7 +244,8 @@ def test_a_gpu_has_batches_and_rates_of_its_own(monkeypatch: pytest.MonkeyPatch)
     sides = [(one.batch, list(one.sizes)) for one in series if one.key.startswith("qr")]
     assert sides == [(1, [16, 2048, 8192]), (8, [16, 2048]), (64, [16])]
     assert (made.device, made.pools, made.memory) == ("cuda", True, 7)
-    assert (made.hooks, made.host) == (1e-4, 0.0)
+    assert (made.hooks, made.host) == (pytest.approx(1e-4), 0.0)
+    assert made.calls == host.calls
 
 
 @pytest.mark.parametrize(

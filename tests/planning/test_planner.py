@@ -61,6 +61,16 @@ def test_averages_take_six_passes_over_squares_or_over_triangles_that_travel(wor
         assert average == pytest.approx(6 * 4 * numbers / CPU.bandwidth + 2 * CPU.launch, rel=1e-9)
 
 
+def test_statistics_have_the_host_s_seconds_of_their_helper() -> None:
+    """Of a call where they were measured; elsewhere for each operator."""
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 2), nn.LayerNorm(2))
+    task = Task.of(model, (torch.zeros(2, 3, 8, 8),), method="kfac", layers="all")
+    hardware = replace(CPU, hooks=10.0, calls={"Conv2dHelper": 3.0, "LinearHelper": 5.0})
+    found = Costs(task, hardware).statistics
+    assert (found["0"].host, found["2"].host) == (3.0, 5.0)
+    assert found["3"].host == 10.0 * found["3"].operators > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("host", [1e-9, 1.0])
 @pytest.mark.parametrize("hardware", [CPU, GPU], ids=lambda one: one.name)
@@ -126,7 +136,8 @@ def made_of(*costs: tuple[float, int, bool], limit: int | None = None) -> Plan:
     for number, (seconds, size, exact) in enumerate(costs, 1):
         timing = Timing(seconds, seconds, {}, {}, 0.0, 1.0)
         option = Option(MemOpt(), solve_every=number)
-        rows.append(Row(option, {"total": size}, {}, timing, exact))
+        memory, traffic = {"held": 0, "total": size}, {"total": {"bytes": 0.0}}
+        rows.append(Row(option, memory, traffic, timing, (10, number), exact))
     return Plan(tuple(rows), 4, CPU, limit)
 
 
@@ -136,11 +147,11 @@ def test_the_front_and_the_choice_of_a_plan_by_hand() -> None:
     # The second and the last are behind options that see fewer samples alone.
     assert [row.option.solve_every for row in made.front] == [1, 2, 3, 5]
     assert made.chosen.option.solve_every == 2
-    assert made.why.endswith("with fewer samples mem-opt, 10/1 takes 0.50 of its time")
+    assert made.why.endswith("with fewer samples mem-opt, solve_every 1 takes 0.50 of its time")
     within = made_of(*costs[1:], limit=90)
     assert within.why == (
-        "it is the fastest of the ones within 90 B; the next, mem-opt, 10/2, takes 1.25 times as "
-        "long"
+        "it is the fastest of the ones within 90 B; the next, mem-opt, solve_every 2, takes 1.25 "
+        "times as long"
     )
     tight = made_of(*costs, limit=50)
     assert [row.option.solve_every for row in tight.fitting] == [1, 3]
@@ -149,6 +160,73 @@ def test_the_front_and_the_choice_of_a_plan_by_hand() -> None:
     assert made_of(costs[1]).why == "it is the only option"
     with pytest.raises(ValueError, match=r"solve_every=3 holds least, 40 bytes"):
         made_of(*costs, limit=30).chosen  # noqa: B018
+
+
+def test_what_a_device_has_left_is_a_limit() -> None:
+    """Beside weights, gradients, activations and an optimizer's momentum, of full sizes."""
+    costs = ((1.0, 50, True), (2.0, 90, True), (3.0, 40, True))
+    made = replace(made_of(*costs), hardware=replace(CPU, memory=105), fixed={"weights": 60})
+    assert [row.option.solve_every for row in made.fitting] == [3]
+    assert made.chosen.option.solve_every == 3
+    assert made.why == "it is the only option of the ones that fit into cpu"
+    marks = [line[:11] for line in str(made).splitlines()[3:6]]
+    assert marks == ["* mem-opt, ", "! mem-opt, ", "! mem-opt, "]
+    assert [row["fits"] for row in made.as_dict()["rows"]] == [False, False, True]
+    # Activations are gone when the step begins; what is held between steps is not.
+    held = [replace(row, memory={**row.memory, "held": 6, "window": 3}) for row in made.rows]
+    for activations, fitting in ((36, [3]), (37, [])):
+        fixed = {"weights": 60, "activations": activations}
+        full = replace(made, rows=tuple(held), fixed=fixed)
+        assert [row.option.solve_every for row in full.fitting] == fitting
+    with pytest.raises(ValueError, match=r"into the 105 B of a device of 'cpu' .* least, 106 B wi"):
+        full.chosen  # noqa: B018
+    assert replace(made, limit=45).chosen.option.solve_every == 3
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["kfac", "adamw"],
+)
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_device_holds_frozen_weights_and_an_optimizer_s_momentum(method: str, amp: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    model[3].bias.requires_grad_(False)
+    model.extra = nn.Parameter(torch.zeros(9))
+    task = Task.of(model, (torch.zeros(8, 4),), method=method, skip=["^$"])
+    fixed = plan(task, ranks=1, hardware=CPU, amp=amp).fixed
+    parameters = sum(p.nbytes for p in model.parameters())
+    trained = 4 * (20 + 9)
+    assert fixed["weights"] == parameters + sum(b.nbytes for b in model.buffers())
+    assert fixed["gradients"] == trained
+    assert fixed.get("momentum", 0) == (trained if method == "kfac" else 0)
+    assert fixed["activations"] == task.activations // (2 if amp else 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "number", "why"),
+    [
+        (1.04, 2, "it is the strategy of soframe.recommend; the fastest, comm-opt, takes 0.96 of"),
+        (1.06, 1, "it is the fastest; the next, mem-opt, takes 1.06 times as long; the strategy"),
+    ],
+)
+def test_the_recommended_strategy_stays_if_it_is_about_as_fast(
+    seconds: float, number: int, why: str
+) -> None:
+    made = made_of((1.0, 50, True), (seconds, 60, True))
+    strategies = (CommOpt(), MemOpt())
+    rows = [
+        replace(row, option=Option(strategy))
+        for row, strategy in zip(made.rows, strategies, strict=True)
+    ]
+    made = replace(made, rows=tuple(rows), recommended=MemOpt())
+    assert made.chosen is rows[number - 1]
+    assert made.why.startswith(why)
+    # It does not fit, or sees fewer samples.
+    assert replace(made, limit=55).chosen is rows[0]
+    fewer = replace(rows[1], exact=False)
+    assert replace(made, rows=(rows[0], fewer)).chosen is rows[0]
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, 1), (2, 9), (4, 10), (5, 15), (8, 15)])
@@ -256,6 +334,23 @@ def test_the_line_to_paste_is_python_that_a_preconditioner_takes(
         built.close()
         placement = complete(row.option.strategy.place(built.placement.work, 8))
         assert placement.digest == built.placement.digest
+
+
+@pytest.mark.parametrize("method", ["kfac", "soap", "shampoo", "ekfac"])
+def test_a_pasted_line_leaves_the_intervals_to_the_method(method: str) -> None:
+    model = dense(6, 5, 4)
+    task = Task.of(model, method=method)
+    (row,) = plan(task, ranks=1, hardware=CPU).rows
+    said = eval(f"dict({row.option.call()})", {"soframe": soframe})
+    assert said == {"strategy": "comm-opt"}
+    usual = soframe.Preconditioner(model, method, kl_clip=None)
+    captured = any(block.captured for block in usual.blocks)
+    usual.close()
+    assert captured == (method in ("kfac", "ekfac"))
+    assert row.intervals == ((10, 100) if captured else (1, 10))
+    (row,) = plan(task, ranks=1, hardware=CPU, options=[Option(MemOpt(), solve_every=20)]).rows
+    assert row.option.call() == "strategy='mem-opt', solve_every=20"
+    assert row.intervals[1] == 20
 
 
 def test_settings_that_no_strategy_takes_are_refused_as_by_a_preconditioner() -> None:

@@ -92,6 +92,38 @@ def test_curvature_is_that_of_the_dense_fisher(name: str) -> None:
     assert all(isinstance(p, nn.Parameter) for m in model.modules() for p in m._parameters.values())
 
 
+class Nested(nn.Module):
+    """A model whose outputs are in a structure, with parts that are no outputs of the loss."""
+
+    def __init__(self, structure: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.structure = deep(), structure
+
+    def forward(self, x: Tensor) -> Any:
+        return self.structure(self.inner(x))
+
+
+STRUCTURES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "states": (lambda y: (y, (y.tanh(), y.sin())), lambda out: out[0]),
+    "states in the loss": (lambda y: (y.detach(), ([y / 2], y / 2)), lambda out: out[1][0][0] * 2),
+    "dict": (lambda y: {"logits": y, "cache": None, "length": 3}, lambda out: out["logits"]),
+    "places": (lambda y: (y, y.argmax(1), ["a"]), lambda out: out[0]),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_outputs_may_be_nested(name: str) -> None:
+    structure, logits = STRUCTURES[name]
+    model, plain = Nested(structure), deep()
+    batches = [classes_of(0, 5)]
+    directions = directions_of(plain, 2)
+    d = torch.stack([flat(direction) for direction in directions])
+    expected = d @ fisher(plain, batches, F.cross_entropy) @ d.T
+    x, y = batches[0]
+    closure = lambda: F.cross_entropy(logits(model(x)), y)  # noqa: E731
+    compare(curvature(model, [closure], directions), expected, name)
+
+
 class Masked(nn.Module):
     """`Dropout` in the middle of a network, that notes its masks."""
 

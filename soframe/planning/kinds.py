@@ -1,0 +1,139 @@
+"""The kind of a model, from the classes and shapes of its layers; their names are not read.
+
+Attention is a class of torch's, or a module whose linear layers have the shapes of queries, keys
+and values. From a width d, with h features of queries and g of keys and of values, where g divides
+h, these are ``d -> h + 2 g`` in one layer, ``d -> h`` and ``d -> 2 g``, or three layers; ``h -> d``
+leads back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from soframe.layers.linear import TransposedLinearHelper
+from soframe.registry import KINDS
+
+Shape = tuple[int, int]
+"""Outputs and inputs of a linear layer."""
+
+
+def kind_of(model: nn.Module) -> str:
+    """Return the kind of a model: a name of `soframe.Recommendation`."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if trained < sum(p.numel() for p in model.parameters()) / 2:
+        return "adapters"
+    modules = list(model.modules())
+    has_norms = any(_is_norm_of_features(module) for module in modules)
+    has_tables = any(isinstance(module, nn.Embedding) for module in modules)
+    has_attention = any(_attends(m, has_tokens=has_norms or has_tables) for m in modules)
+    is_recurrent = any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in modules)
+    if is_recurrent and not has_attention:
+        return "recurrent"
+    convolutions = [module for module in modules if isinstance(module, _ConvNd)]
+    overlap = any(_overlaps(module) for module in convolutions)
+    # A vision transformer embeds patches, by a convolution whose kernels do not overlap.
+    has_patches = not overlap and any(max(module.stride) > 1 for module in convolutions)
+    has_tokens = has_attention or (has_norms and (has_tables or has_patches))
+    mostly_convolutions = _is_most(convolutions, model)
+    if has_tokens and (has_patches or not mostly_convolutions):
+        return "transformer"
+    return "convolutional" if overlap or mostly_convolutions else "dense"
+
+
+def _is_norm_of_features(module: nn.Module) -> bool:
+    """Return whether a module is a layer norm or an RMS norm, torch's or another."""
+    return type(module).__name__.lower().endswith(("layernorm", "rmsnorm")) or isinstance(
+        module, nn.LayerNorm | nn.RMSNorm
+    )
+
+
+def _overlaps(convolution: _ConvNd) -> bool:
+    """Return whether neighbouring outputs of a convolution share inputs."""
+    pairs = zip(convolution.kernel_size, convolution.stride, strict=True)
+    return any(kernel > stride for kernel, stride in pairs)
+
+
+def _is_most(convolutions: Sequence[_ConvNd], model: nn.Module) -> bool:
+    """Return whether convolutions have most of the matrices' entries, tables apart."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrices = {id(p): p.numel() for p in model.parameters() if p.dim() > 1}
+    kernels = {id(p) for module in convolutions for p in module.parameters(recurse=False)}
+    others = sum(size for key, size in matrices.items() if key not in kernels | tables)
+    return sum(size for key, size in matrices.items() if key in kernels) > others
+
+
+def _attends(module: nn.Module, *, has_tokens: bool) -> bool:
+    """Return whether a module is attention; three layers for queries, keys, values need tokens."""
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return False
+    shapes: list[Shape] = []
+    for child in module.children():
+        linear = [shape for part in child.modules() if (shape := _shape(part)) is not None]
+        if len(linear) > 1:
+            return False
+        shapes += linear
+    return _has_fused(shapes) or _are_separate(shapes, has_tokens=has_tokens)
+
+
+def _has_fused(shapes: Sequence[Shape]) -> bool:
+    """Return whether one of some layers makes queries, keys and values, and one leads back."""
+    inputs = {into for _, into in shapes}
+    for out, into in shapes:
+        # An output that no layer reads unchanged may be split.
+        backs = [hidden for width, hidden in shapes if width == into and out not in inputs]
+        if any(_are_projections([out], hidden) for hidden in backs):
+            return True
+    return False
+
+
+def _are_separate(shapes: Sequence[Shape], *, has_tokens: bool) -> bool:
+    """Return whether layers are those of queries, keys and values, perhaps with a way back."""
+    # Three equal layers may be a perceptron's.
+    if has_tokens and len(shapes) == 3 and len({into for _, into in shapes}) == 1:
+        outs = [out for out, _ in shapes]
+        if _are_projections(outs, max(outs)):
+            return True
+    inputs = {into for _, into in shapes}
+    for index, (width, hidden) in enumerate(shapes):
+        projections = [*shapes[:index], *shapes[index + 1 :]]
+        outs = [out for out, _ in projections]
+        from_width = all(into == width for _, into in projections)
+        # Keys and values in one layer are split before they are used.
+        is_split = len(outs) == 2 and not inputs.issuperset(outs)
+        enough = is_split or (len(outs) == 3 and has_tokens)
+        if from_width and enough and _are_projections(outs, hidden):
+            return True
+    return False
+
+
+def _are_projections(outs: Sequence[int], queries: int) -> bool:
+    """Return whether layers of these outputs make queries of a size, and keys and values."""
+    rest = list(outs)
+    if len(outs) == 1:
+        rest = [outs[0] - queries]
+    elif queries in rest:
+        rest.remove(queries)
+    else:
+        return False
+    if len(rest) == 1:
+        keys, odd = divmod(rest[0], 2)
+        # Gated perceptrons have h -> d behind two times d -> h, in one layer or in two.
+        is_gate = rest[0] == queries
+        return keys > 0 and not odd and not is_gate and queries % keys == 0
+    return len(rest) == 2 and rest[0] == rest[1] and queries % rest[0] == 0
+
+
+def _shape(module: nn.Module) -> Shape | None:
+    """Return the outputs and inputs of a linear layer, or None for another module."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    helper = KINDS["layer"].lookup(type(module), optional=True)
+    if isinstance(helper, type) and issubclass(helper, TransposedLinearHelper):
+        into, out = module.get_parameter("weight").shape
+        return out, into
+    return None
