@@ -341,7 +341,7 @@ class Engine:
             parameters = self._watch.parameters()
             # Gathered only now if sums of statistics still have to be reduced, for their memory.
             gradients = self.home.of(parameters) if due else self._raw.own()
-            sizes = Magnitude(parameters, gradients, largest)
+            sizes = Magnitude(parameters, gradients, largest, self._raw.remembers)
             if self._reads_later(sizes):
                 size, self._queued = 0.0, sizes
             else:

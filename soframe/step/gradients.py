@@ -76,13 +76,14 @@ class AveragedGradients:
         self._gathered: Gradients | None = None
         self._stacks = placed.stacks
         self._of_block = {block: list(block.parameters.values()) for block in placed.blocks}
-        self._remembering = [
-            block
-            for block in placed.blocks
-            if block.states or len(block.captured) < len(block.factors)
-        ]
+        self._remembering = [block for block in placed.blocks if block.remembers]
         covered = {p for own in self._of_block.values() for p in own}
         self._rest = [p for p in model.parameters() if p not in covered]
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the updates of any block depend on earlier gradients."""
+        return bool(self._remembering)
 
     def check(self) -> None:
         """Raise if this rank's gradients are not complete.
@@ -148,6 +149,10 @@ class AveragedGradients:
     def total_of_updates(self, tensor: Tensor) -> Tensor:
         """Return a scalar of updates, summed over ranks if each rank has some terms."""
         return add_up(self._backend, tensor) if self.updates_divided else tensor
+
+    def total_of_states(self, tensor: Tensor) -> Tensor:
+        """Return a scalar of states, summed over ranks."""
+        return add_up(self._backend, tensor)
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
