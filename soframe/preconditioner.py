@@ -470,9 +470,12 @@ class Preconditioner(Stateful):
             type(self.home),  # the instance may differ by rank
             self.backend.fused,
         )
+        # Moments of gradients outlast a freeze, as in torch's optimizers.
+        of_gradients = [block for block in self._blocks if not block.captured]
+        kept = frozenset(id(p) for block in of_gradients for p in block.parameters.values())
         registration, placement, self._strategy = building.build(
             self._model,
-            choices=self._choices,
+            choices=replace(self._choices, kept=kept),
             rates=self._lrs,
             strategy=self._strategy,
             backend=self.backend,

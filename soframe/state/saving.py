@@ -8,7 +8,7 @@ Loading checks everything before it changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -105,7 +105,9 @@ def of_block(block: Block) -> dict[str, Any]:
     }
 
 
-def check_header(state: Any, blocks: Sequence[Block], scaling: str) -> None:
+def check_header(
+    state: Any, blocks: Sequence[Block], scaling: str, frozen: Collection[str]
+) -> None:
     """Raise ValueError unless a state, perhaps without tensors, is complete and fits the blocks."""
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise ValueError("this is not the state of a soframe.Preconditioner")
@@ -117,12 +119,15 @@ def check_header(state: Any, blocks: Sequence[Block], scaling: str) -> None:
     if missing := [key for key in (*KEYS, checksums.KEY) if key not in state]:
         raise ValueError(f"the state is truncated: it lacks {', '.join(missing)}")
     saved, expected = set(state["blocks"]), {block.name for block in blocks}
+    # Moments of parameters that were frozen before construction have no block here.
+    if expected <= saved and saved - expected <= set(frozen):
+        expected = saved
     if saved != expected:
         raise ValueError(
             f"the state is of another model or another choice of layers: it lacks "
             f"{sorted(expected - saved) or 'nothing'} and has "
             f"{sorted(saved - expected) or 'nothing'} besides: choose the same layers, and freeze "
-            f"the same parameters before the preconditioner is built"
+            f"the same parameters before the preconditioner is built, and others afterwards"
         )
     checksums.verify(state)
     if state["scaling"] != scaling:

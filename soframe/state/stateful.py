@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor
 
+from soframe.blocks.registration import plain_name
 from soframe.comm.stages import STAGES
 from soframe.damping.policies import check_damping
 from soframe.diagnostics.metrics import Measuring
@@ -78,7 +79,9 @@ class Stateful(OfModel, Engine):
 
         :meta private:
         """
-        state.check_header(saved, self._blocks, self._scaling)
+        named = self._model.named_parameters()
+        frozen = {plain_name(name) for name, p in named if not p.requires_grad}
+        state.check_header(saved, self._blocks, self._scaling, frozen)
         if self._damping.state() and "damping" in saved:
             check_damping(saved["damping"], self._damping, saved["step"])
 
@@ -132,6 +135,13 @@ class Stateful(OfModel, Engine):
 
     def _load(self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]) -> None:
         saved = state.load(check, self._placed, self._stages)
+        if lost := saved["blocks"].keys() - {block.name for block in self._blocks}:
+            warnings.warn(
+                f"soframe: moments of {', '.join(sorted(lost))} are not loaded, which were frozen "
+                f"before this was built: they begin anew if they are thawed. To load them, build "
+                f"while they are trained, and freeze them afterwards",
+                stacklevel=3,
+            )
         # Solves under way are of factors that are replaced now.
         self._solves.drop()
         self._steps = saved["step"]
