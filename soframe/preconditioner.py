@@ -234,6 +234,7 @@ class Preconditioner(Stateful):
             self._steps, self.outcome = 0, Outcome(self.backend.rank)
             self._measuring = Measuring(self.backend.phases)
             self._blocks: list[Block] = []
+            self._dampings: dict[str, float | None] = {}  # of blocks that may be gone for a while
             self._built, self._closed = False, False
         self._start()
         self._lrs.warn_of_assumptions(self._blocks, stacklevel=3)
@@ -359,8 +360,10 @@ class Preconditioner(Stateful):
         """Set dampings of single blocks from now on, in place of ``damping=``.
 
         Args:
-            dampings: Block name -> damping, the same on every rank; see `blocks`.
+            dampings: Block name -> damping, the same on every rank; see `blocks`. They are part of
+                the state, and outlast a freeze of their layers.
         """
+        self._dampings.update(dampings)
         for block in self._blocks:
             if block.name in dampings:
                 block.damp(dampings[block.name])
@@ -493,6 +496,8 @@ class Preconditioner(Stateful):
         if again:
             # Install background solves in the old blocks, whose state moves below.
             self._land("Preconditioner.step()")
+            self._dampings.update((block.name, block.record.damping) for block in self._blocks)
+        former = {block.name for block in self._blocks}
         self._blocks = registration.blocks
         self._planned = any(block.device.type == "meta" for block in self._blocks)
         self._relatively_damped = any(block.relatively_damped for block in self._blocks)
@@ -501,6 +506,9 @@ class Preconditioner(Stateful):
             # Blocks without statistics take them now, not at the next interval; and in the next
             # window too, since the hooks may have missed the calls of this one.
             self._refresh.owe(2)
+        for block in registration.blocks:
+            if block.name not in former and block.record.damping is None:
+                block.damp(self._dampings.get(block.name))
         if again:
             placed.errors.extend(self._placed.errors)
             warn_of_lost_blocks(self._report, registration.report, stacklevel=9)

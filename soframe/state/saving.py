@@ -259,6 +259,14 @@ def load_history(saved: Mapping[str, Any], blocks: Sequence[Block]) -> None:
         block.record.missed = saved.get("missed", {}).get(block.name, {}).get("turn", 0)
 
 
+def dampings(
+    blocks: Sequence[Block], former: Mapping[str, float | None]
+) -> dict[str, float | None]:
+    """Return the dampings of single blocks, by name; ``former`` has those of frozen layers."""
+    every = {**former, **{block.name: block.record.damping for block in blocks}}
+    return {name: float(damping) for name, damping in every.items() if damping is not None}
+
+
 def memory_usage(placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None) -> dict[str, int]:
     """Return the bytes on this rank by kind, and their total."""
     stacks = placed.stacks

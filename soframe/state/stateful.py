@@ -38,6 +38,7 @@ class Stateful(OfModel, Engine):
     """An engine with ``state_dict`` and ``load_state_dict``, on one rank or many."""
 
     _measuring: Measuring
+    _dampings: dict[str, float | None]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
@@ -69,6 +70,7 @@ class Stateful(OfModel, Engine):
             "blocks": {block.name: state.of_block(block) for block in self.blocks},
             "initial_lrs": self._lrs.state(),
             "history": state.history(self._blocks),
+            "dampings": state.dampings(self._blocks, self._dampings),
             **({"damping": policy} if policy else {}),  # most policies have nothing to keep
             **({"late": late} if (late := self._statistics.late()) else {}),
             **({STAGES: self.stage} if self.stage else {}),
@@ -156,6 +158,10 @@ class Stateful(OfModel, Engine):
                 stacklevel=3,
             )
         state.load_history(saved["history"], self._blocks)
+        if "dampings" in saved:  # states of earlier versions lack them
+            self._dampings = dict(saved["dampings"])
+            for block in self._blocks:
+                block.damp(self._dampings.get(block.name))
         self._placed.errors.clear()
         # The metrics of the last step are of another run.
         self._measuring.note(None)
