@@ -151,7 +151,7 @@ def load(
     def check_header() -> None:
         try:
             saved.update(json.loads(first[HEADER]))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError("the checkpoint is damaged: its header cannot be read") from error
         preconditioner._stages.own_part(saved)  # raises for a state of other stages
         preconditioner.check_header(saved)

@@ -118,6 +118,8 @@ def check_header(
         )
     if missing := [key for key in (*KEYS, checksums.KEY) if key not in state]:
         raise ValueError(f"the state is truncated: it lacks {', '.join(missing)}")
+    if not isinstance(state["blocks"], Mapping):
+        raise ValueError("the state is damaged: its blocks are no dict")
     saved, expected = set(state["blocks"]), {block.name for block in blocks}
     # Moments of parameters that were frozen before construction have no block here.
     if expected <= saved and saved - expected <= set(frozen):
