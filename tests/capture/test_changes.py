@@ -213,6 +213,13 @@ def test_a_model_that_holds_one_can_be_copied(kind: Callable[..., Any]) -> None:
     assert not hasattr(copied.owner, "_capture")
     assert not hasattr(copied.owner, "preconditioner")
     assert torch.equal(copied[0].weight, model[0].weight)
+    for use in (repr, lambda own: own.step(), lambda own: own.state_dict()):
+        with pytest.raises(AttributeError, match=rf"{kind.__name__} belongs to its model.*copied"):
+            use(copied.owner)
+    with pytest.raises(TypeError, match=r"copied: save its state_dict\(\), build another one"):
+        copy.deepcopy(model.owner)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = model.owner.nothing
 
 
 def replica_of(model: nn.Module) -> nn.Module:
