@@ -289,7 +289,8 @@ class LayerHelper(WeightAndBias, ABC):
         if rows.ndim != 4 or rows.shape[3] != self._row_entries:
             raise ValueError(
                 f"{type(self).__name__}: input_rows gives rows {tuple(rows.shape)}, and a row of "
-                f"the weight has {self._row_entries} entries"
+                f"the weight had {self._row_entries} entries when it was registered: put a new "
+                f"nn.Parameter in the place of a weight that changes its shape, not other .data"
             )
         return rows
 

@@ -12,13 +12,14 @@ Muon (Jordan et al., 2024) uses the averaged form, whose Nesterov variant interp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from soframe.checks.numbers import is_number
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Direction, Given, WithoutFactors
 from soframe.registry import register
@@ -64,9 +65,22 @@ class Momentum(WithoutFactors):
 
 
 def require_beta(method: str, name: str, beta: float) -> None:
-    """Raise ValueError unless a decay is in ``[0, 1)``."""
+    """Raise ValueError unless a decay is a number in ``[0, 1)``."""
+    if not is_number(beta):
+        raise ValueError(
+            f"{method}: {name} must be a number, not {beta!r}: a schedule sets it at each step, in "
+            f"the param_groups of a soframe.Optimizer"
+        )
     if not 0 <= beta < 1:
         raise ValueError(f"{method}: {name} must be at least 0 and less than 1, not {beta!r}")
+
+
+def require_betas(method: str, betas: object) -> None:
+    """Raise ValueError unless these are two decays in ``[0, 1)``."""
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"{method}: betas are two numbers, such as (0.9, 0.999), not {betas!r}")
+    for beta in betas:
+        require_beta(method, "betas", beta)
 
 
 def second_moment(before: Tensor, new: Tensor, beta: float) -> Tensor:

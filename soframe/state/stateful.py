@@ -150,7 +150,8 @@ class Stateful(OfModel, Engine):
 
     def _load(self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]) -> None:
         saved = state.load(check, self._placed, self._stages)
-        if lost := saved["blocks"].keys() - {block.name for block in self._blocks}:
+        frozen = saved["blocks"].keys() - {block.name for block in self._blocks}
+        if lost := [name for name in frozen if saved["blocks"][name]["updates"]]:
             warnings.warn(
                 f"soframe: moments of {', '.join(sorted(lost))} are not loaded, which were frozen "
                 f"before this was built: they begin anew if they are thawed. To load them, build "

@@ -307,6 +307,7 @@ class Engine:
         try:
             if self._placed.errors:
                 raise self._placed.errors[0]
+            self._watch.require_shapes()
             seen = self._capture
             self._loss_scale.check(self._optimizer, half=seen.half, probed=seen.probing)
             self._statistics.require_counted()
