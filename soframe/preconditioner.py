@@ -262,7 +262,8 @@ class Preconditioner(Stateful):
 
         Call it between the model's forward pass and ``loss.backward()``, once per forward pass. It
         sends vectors backward to the layers' outputs; no gradient of a parameter changes. The
-        forward-only Fisher does not need it, and uses only the number of samples from it.
+        forward-only Fisher does not need it, and uses only the number of samples from it; with the
+        empirical one it does nothing.
 
         Args:
             outputs: The model's output, ``[N, ...]``, with its graph; or several, for a loss that
@@ -272,10 +273,11 @@ class Preconditioner(Stateful):
 
         Raises:
             TypeError: If the outputs are no tensors, or several without such a loss.
-            RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
-                layer ran with gradients.
+            RuntimeError: If no registered layer ran with gradients.
         """
         self._require_open()
+        if self._fisher.kind == "empirical":
+            return
         self._statistics.weigh(weight)
         self._fisher.observe(outputs, self._capture, self._samples, self._steps)
 

@@ -28,7 +28,14 @@ from soframe.blocks.report import FROZEN, Report, ReportRow
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
 from soframe.layers.experts import are_experts
-from soframe.layers.layout import CutLayout, Layout, PlainLayout, parameter_of, plain_layout
+from soframe.layers.layout import (
+    BlockShape,
+    CutLayout,
+    Layout,
+    PlainLayout,
+    parameter_of,
+    plain_layout,
+)
 from soframe.layers.recurrent import without_helper
 from soframe.layers.tied import tables_and_heads
 from soframe.methods.base import SMALL, Candidate, Method
@@ -594,7 +601,7 @@ class Registration:
             name=name,
             module=layout.module,
             parameters=tuple(parameters),
-            shape=layout.shape,
+            shape=BlockShape(*layout.shape),
             last=bool(ids & self._heads or ids & self._embeddings),
         )
         reason = method.unsuited(candidate)
