@@ -614,7 +614,9 @@ class Preconditioner(Stateful):
         Returns:
             ``"factors"``, ``"accumulators"`` (of statistics whose reduction is deferred),
             ``"second_order"``, ``"statistics"`` (of the window under way), with ``background=``
-            ``"under_way"`` (copies of factors, results not in use yet), and their ``"total"``.
+            ``"under_way"`` (copies of factors, results not in use yet), ``"in_flight"`` if there
+            are any (buffers of reductions under way; the call waits for these and frees them), and
+            their ``"total"``.
         """
         return state.memory_usage(self._placed, self._solves.held())
 

@@ -272,6 +272,8 @@ def dampings(
 def memory_usage(placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None) -> dict[str, int]:
     """Return the bytes on this rank by kind, and their total."""
     stacks = placed.stacks
+    # Before factors are read, which waits for them; some are of several stacks.
+    in_flight = {pending for stack in stacks for pending in stack.pending if not pending.done}
     held = {
         "factors": [t for s in stacks for t in s.factors.values()],
         "accumulators": [t for s in stacks for t in s.accumulators.values()],
@@ -282,4 +284,6 @@ def memory_usage(placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None
         held["state"] = [t for s in stacks for t in s.state.values()]
     held |= {} if under_way is None else {"under_way": list(under_way)}
     usage = {name: sum(t.nbytes for t in tensors) for name, tensors in held.items()}
+    if in_flight:
+        usage["in_flight"] = sum(pending.nbytes for pending in in_flight)
     return {**usage, "total": sum(usage.values())}

@@ -114,7 +114,7 @@ def _entry(pending: Pending, held: Sequence[tuple[Contribution, Sum]]) -> Pendin
         pending.wait()
         average((one, total.packed()) for one, total in held)
 
-    return Pending(end)
+    return Pending(end, nbytes=pending.nbytes)
 
 
 def _gain(one: Contribution, decay: float) -> None:

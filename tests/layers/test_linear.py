@@ -133,7 +133,7 @@ class TupleHelper(RenamedHelper):
         return tuple(super().shape)
 
 
-@pytest.mark.parametrize("method", ["kfac", "eva", "ekfac"])
+@pytest.mark.parametrize("method", ["kfac", "eva"])
 def test_a_shape_may_be_a_plain_tuple(method: str) -> None:
     check_layer_helper(Renamed(), randn(6, 3), helper=TupleHelper)
     found = []
