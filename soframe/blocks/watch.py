@@ -19,11 +19,6 @@ class Watch:
         self._slots = [module._parameters for module in modules]
         self._children = [module._modules for module in modules]
         self._sharded = sharding.sharded_modules(model)
-        self._shapes = [
-            (name, parameter, parameter.shape)
-            for name, parameter in model.named_parameters()
-            if not isinstance(parameter, nn.parameter.UninitializedParameter)
-        ]
         self._seen = self._look()
         self.forgets = False
 
@@ -35,16 +30,6 @@ class Watch:
         children = [id(child) for slots in self._children for child in slots.values()]
         properties = list(map(_PROPERTIES, parameters))
         return names, ids, properties, children, sharding.zero_count(parameters)
-
-    def require_shapes(self) -> None:
-        """Raise ValueError if the data of a parameter have another shape than at registration."""
-        for name, parameter, shape in self._shapes:
-            if parameter.shape != shape:
-                raise ValueError(
-                    f"{name}.data has the shape {tuple(parameter.shape)}, and had {tuple(shape)} "
-                    f"when it was registered: put a new nn.Parameter in its place instead, whose "
-                    f"statistics and moments begin anew"
-                )
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the current parameters of the registered modules, without walking the model."""

@@ -17,7 +17,7 @@ from soframe.checks.numbers import require_numbers
 from soframe.kernels.samples import squared_gradients
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Call, Direction, Given, Method, WithoutFactors
-from soframe.methods.momentum import Momentum, require_beta, require_betas, second_moment
+from soframe.methods.momentum import Momentum, require_beta, second_moment
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.solvers.eigen import quotient
@@ -49,7 +49,7 @@ class AdamW(WithoutFactors):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        require_betas("AdamW", self.betas)
+        require_beta("AdamW", "betas", self.betas)
         require_eps("AdamW", self.eps)
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:

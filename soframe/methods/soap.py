@@ -30,7 +30,7 @@ from soframe.layers.layout import BlockShape
 from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, Method
 from soframe.methods.chain import Chain
-from soframe.methods.momentum import Momentum, require_beta, require_betas, second_moment
+from soframe.methods.momentum import Momentum, require_beta, second_moment
 from soframe.methods.normuon import NormaliseRows
 from soframe.methods.orthogonal import RMS, Coefficients, Orthogonal
 from soframe.methods.shampoo import gradient_factors, gradient_moments
@@ -87,7 +87,7 @@ class SOAP(Method):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        require_betas(name, self.betas)
+        require_beta(name, "betas", self.betas)
         require_beta(name, "shampoo_beta", self.shampoo_beta)
         require_eps(name, self.eps)
         if self.max_size < 1:

@@ -193,9 +193,7 @@ def _finite(updates: Sequence[Update], gradients: AveragedGradients) -> bool:
     count = torch.tensor(0.0, device=device)
     for one in bad:
         count += one.to(device)
-    # States are on gradient workers alone.
-    total = gradients.total_of_states if gradients.remembers else gradients.total_of_updates
-    return not bool(total(count))
+    return not bool(gradients.total_of_updates(count, states=gradients.remembers))
 
 
 def kl_clip_factor(

@@ -307,12 +307,11 @@ class Engine:
         try:
             if self._placed.errors:
                 raise self._placed.errors[0]
-            self._watch.require_shapes()
+            self._raw.check()
             seen = self._capture
             self._loss_scale.check(self._optimizer, half=seen.half, probed=seen.probing)
             self._statistics.require_counted()
             self._effect.check(self._statistics.due)
-            self._raw.check()
             damping = damping_at(self._damping, step)
             settings = Settings(damping, self._decay.at(step), self._bounds.at(step))
             self._lrs.begin(step)

@@ -251,7 +251,7 @@ def test_a_parameter_of_another_shape_begins_anew(method: str, before: bool) -> 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("method", ["kfac", "soap", "muon", "adamw"])
 def test_data_of_another_shape_are_refused(method: str, before: bool) -> None:
-    with pytest.raises(ValueError, match=r"(0\.weight|row of the weight).*put a new nn\.Parameter"):
+    with pytest.raises(ValueError, match=r"weight.*put a new nn\.Parameter"):
         wide("data", method, before)
 
 
