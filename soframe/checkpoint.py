@@ -150,7 +150,7 @@ def load(
     def check_header() -> None:
         try:
             saved.update(json.loads(first[HEADER]))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError("the checkpoint is damaged: its header cannot be read") from error
         preconditioner._stages.own_part(saved)  # raises for a state of other stages
         preconditioner.check_header(saved)
@@ -240,7 +240,9 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             )
     blocks: dict[str, Any] = {}
     history: dict[str, dict[str, Any]] = {}
+    dampings: dict[str, float] = {}
     for one in parts:
+        dampings.update(one.get("dampings", {}))
         if both := sorted(set(blocks) & set(one["blocks"])):
             raise ValueError(
                 f"two stages have blocks of the name(s) {', '.join(both)}: let modules have the "
@@ -256,4 +258,5 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     whole = {key: value for key, value in first.items() if key not in (STAGES, "late")}
     if late := [name for one in parts for name in one.get("late", ())]:
         whole["late"] = late
-    return seal({**whole, "blocks": blocks, "history": history, "counters": counters})
+    merged = {"blocks": blocks, "history": history, "counters": counters, "dampings": dampings}
+    return seal({**whole, **merged})

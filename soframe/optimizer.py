@@ -60,10 +60,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     split, merged, reordered and added, too: every trainable parameter has to be in one group, which
     is saved by the names of its parameters.
 
-    Frozen parameters keep their group, and not their statistics and moments, which begin anew if
-    they are thawed. Parameters that are thawed or added to the model later join the group of their
-    method, or begin one at the first learning rate, with a warning if a schedule has changed the
-    rates of the others.
+    Frozen parameters keep their group, and the moments of methods that read gradients alone, as in
+    torch's optimizers; statistics of calls begin anew if they are thawed. Parameters that are
+    thawed or added to the model later join the group of their method, or begin one at the first
+    learning rate, with a warning if a schedule has changed the rates of the others.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
@@ -192,15 +192,17 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 for p in group["params"]
             ]
             group["params"] = [p for p in now if p is not None]
+        # Blocks of replaced parameters are made anew at the next step.
+        current = [b for b in blocks if all(id(p) in self._names for p in b.parameters.values())]
         grouped = {id(p) for group in self.param_groups for p in group["params"]}
         for group in self._given:
             group["params"] = [p for p in group["params"] if id(p) not in grouped]
         given = {id(p): i for i, group in enumerate(self._given) for p in group["params"]}
         missing = [
             (block, p)
-            for block in blocks
+            for block in current
             for p in block.parameters.values()
-            if id(p) not in grouped
+            if p.requires_grad and id(p) not in grouped
         ]
         lost = [self._names[id(p)] for _, p in missing if id(p) not in given and not self._adopts]
         if lost:
@@ -215,7 +217,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             group["params"].append(parameter)
         methods = {id(block.method): block.method for block in blocks}.values()
         self._options = sorted({"momentum", *(k for one in methods for k in one.settings())})
-        self._balls = [ball for block in blocks if (ball := Ball(block, self._names)).matrices]
+        self._balls = [ball for block in current if (ball := Ball(block, self._names)).trained]
         members = {id(p) for group in self.param_groups for p in group["params"]}
         self._others = [p for p in self._model.parameters() if id(p) not in members]
 
@@ -409,7 +411,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         made: dict[tuple[int, str], Method] = {}
         texts = list(map(repr, settings))
         for block in self.preconditioner.blocks:
-            for p in block.parameters.values():
+            trained = [p for p in block.parameters.values() if p.requires_grad]
+            for p in trained:
                 numbers = group_of.get(id(p), [])
                 if len(numbers) != 1:
                     raise ValueError(
@@ -417,6 +420,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                         f"trainable parameter is in one, so give it to one by add_param_group, or "
                         f"freeze it"
                     )
+            if not trained:
+                continue
             # A block has one method: the group of its first parameter decides.
             number = group_of[id(next(iter(block.parameters.values())))][0]
             key = (id(block.method), texts[number])
@@ -455,8 +460,11 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             The param groups, as in any optimizer, and the preconditioner's state.
         """
         saved = super().state_dict()
+        # Parameters may have been replaced since the last step, as by fully_shard.
+        now = {id(p): plain_name(name) for name, p in self._model.named_parameters()}
+        names = {**self._names, **now}
         for group, own in zip(saved["param_groups"], self.param_groups, strict=True):
-            group["names"] = [self._names[id(p)] for p in own["params"]]
+            group["names"] = [names[id(p)] for p in own["params"]]
         # Norms of matrices that are frozen or gone are not saved.
         keys = {ball.key for ball in self._balls}
         radii = {key: radius.clone() for key, radius in self._radii.items() if key in keys}

@@ -235,6 +235,7 @@ class Preconditioner(Stateful):
             self._steps, self.outcome = 0, Outcome(self.backend.rank)
             self._measuring = Measuring(self.backend.phases)
             self._blocks: list[Block] = []
+            self._dampings: dict[str, float | None] = {}  # of blocks that may be gone for a while
             self._built, self._closed = False, False
         self._start()
         self._refresh.warn_of_settings(self._blocks, stacklevel=3)
@@ -261,7 +262,8 @@ class Preconditioner(Stateful):
 
         Call it between the model's forward pass and ``loss.backward()``, once per forward pass. It
         sends vectors backward to the layers' outputs; no gradient of a parameter changes. The
-        forward-only Fisher does not need it, and uses only the number of samples from it.
+        forward-only Fisher does not need it, and uses only the number of samples from it; with the
+        empirical one it does nothing.
 
         Args:
             outputs: The model's output, ``[N, ...]``, with its graph; or several, for a loss that
@@ -271,10 +273,11 @@ class Preconditioner(Stateful):
 
         Raises:
             TypeError: If the outputs are no tensors, or several without such a loss.
-            RuntimeError: If the Fisher is empirical, which needs no observation, or no registered
-                layer ran with gradients.
+            RuntimeError: If no registered layer ran with gradients.
         """
         self._require_open()
+        if self._fisher.kind == "empirical":
+            return
         self._statistics.weigh(weight)
         self._fisher.observe(outputs, self._capture, self._samples, self._steps)
 
@@ -359,8 +362,10 @@ class Preconditioner(Stateful):
         """Set dampings of single blocks from now on, in place of ``damping=``.
 
         Args:
-            dampings: Block name -> damping, the same on every rank; see `blocks`.
+            dampings: Block name -> damping, the same on every rank; see `blocks`. They are part of
+                the state, and outlast a freeze of their layers.
         """
+        self._dampings.update(dampings)
         for block in self._blocks:
             if block.name in dampings:
                 block.damp(dampings[block.name])
@@ -469,9 +474,12 @@ class Preconditioner(Stateful):
             type(self.home),  # the instance may differ by rank
             self.backend.fused,
         )
+        # Moments of gradients outlast a freeze, as in torch's optimizers.
+        of_gradients = [block for block in self._blocks if not block.captured]
+        kept = frozenset(id(p) for block in of_gradients for p in block.parameters.values())
         registration, placement, self._strategy = building.build(
             self._model,
-            choices=self._choices,
+            choices=replace(self._choices, kept=kept),
             optimizer=self._optimizer,
             strategy=self._strategy,
             backend=self.backend,
@@ -489,6 +497,8 @@ class Preconditioner(Stateful):
         if again:
             # Install background solves in the old blocks, whose state moves below.
             self._land("Preconditioner.step()")
+            self._dampings.update((block.name, block.record.damping) for block in self._blocks)
+        former = {block.name for block in self._blocks}
         self._blocks = registration.blocks
         self._planned = any(block.device.type == "meta" for block in self._blocks)
         self._relatively_damped = any(block.relatively_damped for block in self._blocks)
@@ -497,6 +507,9 @@ class Preconditioner(Stateful):
             # Blocks without statistics take them now, not at the next interval; and in the next
             # window too, since the hooks may have missed the calls of this one.
             self._refresh.owe(2)
+        for block in registration.blocks:
+            if block.name not in former and block.record.damping is None:
+                block.damp(self._dampings.get(block.name))
         if again:
             placed.errors.extend(self._placed.errors)
             warn_of_lost_blocks(self._report, registration.report, stacklevel=9)
@@ -600,7 +613,9 @@ class Preconditioner(Stateful):
         Returns:
             ``"factors"``, ``"accumulators"`` (of statistics whose reduction is deferred),
             ``"second_order"``, ``"statistics"`` (of the window under way), with ``background=``
-            ``"under_way"`` (copies of factors, results not in use yet), and their ``"total"``.
+            ``"under_way"`` (copies of factors, results not in use yet), ``"in_flight"`` if there
+            are any (buffers of reductions under way; the call waits for these and frees them), and
+            their ``"total"``.
         """
         return state.memory_usage(self._placed, self._solves.held())
 

@@ -119,13 +119,20 @@ def test_micro_batches_weighted_by_size_are_one_batch(whole_step: bool) -> None:
 # -- errors ----------------------------------------------------------------------------------
 
 
-def test_the_empirical_fisher_takes_no_observation() -> None:
-    model = fill(deep())
-    with (
-        closing(preconditioner(model)) as own,
-        pytest.raises(RuntimeError, match=r"empirical.*takes its statistics from loss.backward"),
-    ):
-        own.observe(model(randn(2, 3)))
+def test_the_empirical_fisher_needs_no_observation_and_ignores_one() -> None:
+    """So that a loop need not know which Fisher it has."""
+    found = []
+    for observes in (False, True):
+        model = fill(deep())
+        with closing(preconditioner(model)) as own:
+            outputs = model(randn(2, 3))
+            if observes:
+                own.observe(outputs, weight=3.0)
+            outputs.square().mean().backward()
+            own.step()
+            found.append([p.grad.clone() for p in model.parameters()])
+    for plain, observed in zip(*found, strict=True):
+        assert torch.equal(plain, observed)
 
 
 @pytest.mark.parametrize(

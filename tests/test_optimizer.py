@@ -16,6 +16,7 @@ from soframe import checkpoint
 from soframe.methods import SOAP, AdamW
 from soframe.settings import grouped
 from tests import kit
+from tests.distributed.harness import run_ranks
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "auxiliary_lr": 3e-3, "weight_decay": 0.1}
 
@@ -353,6 +354,98 @@ def test_parameters_may_be_frozen_and_thawed(method: str) -> None:
     assert untouched
     for block in untouched:  # its state has gone on
         assert block.state.updates == updates[block.name] + 2
+
+
+def alternate(model: nn.Module, step: int) -> Tensor:
+    """Train the first layer in even steps and the last in odd ones; return the loss."""
+    model[0].requires_grad_(step % 2 == 0)
+    model[2].requires_grad_(step % 2 == 1)
+    generator = torch.Generator().manual_seed(step)
+    return model(torch.randn(8, 5, generator=generator, dtype=torch.float64)).square().mean()
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def test_parts_that_are_frozen_in_turn_have_the_moments_of_torchs_adamw() -> None:
+    model, twin = small(), small()
+    optimizer = soframe.Optimizer(model, "adamw", lr=0.01, weight_decay=0.1, decay_vectors=True)
+    torchs = torch.optim.AdamW(twin.parameters(), 0.01, weight_decay=0.1)
+    got = kit.train(model, alternate, range(20), optimizer)
+    torch.testing.assert_close(got, kit.train(twin, alternate, range(20), torchs))
+    rows = {row.parameter: row.note for row in optimizer.report()}
+    assert {name for name, note in rows.items() if "frozen" in note} == {"0.weight", "0.bias"}
+
+
+def in_turn(rank: int, ranks: int) -> list[Tensor]:
+    found = []
+    for strategy in ("comm-opt", "sharded"):
+        model = small()
+        optimizer = soframe.Optimizer(model, "adamw", lr=0.01, strategy=strategy)
+        found.append(kit.train(model, alternate, range(9), kit.Averaging(model), optimizer))
+        optimizer.close()
+    return found
+
+
+@pytest.mark.distributed
+def test_ranks_keep_the_moments_of_parts_that_are_frozen_in_turn() -> None:
+    twin = small()
+    torchs = torch.optim.AdamW(twin.parameters(), 0.01, weight_decay=0.0)
+    expected = kit.train(twin, alternate, range(9), torchs)
+    for found in run_ranks(in_turn, 2):
+        for weights in found:
+            torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("method", ["momentum", "shampoo"])
+def test_parts_that_are_frozen_in_turn_are_of_one_optimizer_for_each(method: str) -> None:
+    settings = {"lr": 0.01, "auxiliary_lr": 0.01, "solve_every": 1}
+    model, twin = small(), small()
+    optimizer = soframe.Optimizer(model, method, **settings)
+    parts = [soframe.Optimizer(twin[index], method, **settings) for index in (0, 2)]
+    for step in range(8):
+        kit.train(model, alternate, [step], optimizer)
+        kit.train(twin, alternate, [step], parts[step % 2])
+    for mine, own in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, own)
+
+
+@pytest.mark.parametrize("frozen_at_last", [0, 1])
+def test_a_run_with_parts_that_are_frozen_in_turn_is_resumed(frozen_at_last: int) -> None:
+    """The state has the moments of frozen parts; a frozen part needs no param group."""
+    model, again = small(), small()
+    optimizer, other = (soframe.Optimizer(m, "adamw", lr=0.01) for m in (model, again))
+    kit.train(model, alternate, range(5 + frozen_at_last), optimizer)
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    steps = range(5 + frozen_at_last, 9)
+    expected = kit.train(model, alternate, steps, optimizer)
+    assert torch.equal(kit.train(again, alternate, steps, other), expected)
+    for group in other.param_groups:
+        frozen = [p for p in group["params"] if not p.requires_grad]
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+    assert frozen
+    before = frozen[0].detach().clone()
+    again.zero_grad()
+    alternate(again, steps[-1]).backward()
+    other.step()
+    assert torch.equal(frozen[0], before)
+
+
+def test_moments_of_parameters_that_are_frozen_at_construction_are_not_loaded() -> None:
+    """Which is said: the thawed part would begin anew."""
+    model, again = small(), small()
+    optimizer = soframe.Optimizer(model, "adamw", lr=0.01)
+    expected = kit.train(model, alternate, range(5), optimizer)
+    again.load_state_dict(model.state_dict())
+    again[2].requires_grad_(False)
+    other = soframe.Optimizer(again, "adamw", lr=0.01)
+    with pytest.warns(UserWarning, match=r"moments of 2\.bias, 2\.weight.*freeze them afterwards"):
+        other.load_state_dict(optimizer.state_dict())
+    expected = kit.train(model, alternate, [6], optimizer)
+    assert torch.equal(kit.train(again, alternate, [6], other), expected)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

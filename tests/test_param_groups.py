@@ -92,7 +92,11 @@ def test_edits_of_groups_survive_and_are_what_a_step_takes(operations: Any) -> N
             expected |= {names[id(p)]: options for p in group["params"]}
         if operation == "resume":
             state = copy.deepcopy(optimizer.state_dict())
+            trained = [p.requires_grad for p in model.parameters()]
+            model.requires_grad_(True)
             optimizer = build(model, lr=0.5)
+            for parameter, was in zip(model.parameters(), trained, strict=True):
+                parameter.requires_grad_(was)
             optimizer.load_state_dict(state)
         if operation == "switch":
             parameter = list(model.parameters())[1 + seed % 7]

@@ -29,7 +29,14 @@ from soframe.blocks.report import FROZEN, Report, ReportRow
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
 from soframe.layers.experts import are_experts
-from soframe.layers.layout import CutLayout, Layout, PlainLayout, parameter_of, plain_layout
+from soframe.layers.layout import (
+    BlockShape,
+    CutLayout,
+    Layout,
+    PlainLayout,
+    parameter_of,
+    plain_layout,
+)
 from soframe.layers.recurrent import without_helper
 from soframe.layers.tied import tables_and_heads
 from soframe.methods.base import SMALL, Candidate, Method
@@ -101,6 +108,7 @@ class Choices:
     draws: bool = False  # whether that Fisher draws targets, different ones on each rank
     ranks: tuple[int, ...] = ()  # the global ranks of the group in which blocks are placed
     cut: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()  # parameters by identity whose block outlasts a freeze
     staged: bool = False  # whether it is a part of a pipeline: patterns may match other stages
     head_in: nn.Module | None = None  # of a staged model: what contains the head of the whole one
 
@@ -549,7 +557,7 @@ class Registration:
         for full, parameter in self._parameters:
             if id(parameter) in self._in_block:
                 continue
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and id(parameter) not in self._choices.kept:
                 self._reasons.setdefault(id(parameter), FROZEN)
                 continue
             name, module = self._sharers[id(parameter)][0]
@@ -609,7 +617,7 @@ class Registration:
             name=name,
             module=layout.module,
             parameters=tuple(parameters),
-            shape=layout.shape,
+            shape=BlockShape(*layout.shape),
             last=is_tied or (is_head and not (is_guess and self._methods.names(layer))),
         )
         reason = method.unsuited(candidate)
@@ -727,6 +735,8 @@ class Registration:
                 if block.name == self._asked:
                     owner = self._names[id(block.layout.module)][0]
                     notes.append(_ASK.format(_name(block.method), f"^{owner}$"))
+                if not parameter.requires_grad:
+                    notes.append(FROZEN)
                 note = "; ".join(filter(None, notes))
                 rows.append(ReportRow(name, shape, block.name, method, note=note))
         return Report(tuple(rows), solver=solver)

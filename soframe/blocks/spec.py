@@ -62,7 +62,7 @@ class BlockSpec:
     @cached_property
     def shape(self) -> BlockShape:
         """The shape of the gradient matrix."""
-        return self.layout.shape
+        return BlockShape(*self.layout.shape)
 
     @cached_property
     def device(self) -> torch.device:

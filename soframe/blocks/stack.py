@@ -197,6 +197,11 @@ class Stack(Arrangement):
         """Register a collective that must finish before factors are next read."""
         self._pending.append(pending)
 
+    @property
+    def pending(self) -> tuple[Pending, ...]:
+        """The reductions of statistics that are under way."""
+        return tuple(self._pending)
+
     def arrive(self) -> None:
         """Wait for the pending reductions of statistics."""
         pending, self._pending = self._pending, []

@@ -111,6 +111,14 @@ class _Hook:
         self._helper = None if helper is None else weakref.ref(helper)
         self._deliver = _eagerly()
 
+    @property
+    def __name__(self) -> str:
+        """Raise AttributeError: a hook has no name, which TorchScript asks for."""
+        raise AttributeError(
+            "torch.jit.script cannot compile soframe's hooks: script the model before soframe sees "
+            "it, or close() the preconditioner first"
+        )
+
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
@@ -163,7 +171,9 @@ def _deliver(
 def _eagerly() -> Callable[..., None]:
     """Return `_deliver`, exempt from torch.compile."""
     # Not a decorator: that would import the compiler, seconds of it, with the library.
-    disabled: Callable[..., None] = torch.compiler.disable(_deliver)
+    disabled: Callable[..., None] = torch.compiler.disable(
+        _deliver, reason="soframe's hooks read calls between graphs: compile with fullgraph=False"
+    )
     return disabled
 
 

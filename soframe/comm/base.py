@@ -27,6 +27,11 @@ class Handle:
     def __init__(self, wait: Callable[[], object] | None = None) -> None:
         self._wait = wait
 
+    @property
+    def done(self) -> bool:
+        """Whether it is complete."""
+        return self._wait is None
+
     def wait(self) -> None:
         """Complete the collective; a second call does nothing."""
         wait, self._wait = self._wait, None

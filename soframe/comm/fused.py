@@ -21,11 +21,19 @@ from soframe.strategies.work import Reduction
 
 
 class Pending(Handle):
-    """Collectives under way; ``sums`` has the sums of a reduction, and is empty for a broadcast."""
+    """Collectives under way; ``sums`` has the sums of a reduction, and is empty for a broadcast.
 
-    def __init__(self, end: Callable[[], None] | None = None, sums: Sequence[Sum] = ()) -> None:
+    ``nbytes`` is the size of its buffer, which is free after the wait.
+    """
+
+    def __init__(
+        self,
+        end: Callable[[], None] | None = None,
+        sums: Sequence[Sum] = (),
+        nbytes: int = 0,
+    ) -> None:
         super().__init__(end)
-        self.sums = sums
+        self.sums, self.nbytes = sums, nbytes
 
 
 @dataclass
@@ -239,12 +247,14 @@ def _sent(
             for part, numbers in zip(sums, flat.split(sizes), strict=True):
                 part.read(numbers)
 
-    return started(backend, end, complete)
+    return started(backend, end, complete, nbytes=flat.nbytes)
 
 
-def started(backend: Backend, end: Callable[[], None], sums: Sequence[Sum] = ()) -> Pending:
+def started(
+    backend: Backend, end: Callable[[], None], sums: Sequence[Sum] = (), *, nbytes: int = 0
+) -> Pending:
     """Return collectives under way; without overlap wait for them first."""
-    pending = Pending(end, sums)
+    pending = Pending(end, sums, nbytes)
     if not backend.overlap:
         pending.wait()
     return pending

@@ -289,7 +289,8 @@ class LayerHelper(WeightAndBias, ABC):
         if rows.ndim != 4 or rows.shape[3] != self._row_entries:
             raise ValueError(
                 f"{type(self).__name__}: input_rows gives rows {tuple(rows.shape)}, and a row of "
-                f"the weight has {self._row_entries} entries"
+                f"the weight has {self._row_entries} entries (where a weight has changed its "
+                f"shape, put a new nn.Parameter in its place, not other .data)"
             )
         return rows
 
@@ -407,7 +408,7 @@ class LayerHelper(WeightAndBias, ABC):
         if self.counts_inputs:
             return add_squares(total, self.block_rows(inputs, output_rows), scale, like.dtype)
         if total is None:
-            total, beta = empty(self.groups, self.shape.in_features, like), 0.0
+            total, beta = empty(self.groups, self.shape[2], like), 0.0
         groups, batch, shared, _ = output_rows.shape
         if not self.multiplies:
             add_bias(total, total.new_zeros(groups, 0), batch * shared, scale, beta)

@@ -132,7 +132,7 @@ class WeightAndBias:
     @cached_property
     def _row_entries(self) -> int:
         """The entries of a row of the weight."""
-        return self.shape.in_features - (self.bias is not None)
+        return self.shape[2] - (self.bias is not None)
 
 
 class PlainLayout:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from soframe.checks.numbers import require_numbers
 from soframe.kernels.samples import squared_gradients
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Call, Direction, Given, Method, WithoutFactors
@@ -48,8 +49,7 @@ class AdamW(WithoutFactors):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        for beta in self.betas:
-            require_beta("AdamW", "betas", beta)
+        require_beta("AdamW", "betas", self.betas)
         require_eps("AdamW", self.eps)
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
@@ -140,6 +140,7 @@ class Diagonal(Method):
 
 
 def require_eps(method: str, eps: float) -> None:
-    """Raise ValueError unless eps is positive."""
+    """Raise ValueError unless eps is a positive number."""
+    require_numbers(method, eps=eps)
     if not 0 < eps < math.inf:
         raise ValueError(f"{method}: eps must be positive, not {eps!r}")

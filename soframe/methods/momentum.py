@@ -12,13 +12,14 @@ Muon (Jordan et al., 2024) uses the averaged form, whose Nesterov variant interp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from soframe.checks.numbers import is_number
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Direction, Given, WithoutFactors
 from soframe.registry import register
@@ -63,10 +64,19 @@ class Momentum(WithoutFactors):
         return Direction(matrix, {"momentum": buffer})
 
 
-def require_beta(method: str, name: str, beta: float) -> None:
-    """Raise ValueError unless a decay is in ``[0, 1)``."""
-    if not 0 <= beta < 1:
-        raise ValueError(f"{method}: {name} must be at least 0 and less than 1, not {beta!r}")
+def require_beta(method: str, name: str, beta: float | Sequence[float]) -> None:
+    """Raise ValueError unless a decay, or each of two ``betas``, is a number in ``[0, 1)``."""
+    betas = beta if name == "betas" else (beta,)
+    if not isinstance(betas, Sequence) or (name == "betas" and len(betas) != 2):
+        raise ValueError(f"{method}: betas are two numbers, such as (0.9, 0.999), not {betas!r}")
+    for number in betas:
+        if not is_number(number):
+            raise ValueError(
+                f"{method}: {name} must be a number, not {number!r}: a schedule sets it at each "
+                f"step, in the param_groups of a soframe.Optimizer"
+            )
+        if not 0 <= number < 1:
+            raise ValueError(f"{method}: {name} must be at least 0 and less than 1, not {number!r}")
 
 
 def second_moment(before: Tensor, new: Tensor, beta: float) -> Tensor:

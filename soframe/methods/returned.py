@@ -17,11 +17,11 @@ from soframe.methods.base import Direction, Given, Method
 from soframe.specs import FactorSpec, SecondOrder
 
 
-def direction_of(method: Method, given: Given, *, check: bool = False) -> Direction:
+def direction_of(method: Method, given: Given) -> Direction:
     """Compute a method's update ``[groups, out, in]`` and state, in memory of their own."""
     made = method.direct(given)
-    if check:
-        check_direction(method, given, made)
+    # At each step: on one rank alone a tensor of another shape would let the others wait for it.
+    check_direction(method, given, made)
     read = {memory_of(given.gradient), memory_of(given.incoming)}
     state = {n: t.clone() if memory_of(t) in read else t for n, t in made.state.items()}
     data = (tensor for tensors in given.data.values() for tensor in tensors.values())
@@ -59,12 +59,10 @@ def observed_by(
     factors: Sequence[FactorSpec],
     gradient: Tensor,
     data: SecondOrder,
-    *,
-    check: bool = False,
 ) -> Mapping[str, Tensor]:
     """Compute a method's statistics of the gradient ``[groups, out, in]``, in new memory."""
     made = method.observe(gradient, data)
-    for factor in factors if check else ():
+    for factor in factors:
         if not factor.captured:
             require_statistics(method, factor, made.get(factor.name), "observe()")
     own = {name: tensor.to(gradient.dtype) for name, tensor in made.items()}

@@ -87,8 +87,7 @@ class SOAP(Method):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        for beta in self.betas:
-            require_beta(name, "betas", beta)
+        require_beta(name, "betas", self.betas)
         require_beta(name, "shampoo_beta", self.shampoo_beta)
         require_eps(name, self.eps)
         if self.max_size < 1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from soframe.registry import KINDS
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec
 
@@ -16,12 +17,13 @@ class Around(Solver):
     """Delegates to an inner solver; a subclass overrides the methods that it changes.
 
     Attributes:
-        solver: The inner solver.
+        solver: The inner solver; or its name or class.
     """
 
     solver: Solver
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "solver", KINDS["solver"].build(self.solver, Solver))
         for name in ("damps_factors", "follows"):
             object.__setattr__(self, name, getattr(self.solver, name))
 

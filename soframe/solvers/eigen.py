@@ -90,7 +90,8 @@ class Eigen(Solver):
             rotated = torch.where(curvature > 0, rotated, 0.0)
             curvature = torch.where(curvature > 0, curvature, 1.0)
         # Not into `rotated`, which is the gradient itself if both factors are diagonal.
-        return turned(torch.div(rotated, curvature, out=curvature), left, right, back=True)
+        out = curvature if curvature.shape == rotated.shape else None
+        return turned(torch.div(rotated, curvature, out=out), left, right, back=True)
 
     def apply_right(
         self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float

@@ -23,8 +23,11 @@ KEY = "checksums"
 """The key of a sealed state."""
 
 
-def of_tensor(tensor: Tensor) -> int:
-    """Return the checksum of a dense tensor of any shape, dtype and device."""
+def of_tensor(tensor: Tensor, where: str = "") -> int:
+    """Return the checksum of a dense tensor of any shape, dtype and device; else TypeError."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else tensor.layout
+        raise TypeError(f"the tensors of a state are dense; {where} is {kind}")
     contiguous = tensor.detach().cpu().contiguous()
     # As bytes, since NumPy lacks dtypes such as bfloat16.
     data = memoryview(contiguous.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -76,11 +79,16 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
         The same objects, and ``"checksums"``.
 
     Raises:
-        TypeError: If the state contains another type; the message has the place.
+        TypeError: If the state contains another type; the message has the place. If it is nested
+            too deeply.
     """
     plain = {key: value for key, value in state.items() if key != KEY}
-    tensors = {where: of_tensor(tensor) for where, tensor in tensors_of(plain)}
-    return {**plain, KEY: {"plain": zlib.crc32(text(plain).encode()), "tensors": tensors}}
+    try:
+        tensors = {where: of_tensor(tensor, where) for where, tensor in tensors_of(plain)}
+        sums = {"plain": zlib.crc32(text(plain).encode()), "tensors": tensors}
+    except RecursionError:
+        raise TypeError("a state is nested too deeply, or contains itself") from None
+    return {**plain, KEY: sums}
 
 
 def verify(state: Any, what: str = "the state") -> None:

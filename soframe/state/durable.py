@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from soframe.state import checksums
+from soframe.state.plain_metadata import within
 
 T = TypeVar("T")
 
@@ -39,6 +41,7 @@ MANIFEST = "manifest.json"
 FORMAT = "soframe.checkpoint"
 VERSION = 1
 _PIECE = 2**24
+_LARGEST = 2**26  # bytes of a manifest, which has about 50 for each file
 
 
 def save(
@@ -219,7 +222,7 @@ def _begin(root: Path) -> str:
     root.mkdir(parents=True, exist_ok=True)
     # No other save is under way: a folder belongs to one run.
     for left in root.glob(f".{PREFIX}*.tmp"):
-        shutil.rmtree(left)
+        _remove(left)
     number = max(map(_number, _names(root)), default=0) + 1
     name = f"{PREFIX}{number:06d}"
     (root / f".{name}.tmp").mkdir()
@@ -227,10 +230,20 @@ def _begin(root: Path) -> str:
 
 
 def _prune(root: Path, keep: int) -> None:
-    for name in _names(root)[:-keep]:
+    # A file of such a name is not this module's.
+    saved = [name for name in _names(root) if (root / name).is_dir() or (root / name).is_symlink()]
+    for name in saved[:-keep]:
         # Removing a folder is not atomic: first rename it, so that it is no checkpoint.
         (root / name).rename(root / f".{name}.tmp")
-        shutil.rmtree(root / f".{name}.tmp")
+        _remove(root / f".{name}.tmp")
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder; of a link, as to another disk, the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -260,17 +273,34 @@ def _digest(path: Path) -> list[int]:
     return [size, checksum]
 
 
+def _size(path: Path) -> int:
+    """Return the size of a file; ValueError for devices and pipes, whose contents may not end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path.name} is no file")
+    return status.st_size
+
+
 def _manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint; ValueError if it is missing or damaged."""
     try:
+        if _size(path / MANIFEST) > _LARGEST:
+            raise ValueError("it is too large")
         manifest = json.loads((path / MANIFEST).read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} is no checkpoint of soframe.checkpoint.save") from None
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: its manifest cannot be read: {error}") from error
     checksums.verify(manifest, f"the manifest of {path}")
-    if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+    if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         raise ValueError(f"{path} is of another version of soframe.checkpoint.save")
+    files, sharded = manifest.get("files"), manifest.get("sharded")
+    if not isinstance(files, dict) or not all(isinstance(of, list) for of in files.values()):
+        raise ValueError(f"{path} is damaged: its manifest names no files")
+    if not all(map(within, files)):
+        raise ValueError(f"{path} is damaged: its manifest names files outside its folder")
+    if (".metadata" if sharded else STATE) not in files:
+        raise ValueError(f"{path} is damaged: its manifest lacks the state")
     return dict(manifest)
 
 
@@ -284,9 +314,15 @@ def _problem(ranks: _Ranks, path: Path) -> str:
             return str(error)
         files = manifest["files"]
         for name in ranks.share(sorted(files), manifest["sharded"]):
-            if not (path / name).exists():
+            try:
+                # The size first, which takes no time.
+                size = _size(path / name)
+                found = _digest(path / name) if [size] == files[name][:1] else [size]
+            except FileNotFoundError:
                 return f"{path} is damaged: {name} is missing"
-            if _digest(path / name) != files[name]:
+            except (OSError, ValueError) as error:
+                return f"{path} is damaged: {name} cannot be read: {error}"
+            if found != files[name]:
                 return f"{path} is damaged: {name} is not what was saved"
         return ""
 

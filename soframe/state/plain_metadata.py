@@ -111,12 +111,13 @@ def parse(data: bytes) -> Metadata:
         raise NotPlainError("the .metadata of the checkpoint is damaged: it describes none")
     for where in metadata.storage_data.values():
         path = getattr(where, "relative_path", None)
-        if not isinstance(where, dcp_files._StorageInfo) or not _within(path):
+        if not isinstance(where, dcp_files._StorageInfo) or not within(path):
             raise NotPlainError("the .metadata of the checkpoint names files outside its folder")
     return metadata
 
 
-def _within(path: Any) -> bool:
+def within(path: Any) -> bool:
+    """Return whether this is the name of a file in the folder that a checkpoint is in."""
     named = isinstance(path, str) and path not in ("", "..")
     return named and PurePosixPath(path).name == path
 

@@ -8,7 +8,7 @@ Loading checks everything before it changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -105,7 +105,9 @@ def of_block(block: Block) -> dict[str, Any]:
     }
 
 
-def check_header(state: Any, blocks: Sequence[Block], scaling: str) -> None:
+def check_header(
+    state: Any, blocks: Sequence[Block], scaling: str, frozen: Collection[str]
+) -> None:
     """Raise ValueError unless a state, perhaps without tensors, is complete and fits the blocks."""
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise ValueError("this is not the state of a soframe.Preconditioner")
@@ -116,13 +118,18 @@ def check_header(state: Any, blocks: Sequence[Block], scaling: str) -> None:
         )
     if missing := [key for key in (*KEYS, checksums.KEY) if key not in state]:
         raise ValueError(f"the state is truncated: it lacks {', '.join(missing)}")
+    if not isinstance(state["blocks"], Mapping):
+        raise ValueError("the state is damaged: its blocks are no dict")
     saved, expected = set(state["blocks"]), {block.name for block in blocks}
+    # Moments of parameters that were frozen before construction have no block here.
+    if expected <= saved and saved - expected <= set(frozen):
+        expected = saved
     if saved != expected:
         raise ValueError(
             f"the state is of another model or another choice of layers: it lacks "
             f"{sorted(expected - saved) or 'nothing'} and has "
             f"{sorted(saved - expected) or 'nothing'} besides: choose the same layers, and freeze "
-            f"the same parameters before the preconditioner is built"
+            f"the same parameters before the preconditioner is built, and others afterwards"
         )
     checksums.verify(state)
     if state["scaling"] != scaling:
@@ -254,9 +261,19 @@ def load_history(saved: Mapping[str, Any], blocks: Sequence[Block]) -> None:
         block.record.missed = saved.get("missed", {}).get(block.name, {}).get("turn", 0)
 
 
+def dampings(
+    blocks: Sequence[Block], former: Mapping[str, float | None]
+) -> dict[str, float | None]:
+    """Return the dampings of single blocks, by name; ``former`` has those of frozen layers."""
+    every = {**former, **{block.name: block.record.damping for block in blocks}}
+    return {name: float(damping) for name, damping in every.items() if damping is not None}
+
+
 def memory_usage(placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None) -> dict[str, int]:
     """Return the bytes on this rank by kind, and their total."""
     stacks = placed.stacks
+    # Before factors are read, which waits for them; some are of several stacks.
+    in_flight = {pending for stack in stacks for pending in stack.pending if not pending.done}
     held = {
         "factors": [t for s in stacks for t in s.factors.values()],
         "accumulators": [t for s in stacks for t in s.accumulators.values()],
@@ -267,4 +284,6 @@ def memory_usage(placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None
         held["state"] = [t for s in stacks for t in s.state.values()]
     held |= {} if under_way is None else {"under_way": list(under_way)}
     usage = {name: sum(t.nbytes for t in tensors) for name, tensors in held.items()}
+    if in_flight:
+        usage["in_flight"] = sum(pending.nbytes for pending in in_flight)
     return {**usage, "total": sum(usage.values())}

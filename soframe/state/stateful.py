@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 
+from soframe.blocks.registration import plain_name
 from soframe.comm.stages import STAGES
 from soframe.damping.policies import check_damping
 from soframe.diagnostics.metrics import Measuring
@@ -19,24 +20,38 @@ from soframe.step.engine import Engine
 
 
 class OfModel:
-    """An object that is tied to a model: it is saved by its state, and copies are empty."""
+    """An object that is tied to a model: it is saved by its state, and not copied."""
 
     def __getstate__(self) -> NoReturn:
         """Refuse a pickle, which would lack the state."""
-        raise TypeError(
-            f"{type(self).__name__} belongs to its model and is not pickled: save its "
+        raise TypeError(self._not("pickled"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refuse a copy; in the copy of a module that holds this, return an object without use."""
+        if not memo:  # it is copied by itself
+            raise TypeError(self._not("copied"))
+        return object.__new__(type(self))
+
+    def _not(self, done: str) -> str:
+        return (
+            f"{type(self).__name__} belongs to its model and is not {done}: save its "
             f"state_dict(), build another one for the other model, and load the state there"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return an empty object: a copy (with a module that holds this) belongs to no model."""
-        return object.__new__(type(self))
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Explain why a copy has no attributes."""
+            if not self.__dict__:
+                raise AttributeError(self._not("copied"))
+            return object.__getattribute__(self, name)  # raises
 
 
 class Stateful(OfModel, Engine):
     """An engine with ``state_dict`` and ``load_state_dict``, on one rank or many."""
 
     _measuring: Measuring
+    _dampings: dict[str, float | None]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, independent of world size and strategy.
@@ -67,6 +82,7 @@ class Stateful(OfModel, Engine):
             "counters": dict(self.counters),
             "blocks": {block.name: state.of_block(block) for block in self.blocks},
             "history": state.history(self._blocks),
+            "dampings": state.dampings(self._blocks, self._dampings),
             **({"damping": policy} if policy else {}),  # most policies have nothing to keep
             **({"late": late} if (late := self._statistics.late()) else {}),
             **({STAGES: self.stage} if self.stage else {}),
@@ -77,7 +93,9 @@ class Stateful(OfModel, Engine):
 
         :meta private:
         """
-        state.check_header(saved, self._blocks, self._scaling)
+        named = self._model.named_parameters()
+        frozen = {plain_name(name) for name, p in named if not p.requires_grad}
+        state.check_header(saved, self._blocks, self._scaling, frozen)
         if self._damping.state() and "damping" in saved:
             check_damping(saved["damping"], self._damping, saved["step"])
 
@@ -131,6 +149,14 @@ class Stateful(OfModel, Engine):
 
     def _load(self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]) -> None:
         saved = state.load(check, self._placed, self._stages)
+        frozen = saved["blocks"].keys() - {block.name for block in self._blocks}
+        if lost := [name for name in frozen if saved["blocks"][name]["updates"]]:
+            warnings.warn(
+                f"soframe: moments of {', '.join(sorted(lost))} are not loaded, which were frozen "
+                f"before this was built: they begin anew if they are thawed. To load them, build "
+                f"while they are trained, and freeze them afterwards",
+                stacklevel=3,
+            )
         # Solves under way are of factors that are replaced now.
         self._solves.drop()
         self._steps = saved["step"]
@@ -144,6 +170,10 @@ class Stateful(OfModel, Engine):
                 stacklevel=3,
             )
         state.load_history(saved["history"], self._blocks)
+        if "dampings" in saved:  # states of earlier versions lack them
+            self._dampings = dict(saved["dampings"])
+            for block in self._blocks:
+                block.damp(self._dampings.get(block.name))
         self._placed.errors.clear()
         # The metrics of the last step are of another run.
         self._measuring.note(None)

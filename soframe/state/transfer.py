@@ -15,7 +15,6 @@ from soframe.blocks.stack import unpack
 from soframe.comm.base import Backend
 from soframe.comm.packing import pack_triangle
 from soframe.layers.base import LayerHelper
-from soframe.layers.layout import Layout
 from soframe.registry import describe
 from soframe.state.entries import entries, gather, held, put, stored_dtype
 from soframe.step.averages import settle
@@ -49,7 +48,7 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks, *, forgets: bool = Fals
             and _is_cut(old, block)
         ):
             # The layer may have lost its bias, the last column, or its weight, all others.
-            columns = _remaining_columns(old.layout, block.layout)
+            columns = _remaining_columns(old, block)
         if old is None or columns is None:
             lacking = True
             continue
@@ -128,10 +127,12 @@ def _is_cut(before: Block, after: Block) -> bool:
     )
 
 
-def _remaining_columns(before: Layout, after: Layout) -> slice | None:
+def _remaining_columns(old: Block, block: Block) -> slice | None:
     """Return the remaining input columns; None if columns are new or unknown."""
+    before, after = old.layout, block.layout
     if set(before.parameters) == set(after.parameters):
-        return slice(None)
+        # A parameter of another shape may be in the place of a former one.
+        return slice(None) if old.shape == block.shape else None
     if not isinstance(before, LayerHelper) or not isinstance(after, LayerHelper):
         return None
     if not {"weight", "bias"}.issuperset({*before.parameters, *after.parameters}):

@@ -114,7 +114,7 @@ def _entry(pending: Pending, held: Sequence[tuple[Contribution, Sum]]) -> Pendin
         pending.wait()
         average((one, total.packed()) for one, total in held)
 
-    return Pending(end)
+    return Pending(end, nbytes=pending.nbytes)
 
 
 def _gain(one: Contribution, decay: float) -> None:
@@ -258,11 +258,9 @@ def observe(
             with placed.backend.phases("observe"):
                 if matrix is not None and placed.rank in stack.place.gradient_workers:
                     specs = like.method.factors(BlockShape(*matrix.shape))
-                    # The tensors of a method are checked at its first call only.
-                    first = stack.blocks[chosen[0]].mass == 0
                     data = stack.data_of(chosen)
                     try:
-                        factors = observed_by(like.method, specs, matrix, data, check=first)
+                        factors = observed_by(like.method, specs, matrix, data)
                     except Exception as error:  # of any kind: all ranks raise together
                         placed.keep(error, stack)
                         factors = {spec.name: matrix.new_zeros(spec.shape) for spec in specs}

@@ -76,8 +76,8 @@ class Limits:
         norm: The norm clip's, or None.
         lr: The learning rate of the steps that they bound.
         careful: Whether gradients are so large, or the damping so small, that inner products, or
-            even updates, may overflow: inner products are then computed in float64, and updates are
-            checked.
+            even updates and states, may overflow: inner products are then computed in float64, and
+            updates and states are checked.
     """
 
     kl: float | None
@@ -91,7 +91,7 @@ class Clipped:
     """The outcome of the clips for the updates of a step.
 
     Attributes:
-        finite: Whether all updates are finite, on all ranks; the same on every rank.
+        finite: Whether all updates and states are finite, on all ranks; the same on every rank.
         kl: The factor of the KL clip, a scalar in (0, 1]; None if it is off.
         norm: The factor of the norm clip, a scalar in (0, 1]; None if it is off. Updates are scaled
             by the smaller of the two.
@@ -112,9 +112,7 @@ def clip(
     """Scale all updates by the smallest factor of any clip, in place; every rank must call."""
     clipped = [update for update in updates if update.stack.like.method.clipped]
     if limits.careful:
-        # Every rank checks the updates that it has; together the ranks have all.
-        known = [update.matrix for update in updates if update.matrix is not None]
-        bad = bool(updates) and not _finite(known, gradients)
+        bad = bool(updates) and not _finite(updates, gradients)
         if stages.any(bad):
             return Clipped(finite=False)
     if limits.kl is None and limits.norm is None:
@@ -160,15 +158,19 @@ def _scale(every: list[Tensor], factor: Tensor) -> None:
             tensor.mul_(factor.to(tensor.device))
 
 
-def _finite(matrices: Sequence[Tensor], gradients: AveragedGradients) -> bool:
-    """Return whether the updates of all ranks are finite."""
-    bad = [matrix.isfinite().all().logical_not() for matrix in matrices]
+def _finite(updates: Sequence[Update], gradients: AveragedGradients) -> bool:
+    """Return whether the updates and the new states of all ranks are finite."""
+    # Every rank checks the tensors that it has; together the ranks have all.
+    tensors = [update.matrix for update in updates if update.matrix is not None]
+    for update in updates:
+        tensors += update.states.values()
+    bad = [tensor.isfinite().all().logical_not() for tensor in tensors]
     device = bad[0].device if bad else torch.device("cpu")
     # One number per rank, so that one wait for the device is enough.
     count = torch.tensor(0.0, device=device)
     for one in bad:
         count += one.to(device)
-    return not bool(gradients.total_of_updates(count))
+    return not bool(gradients.total_of_updates(count, states=gradients.remembers))
 
 
 def kl_clip_factor(

@@ -303,11 +303,11 @@ class Engine:
         try:
             if self._placed.errors:
                 raise self._placed.errors[0]
+            self._raw.check()
             seen = self._capture
             self._loss_scale.check(self._optimizer, half=seen.half, probed=seen.probing)
             self._statistics.require_counted()
             self._effect.check(self._statistics.due)
-            self._raw.check()
             damping = damping_at(self._damping, step)
             settings = Settings(damping, self._decay.at(step), self._bounds.at(step))
             if self._grouping is not None:
@@ -336,7 +336,7 @@ class Engine:
             parameters = self._watch.parameters()
             # Gathered only now if sums of statistics still have to be reduced, for their memory.
             gradients = self.home.of(parameters) if due else self._raw.own()
-            sizes = Magnitude(parameters, gradients, largest)
+            sizes = Magnitude(parameters, gradients, largest, self._raw.remembers)
             if self._reads_later(sizes):
                 size, self._queued = 0.0, sizes
             else:

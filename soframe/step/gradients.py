@@ -60,6 +60,7 @@ class AveragedGradients:
     Attributes:
         divided: Whether a rank may lack the gradient of a stack.
         updates_divided: Whether it may lack its update, too.
+        remembers: Whether the updates of any block depend on earlier gradients.
 
     Args:
         model: The model.
@@ -76,11 +77,13 @@ class AveragedGradients:
         self._gathered: Gradients | None = None
         self._stacks = placed.stacks
         self._of_block = {block: list(block.parameters.values()) for block in placed.blocks}
-        self._remembering = [
-            block
+        self._shapes = [
+            (f"{name} of {block.name}", parameter, parameter.shape)
             for block in placed.blocks
-            if block.states or len(block.captured) < len(block.factors)
+            for name, parameter in block.parameters.items()
         ]
+        self._remembering = [block for block in placed.blocks if block.remembers]
+        self.remembers = bool(self._remembering)
         covered = {p for own in self._of_block.values() for p in own}
         self._rest = [p for p in model.parameters() if p not in covered]
 
@@ -89,8 +92,16 @@ class AveragedGradients:
 
         Raises:
             RuntimeError: If their home does not have them yet.
+            ValueError: If the data of a parameter have another shape than at registration.
         """
         self._gathered = None  # of a step that raised
+        for name, parameter, shape in self._shapes:
+            if parameter.shape != shape:
+                raise ValueError(
+                    f"{name} has the shape {tuple(parameter.shape)}, and had {tuple(shape)} when "
+                    f"it was registered: put a new nn.Parameter in its place rather than other "
+                    f".data; its statistics and moments then begin anew"
+                )
         why = self._home.incomplete(p for own in self._of_block.values() for p in own)
         if why is not None:
             raise RuntimeError(why)
@@ -145,9 +156,10 @@ class AveragedGradients:
         """Return whether this rank adds the term of a stack in `total_of_updates`."""
         return not self.updates_divided or self.leads(stack)
 
-    def total_of_updates(self, tensor: Tensor) -> Tensor:
-        """Return a scalar of updates, summed over ranks if each rank has some terms."""
-        return add_up(self._backend, tensor) if self.updates_divided else tensor
+    def total_of_updates(self, tensor: Tensor, *, states: bool = False) -> Tensor:
+        """Return a scalar of updates, or also states, summed over ranks if each has some terms."""
+        divided = self.updates_divided or states  # states are on gradient workers alone
+        return add_up(self._backend, tensor) if divided else tensor
 
     @property
     def _parameters(self) -> list[nn.Parameter]:

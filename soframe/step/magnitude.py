@@ -56,6 +56,8 @@ class Magnitude:
         parameters: The parameters.
         gradients: Their gradients, in any tensors.
         statistics: Scalars that are to be finite, too.
+        squared: Whether a method keeps squares of gradients: the sum of all squares is then to be
+            finite, too, or the gradients count as infinite.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Magnitude:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor],
         statistics: Sequence[Tensor] = (),
+        squared: bool = False,
     ) -> None:
+        self._squared = squared
         some = [gradient for gradient in gradients if gradient.numel() > 0]
         self._dense = [g.coalesce().values() if g.is_sparse else g for g in some]
         if self._dense and on_gpu(self._dense[0]):
@@ -112,7 +116,12 @@ class Magnitude:
 
     def _exact(self) -> float:
         # Finite elements may have a sum that is not.
-        return float(torch.nn.utils.get_total_norm(self._dense, norm_type=math.inf))
+        largest = float(torch.nn.utils.get_total_norm(self._dense, norm_type=math.inf))
+        if self._squared and largest < math.inf:
+            # This norm overflows where the sum of squares does.
+            length = float(torch.nn.utils.get_total_norm(self._dense, norm_type=2.0))
+            return largest if length < math.inf else length
+        return largest
 
 
 def discard(parameters: Iterable[nn.Parameter], home: GradientHome) -> None:

@@ -203,6 +203,11 @@ class Ball:
         self.matrices = {k: p for k, p in block.parameters.items() if is_matrix(p)}
         self.key = ", ".join([names[id(parameter)] for parameter in self.matrices.values()])
 
+    @property
+    def trained(self) -> bool:
+        """Whether it has a matrix that is not frozen."""
+        return any(parameter.requires_grad for parameter in self.matrices.values())
+
     @cached_property
     def _dtype(self) -> torch.dtype:
         dtypes = [parameter.dtype for parameter in self.matrices.values()]

@@ -99,7 +99,7 @@ def _direct(update: Update, gradient: Tensor, damping: float) -> None:
         solver=one.solver,
         damping=one.damped_with(damping),
     )
-    direction = direction_of(one.acting or one.method, given, check=one.record.updates == 0)
+    direction = direction_of(one.acting or one.method, given)
     update.matrix = direction.matrix
     # State tensors that the method does not return are kept, from the first update on.
     update.states = {**given.state, **direction.state}

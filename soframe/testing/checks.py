@@ -330,7 +330,8 @@ def _plain_factors(
 
 def _spec(helper: LayerHelper, side: Literal["left", "right"]) -> FactorSpec:
     """Return the spec of one of K-FAC's factors for a helper."""
-    size = helper.shape.in_features if side == "right" else helper.shape.out_features
+    _, out, into = helper.shape
+    size = into if side == "right" else out
     return helper.factor(FactorSpec(side, side, helper.groups, size))
 
 

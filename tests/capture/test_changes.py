@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize, prune
 
 import soframe
 from soframe.testing import compare
+from tests import kit
 
 
 def backward(model: nn.Module, seed: int) -> None:
@@ -213,6 +214,56 @@ def test_a_model_that_holds_one_can_be_copied(kind: Callable[..., Any]) -> None:
     assert not hasattr(copied.owner, "_capture")
     assert not hasattr(copied.owner, "preconditioner")
     assert torch.equal(copied[0].weight, model[0].weight)
+    for use in (repr, lambda own: own.step(), lambda own: own.state_dict()):
+        with pytest.raises(AttributeError, match=rf"{kind.__name__} belongs to its model.*copied"):
+            use(copied.owner)
+    with pytest.raises(TypeError, match=r"copied: save its state_dict\(\), build another one"):
+        copy.deepcopy(model.owner)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = model.owner.nothing
+
+
+def wide(how: str, method: str, before: bool) -> nn.Module:
+    """Train a model whose first layer gets more inputs."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    own = soframe.Preconditioner(model, method, auxiliary="adamw", lr=0.1, statistics_every=1)
+
+    def square(model: nn.Module, _: int) -> Tensor:
+        return model(torch.ones(6, model[0].weight.shape[1])).square().mean()
+
+    kit.train(model, square, range(2 * before), own)
+    with torch.no_grad():
+        if how == "parameter":
+            model[0].weight = nn.Parameter(torch.randn(4, 7))
+        else:
+            model[0].weight.data = torch.randn(4, 7)
+            model[0].weight.grad = None
+    kit.train(model, square, range(4), own)
+    return model
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("method", ["kfac", "soap", "muon"])
+def test_a_parameter_of_another_shape_begins_anew(method: str, before: bool) -> None:
+    assert wide("parameter", method, before)[0].weight.grad.shape == (4, 7)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("method", ["kfac", "soap", "muon", "adamw"])
+def test_data_of_another_shape_are_refused(method: str, before: bool) -> None:
+    with pytest.raises(ValueError, match=r"weight.*put a new nn\.Parameter"):
+        wide("data", method, before)
+
+
+def test_torchscript_and_whole_graphs_are_refused_with_the_remedy() -> None:
+    model = network()
+    own = soframe.Preconditioner(model, lr=0.1, statistics_every=1)
+    with pytest.raises(AttributeError, match=r"torch\.jit\.script cannot compile .* close\(\)"):
+        torch.jit.script(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"compile with fullgraph=False"):
+        compiled(torch.ones(2, 3).double())
+    own.close()
 
 
 def replica_of(model: nn.Module) -> nn.Module:

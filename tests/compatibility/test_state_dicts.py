@@ -27,10 +27,13 @@ ON_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def build(method: str, *, sharded: bool) -> tuple[nn.Module, soframe.Optimizer]:
+def build(
+    method: str, *, sharded: bool, early: bool = False
+) -> tuple[nn.Module, soframe.Optimizer]:
+    """Build a model and an optimizer; ``early`` before the model is sharded, as in Accelerate."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 8), nn.Linear(8, 2)).double()
-    if sharded:
+    if sharded and not early:
         fully_shard(model)
     groups = [
         {"params": list(model[0].parameters()), "lr": 0.02},
@@ -39,6 +42,11 @@ def build(method: str, *, sharded: bool) -> tuple[nn.Module, soframe.Optimizer]:
     optimizer = soframe.Optimizer(
         model, method, lr=0.05, param_groups=groups, statistics_every=1, solve_every=2
     )
+    if sharded and early:
+        names = {id(p): name for name, p in model.named_parameters()}
+        fully_shard(model)
+        for group in optimizer.param_groups:
+            group["params"] = [model.get_parameter(names[id(p)]) for p in group["params"]]
     return model, optimizer
 
 
@@ -52,12 +60,12 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for p in every]
 
 
-def resume(rank: int, ranks: int, folder: Path, method: str, how: str) -> None:
+def resume(rank: int, ranks: int, folder: Path, method: str, how: str, early: bool = False) -> None:
     """Save after three steps, load into another model and optimizer, and compare."""
-    model, optimizer = build(method, sharded=ranks > 1)
+    model, optimizer = build(method, sharded=ranks > 1, early=early)
     schedule = CosineAnnealingLR(optimizer, 9)
     kit.train(model, loss, range(3), optimizer, schedule)
-    again, other = build(method, sharded=ranks > 1)
+    again, other = build(method, sharded=ranks > 1, early=early)
     if how != "dcp":  # torch wants the entries of a scheduler on both sides
         resumed = CosineAnnealingLR(other, 9)
     if how == "dcp":
@@ -88,6 +96,15 @@ def resume(rank: int, ranks: int, folder: Path, method: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["dcp", "full", "broadcast"])
 def test_ranks_resume_under_fully_shard(how: str, tmp_path: Path) -> None:
     run_ranks(resume, 2, tmp_path, "kfac" if how == "full" else "soap-muon", how)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["dcp", "full", "broadcast"])
+def test_ranks_resume_where_the_optimizer_is_built_before_fully_shard(
+    how: str, tmp_path: Path
+) -> None:
+    """The state is asked for before the first step, as by every resume of torch's functions."""
+    run_ranks(resume, 2, tmp_path, "kfac" if how == "full" else "soap-muon", how, True)
 
 
 @pytest.mark.distributed

@@ -9,7 +9,7 @@ import pytest
 from soframe import Placement
 from soframe.strategies import BlockPlacement, HybridOpt, Strategy
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import Case, Run, backward, train_rank
+from tests.distributed.training import Case, Run, backward, mean_over, train_rank
 
 pytestmark = pytest.mark.distributed
 
@@ -144,3 +144,24 @@ def test_the_statistics_of_a_window_under_way_are_counted():
     backward(run.model, run.case, 0)
     sizes = [g * (out * out + into * into) for g, out, into in SHAPES.values()]
     assert run.preconditioner.memory_usage()["statistics"] == DOUBLE * sum(sizes)
+
+
+def in_flight(rank: int, ranks: int) -> list[dict[str, int]]:
+    case = Case({"statistics_every": 1, "solve_every": 4})
+    run = Run(case, rank, ranks, average=mean_over())
+    run.step(0)  # solves, and waits
+    first = run.preconditioner.memory_usage()
+    run.step(1)
+    return [first, run.preconditioner.memory_usage(), run.preconditioner.memory_usage()]
+
+
+def test_triangles_in_flight_are_counted():
+    """Of all factors, since statistics of the last step travel until their next use."""
+    triangles = DOUBLE * sum(
+        groups * (out * (out + 1) + into * (into + 1)) // 2 for groups, out, into in SHAPES.values()
+    )
+    for first, flying, after in run_ranks(in_flight, 2):
+        assert "in_flight" not in first
+        assert flying["in_flight"] == triangles
+        assert flying["total"] == first["total"] + triangles
+        assert after == first, "the call has waited for them"

@@ -76,7 +76,7 @@ def test_what_continues_moves_to_its_new_ranks(ranks):
 
 def test_what_a_method_remembers_moves_too() -> None:
     """Of Adam both averages, on three ranks, where blocks change their worker at step 4."""
-    options = {"method": {"head": "kfac", "": "adamw"}, "kl_clip": None}
+    options = {"method": {"hidden|head": "kfac", "": "adamw"}, "kl_clip": None}
     cases = [Case({"strategy": "mem-opt", **options})]
     expected = train_changing(0, 1, [Case(options)])[0][0]
     for [(weights, seen)] in run_ranks(train_changing, 3, cases):

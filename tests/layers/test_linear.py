@@ -1,6 +1,7 @@
 """Rows of a linear layer: the gradient from rows is autograd's, whatever the leading dimensions."""
 
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from soframe.kernels import devices
 from soframe.layers import LayerHelper, LinearHelper, base
 from soframe.testing import check_layer_helper, compare
+from tests import kit
 from tests.curvature import fill, randn
 from tests.examples import examples
 
@@ -121,6 +123,27 @@ class RenamedHelper(LinearHelper):
 
 def test_parameters_of_other_names_may_be_frozen() -> None:
     check_layer_helper(Renamed(), randn(6, 3), helper=RenamedHelper)
+
+
+class TupleHelper(RenamedHelper):
+    """Its shape is a plain tuple."""
+
+    @property
+    def shape(self) -> Any:
+        return tuple(super().shape)
+
+
+@pytest.mark.parametrize("method", ["kfac", "eva"])
+def test_a_shape_may_be_a_plain_tuple(method: str) -> None:
+    check_layer_helper(Renamed(), randn(6, 3), helper=TupleHelper)
+    found = []
+    for helper in (RenamedHelper, TupleHelper):
+        model = nn.Sequential(Renamed())
+        own = kit.precondition(model, method, layers={"0": helper})
+        kit.train(model, lambda m, _: m(randn(6, 3)).square().mean(), range(2), own)
+        found.append(kit.gradients(model))
+    for gradient, expected in zip(*found, strict=True):
+        assert torch.equal(gradient, expected)
 
 
 def test_rows_that_do_not_belong_together_name_both() -> None:

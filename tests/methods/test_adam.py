@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.kernels.samples import by_samples, squared_gradients
-from soframe.methods import SGD, AdamW, Diagonal, Given
+from soframe.methods import SGD, SOAP, AdamW, Diagonal, Given, Muon
 from soframe.solvers import Inverse
 from soframe.specs import VALUE
 from soframe.testing import compare
@@ -137,6 +137,22 @@ def test_nothing_is_divided_by_zero() -> None:
     copy = Diagonal().direct(replace(given, data={})).matrix
     assert torch.equal(copy, matrix)
     assert copy is not matrix
+
+
+@pytest.mark.parametrize(
+    ("build", "setting"),
+    [
+        (lambda: SGD(momentum=lambda step: 0.9), "SGD: momentum"),
+        (lambda: AdamW(betas=(lambda step: 0.9, 0.99)), "AdamW: betas"),
+        (lambda: AdamW(betas=0.9), "AdamW: betas are two numbers"),
+        (lambda: AdamW(eps="1e-8"), "AdamW: eps"),
+        (lambda: SOAP(betas=(0.9,)), "SOAP: betas are two numbers"),
+        (lambda: Muon(momentum=lambda step: 0.9), r"Momentum: beta must .* param_groups"),
+    ],
+)
+def test_settings_that_are_no_numbers_are_named(build: Any, setting: str) -> None:
+    with pytest.raises(ValueError, match=setting):
+        build()
 
 
 def test_settings_are_checked() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import soframe
@@ -15,6 +16,7 @@ from soframe.methods import Blocked, Chain, Direction, Given, Method
 from soframe.settings import grouped
 from soframe.specs import VALUE, FactorSpec, TensorSpec
 from soframe.testing import check_method
+from tests.distributed.harness import run_ranks
 
 Returned = Callable[[Any], Any]
 
@@ -211,3 +213,61 @@ class OfAllGroups(Method):
 def test_the_check_tells_what_is_made_of_all_groups_together() -> None:
     with pytest.raises(AssertionError, match="an instance for each layer"):
         check_method(OfAllGroups(), ranks=())
+
+
+@dataclass(frozen=True)
+class Late(soframe.methods.SOAP):
+    """SOAP; from its third update on, something has a wrong shape on the last rank."""
+
+    wrong: str = "matrix"
+
+    def _cut(self, what: str, tensor: Tensor, late: bool) -> Tensor:
+        last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+        return tensor[..., :1] if late and last and what == self.wrong else tensor
+
+    def direct(self, given: Given) -> Direction:
+        found, late = super().direct(given), given.updates >= 2
+        state = {name: self._cut("state", tensor, late) for name, tensor in found.state.items()}
+        return Direction(self._cut("matrix", found.matrix, late), state)
+
+    def observe(self, gradient: Tensor, data: Any) -> Any:
+        found = super().observe(gradient, data)
+        late = bool(data) and float(gradient.abs().max()) > 1e6
+        return {name: self._cut("statistics", tensor, late) for name, tensor in found.items()}
+
+
+def of_late(rank: int, ranks: int, wrong: str, strategy: str) -> list[str]:
+    """The errors of each of five steps; the gradients of the third and later are large."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    own = soframe.Preconditioner(model, Late(wrong=wrong), lr=0.1, strategy=strategy, solve_every=1)
+    errors = []
+    for step in range(5):
+        model.zero_grad()
+        scale = 1e9 if step > 1 else 1.0
+        (model(torch.ones(2, 4).double()).square().mean() * scale).backward()
+        try:
+            own.step()
+        except (RuntimeError, ValueError) as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("wrong", ["matrix", "state", "statistics"])
+def test_a_wrong_shape_is_an_error_at_any_step(wrong: str) -> None:
+    errors = of_late(0, 1, wrong, "comm-opt")
+    assert errors
+    assert all("of shape" in error for error in errors)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["comm-opt", "sharded"])
+@pytest.mark.parametrize("wrong", ["matrix", "state", "statistics"])
+@pytest.mark.covering(together=1)
+def test_a_wrong_shape_on_one_rank_is_an_error_on_all(wrong: str, strategy: str) -> None:
+    """None of them waits for a tensor that another one cannot send."""
+    first, second = run_ranks(of_late, 2, wrong, strategy, group_timeout=20.0)
+    assert first
+    assert second
+    assert "of shape" in second[0]
+    assert "rank" in first[0]

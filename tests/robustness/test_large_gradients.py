@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.methods import AdamW
+from soframe.methods.base import Direction, Given
 from soframe.settings import grouped
 from soframe.solvers import Eigen, Relative
 from soframe.step import magnitude as gradients
@@ -133,3 +135,89 @@ def test_magnitude(
     size, finite = gradients.Magnitude(parameters, [p.grad for p in parameters], [nan]).read()
     assert math.isnan(size)
     assert not finite
+
+
+def spiked(rank: int, ranks: int, method: Any, scales: list[float], **options: Any) -> Any:
+    """Train in float32 on losses of some scales, on the last rank alone; counters and weights."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = soframe.Optimizer(model, method, lr=0.01, solve_every=1, **options)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        # Steps without a spike have the batches that a run without the spike has.
+        usual = [number for number, scale in enumerate(scales) if scale == 1.0]
+        seed = usual.index(step) if step in usual else 99
+        scale = scales[step] if rank == ranks - 1 else 1.0
+        return model(batch(seed, torch.float32)).square().mean() * scale
+
+    weights = kit.train(model, loss, range(len(scales)), kit.Averaging(model), optimizer)
+    counters = dict(optimizer.preconditioner.counters)
+    optimizer.close()
+    return counters, weights
+
+
+METHODS = ("adamw", "muon", "normuon", "soap", "soap-normuon", "shampoo", "kl-soap", "newton-muon")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", [1e22, 1e32])
+def test_a_spike_whose_squares_overflow_costs_one_update(method: str, scale: float) -> None:
+    """The gradient is finite; second moments, factors and norms of momenta would not be."""
+    options = {"statistics_every": 1} if method == "newton-muon" else {}
+    counters, weights = spiked(0, 1, method, [1.0] * 3 + [scale] + [1.0] * 4, **options)
+    assert counters["skipped_updates"] == 1
+    assert counters["failed_solves"] == 0
+    _, expected = spiked(0, 1, method, [1.0] * 7, **options)
+    assert torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize("scale", [1e12, 1e18])
+def test_a_spike_whose_squares_are_in_range_is_torchs(scale: float) -> None:
+    scales = [1.0, 1.0, scale, 1.0, 1.0]
+    counters, weights = spiked(0, 1, "adamw", scales)
+    assert counters["skipped_updates"] == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(soframe, "Optimizer", Torchs)
+        _, expected = spiked(0, 1, "adamw", scales)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
+
+
+class Torchs(torch.optim.AdamW):
+    """torch's AdamW, called as soframe's."""
+
+    def __init__(self, model: nn.Module, method: str, lr: float, **settings: Any) -> None:
+        super().__init__(model.parameters(), lr, weight_decay=0.0)
+        self.preconditioner = self
+        self.counters = {"skipped_updates": 0}
+
+    def close(self) -> None:
+        pass
+
+
+class Cubes(AdamW):
+    """Adam with a state that overflows before its squares do, and a finite update."""
+
+    def direct(self, given: Given) -> Direction:
+        found = super().direct(given)
+        new = given.incoming
+        return Direction(found.matrix, {**found.state, "mean": new * new * new})
+
+
+def test_a_state_that_is_not_finite_costs_one_update() -> None:
+    """A state is looked at where gradients are large: it may overflow where squares do not."""
+    counters, weights = spiked(0, 1, Cubes(), [1.0] * 3 + [1e15] + [1.0] * 4)
+    assert counters["skipped_updates"] == 1
+    assert torch.equal(weights, spiked(0, 1, Cubes(), [1.0] * 7)[1])
+
+
+def spikes(rank: int, ranks: int) -> list[Any]:
+    scales = [1.0] * 2 + [1e15, 1e25] + [1.0]
+    return [spiked(rank, ranks, Cubes(), scales, strategy=s) for s in ("comm-opt", "sharded")]
+
+
+@pytest.mark.distributed
+def test_ranks_skip_a_state_that_is_not_finite_on_one() -> None:
+    """Under "sharded" each state is on one rank, which alone sees that it is not finite."""
+    for first, second in zip(*run_ranks(spikes, 2), strict=True):
+        assert first[0]["skipped_updates"] == second[0]["skipped_updates"] == 2
+        assert torch.equal(first[1], second[1])

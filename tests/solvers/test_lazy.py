@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soframe.solvers import Eigen, Inverse, OrthogonalIteration, Solver
+from soframe.solvers import Eigen, Inverse, OrthogonalIteration, Relative, Solver
 from soframe.solvers.lazy import Lazy, sketch
 from soframe.testing import check_solver, compare
 from tests.distributed.harness import run_ranks
@@ -121,3 +121,12 @@ def test_ranks_are_one_process() -> None:
     for own in run_ranks(train_cases, 3, cases):
         for weights in own:
             torch.testing.assert_close(weights, alone, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("around", [Lazy, Relative])
+def test_the_inner_solver_may_be_a_name_or_a_class(around: type[Lazy | Relative]) -> None:
+    assert around("inverse") == around(Inverse) == around(Inverse())
+    with pytest.raises(ValueError, match="no solver 'nothing'; registered"):
+        around("nothing")
+    with pytest.raises(TypeError, match="a solver is a name"):
+        around(3)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from soframe import Preconditioner
+from soframe import Preconditioner, checkpoint
 from soframe.solvers import Eigen, Lazy
 from soframe.strategies import HybridOpt, Sharded
+from tests import kit
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
     LR,
@@ -347,3 +348,62 @@ def test_a_state_from_before_a_layer_froze_is_of_another_choice_of_layers():
     message = r"it lacks nothing and has \['hidden'\] besides: choose the same layers, and freeze"
     with pytest.raises(ValueError, match=message):
         load(run, file)
+
+
+# -- dampings of single blocks ---------------------------------------------------------------
+
+
+def damped(frozen: bool = False) -> tuple[nn.Sequential, Preconditioner]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model[0].requires_grad_(not frozen)
+    return model, kit.precondition(model, lr=LR)
+
+
+def squares(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return model(torch.randn(16, 5, generator=generator, dtype=torch.float64)).square().mean()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_dampings_of_single_blocks_are_resumed(sharded, tmp_path):
+    model, own = damped()
+    own.damp({"0": 10.0, "2": 1e-6})
+    kit.train(model, squares, [0], own)
+    again, other = damped()
+    other.damp({"2": 5.0})  # which the state has another one for
+    if sharded:
+        folder = checkpoint.save(tmp_path, {"p": checkpoint.part(own)}, sharded=True)
+        checkpoint.load(other, folder, key="p")
+    else:
+        other.load_state_dict(own.state_dict())
+    kit.train(model, squares, [1], own)
+    kit.train(again, squares, [1], other)
+    for gradient, expected in zip(kit.gradients(again), kit.gradients(model), strict=True):
+        assert torch.equal(gradient, expected)
+
+
+def test_a_state_without_dampings_is_of_an_earlier_version():
+    model, own = damped()
+    kit.train(model, squares, [0], own)
+    former = own.state_dict()
+    del former["dampings"]
+    _, other = damped()
+    other.damp({"0": 10.0})
+    other.load_state_dict(checkpoint.seal(former))
+    assert [block.damped_with(other.damping) for block in other.blocks] == [10.0, other.damping]
+
+
+@pytest.mark.parametrize("saved", ["not", "frozen", "thawed"])
+def test_a_damping_outlasts_a_freeze(saved):
+    model, own = damped()
+    own.damp({"0": 10.0})
+    for step in range(3):
+        model[0].requires_grad_(step != 1)
+        kit.train(model, squares, [step], own)
+        if saved == {1: "frozen", 2: "thawed"}.get(step):
+            state, twin = own.state_dict(), copy.deepcopy(model.state_dict())
+            model, own = damped(frozen=step == 1)
+            model.load_state_dict(twin)
+            own.load_state_dict(state)
+    assert {block.name: block.damped_with(0.0) for block in own.blocks} == {"0": 10.0, "2": 0.0}

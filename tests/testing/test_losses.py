@@ -194,3 +194,14 @@ def test_counts_are_compared() -> None:
 def test_one_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="two samples or more"):
         check_loss(Poisson(), randn(1, 2), poisson, torch.ones(1, 2))
+
+
+class Expects(Poisson):
+    """Its expectation is declared, and no counts."""
+
+    expected = True
+
+
+def test_counts_that_are_missing_are_named() -> None:
+    with pytest.raises(AssertionError, match=r"Expects\.expected is true, so it needs a method"):
+        check(Expects())
