@@ -535,6 +535,7 @@ class Preconditioner(Stateful):
             grad_scale=self._stages.scaled(self._loss_scale.now),
             capture=self._capture,
             sampler=self._sampler,
+            voided=self._loss_scale.begin,
             part_of=self._stages.part_of,
         )
         if again:

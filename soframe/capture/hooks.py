@@ -17,6 +17,9 @@ Inputs are kept through autograd's own saved tensors. So activation checkpointin
 apply to them as to every other saved tensor, and an input that was overwritten is an error rather
 than a wrong factor.
 
+A backward pass of the loss opens at its first layer and reports its layers when it has ended, so
+that statistics can follow the gradients in ``.grad`` (`soframe.step.statistics`).
+
 Several calls of a layer within one backward pass are more positions of the same samples; each
 further backward pass before the step is more samples. Passes are numbered at their outermost level,
 since a reentrant checkpoint runs backward passes of its own inside.
@@ -84,6 +87,9 @@ _NOTHING = nullcontext()
 
 Sink = Callable[[LayerCall], None]
 """Receives each complete call, while the backward pass runs."""
+
+Ended = Callable[[frozenset[LayerHelper]], None]
+"""Receives the layers that a backward pass of the loss has reached, when it has ended."""
 
 
 class _Keep(torch.autograd.Function):
@@ -174,10 +180,12 @@ class _Passes:
     current: int | None = None
     count: int = 0
 
-    def enter(self) -> int:
-        """Return the number of the pass under way; the first caller of a pass opens it."""
+    def enter(self, ended: Callable[[], None]) -> int:
+        """Return the number of the pass under way; the first caller opens it, and hears its end."""
         if self.current is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.leave)
+            engine.queue_callback(ended)
             return self.begin()
         return self.current
 
@@ -198,6 +206,7 @@ class Capture:
 
     Attributes:
         sink: Receives the complete calls.
+        ended: Receives the layers of each backward pass of the loss.
         names: The qualified name of each helper's module, for errors.
         enabled: Whether calls are captured; off between statistics steps.
         probing: Whether only probes are captured, and not the loss's own backward passes.
@@ -219,6 +228,7 @@ class Capture:
     """
 
     sink: Sink | None = None
+    ended: Ended | None = None
     names: dict[LayerHelper, str] = field(default_factory=dict)
     enabled: bool = True
     probing: bool = False
@@ -238,6 +248,7 @@ class Capture:
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._reached: set[LayerHelper] = set()  # by the backward pass of the loss under way
         self._passes = _Passes()
         self._edges: list[_Watched] = []
         self._probe: Probe | None = None
@@ -254,12 +265,13 @@ class Capture:
         *,
         alike: bool = True,
         roots: Sequence[nn.Module] = (),
+        ended: Ended | None = None,
     ) -> None:
         """Hook the modules of these helpers, unhook all earlier ones, and send calls to a sink.
 
         The arguments of ``roots``, the model or the stages of a pipeline, show the batch.
         """
-        self.sink, self.rereading, self.alike = sink, rereading, alike
+        self.sink, self.rereading, self.alike, self.ended = sink, rereading, alike, ended
         _remove(self._handles)
         self.names = dict(names)
         for helper in names:
@@ -309,6 +321,7 @@ class Capture:
         self.called = {}
         self._passes = _Passes()
         self._edges = []
+        self._reached = set()
         self.batch, self.failure, self.half = Batch(), None, False
 
     def say(self, batch: Batch) -> None:
@@ -506,11 +519,12 @@ class Capture:
         if self._delivering or torch._C._current_graph_task_id() != -1:
             # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
             # opened before any nested one delivers gradients.
-            self._passes.enter()
+            self._passes.enter(self._on_end)
             return True
         if self._passes.current is not None:
             # A backward pass that raised never closed itself.
             self._passes.leave()
+            self._reached.clear()
         if self.batch.closed:
             self.batch = Batch()
         return False
@@ -535,6 +549,18 @@ class Capture:
 
     # -- backward ---------------------------------------------------------------------------------
 
+    def _on_loss(self, helper: LayerHelper) -> None:
+        """Record that a backward pass of the loss has reached a layer."""
+        if self.sink is not None and self.enabled and helper in self.names:
+            self._passes.enter(self._on_end)
+            self._reached.add(helper)
+
+    def _on_end(self) -> None:
+        """Pass on the layers that a backward pass of the loss has reached."""
+        reached, self._reached = frozenset(self._reached), set()
+        if reached and self.ended is not None:
+            self.ended(reached)
+
     def _on_gradient(self, call: _Pending, kept: Tensor | None, gradient: Tensor) -> None:
         helper, batch = call.helper, call.batch
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
@@ -542,7 +568,7 @@ class Capture:
             return
         if call.counting != self.counting:
             return  # called in a window of other turns: some layers' inputs were not kept
-        number = self._passes.enter()
+        number = self._passes.enter(self._on_end)
         earlier = call.pass_before(self._passes, number)
         batch.end(batch.terms)
         if gradient.dtype == torch.float16:
@@ -590,11 +616,14 @@ class _Pending:
         capture, kept = self.capture(), self.kept
         if capture is None:
             return
+        # autograd.grad passes through here without adding to any parameter's gradient.
+        is_of_loss = capture._probe is None and any(map(_accumulates, self.edges))
+        if is_of_loss:
+            capture._on_loss(self.helper)
         if capture.probing:  # the gradient of a node comes by `Capture.probe`
-            wanted = capture._probe is not None and not isinstance(received, tuple)
-        else:  # autograd.grad passes through here without adding to any parameter's gradient
-            wanted = any(map(_accumulates, self.edges))
-        if not wanted:
+            if capture._probe is None or isinstance(received, tuple):
+                return
+        elif not is_of_loss:
             return
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Autograd frees its saved tensors here, even if the output lives on; so does this node.

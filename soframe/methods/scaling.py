@@ -70,6 +70,7 @@ class Counts:
     rows: dict[int, float] = field(default_factory=dict)
     group_rows: dict[int, list[float]] = field(default_factory=dict)  # empty if all reach all
     calls: int = 0
+    since: int = 0  # the first backward pass that its gradients have; earlier ones were zeroed
 
     def add(
         self, backward: int, samples: int, rows: float, reached: Sequence[float] | None = None
