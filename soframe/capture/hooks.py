@@ -28,7 +28,7 @@ since a reentrant checkpoint runs backward passes of its own inside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -41,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
+from soframe.capture.root import look, look_at_outputs, tables
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -108,11 +109,14 @@ class _Keep(torch.autograd.Function):
 class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
-    Of a layer; without a helper, of the root module, before its forward pass.
+    Of a layer; without a helper, of the root module, before and after its forward pass.
     """
 
-    def __init__(self, capture: Capture, helper: LayerHelper | None) -> None:
+    def __init__(
+        self, capture: Capture, helper: LayerHelper | None, tables: Collection[int] = ()
+    ) -> None:
         self._capture = weakref.ref(capture)
+        self._tables = tables
         self._root = helper is None
         self._helper = None if helper is None else weakref.ref(helper)
         self._deliver = _eagerly()
@@ -132,7 +136,7 @@ class _Hook:
                     f"DistributedDataParallel with a process for each device, or a method that "
                     f"reads gradients alone, such as 'muon'"
                 )
-            self._deliver(capture, helper, args, kwargs, output)
+            self._deliver(capture, helper, args, kwargs, output, self._tables)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model is another model, perhaps of a machine without soframe: its
@@ -146,6 +150,7 @@ def _deliver(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
+    tables: Collection[int],
 ) -> None:
     # A user's torch function mode follows the model, and this is no part of it.
     with torch._C.DisableTorchFunction():
@@ -154,7 +159,10 @@ def _deliver(
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return
         if helper is None:
-            capture._on_root(args, kwargs)
+            if output is None:
+                capture._on_root(args, kwargs)
+            else:
+                capture._on_outputs(args, kwargs, output, tables)
             return
         try:
             capture._on_forward(helper, args, kwargs, output)
@@ -248,6 +256,7 @@ class Capture:
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._open: list[Batch] = []  # of forward passes that no backward pass has reached
         self._reached: set[LayerHelper] = set()  # by the backward pass of the loss under way
         self._passes = _Passes()
         self._edges: list[_Watched] = []
@@ -278,9 +287,9 @@ class Capture:
             hook = _Hook(self, helper)
             self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
         for root in roots if names else ():
-            # No hook after it: torch.compile would compile that as a frame of its own.
-            hook = _Hook(self, None)
+            hook = _Hook(self, None, tables(root))
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(root.register_forward_hook(hook, with_kwargs=True))
 
     def _precede(self) -> None:
         """Run before the hooks of others, which may replace the output (adapters do)."""
@@ -321,7 +330,7 @@ class Capture:
         self.called = {}
         self._passes = _Passes()
         self._edges = []
-        self._reached = set()
+        self._reached, self._open = set(), []
         self.batch, self.failure, self.half = Batch(), None, False
 
     def say(self, batch: Batch) -> None:
@@ -414,7 +423,21 @@ class Capture:
         self._begin_call()
         if not self.batch.declared:
             self.batch = Batch()
-        self.batch.see((args, kwargs))
+            self._open.append(self.batch)
+        self.batch.root = look(args, kwargs)
+
+    def _on_outputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tables: Collection[int]
+    ) -> None:
+        """See the batch of a forward pass in the root's arguments and outputs together."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.batch.root = look_at_outputs(self.batch.root, args, kwargs, output, tables)
+
+    def together(self, batch: Batch) -> list[Batch]:
+        """Return the forward passes of the backward pass under way, in order, given one."""
+        under_way = [other for other in self._open if other is batch or other.is_under_way]
+        self._open = [other for other in self._open if other not in under_way]
+        return under_way or [batch]
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -446,12 +469,13 @@ class Capture:
         plain = set(map(type, own)) == {nn.Parameter}
         if not plain and self._has_rows_of_a_part(helper, own, (output, *inputs)):
             return
-        if self.probing and self.batch.size is not None:
+        if self.probing and self.batch.root.size is not None:
             _, batch, shared, _ = helper.output_rows(output.detach()).shape
-            self.shares = self.shares or helper.lacks_batch(batch, shared, self.batch.size)
+            self.shares = self.shares or helper.lacks_batch(batch, shared, self.batch.root.size)
         where, view = _lasting(output, inputs)
         pending = self._pending(helper, own, inputs if keeps else (), where.output_nr, view)
         if not self.probing and (node := where.grad_fn) is not None:  # a leaf has none
+            pending.note_before(node)
             node.register_prehook(pending)
             return
         if self.probing and not again:
@@ -478,6 +502,7 @@ class Capture:
         pending = self._pending(helper, trained, needed, call.edge.output_nr, call.arrange)
         if self.probing and not again:
             self._edges.append((call.edge, pending))
+        pending.note_before(call.edge.node)
         call.edge.node.register_prehook(pending)
 
     def _has_rows_of_a_part(
@@ -597,7 +622,7 @@ class Capture:
             self.keep(error, helper)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Pending:
     """A call that waits for its output gradient: a hook of the output, or of its node."""
 
@@ -610,6 +635,7 @@ class _Pending:
     number: int  # of the output among the outputs of its node
     view: Callable[[Tensor], Tensor] | None  # from the gradient received to the output's
     passed: tuple[_Passes, int] | None = None  # the last backward pass through the call
+    before: Any = None  # a node that follows in the backward pass
 
     def __call__(self, received: Tensor | tuple[Tensor | None, ...] | None) -> None:
         """Take the gradient: of a tensor itself, of a node the gradients of all its outputs."""
@@ -633,6 +659,14 @@ class _Pending:
         if gradient is not None:
             capture._on_gradient(self, kept, gradient)
 
+    def note_before(self, node: Any) -> None:
+        """Let the batch find out whether a backward pass goes through this call's node."""
+        # The node itself has this hook: a reference to it would be a cycle.
+        following = (n for n, _ in node.next_functions if n is not None)
+        self.before = next((n for n in following if n.name() != _LEAF), None)
+        if self.before is not None and self.batch.call is None:
+            self.batch.call = weakref.ref(self)
+
     def pass_before(self, passes: _Passes, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""
         before, self.passed = self.passed, (passes, number)
@@ -640,6 +674,8 @@ class _Pending:
             return None
         return before[1]
 
+
+_LEAF = "torch::autograd::AccumulateGrad"
 
 _Watched = tuple[GradientEdge, _Pending | None]
 """An end of a probe; and for a call inside a module its gradient hook."""

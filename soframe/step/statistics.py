@@ -68,9 +68,8 @@ class Statistics:
     Args:
         placed: The blocks, with their places.
         scale: The scaling convention.
-        samples: The terms that the loss averages over, unless declared for the batch: ``"batch"``
-            (the leading dimension), ``"positions"`` (every position has a loss of its own), or a
-            callable that returns the number of samples of the backward pass under way.
+        samples: The terms that the loss averages over, unless declared for the batch; see
+            `soframe.Curvature`.
         grad_scale: Returns the factor by which the loss of the backward pass under way is
             multiplied.
         capture: Records the calls.
@@ -180,6 +179,8 @@ class Statistics:
         helper, number, probe = call.helper, call.number, call.probe
         block = self._block_of[helper]
         self._pass_once(block, call)
+        if block.takes_samples:
+            call = _batch_first(call)
         rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
@@ -187,13 +188,14 @@ class Statistics:
         data = self._data(block, helper, rows, call.batch)
         data_left = _left(data, batch, shared)
         now = self._enter(block, call, data_left)
-        users, lacks = 1, helper.lacks_batch(batch, shared, now.size)
-        if not lacks and 1 < batch < now.size:
+        size = now.size_of(call.batch)
+        users, lacks = 1, helper.lacks_batch(batch, shared, size)
+        if not lacks and 1 < batch < size:
             self._routed.add(block)
         # A single sample of a layer that gets a part of the batch at other times is no table.
         if lacks and block not in self._routed:
             # Shared by all samples, whose gradients are added up: the positions of one.
-            users = now.size
+            users = size
             if batch > 1:
                 rows = rows.flatten(1, 2).unsqueeze(1)
                 call = call._replace(inputs=tuple(x.reshape(1, -1) for x in call.inputs))
@@ -236,12 +238,16 @@ class Statistics:
 
     def _enter(self, block: Block, call: LayerCall, sizes: tuple[int, int]) -> Pass:
         """Count a call of so many samples and rows; return its backward pass."""
+        batches = [call.batch]
         if call.number not in self._passes.each:
             self._drop_zeroed(call.number)
+            batches = self._capture.together(call.batch) if call.probe is None else batches
         if call.probe is None:
             self._versions[block] = next(iter(block.parameters.values())), -1
         told = call.batch.terms if call.probe is None else call.probe.samples
-        return self._passes.enter(call.number, sizes, told, call.batch, self._part_of[block])
+        return self._passes.enter(
+            call.number, sizes, told, call.batch, batches, self._part_of[block]
+        )
 
     def _on_end(self, reached: frozenset[LayerHelper]) -> None:
         """Record the gradients of the layers that a backward pass of the loss has reached."""
@@ -610,6 +616,20 @@ def _reaching(
     if reached is None:
         return rows, [float(batch if reduces else batch * shared)] * groups
     return rows, reached.tolist()
+
+
+def _batch_first(call: LayerCall) -> LayerCall:
+    """Return a call ``[T, N, ...]`` as ``[N, T, ...]``, where the root shows N samples."""
+    size, gradient = call.batch.root.size, call.gradient
+    if call.helper.unit != "row" or call.batch.rows is not None or gradient.dim() < 3:
+        return call
+    positions, second = gradient.shape[:2]
+    if second != size or positions == size:
+        return call
+    if any(x.shape[:2] != gradient.shape[:2] for x in call.inputs):
+        return call
+    inputs = tuple(x.transpose(0, 1) for x in call.inputs)
+    return call._replace(gradient=gradient.transpose(0, 1), inputs=inputs)
 
 
 def _output_rows(helper: LayerHelper, gradient: Tensor) -> Tensor:
