@@ -297,6 +297,8 @@ class Passes:
         # Gradients reach the layer nearest to the loss first. If it has one sample, the root was
         # called without a batch; unless the one is of positions, which come first.
         size = root.size or sizes[0]
+        if root.is_empty and told is None:
+            return Pass(0, 0, told=True, batches=list(batches))
         size = 1 if sizes[0] == 1 and sizes[1] != size else size
         if told is not None or batch.rows is not None:
             return Pass(here if told is None else told, size, told=True, batches=list(batches))

@@ -91,6 +91,7 @@ class Sight:
         terms: The number of rows of the outputs, if they are several for each sample.
         tokens: The number of tokens of the integer inputs, or of the outputs.
         by_token: Whether each token has a term.
+        is_empty: Whether there are no samples.
         dim: The dimension of the inputs that is the batch.
         inputs: The regions of the inputs.
         outputs: The regions of the outputs; empty before they are known.
@@ -102,6 +103,7 @@ class Sight:
     terms: int | None = None
     tokens: int | None = None
     by_token: bool = False
+    is_empty: bool = False
     dim: int = 0
     inputs: Sequence[Region] = ()
     outputs: Sequence[Region] = ()
@@ -135,8 +137,10 @@ def look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sight:
     if any(isinstance(value, Tensor) for values in lists for value in values):
         question = f"it takes a list of tensors {_shapes(tensors)}"
     regions = (Region.of(tensor) for tensor in tensors)
+    lengths = {len(tensor) for tensor in tensors}
     return Sight(
-        size=common({len(tensor) for tensor in tensors}),
+        size=common(lengths),
+        is_empty=lengths == {0},
         tokens=common(set(integers)),
         inputs=[region for region in regions if region is not None],
         question=question,
@@ -162,8 +166,9 @@ def look_at_outputs(
         of_tokens = bool(integers) and not sight.question
         return replace(sight, size=size, question=question, asks_of_tokens=of_tokens)
     regions = (Region.of(tensor) for tensor in outputs)
-    seen = replace(sight, outputs=[r for r in regions if r is not None], question="")
     lengths = {len(tensor) for tensor in outputs}
+    seen = replace(sight, outputs=[r for r in regions if r is not None], question="")
+    seen = replace(seen, is_empty=lengths == {0})
     agreed = lengths & {len(tensor) for tensor in inputs}
     if len(agreed) == 1:
         seen = replace(seen, size=common(agreed))

@@ -184,10 +184,14 @@ class Statistics:
         rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
+            if call.batch.root.is_empty:
+                self._enter(block, call, (0, 0))
             return
         data = self._data(block, helper, rows, call.batch)
         data_left = _left(data, batch, shared)
         now = self._enter(block, call, data_left)
+        if now.samples == 0:
+            return  # its loss has no terms
         size = now.size_of(call.batch)
         users, lacks = 1, helper.lacks_batch(batch, shared, size)
         if not lacks and 1 < batch < size:
