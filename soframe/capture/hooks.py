@@ -257,6 +257,7 @@ class Capture:
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._open: list[Batch] = []  # of forward passes that no backward pass has reached
+        self._first: tuple[int, Batch] | None = None  # the last pass, the batch of its first call
         self._reached: set[LayerHelper] = set()  # by the backward pass of the loss under way
         self._passes = _Passes()
         self._edges: list[_Watched] = []
@@ -330,7 +331,7 @@ class Capture:
         self.called = {}
         self._passes = _Passes()
         self._edges = []
-        self._reached, self._open = set(), []
+        self._reached, self._open, self._first = set(), [], None
         self.batch, self.failure, self.half = Batch(), None, False
 
     def say(self, batch: Batch) -> None:
@@ -568,9 +569,10 @@ class Capture:
         )
         edges = [node for node, _ in kept.grad_fn.next_functions[: len(trained)]]
         kept = kept if needed else None
-        return _Pending(
-            weakref.ref(self), helper, kept, edges, self.counting, self.batch, number, view
-        )
+        batch = self.batch
+        if self._first is not None and self._first[0] == self._passes.current:
+            batch = self._first[1]  # a checkpoint recomputes, for the backward pass under way
+        return _Pending(weakref.ref(self), helper, kept, edges, self.counting, batch, number, view)
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -594,6 +596,8 @@ class Capture:
         if call.counting != self.counting:
             return  # called in a window of other turns: some layers' inputs were not kept
         number = self._passes.enter(self._on_end)
+        if self._first is None or self._first[0] != number:
+            self._first = number, batch
         earlier = call.pass_before(self._passes, number)
         batch.end(batch.terms)
         if gradient.dtype == torch.float16:
