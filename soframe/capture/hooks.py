@@ -73,6 +73,8 @@ class LayerCall(NamedTuple):
         probe: The probe that brought the gradient; None for the loss's own backward pass.
         batch: The declaration of the forward pass (`Preconditioner.count`).
         earlier: The number of another backward pass of the window through the same call, or None.
+        is_ragged: Whether the call was of a nested tensor: ``gradient`` and ``inputs`` are its
+            values, the rows of all samples, ``[rows, ...]``.
     """
 
     helper: LayerHelper
@@ -82,6 +84,7 @@ class LayerCall(NamedTuple):
     probe: Probe | None
     batch: Batch
     earlier: int | None
+    is_ragged: bool = False
 
 
 _NOTHING = nullcontext()
@@ -466,11 +469,11 @@ class Capture:
             for call in inner:
                 self._watch_inner(helper, own, call, keeps=keeps, again=again)
             return
-        inputs = tuple(helper.inputs(args, kwargs))
+        inputs = tuple(map(_values, helper.inputs(args, kwargs)))
         plain = set(map(type, own)) == {nn.Parameter}
         if not plain and self._has_rows_of_a_part(helper, own, (output, *inputs)):
             return
-        if self.probing and self.batch.root.size is not None:
+        if self.probing and self.batch.root.size is not None and not output.is_nested:
             _, batch, shared, _ = helper.output_rows(output.detach()).shape
             self.shares = self.shares or helper.lacks_batch(batch, shared, self.batch.root.size)
         where, view = _lasting(output, inputs)
@@ -617,8 +620,12 @@ class Capture:
                     inputs = tuple([x if type(x) is Tensor else sharding.whole(x) for x in inputs])
                 if type(gradient) is not Tensor:
                     gradient = sharding.whole(gradient, read=helper not in self.idle)
+                is_ragged = gradient.is_nested
+                gradient = _values(gradient)
                 gradient = gradient if call.view is None else call.view(gradient)
-                complete = LayerCall(helper, inputs, gradient, number, self._probe, batch, earlier)
+                complete = LayerCall(
+                    helper, inputs, gradient, number, self._probe, batch, earlier, is_ragged
+                )
                 with sharding.shaped(helper.module._parameters.values()):
                     self.sink(complete)
         except Exception as error:  # of any kind: all ranks raise together
@@ -712,6 +719,16 @@ def _lasting(
         return gradient.as_strided(size, stride, gradient.storage_offset() + offset)
 
     return base, of_output
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return the rows of a nested (jagged) tensor, without padding; another tensor as it is."""
+    if not tensor.is_nested:
+        return tensor
+    if tensor.layout is not torch.jagged:
+        raise ValueError("nested tensors need layout=torch.jagged")
+    values: Tensor = tensor.values()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return values
 
 
 def _dense(tensor: Tensor) -> bool:

@@ -12,7 +12,6 @@ of one tensor, or one has outputs of the other as inputs. Slices along the batch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +31,13 @@ def tensors_in(values: object) -> Iterator[Tensor]:
     elif isinstance(values, Mapping | list | tuple):
         for value in values.values() if isinstance(values, Mapping) else values:
             yield from tensors_in(value)
+
+
+def entries(tensor: Tensor) -> int:
+    """Return the number of entries of a tensor, of a nested one without padding."""
+    if tensor.is_nested:
+        return int(tensor.values().numel())  # type: ignore[no-untyped-call]  # torch's
+    return tensor.numel()
 
 
 def tables(model: nn.Module) -> frozenset[int]:
@@ -131,7 +137,7 @@ class Sight:
 def look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sight:
     """Return what the inputs of a forward pass show."""
     tensors = list(tensors_in((args, kwargs)))
-    integers = [t.numel() for t in tensors if t.dim() == 2 and t.dtype in INTEGERS]
+    integers = [entries(t) for t in tensors if t.dim() == 2 and t.dtype in INTEGERS]
     question = ""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
     if any(isinstance(value, Tensor) for values in lists for value in values):
@@ -157,7 +163,7 @@ def look_at_outputs(
     """Return what inputs and outputs show together; ``rows`` are those of the model's tables."""
     inputs = list(tensors_in((args, kwargs)))
     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    integers = [t for t in inputs if t.dim() == 2 and t.dtype in INTEGERS and t.shape[1] > 1]
+    integers = [t for t in inputs if t.dim() == 2 and t.dtype in INTEGERS and entries(t) > len(t)]
     shown = f"inputs {_shapes(inputs)} and outputs {_shapes(outputs)}"
     if not outputs:
         # The loss was computed within the model.
@@ -177,9 +183,14 @@ def look_at_outputs(
     else:
         seen = replace(seen, size=None, question=f"{shown} have no batch in common")
     for tensor in outputs:
-        *leading, features = tensor.shape
-        tokens = math.prod(leading)
-        of_tokens = [t for t in integers if list(t.shape) == leading or [t.numel()] == leading]
+        features = tensor.shape[-1] if tensor.dim() > 1 else 1
+        tokens = entries(tensor) // max(1, features)
+        is_flat = tensor.dim() == 2
+        of_tokens = [
+            t
+            for t in integers
+            if entries(t) == tokens and (is_flat or t.shape == tensor.shape[:-1])
+        ]
         if of_tokens and features in rows:
             return replace(seen, tokens=tokens, by_token=True, question="")
         if of_tokens and not seen.question:

@@ -181,6 +181,12 @@ class Statistics:
         self._pass_once(block, call)
         if block.takes_samples:
             call = _batch_first(call)
+        if call.is_ragged and (block.takes_samples or helper.unit != "row"):
+            raise ValueError(
+                f"{type(helper).__name__} under {block.method!r} takes whole samples, and a nested "
+                f"tensor of sequences of several lengths reaches it: pad them and call "
+                f"count(rows=...), skip the layer, or choose method='kfac' for a linear one"
+            )
         rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:

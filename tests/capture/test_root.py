@@ -413,6 +413,53 @@ def test_two_batches_of_their_own_are_asked_once() -> None:
         compare(factors(own, "0")[0][0], rows.T @ rows / 10, "A")
 
 
+# -- nested tensors ------------------------------------------------------------------------------
+
+LENGTHS = (3, 5, 2)
+
+
+def nested(parts: list[Tensor]) -> Tensor:
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("method", ["kfac", "foof"])
+def test_sequences_of_several_lengths_have_no_padding(method: str) -> None:
+    """The rows of a nested tensor are its values; N is the number of sequences."""
+    parts = [randn(n, 3, seed=n) for n in LENGTHS]
+    model = perceptron()
+    with closing(preconditioner(model, method=method)) as own:
+        for _ in range(2):  # micro-batches
+            (model(nested(parts)).values().square().sum() / len(parts) / 2).backward()
+        own.step()
+        rows = with_ones(torch.cat(parts))
+        compare(blocks(own)["0"].running["A"][0], rows.T @ rows / len(parts), "A")
+        if method == "kfac":
+            hidden = model[:2](torch.cat(parts)).detach()
+            gradients = 2 * model[2](hidden).detach()
+            compare(factors(own, "2")[1][0], gradients.T @ gradients / len(rows), "G")
+
+
+def test_tokens_of_several_lengths() -> None:
+    """A language model without padding: each token has a term."""
+    model = fill(nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, WORDS)))
+    parts = [tokens(seed=n)[0, :n] for n in LENGTHS]
+    with closing(preconditioner(model)) as own:
+        F.cross_entropy(model(nested(parts)).values(), torch.cat(parts)).backward()
+        own.step()
+        rows = with_ones(model[0](torch.cat(parts))).detach()
+        compare(factors(own, "1")[0][0], rows.T @ rows / len(rows), "A")
+
+
+def test_methods_of_samples_refuse_nested_tensors_by_the_layers_name() -> None:
+    model, parts = perceptron(), [randn(n, 3, seed=n) for n in LENGTHS]
+    with closing(preconditioner(model, method="ekfac", solve_every=2)) as own:
+        loss = model(nested(parts)).values().square().sum()
+        with pytest.raises(ValueError, match=r"nested tensor.*pad them") as raised:
+            loss.backward()
+        assert "statistics of '2'" in "".join(raised.value.__notes__)
+        own.reset_batch()
+
+
 # -- ranks -------------------------------------------------------------------------------------
 
 
