@@ -479,7 +479,7 @@ class Capture:
         where, view = _lasting(output, inputs)
         pending = self._pending(helper, own, inputs if keeps else (), where.output_nr, view)
         if not self.probing and (node := where.grad_fn) is not None:  # a leaf has none
-            pending.note_before(node)
+            pending.note_before(node, inputs)
             node.register_prehook(pending)
             return
         if self.probing and not again:
@@ -506,7 +506,7 @@ class Capture:
         pending = self._pending(helper, trained, needed, call.edge.output_nr, call.arrange)
         if self.probing and not again:
             self._edges.append((call.edge, pending))
-        pending.note_before(call.edge.node)
+        pending.note_before(call.edge.node, ())
         call.edge.node.register_prehook(pending)
 
     def _has_rows_of_a_part(
@@ -670,11 +670,15 @@ class _Pending:
         if gradient is not None:
             capture._on_gradient(self, kept, gradient)
 
-    def note_before(self, node: Any) -> None:
-        """Let the batch find out whether a backward pass goes through this call's node."""
-        # The node itself has this hook: a reference to it would be a cycle.
-        following = (n for n, _ in node.next_functions if n is not None)
-        self.before = next((n for n in following if n.name() != _LEAF), None)
+    def note_before(self, node: Any, inputs: Sequence[Tensor]) -> None:
+        """Find a node of this forward pass alone that follows the call's in a backward pass."""
+        # The node itself has this hook: a reference to it would be a cycle. The casts of weights
+        # by autocast, and what the root was given, may be parts of other forward passes.
+        known = (x.grad_fn for x in inputs if not self.batch.root.has(x))
+        transposed = (
+            n for n, _ in node.next_functions if n is not None and n.name() == _TRANSPOSED
+        )
+        self.before = next(filter(None, (*known, *transposed)), None)
         if self.before is not None and self.batch.call is None:
             self.batch.call = weakref.ref(self)
 
@@ -686,7 +690,8 @@ class _Pending:
         return before[1]
 
 
-_LEAF = "torch::autograd::AccumulateGrad"
+_TRANSPOSED = "TBackward0"
+"""Of the weight, in each call of a linear layer."""
 
 _Watched = tuple[GradientEdge, _Pending | None]
 """An end of a probe; and for a call inside a module its gradient hook."""

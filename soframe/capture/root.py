@@ -130,6 +130,11 @@ class Sight:
         # A tensor that all passes have, such as a mask, says nothing beside slices of a batch.
         return None if not known else False not in known
 
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in the memory of an input; True if that is unknown."""
+        region = Region.of(tensor)
+        return region is None or any(region.shares_memory(other) for other in self.inputs)
+
     def _is_batched(self, region: Region) -> bool:
         return len(region.shape) > self.dim and region.shape[self.dim] == self.size
 

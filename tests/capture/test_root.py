@@ -356,6 +356,36 @@ def test_forward_passes_of_two_losses_in_any_order() -> None:
         compare(found[0][key], gradient, key)
 
 
+def test_forward_passes_of_one_autocast_have_losses_of_their_own() -> None:
+    """The casts of weights are parts of both graphs: no common backward pass."""
+    found = []
+    for together in (True, False):
+        model, (x, y) = perceptron().float(), (randn(6, 3).float(), randn(4, 3, seed=1).float())
+        with closing(preconditioner(model)) as own:
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = [model(x), model(y)] if together else []
+            for part in (x, y):
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = outputs.pop(0) if together else model(part)
+                (output.float().square().mean() / 2).backward()
+            own.step()
+            found.append(blocks(own)["0"].running["A"].clone())
+    assert torch.equal(*found)
+
+
+def test_forward_passes_of_one_graph_have_losses_of_their_own() -> None:
+    """A generator's images go through the model twice, with a backward pass each."""
+    model, made, x = perceptron(), fill(nn.Linear(3, 3)), randn(6, 3)
+    with closing(preconditioner(model)) as own:
+        images = made(x)
+        outputs = [model(images), model(images)]
+        for output in outputs:
+            (output.square().sum(1).mean() / 2).backward(retain_graph=True)
+        own.step()
+        rows = with_ones(images.detach())
+        compare(factors(own, "0")[0][0], rows.T @ rows / 6, "A")
+
+
 def test_the_same_inputs_twice_are_the_same_samples() -> None:
     """As under dropout with two draws: positions of the samples."""
     model, x = perceptron(), randn(6, 3)
