@@ -436,9 +436,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.
 
-        This includes parameters that were frozen since their backward pass. Statistics of backward
-        passes since the last step are discarded with them; statistics of `observe` stay, since the
-        backward pass of the observed outputs may be yet to come.
+        This includes parameters that were frozen since their backward pass.
 
         Args:
             set_to_none: Whether gradients are None afterwards, rather than zero.
@@ -447,7 +445,6 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         # A walk through the model takes a while.
         others = list(self._model.parameters()) if self.preconditioner.changed else self._others
         home.empty(self.preconditioner.home, [*grouped, *others], set_to_none=set_to_none)
-        self.preconditioner.gradients_were_zeroed()
 
     # -- state --------------------------------------------------------------------------------
 

@@ -192,7 +192,9 @@ class Preconditioner(Stateful):
                 ranks.stagger,
                 reads_calls=all(one.captures for one in building.methods(method)),
             )
-            self._scaling, self._samples = curve.scaling, curve.samples
+            # A stage of a pipeline sees inputs or outputs of the model, and not both.
+            counted = "batch" if self._stages.backend is not None else None
+            self._scaling, self._samples = curve.scaling, curve.samples or counted
             self._precision = curve.precision
             self._loss_average = curve.loss_average
             self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
@@ -547,6 +549,7 @@ class Preconditioner(Stateful):
             grad_scale=self._stages.scaled(self._loss_scale.now),
             capture=self._capture,
             sampler=self._sampler,
+            voided=self._loss_scale.begin,
             part_of=self._stages.part_of,
         )
         if again:

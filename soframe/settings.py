@@ -38,11 +38,13 @@ class Curvature:
         loss_average: How the loss averages samples: ``"local"`` (each backward pass over its own
             samples), ``"global"`` (over all samples of all passes and ranks) or ``"sum"`` (a sum).
             See `soframe.methods.scaling`.
-        samples: The terms that the loss averages over: ``"batch"`` (the leading dimension),
-            ``"positions"`` (every position has its own term, as in language models), or a callable
-            that returns the number of samples of the backward pass under way.
-            `Preconditioner.observe` reads it from the outputs; if layers see different numbers, or
-            the loss ignores terms, use `Preconditioner.count`.
+        samples: The terms that the loss averages over: ``"batch"`` (the samples), ``"positions"``
+            (every token has its own term), or a callable that returns the number of terms of the
+            backward pass under way. None decides by the model's inputs and outputs: tokens where
+            integers ``[N, T]`` become outputs ``[N, T, V]`` and V is the size of an embedding
+            (but not in a pipeline), else samples; what is uncertain is asked by a warning.
+            `Preconditioner.observe` reads it from the outputs; if the loss ignores terms, use
+            `Preconditioner.count`.
         rows: The fraction (float) or the number (int) of the rows of every call that enter the
             statistics, drawn at random and scaled. See `soframe.capture.sampling` for the error.
         scaling: ``"fisher"``, or ``"kaisa"`` for the constants of kfac-pytorch.
@@ -70,7 +72,7 @@ class Curvature:
     fisher: str | None = None
     loss: str | type[Loss] | Loss | None = None
     loss_average: LossAverage = "local"
-    samples: Samples = "batch"
+    samples: Samples = None
     rows: Rows = 1.0
     scaling: Scaling = "fisher"
     dtype: torch.dtype | None = None

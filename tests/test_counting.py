@@ -1020,19 +1020,19 @@ def test_numbers_that_callables_return_need_not_agree() -> None:
 
 
 @pytest.mark.parametrize("batch", [(1,), ()])
-def test_one_sample_in_several_calls_is_said_once(batch: tuple[int, ...]) -> None:
-    """A policy called at each time step: positions of one sample, unless `count` says otherwise."""
+def test_one_sample_in_several_calls_is_asked_once(batch: tuple[int, ...]) -> None:
+    """A policy called at each time step, or at each sample: these are taken for samples."""
     model, steps = fill(nn.Sequential(nn.Linear(3, 2))), randn(5, *batch, 3)
 
     def loss(net: nn.Module, step: int) -> Tensor:
         return torch.stack([net(x).square().sum() for x in steps]).mean()
 
     with closing(preconditioner(model)) as own:
-        with pytest.warns(UserWarning, match=r"called 5 times with one sample.*count\(5\)"):
+        with pytest.warns(UserWarning, match=r"5 forward passes.*mean over 5 terms.*count\(n\)"):
             kit.train(model, loss, range(1), own)
         kit.train(model, loss, range(1), own)  # warnings are errors here
         rows = torch.cat([steps.view(5, 3), torch.ones(5, 1).double()], 1)
-        compare(factors(own, "0")[0][0], rows.T @ rows, "A of one sample")
+        compare(factors(own, "0")[0][0], rows.T @ rows / 5, "A of five samples")
     with closing(preconditioner(model)) as own:
         own.count(5)
         loss(model, 0).backward()
@@ -1121,7 +1121,7 @@ class Plain(OneByOne):
 def test_numbers_of_samples_that_layers_do_not_agree_on(
     kind: type[nn.Module], sizes: tuple[int, ...]
 ) -> None:
-    """A loss over 8 samples: with `count` factors are right; forward passes of two sizes warn."""
+    """A loss over 8 samples, with and without `count`: slices of a batch are other samples."""
     model, x = fill(kind().double()), randn(8, 3)
     rows = torch.cat([x, torch.ones(8, 1).double()], 1)
 
@@ -1130,12 +1130,10 @@ def test_numbers_of_samples_that_layers_do_not_agree_on(
         return torch.cat(outputs).square().sum() / len(x)
 
     if len(sizes) > 1:
-        with closing(preconditioner(model)) as own:
-            with pytest.warns(UserWarning, match="forward passes of 3 and 5 samples, whose loss"):
+        for samples in (None, "batch", lambda: 8):
+            with closing(preconditioner(model, samples=samples)) as own:
                 kit.train(model, loss, range(1), own)
-            kit.train(model, loss, range(1), own)  # warnings are errors here
-        with closing(preconditioner(model, samples=lambda: 8)) as own:
-            kit.train(model, loss, range(1), own)
+                compare(factors(own, "inner")[0][0], rows.T @ rows / 8, "A")
     with closing(preconditioner(model)) as own:
         own.count(8)
         loss(model, 0).backward()

@@ -259,3 +259,12 @@ def empty(home: GradientHome, parameters: Sequence[nn.Parameter], *, set_to_none
     for parameter in parameters:
         if home.has(parameter):
             (home.clear if set_to_none else home.zero)(parameter)
+
+
+def any_nonzero(gradients: Sequence[Tensor]) -> bool:
+    """Return whether any gradient has a nonzero entry; the host waits for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        by_device.setdefault(values.device, []).append(values.any())
+    return any(bool(torch.stack(flags).any()) for flags in by_device.values())

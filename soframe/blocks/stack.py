@@ -178,6 +178,14 @@ class Stack(Arrangement):
         """Drop the sums, which have entered the averages."""
         self.sums, self._parts = {}, {}
 
+    def drop(self, member: int, since: int) -> None:
+        """Drop a block's statistics of the window from the backward passes before ``since``."""
+        self.blocks[member].record.counts = Counts(since=since)
+        if len(self.blocks) == 1:
+            self.drop_sums()
+        for parts in self._parts.values():
+            parts[member].zero_()
+
     def renew(self, members: Members, name: str) -> None:
         """Drop the statistics that need second-order data of factor ``name``, now replaced."""
         for factor in self.like.factors:

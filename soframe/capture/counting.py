@@ -1,13 +1,15 @@
 """Counting: the terms that the loss is a mean of, and the rows that are data.
 
-The number of samples is the root module's batch: the first dimension that the tensors among its
-arguments share; with ``samples="positions"`` the tokens of integer inputs
-``[N, T]``. A layer may see some of the samples (a mixture of experts), or pieces of them (windows
-of an image): its sums are still divided by N. A layer that is called without the batch, such as a
-table of positions with ``[1, T]``, is shared by all samples (`LayerHelper.lacks_batch`). If the
-root does not show N (its inputs differ, or a submodule was called instead), the layer nearest to
-the loss does. What cannot be seen is declared by `Preconditioner.count`, for the forward passes
-that follow: the positions that the loss ignores (``ignore_index``), a batch in another dimension.
+The number of samples is the root module's batch, seen in its inputs and outputs
+(`soframe.capture.root`); with ``samples="positions"``, or where they show a language model, the
+tokens. Several forward passes in one backward pass are of other samples, whose numbers add up,
+unless their inputs are the same. A layer may see some of the samples (a mixture of experts), or
+pieces of them (windows of an image): its sums are still divided by N. A layer that is called
+without the batch, such as a table of positions with ``[1, T]``, is shared by all samples
+(`LayerHelper.lacks_batch`). If the root does not show N (a submodule was called instead), the layer
+nearest to the loss does. What is uncertain is asked once, by a warning, and declared by
+`Preconditioner.count`, for the forward passes that follow: the positions that the loss ignores
+(``ignore_index``), for example.
 
 A declaration belongs to forward passes rather than to a backward pass: so the order of forward and
 backward passes does not matter. A backward pass uses it up.
@@ -15,19 +17,20 @@ backward passes does not matter. A backward pass uses it up.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from soframe.capture.root import Sight
 from soframe.layers.base import Unit
 
-Samples = Literal["batch", "positions"] | Callable[[], int]
+Samples = Literal["batch", "positions"] | Callable[[], int] | None
 REMEDY = (
     "say what the loss is a mean over: preconditioner.count(n) before each forward pass (n is "
     "len(inputs) for a mean over the batch; pass labels != ignore_index for one over tokens), or a "
@@ -69,8 +72,8 @@ class Batch:
     terms: int | None = None  # that their loss is a mean of; None for the layers' batch size
     mask: Tensor | None = None  # the terms of the model's outputs that count; None for all
     rows: Rows | None = None  # the rows that are data; None for all
-    size: int | None = None  # the batch of the root module; None if it did not show one
-    tokens: int | None = None  # the number of tokens of its integer inputs, or None
+    root: Sight = field(default_factory=Sight)  # the inputs and outputs of the root module
+    call: weakref.ref[Any] | None = None  # a call whose graph has a node `before`
     declared: bool = False  # true if set by `Preconditioner.count`
     closed: bool = False  # whether the next forward pass is of another batch
 
@@ -78,25 +81,18 @@ class Batch:
         """Set the terms, and close the batch: the next forward pass is of another one."""
         self.terms, self.closed = terms, True
 
-    def see(self, values: object) -> None:
-        """Set the size and tokens that the tensors in nested containers share."""
-        tensors = [tensor for tensor in _tensors(values) if tensor.dim() > 0]
-        self.size = _common({len(tensor) for tensor in tensors})
-        tokens = (t for t in tensors if t.dim() == 2 and t.dtype in (torch.int64, torch.int32))
-        self.tokens = _common({tensor.numel() for tensor in tokens})
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the backward pass under way goes through this forward pass, where known."""
+        call = None if self.call is None else self.call()
+        return call is not None and bool(torch._C._will_engine_execute_node(call.before))
 
-
-def _tensors(values: object) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping | list | tuple):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from _tensors(value)
-
-
-def _common(numbers: set[int]) -> int | None:
-    """Return the only number, if it is positive."""
-    return (numbers.pop() or None) if len(numbers) == 1 else None
+    def counted(self, samples: Samples) -> int | None:
+        """Return the number of terms that the root shows; None if it shows none."""
+        root = self.root
+        if samples == "positions" or (samples is None and root.by_token):
+            return root.tokens
+        return root.size if samples == "batch" else root.terms or root.size
 
 
 def declare(terms: object, rows: Tensor | None) -> Batch:
@@ -227,9 +223,14 @@ class Pass:
     size: int  # the batch that it went through
     part: int = 0  # the pipeline stage that it belongs to
     told: bool = False  # whether its terms or rows are declared, or observed
+    certain: bool = True  # whether its forward passes are known to be of other samples, or the same
     batches: list[Batch] = field(default_factory=list)  # its forward passes
     reached: set[int] = field(default_factory=set)  # the numbers of samples of its calls
     loss_scale: float | None = None  # of its loss; None until it is read
+
+    def size_of(self, batch: Batch) -> int:
+        """Return the number of samples of one of its forward passes."""
+        return self.size if self.size == 1 else batch.root.size or self.size
 
     def scale(self, read: Callable[[], float]) -> float:
         """Return the scale of its loss, which is read once: the host may have to wait for it."""
@@ -247,25 +248,34 @@ class Passes:
         self.failure: Exception | None = None  # the first: the step raises it, on every rank
 
     def enter(
-        self, number: int, sizes: tuple[int, int], told: int | None, batch: Batch, part: int
+        self,
+        number: int,
+        sizes: tuple[int, int],
+        told: int | None,
+        batch: Batch,
+        batches: Sequence[Batch],
+        part: int,
     ) -> Pass:
         """Count a call with ``sizes`` (samples, rows); return its pass.
 
-        ``told`` is the number of terms, if it is declared or observed; ``part`` the call's stage.
+        ``told`` is the number of terms, if it is declared or observed; ``batch`` is the call's,
+        ``batches`` are all of the pass at its first call; ``part`` is the call's stage.
         """
         one = self.each.get(number)
         if one is None:
-            one = self.each[number] = self._begin(sizes, told, batch, part)
+            one = self.each[number] = self._begin(sizes, told, batch, batches)
+            one.part = part
         one.reached.add(sizes[0])
         if batch not in one.batches:
+            one.certain = False
             one.batches.append(batch)
-            if len(one.batches) > 1 and any(other.declared for other in one.batches):
-                self.fail(
-                    ValueError(
-                        "one backward pass went through forward passes of several count(): call "
-                        "it once for all forward passes of a loss"
-                    )
+        if len(one.batches) > 1 and any(batch.declared for batch in one.batches):
+            self.fail(
+                ValueError(
+                    "one backward pass went through forward passes of several count(): call "
+                    "it once for all forward passes of a loss"
                 )
+            )
         if told is not None and told != one.samples:
             self.fail(
                 ValueError(
@@ -275,20 +285,30 @@ class Passes:
             )
         return one
 
-    def _begin(self, sizes: tuple[int, int], told: int | None, batch: Batch, part: int) -> Pass:
+    def _begin(
+        self, sizes: tuple[int, int], told: int | None, batch: Batch, batches: Sequence[Batch]
+    ) -> Pass:
         """Return a new pass, given its first call."""
-        each = self._setting == "positions"
-        here = sizes[1] if each else sizes[0]
-        if told is None and callable(self._setting):
-            told = self._called(self._setting, here)
+        setting, root = self._setting, batch.root
+        by_token = setting == "positions" or (setting is None and root.by_token)
+        here = sizes[1] if by_token else sizes[0]
+        if told is None and callable(setting):
+            told = self._called(setting, here)
         # Gradients reach the layer nearest to the loss first. If it has one sample, the root was
         # called without a batch; unless the one is of positions, which come first.
-        size = batch.size or sizes[0]
+        size = root.size or sizes[0]
+        if root.is_empty and told is None:
+            return Pass(0, 0, told=True, batches=list(batches))
         size = 1 if sizes[0] == 1 and sizes[1] != size else size
-        declared = told is not None or batch.rows is not None
-        if not declared:
-            told = batch.tokens if each else size
-        return Pass(here if told is None else told, size, part, told=declared)
+        if told is not None or batch.rows is not None:
+            return Pass(here if told is None else told, size, told=True, batches=list(batches))
+        apart, certain = _of_other_samples(batches)
+        numbers = [other.counted(setting) for other in apart]
+        if size == 1 and not by_token:
+            numbers = [1] * len(apart)
+        known = [number for number in numbers if number is not None]
+        samples = sum(known) if len(known) == len(numbers) else here
+        return Pass(samples, size, certain=certain, batches=list(batches))
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         try:
@@ -305,7 +325,7 @@ class Passes:
         """Raise the first failure, or a ValueError if a mask of rows fits no layer."""
         if self.failure is not None:
             raise self.failure
-        for batch in itertools.chain(*(one.batches for one in self.each.values())):
+        for batch in [batch for one in self.each.values() for batch in one.batches]:
             if batch.rows is not None and not batch.rows.fits:
                 raise ValueError(
                     f"count(rows=...) was given a mask {batch.rows.shape}, and no layer was called "
@@ -313,30 +333,47 @@ class Passes:
                 )
 
     def doubt(self) -> str | None:
-        """Return how the samples of a pass are counted, if the loss may well be of others."""
+        """Return the question that `Preconditioner.count` answers, if a number is uncertain."""
         for one in self.each.values():
-            each = self._setting == "positions"
-            sizes = {batch.tokens if each else batch.size for batch in one.batches}
-            if one.told or None in sizes:
+            if one.told or callable(self._setting):
                 continue
-            known = sorted(filter(None, sizes))
-            if len(known) > 1:
-                several = " and ".join(map(str, known))
-                return (
-                    f"one backward pass went through forward passes of {several} samples, whose "
-                    f"loss is taken for a mean over {one.samples}: {REMEDY}"
-                )
-            whole = max(known, default=0)
-            if one.samples == 1 and any(1 < n < whole for n in one.reached):
-                return (
-                    f"the layer nearest to the loss was called with one sample, so that the "
-                    f"model's arguments, of {whole} samples, are taken for one without a batch; "
-                    f"but another layer had {max(n for n in one.reached if n < whole)}: {REMEDY}"
-                )
-            if (calls := len(one.batches)) > 1 and one.samples == one.size == 1:
-                return (
-                    f"the model was called {calls} times with one sample in a backward pass, which "
-                    f"are taken as the positions of one sample, with a loss that adds them up; if "
-                    f"it is their mean, call preconditioner.count({calls}) before the first"
-                )
+            if (text := self._question(one)) is not None:
+                return f"{text}: {REMEDY}"
         return None
+
+    def _question(self, one: Pass) -> str | None:
+        sizes = [batch.root.size for batch in one.batches]
+        if not one.certain:
+            several = " and ".join(map(str, sizes))
+            return (
+                f"one backward pass went through {len(sizes)} forward passes (of {several} "
+                f"samples), whose loss is taken for a mean over {one.samples} terms"
+            )
+        for batch in one.batches:
+            root = batch.root
+            if root.question and not (root.asks_of_tokens and self._setting is not None):
+                by = "token" if root.by_token else "sample"
+                return (
+                    f"the model shows {root.question}, so that its loss may be a mean over "
+                    f"{'tokens or over samples' if root.asks_of_tokens else 'another number'}; it "
+                    f"is taken for a mean over {one.samples} {by}s"
+                )
+        whole = max((size for size in sizes if size is not None), default=0)
+        if one.samples == 1 and any(1 < n < whole for n in one.reached):
+            return (
+                f"the layer nearest to the loss was called with one sample, so that the "
+                f"model's arguments, of {whole} samples, are taken for one without a batch; "
+                f"but another layer had {max(n for n in one.reached if n < whole)}"
+            )
+        return None
+
+
+def _of_other_samples(batches: Sequence[Batch]) -> tuple[list[Batch], bool]:
+    """Return forward passes of other samples than earlier ones, and whether that is certain."""
+    apart, certain = list[Batch](), True
+    for number, batch in enumerate(batches):
+        related = [batch.root.has_samples_of(earlier.root) for earlier in batches[:number]]
+        if True not in related:
+            apart.append(batch)
+            certain = certain and None not in related
+    return apart, certain

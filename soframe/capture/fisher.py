@@ -58,7 +58,7 @@ class Fisher:
         self,
         outputs: Tensor | Sequence[Tensor],
         capture: Capture,
-        samples: Samples = "batch",
+        samples: Samples = None,
         step: int = 0,
     ) -> None:
         """Send vectors backward to the layers from a model's outputs, of the loss's batch."""

@@ -17,6 +17,9 @@ Inputs are kept through autograd's own saved tensors. So activation checkpointin
 apply to them as to every other saved tensor, and an input that was overwritten is an error rather
 than a wrong factor.
 
+A backward pass of the loss opens at its first layer and reports its layers when it has ended, so
+that statistics can follow the gradients in ``.grad`` (`soframe.step.statistics`).
+
 Several calls of a layer within one backward pass are more positions of the same samples; each
 further backward pass before the step is more samples. Passes are numbered at their outermost level,
 since a reentrant checkpoint runs backward passes of its own inside.
@@ -25,7 +28,7 @@ since a reentrant checkpoint runs backward passes of its own inside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
+from soframe.capture.root import look, look_at_outputs, tables
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -69,6 +73,8 @@ class LayerCall(NamedTuple):
         probe: The probe that brought the gradient; None for the loss's own backward pass.
         batch: The declaration of the forward pass (`Preconditioner.count`).
         earlier: The number of another backward pass of the window through the same call, or None.
+        is_ragged: Whether the call was of a nested tensor: ``gradient`` and ``inputs`` are its
+            values, the rows of all samples, ``[rows, ...]``.
     """
 
     helper: LayerHelper
@@ -78,12 +84,16 @@ class LayerCall(NamedTuple):
     probe: Probe | None
     batch: Batch
     earlier: int | None
+    is_ragged: bool = False
 
 
 _NOTHING = nullcontext()
 
 Sink = Callable[[LayerCall], None]
 """Receives each complete call, while the backward pass runs."""
+
+Ended = Callable[[frozenset[LayerHelper]], None]
+"""Receives the layers that a backward pass of the loss has reached, when it has ended."""
 
 
 class _Keep(torch.autograd.Function):
@@ -102,11 +112,14 @@ class _Keep(torch.autograd.Function):
 class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
-    Of a layer; without a helper, of the root module, before its forward pass.
+    Of a layer; without a helper, of the root module, before and after its forward pass.
     """
 
-    def __init__(self, capture: Capture, helper: LayerHelper | None) -> None:
+    def __init__(
+        self, capture: Capture, helper: LayerHelper | None, tables: Collection[int] = ()
+    ) -> None:
         self._capture = weakref.ref(capture)
+        self._tables = tables
         self._root = helper is None
         self._helper = None if helper is None else weakref.ref(helper)
         self._deliver = _eagerly()
@@ -134,7 +147,7 @@ class _Hook:
                     f"DistributedDataParallel with a process for each device, or a method that "
                     f"reads gradients alone, such as 'muon'"
                 )
-            self._deliver(capture, helper, args, kwargs, output)
+            self._deliver(capture, helper, args, kwargs, output, self._tables)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model is another model, perhaps of a machine without soframe: its
@@ -148,6 +161,7 @@ def _deliver(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
+    tables: Collection[int],
 ) -> None:
     # A user's torch function mode follows the model, and this is no part of it.
     with torch._C.DisableTorchFunction():
@@ -156,7 +170,10 @@ def _deliver(
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return
         if helper is None:
-            capture._on_root(args, kwargs)
+            if output is None:
+                capture._on_root(args, kwargs)
+            else:
+                capture._on_outputs(args, kwargs, output, tables)
             return
         try:
             capture._on_forward(helper, args, kwargs, output)
@@ -184,10 +201,12 @@ class _Passes:
     current: int | None = None
     count: int = 0
 
-    def enter(self) -> int:
-        """Return the number of the pass under way; the first caller of a pass opens it."""
+    def enter(self, ended: Callable[[], None]) -> int:
+        """Return the number of the pass under way; the first caller opens it, and hears its end."""
         if self.current is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.leave)
+            engine.queue_callback(ended)
             return self.begin()
         return self.current
 
@@ -208,6 +227,7 @@ class Capture:
 
     Attributes:
         sink: Receives the complete calls.
+        ended: Receives the layers of each backward pass of the loss.
         names: The qualified name of each helper's module, for errors.
         enabled: Whether calls are captured; off between statistics steps.
         probing: Whether only probes are captured, and not the loss's own backward passes.
@@ -229,6 +249,7 @@ class Capture:
     """
 
     sink: Sink | None = None
+    ended: Ended | None = None
     names: dict[LayerHelper, str] = field(default_factory=dict)
     enabled: bool = True
     probing: bool = False
@@ -248,6 +269,9 @@ class Capture:
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._open: list[Batch] = []  # of forward passes that no backward pass has reached
+        self._first: tuple[int, Batch] | None = None  # the last pass, the batch of its first call
+        self._reached: set[LayerHelper] = set()  # by the backward pass of the loss under way
         self._passes = _Passes()
         self._edges: list[_Watched] = []
         self._probe: Probe | None = None
@@ -264,21 +288,22 @@ class Capture:
         *,
         alike: bool = True,
         roots: Sequence[nn.Module] = (),
+        ended: Ended | None = None,
     ) -> None:
         """Hook the modules of these helpers, unhook all earlier ones, and send calls to a sink.
 
         The arguments of ``roots``, the model or the stages of a pipeline, show the batch.
         """
-        self.sink, self.rereading, self.alike = sink, rereading, alike
+        self.sink, self.rereading, self.alike, self.ended = sink, rereading, alike, ended
         _remove(self._handles)
         self.names = dict(names)
         for helper in names:
             hook = _Hook(self, helper)
             self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
         for root in roots if names else ():
-            # No hook after it: torch.compile would compile that as a frame of its own.
-            hook = _Hook(self, None)
+            hook = _Hook(self, None, tables(root))
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(root.register_forward_hook(hook, with_kwargs=True))
 
     def _precede(self) -> None:
         """Run before the hooks of others, which may replace the output (adapters do)."""
@@ -319,6 +344,7 @@ class Capture:
         self.called = {}
         self._passes = _Passes()
         self._edges = []
+        self._reached, self._open, self._first = set(), [], None
         self.batch, self.failure, self.half = Batch(), None, False
 
     def say(self, batch: Batch) -> None:
@@ -411,7 +437,21 @@ class Capture:
         self._begin_call()
         if not self.batch.declared:
             self.batch = Batch()
-        self.batch.see((args, kwargs))
+            self._open.append(self.batch)
+        self.batch.root = look(args, kwargs)
+
+    def _on_outputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tables: Collection[int]
+    ) -> None:
+        """See the batch of a forward pass in the root's arguments and outputs together."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.batch.root = look_at_outputs(self.batch.root, args, kwargs, output, tables)
+
+    def together(self, batch: Batch) -> list[Batch]:
+        """Return the forward passes of the backward pass under way, in order, given one."""
+        under_way = [other for other in self._open if other is batch or other.is_under_way]
+        self._open = [other for other in self._open if other not in under_way]
+        return under_way or [batch]
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -439,16 +479,17 @@ class Capture:
             for call in inner:
                 self._watch_inner(helper, own, call, keeps=keeps, again=again)
             return
-        inputs = tuple(helper.inputs(args, kwargs))
+        inputs = tuple(map(_values, helper.inputs(args, kwargs)))
         plain = set(map(type, own)) == {nn.Parameter}
         if not plain and self._has_rows_of_a_part(helper, own, (output, *inputs)):
             return
-        if self.probing and self.batch.size is not None:
+        if self.probing and self.batch.root.size is not None and not output.is_nested:
             _, batch, shared, _ = helper.output_rows(output.detach()).shape
-            self.shares = self.shares or helper.lacks_batch(batch, shared, self.batch.size)
+            self.shares = self.shares or helper.lacks_batch(batch, shared, self.batch.root.size)
         where, view = _lasting(output, inputs)
         pending = self._pending(helper, own, inputs if keeps else (), where.output_nr, view)
         if not self.probing and (node := where.grad_fn) is not None:  # a leaf has none
+            pending.note_before(node, inputs)
             node.register_prehook(pending)
             return
         if self.probing and not again:
@@ -475,6 +516,7 @@ class Capture:
         pending = self._pending(helper, trained, needed, call.edge.output_nr, call.arrange)
         if self.probing and not again:
             self._edges.append((call.edge, pending))
+        pending.note_before(call.edge.node, ())
         call.edge.node.register_prehook(pending)
 
     def _has_rows_of_a_part(
@@ -516,11 +558,12 @@ class Capture:
         if self._delivering or torch._C._current_graph_task_id() != -1:
             # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
             # opened before any nested one delivers gradients.
-            self._passes.enter()
+            self._passes.enter(self._on_end)
             return True
         if self._passes.current is not None:
             # A backward pass that raised never closed itself.
             self._passes.leave()
+            self._reached.clear()
         if self.batch.closed:
             self.batch = Batch()
         return False
@@ -539,11 +582,24 @@ class Capture:
         )
         edges = [node for node, _ in kept.grad_fn.next_functions[: len(trained)]]
         kept = kept if needed else None
-        return _Pending(
-            weakref.ref(self), helper, kept, edges, self.counting, self.batch, number, view
-        )
+        batch = self.batch
+        if self._first is not None and self._first[0] == self._passes.current:
+            batch = self._first[1]  # a checkpoint recomputes, for the backward pass under way
+        return _Pending(weakref.ref(self), helper, kept, edges, self.counting, batch, number, view)
 
     # -- backward ---------------------------------------------------------------------------------
+
+    def _on_loss(self, helper: LayerHelper) -> None:
+        """Record that a backward pass of the loss has reached a layer."""
+        if self.sink is not None and self.enabled and helper in self.names:
+            self._passes.enter(self._on_end)
+            self._reached.add(helper)
+
+    def _on_end(self) -> None:
+        """Pass on the layers that a backward pass of the loss has reached."""
+        reached, self._reached = frozenset(self._reached), set()
+        if reached and self.ended is not None:
+            self.ended(reached)
 
     def _on_gradient(self, call: _Pending, kept: Tensor | None, gradient: Tensor) -> None:
         helper, batch = call.helper, call.batch
@@ -552,7 +608,9 @@ class Capture:
             return
         if call.counting != self.counting:
             return  # called in a window of other turns: some layers' inputs were not kept
-        number = self._passes.enter()
+        number = self._passes.enter(self._on_end)
+        if self._first is None or self._first[0] != number:
+            self._first = number, batch
         earlier = call.pass_before(self._passes, number)
         batch.end(batch.terms)
         if gradient.dtype == torch.float16:
@@ -572,8 +630,12 @@ class Capture:
                     inputs = tuple([x if type(x) is Tensor else sharding.whole(x) for x in inputs])
                 if type(gradient) is not Tensor:
                     gradient = sharding.whole(gradient, read=helper not in self.idle)
+                is_ragged = gradient.is_nested
+                gradient = _values(gradient)
                 gradient = gradient if call.view is None else call.view(gradient)
-                complete = LayerCall(helper, inputs, gradient, number, self._probe, batch, earlier)
+                complete = LayerCall(
+                    helper, inputs, gradient, number, self._probe, batch, earlier, is_ragged
+                )
                 with sharding.shaped(helper.module._parameters.values()):
                     self.sink(complete)
         except Exception as error:  # of any kind: all ranks raise together
@@ -581,7 +643,7 @@ class Capture:
             self.keep(error, helper)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Pending:
     """A call that waits for its output gradient: a hook of the output, or of its node."""
 
@@ -594,17 +656,21 @@ class _Pending:
     number: int  # of the output among the outputs of its node
     view: Callable[[Tensor], Tensor] | None  # from the gradient received to the output's
     passed: tuple[_Passes, int] | None = None  # the last backward pass through the call
+    before: Any = None  # a node that follows in the backward pass
 
     def __call__(self, received: Tensor | tuple[Tensor | None, ...] | None) -> None:
         """Take the gradient: of a tensor itself, of a node the gradients of all its outputs."""
         capture, kept = self.capture(), self.kept
         if capture is None:
             return
+        # autograd.grad passes through here without adding to any parameter's gradient.
+        is_of_loss = capture._probe is None and any(map(_accumulates, self.edges))
+        if is_of_loss:
+            capture._on_loss(self.helper)
         if capture.probing:  # the gradient of a node comes by `Capture.probe`
-            wanted = capture._probe is not None and not isinstance(received, tuple)
-        else:  # autograd.grad passes through here without adding to any parameter's gradient
-            wanted = any(map(_accumulates, self.edges))
-        if not wanted:
+            if capture._probe is None or isinstance(received, tuple):
+                return
+        elif not is_of_loss:
             return
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Autograd frees its saved tensors here, even if the output lives on; so does this node.
@@ -614,6 +680,18 @@ class _Pending:
         if gradient is not None:
             capture._on_gradient(self, kept, gradient)
 
+    def note_before(self, node: Any, inputs: Sequence[Tensor]) -> None:
+        """Find a node of this forward pass alone that follows the call's in a backward pass."""
+        # The node itself has this hook: a reference to it would be a cycle. The casts of weights
+        # by autocast, and what the root was given, may be parts of other forward passes.
+        known = (x.grad_fn for x in inputs if not self.batch.root.has(x))
+        transposed = (
+            n for n, _ in node.next_functions if n is not None and n.name() == _TRANSPOSED
+        )
+        self.before = next(filter(None, (*known, *transposed)), None)
+        if self.before is not None and self.batch.call is None:
+            self.batch.call = weakref.ref(self)
+
     def pass_before(self, passes: _Passes, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""
         before, self.passed = self.passed, (passes, number)
@@ -621,6 +699,9 @@ class _Pending:
             return None
         return before[1]
 
+
+_TRANSPOSED = "TBackward0"
+"""Of the weight, in each call of a linear layer."""
 
 _Watched = tuple[GradientEdge, _Pending | None]
 """An end of a probe; and for a call inside a module its gradient hook."""
@@ -653,6 +734,16 @@ def _lasting(
         return gradient.as_strided(size, stride, gradient.storage_offset() + offset)
 
     return base, of_output
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return the rows of a nested (jagged) tensor, without padding; another tensor as it is."""
+    if not tensor.is_nested:
+        return tensor
+    if tensor.layout is not torch.jagged:
+        raise ValueError("nested tensors need layout=torch.jagged")
+    values: Tensor = tensor.values()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return values
 
 
 def _dense(tensor: Tensor) -> bool:

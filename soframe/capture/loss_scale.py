@@ -63,16 +63,12 @@ class LossScale:
         if self._read is None or self._read[0] != version:
             self._read = (version, float(scaler.get_scale()))  # makes the host wait
         scale = _checked("the scale of grad_scaler", self._read[1])
-        if self._of_window is not None and _backed_off(scaler, self._of_window, scale):
-            # The earlier passes overflowed and no step was taken: the sum mixes their statistics,
-            # which belong to no step, with this pass's.
-            return math.nan
         if self._of_window not in (None, scale):
             raise RuntimeError(
                 f"the scale of grad_scaler changed from {self._of_window} to {scale} between two "
                 f"backward passes of one step, so that their gradients do not add up: call "
-                f"scaler.update() after scaler.step() alone, and preconditioner.reset_batch() "
-                f"where gradients are zeroed without a step"
+                f"scaler.update() after scaler.step() alone, and zero the gradients of a batch "
+                f"that is given up"
             )
         self._of_window = scale
         return scale
@@ -97,15 +93,6 @@ class LossScale:
             self._known = told if isinstance(told, torch.amp.GradScaler) else None
         if self._known is not None and self._known.is_enabled():
             _require_unscaled(self._known, optimizer)
-
-
-def _backed_off(scaler: torch.amp.GradScaler, before: float, now: float) -> bool:
-    """Return whether a scale is lower by a power of the factor for overflows."""
-    while before > now and not math.isclose(before, now):
-        before *= scaler.get_backoff_factor()
-        if math.isclose(before, now):
-            return True
-    return False
 
 
 def _checked(name: str, value: object) -> float:

@@ -27,6 +27,9 @@ expectation of ``sum_n g g^T`` if the ``g`` of samples are independent with mean
 exact, and G unbiased for targets drawn from the model and for type-2 (whose columns have random
 signs); the empirical Fisher adds the outer product of the mean gradient.
 
+A pass without samples, or without terms, is one of the k, and counts for nothing else: the averages
+are over samples that exist.
+
 For equal batches the first two agree. ``Curvature(scaling="kaisa")`` gives the constants of
 kfac-pytorch: the mean of ``g0 g0^T`` over each call, with rows divided by the number of locations
 for convolutions.
@@ -70,6 +73,7 @@ class Counts:
     rows: dict[int, float] = field(default_factory=dict)
     group_rows: dict[int, list[float]] = field(default_factory=dict)  # empty if all reach all
     calls: int = 0
+    since: int = 0  # the first backward pass that its gradients have; earlier ones were zeroed
 
     def add(
         self, backward: int, samples: int, rows: float, reached: Sequence[float] | None = None
@@ -146,13 +150,17 @@ class Scale:
             return Contribution((1.0, math.nan, 1.0), counts.calls, counts.calls)
         if self.loss_average == "local":
             k = len(passes)
+            # Empty ones divide the loss, and have no samples. Negative numbers are of other stages.
+            empty = sum(n >= 0 and in_pass == 0 for n, in_pass in passes.items())
+            if empty == k:
+                return Contribution()
             positions = sum(rows / max(1, counts.samples[c]) for c, rows in counts.rows.items())
             each = _added_up(
                 [n / max(1, counts.samples[c]) / k for n in reached]
                 for c, reached in counts.group_rows.items()
             )
             by_degree = (1.0 / k,) * 3 if self.own_gradients else (1.0 / k, 1.0, float(k))
-            return Contribution(by_degree, 1.0, positions / k, each)
+            return Contribution(by_degree, (k - empty) / k, positions / k, each)
         samples = sum(counts.samples.get(c, in_pass) for c, in_pass in passes.items())
         each = _added_up(counts.group_rows.values())
         return Contribution((1.0, 1.0, 1.0), samples, sum(counts.rows.values()), each)

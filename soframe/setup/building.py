@@ -320,7 +320,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """Check settings that are words or numbers of rows, by their own names."""
     require("scaling", settings["scaling"], ("fisher", "kaisa"))
     require("loss_average", settings["loss_average"], ("local", "global", "sum"))
-    if not callable(settings["samples"]):
+    if not (settings["samples"] is None or callable(settings["samples"])):
         require("samples", settings["samples"], ("batch", "positions"))
     require("precision", settings["precision"], ("fast", "full"))
     require("gradients", settings["gradients"], tuple(averaging.GRADIENTS))

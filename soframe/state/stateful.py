@@ -178,13 +178,3 @@ class Stateful(OfModel, Engine):
         # The metrics of the last step are of another run.
         self._measuring.note(None)
         self._begin(saved.get("late", ()))
-
-    def gradients_were_zeroed(self) -> None:
-        """Discard the statistics of backward passes whose gradients are gone.
-
-        :meta private:
-        """
-        # A probe precedes its backward pass: the gradients may belong to an earlier batch.
-        if not self._capture.probing and self._statistics.seen()[0]:
-            self._statistics.forget()
-            self._loss_scale.begin()

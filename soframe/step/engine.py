@@ -443,7 +443,8 @@ class Engine:
     def reset_batch(self) -> None:
         """Discard the statistics of the backward passes since the last step.
 
-        Call it, on every rank, where gradients are zeroed without a ``step``.
+        Where gradients are zeroed without a ``step``, their statistics are dropped without this
+        call, but for ones of `observe` whose backward pass has not come. Every rank must call.
         """
         due = self._refresh.observed(self._placed, self._steps)
         self._statistics.begin(due, self._steps)

@@ -6,6 +6,10 @@ weights of its sums; once the weights of all ranks are reduced, the sums are red
 running average (`soframe.step.averages`). If sums are not finite, on any rank, all ranks drop
 theirs.
 
+Statistics belong to the gradients that ``.grad`` holds. A block whose gradient is None or zero when
+a backward pass begins, or None at the step, though earlier passes of the window have reached it,
+has lost those passes: their statistics are dropped.
+
 A rank that does not contribute to a factor only counts samples, which are part of N. Blocks that
 are not due do the same: they take no statistics in this window, and their samples count for blocks
 that do.
@@ -22,9 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks.block import Block
+from soframe.blocks.home import any_nonzero
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import Stack
-from soframe.capture.counting import Batch, Passes, Samples
+from soframe.capture.counting import Batch, Pass, Passes, Samples
 from soframe.capture.hooks import Capture, LayerCall
 from soframe.capture.sampling import Sampler
 from soframe.kernels.devices import sent
@@ -63,13 +68,13 @@ class Statistics:
     Args:
         placed: The blocks, with their places.
         scale: The scaling convention.
-        samples: The terms that the loss averages over, unless declared for the batch: ``"batch"``
-            (the leading dimension), ``"positions"`` (every position has a loss of its own), or a
-            callable that returns the number of samples of the backward pass under way.
+        samples: The terms that the loss averages over, unless declared for the batch; see
+            `soframe.Curvature`.
         grad_scale: Returns the factor by which the loss of the backward pass under way is
             multiplied.
         capture: Records the calls.
         sampler: Takes some of their rows.
+        voided: Called when all backward passes so far are dropped, before the next one.
         part_of: Returns the index of the pipeline stage of a block. A backward pass belongs to one
             stage, and all stages have equally many.
     """
@@ -83,6 +88,7 @@ class Statistics:
         grad_scale: Callable[[], float],
         capture: Capture,
         sampler: Sampler,
+        voided: Callable[[], None],
         part_of: Callable[[Block], int],
     ) -> None:
         blocks, backend = placed.blocks, placed.backend
@@ -117,12 +123,15 @@ class Statistics:
         self._block_of = {helper: block for block in blocks for helper in block.helpers}
         self._scale = scale
         self._samples = samples
-        self._grad_scale = grad_scale
+        self._grad_scale, self._voided = grad_scale, voided
         self._passes = Passes(samples)
         self._told = False  # how samples are counted that are in doubt
         self._part_of = {block: part_of(block) for block in blocks}
         self._everybodys = (0, 0)
         self._share = 1.0
+        # By block with statistics: a gradient's parameter, and its version after the last pass.
+        # -1 until its end, which a pass that raises never comes to.
+        self._versions: dict[Block, tuple[nn.Parameter, int]] = {}
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
         self._shared = SharedInputs()
         self._contributions: dict[Block, Contribution] = {}  # of the weights last sent
@@ -144,7 +153,9 @@ class Statistics:
             for index, factor in enumerate(block.factors)
             for rank in (ranks if factor.captured else ())
         )
-        self._capture.listen(self.add, names, self._both, alike=alike, roots=roots)
+        self._capture.listen(
+            self.add, names, self._both, alike=alike, roots=roots, ended=self._on_end
+        )
         self._expect(self.due)
 
     def _expect(self, due: Iterable[Block]) -> None:
@@ -165,47 +176,36 @@ class Statistics:
 
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
-        helper, gradient = call.helper, call.gradient
-        number, probe, said = call.number, call.probe, call.batch
+        helper, number, probe = call.helper, call.number, call.probe
         block = self._block_of[helper]
-        earlier = None if call.earlier is None else self._passes.each.get(call.earlier)
-        twice = earlier is not None and earlier.loss_scale is not None
-        if twice and any(factor.reads != "inputs" for factor in block.captured):
-            self._passes.fail(
-                RuntimeError(
-                    f"two backward passes went through the same call of {block.name!r}, as those "
-                    f"of two losses of one forward pass do (retain_graph=True). Each would count "
-                    f"as samples of its own, and they are the same: add the losses up, and call "
-                    f"backward() once"
-                )
-            )
-        # The backward pass goes on with this tensor: a change in place would spoil it.
-        version = gradient._version
-        rows = helper.output_rows(gradient)
-        if gradient._version != version:
+        self._pass_once(block, call)
+        if block.takes_samples:
+            call = _batch_first(call)
+        if call.is_ragged and (block.takes_samples or helper.unit != "row"):
             raise ValueError(
-                f"{type(helper).__name__}: output_rows has changed the gradient of the output in "
-                f"place, with which the backward pass goes on: return a new tensor"
+                f"{type(helper).__name__} under {block.method!r} takes whole samples, and a nested "
+                f"tensor of sequences of several lengths reaches it: pad them and call "
+                f"count(rows=...), skip the layer, or choose method='kfac' for a linear one"
             )
-        if rows.ndim != 4:
-            raise ValueError(
-                f"{type(helper).__name__}: output_rows gives {tuple(rows.shape)}, and it must give "
-                f"[groups, batch, shared, features]"
-            )
+        rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
+            if call.batch.root.is_empty:
+                self._enter(block, call, (0, 0))
             return
-        data = self._data(block, helper, rows, said)
+        data = self._data(block, helper, rows, call.batch)
         data_left = _left(data, batch, shared)
-        told = said.terms if probe is None else probe.samples
-        now = self._passes.enter(number, data_left, told, said, self._part_of[block])
-        users, lacks = 1, helper.lacks_batch(batch, shared, now.size)
-        if not lacks and 1 < batch < now.size:
+        now = self._enter(block, call, data_left)
+        if now.samples == 0:
+            return  # its loss has no terms
+        size = now.size_of(call.batch)
+        users, lacks = 1, helper.lacks_batch(batch, shared, size)
+        if not lacks and 1 < batch < size:
             self._routed.add(block)
         # A single sample of a layer that gets a part of the batch at other times is no table.
         if lacks and block not in self._routed:
             # Shared by all samples, whose gradients are added up: the positions of one.
-            users = now.size
+            users = size
             if batch > 1:
                 rows = rows.flatten(1, 2).unsqueeze(1)
                 call = call._replace(inputs=tuple(x.reshape(1, -1) for x in call.inputs))
@@ -229,6 +229,78 @@ class Statistics:
             scale = self._scale.call(helper.module, now.samples, batch, shared, loss_scale, users)
             with self._backend.phases("accumulate"):
                 self._sum(block, factors, call, rows, data, scale)
+
+    def _pass_once(self, block: Block, call: LayerCall) -> None:
+        """Refuse a second backward pass through a call, unless gradients of the first are gone."""
+        if call.earlier is None or call.earlier < block.record.counts.since:
+            return
+        earlier = self._passes.each.get(call.earlier)
+        twice = earlier is not None and earlier.loss_scale is not None
+        if twice and any(factor.reads != "inputs" for factor in block.captured):
+            self._passes.fail(
+                RuntimeError(
+                    f"two backward passes went through the same call of {block.name!r}, as those "
+                    f"of two losses of one forward pass do (retain_graph=True). Each would count "
+                    f"as samples of its own, and they are the same: add the losses up, and call "
+                    f"backward() once"
+                )
+            )
+
+    def _enter(self, block: Block, call: LayerCall, sizes: tuple[int, int]) -> Pass:
+        """Count a call of so many samples and rows; return its backward pass."""
+        batches = [call.batch]
+        if call.number not in self._passes.each:
+            self._drop_zeroed(call.number)
+            batches = self._capture.together(call.batch) if call.probe is None else batches
+        if call.probe is None:
+            self._versions[block] = next(iter(block.parameters.values())), -1
+        told = call.batch.terms if call.probe is None else call.probe.samples
+        return self._passes.enter(
+            call.number, sizes, told, call.batch, batches, self._part_of[block]
+        )
+
+    def _on_end(self, reached: frozenset[LayerHelper]) -> None:
+        """Record the gradients of the layers that a backward pass of the loss has reached."""
+        for block in {self._block_of[helper] for helper in reached}:
+            self._versions.pop(block, None)  # a framework may have put the gradient elsewhere
+            if block.record.counts.calls:
+                self._look_at(block)
+
+    def _look_at(self, block: Block) -> None:
+        """Record the version of a gradient of the block, if it has any."""
+        for parameter in block.parameters.values():
+            gradient = block.home.read(parameter)
+            if gradient is not None:
+                self._versions[block] = parameter, gradient._version
+                return
+
+    def _drop_zeroed(self, number: int) -> None:
+        """Drop the statistics of gradients that were zeroed before backward pass ``number``."""
+        zeroed, changed = [], {}
+        for block, (parameter, version) in self._versions.items():
+            gradient = block.home.read(parameter)
+            if gradient is None:
+                zeroed.append(block)
+            elif gradient._version != version:
+                changed[block] = gradient
+        # Zeroed in place, clipped or averaged: the host has to wait for the device to tell.
+        if changed and not any_nonzero(list(changed.values())):
+            zeroed += changed
+        if zeroed:
+            self._drop(zeroed, number)
+
+    def _drop(self, blocks: Iterable[Block], number: int) -> None:
+        """Drop the statistics of blocks from the backward passes before ``number``."""
+        for block in blocks:
+            block.stack.drop(block.member, number)
+            del self._versions[block]
+        self._shared.forget()
+        used = {n for block in self._blocks for n in block.record.counts.samples}
+        if not used:
+            self._passes = Passes(self._samples)
+            self._voided()
+        for earlier in [n for n in self._passes.each if n < number and n not in used]:
+            del self._passes.each[earlier]
 
     def _sum(
         self,
@@ -367,8 +439,11 @@ class Statistics:
                 continue
             # With ranks on paper only, this one stands for the contributors.
             mine = block.captured if self._backend.on_paper else self._mine[block]
-            passes = self._passes_of(self._part_of[block])
-            own = self._scale.contribution(block.record.counts, passes)
+            counts, passes = block.record.counts, self._passes_of(self._part_of[block])
+            passes = {n: samples for n, samples in passes.items() if not 0 <= n < counts.since}
+            own = self._scale.contribution(counts, passes)
+            if counts.calls and not self._capture.probing and not block.has_gradient:
+                own = Contribution()  # zeroed since its backward passes
             self._contributions[block] = own
             # If every rank contributes to all factors, the other weights give their divisors.
             if place.contributors:
@@ -505,6 +580,7 @@ class Statistics:
         for stack in self._placed.stacks:
             stack.begin_window()
         self._passes, self._everybodys = Passes(self._samples), (0, 0)
+        self._versions.clear()
         self._shared.forget()
 
 
@@ -550,6 +626,38 @@ def _reaching(
     if reached is None:
         return rows, [float(batch if reduces else batch * shared)] * groups
     return rows, reached.tolist()
+
+
+def _batch_first(call: LayerCall) -> LayerCall:
+    """Return a call ``[T, N, ...]`` as ``[N, T, ...]``, where the root shows N samples."""
+    size, gradient = call.batch.root.size, call.gradient
+    if call.helper.unit != "row" or call.batch.rows is not None or gradient.dim() < 3:
+        return call
+    positions, second = gradient.shape[:2]
+    if second != size or positions == size:
+        return call
+    if any(x.shape[:2] != gradient.shape[:2] for x in call.inputs):
+        return call
+    inputs = tuple(x.transpose(0, 1) for x in call.inputs)
+    return call._replace(gradient=gradient.transpose(0, 1), inputs=inputs)
+
+
+def _output_rows(helper: LayerHelper, gradient: Tensor) -> Tensor:
+    """Return the rows ``[groups, batch, shared, features]`` of a call's output gradient."""
+    # The backward pass goes on with this tensor: a change in place would spoil it.
+    version = gradient._version
+    rows = helper.output_rows(gradient)
+    if gradient._version != version:
+        raise ValueError(
+            f"{type(helper).__name__}: output_rows has changed the gradient of the output in "
+            f"place, with which the backward pass goes on: return a new tensor"
+        )
+    if rows.ndim != 4:
+        raise ValueError(
+            f"{type(helper).__name__}: output_rows gives {tuple(rows.shape)}, and it must give "
+            f"[groups, batch, shared, features]"
+        )
+    return rows
 
 
 def _left(data: tuple[Tensor, Unit] | None, batch: int, shared: int) -> tuple[int, int]:

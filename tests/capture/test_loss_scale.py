@@ -151,12 +151,10 @@ def test_a_scale_that_changes_within_a_window_is_refused() -> None:
     scaler.update()
     backward(model, scaler.scale)
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"changed from 1024\.0 to 2048\.0.*reset_batch"):
+    with pytest.raises(RuntimeError, match=r"changed from 1024\.0 to 2048\.0.*zero the gradients"):
         own.step()
     assert not own._blocks[0].running
     scaler.update()
-    # As it is to be done: what was given up is forgotten.
-    own.reset_batch()
     optimizer.zero_grad()
     backward(model, scaler.scale)
     scaler.unscale_(optimizer)
@@ -176,11 +174,7 @@ def test_an_overflow_still_costs_one_update() -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("by_optimizer", [True, False])
 def test_an_optimizer_that_its_scaler_does_not_let_step(by_optimizer: bool, late: bool) -> None:
-    """Twice at the start and once later; what overflowed leaves no trace.
-
-    The scale shows it: in the optimizer's own zero_grad before the next batch, else within that
-    batch, which then has no statistics.
-    """
+    """Twice at the start and once later; what overflowed leaves no trace."""
     overflows, found = (0, 1, 4), []
     for scaled in (True, False):
         model = Case(CalledTwice).build()
@@ -197,12 +191,10 @@ def test_an_optimizer_that_its_scaler_does_not_let_step(by_optimizer: bool, late
             scaler.step(own)
             scaler.update()
         assert own.preconditioner.steps == 3
-        missed = {"skipped_statistics": 1} if scaled and not by_optimizer else {}
-        assert {k: v for k, v in own.preconditioner.counters.items() if v} == missed
+        assert not any(own.preconditioner.counters.values())
         found.append(snapshot(model, own.preconditioner))
         own.close()
-    if by_optimizer:
-        assert_close(*found)
+    assert_close(*found)
 
 
 def test_a_scale_is_read_once_a_window(monkeypatch: pytest.MonkeyPatch) -> None:

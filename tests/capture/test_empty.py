@@ -1,0 +1,94 @@
+"""Passes without samples: they divide the loss, and averages are over samples that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.stack import unpack
+from soframe.testing import compare
+from tests.curvature import blocks, closing, factors, fill, half_square, preconditioner, randn
+from tests.distributed.harness import run_ranks
+
+AVERAGES = ["local", "global", "sum"]
+
+
+def network() -> nn.Sequential:
+    return fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+
+
+def batches(sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    return [(randn(n, 3, seed=i), randn(n, 2, seed=50 + i)) for i, n in enumerate(sizes)]
+
+
+def step(rank: int, ranks: int, sizes: Sequence[int], average: str) -> list[Tensor]:
+    """Factors of a step in micro-batches of these sizes, dealt to ranks in order."""
+    model, parts = network(), batches(sizes)
+    total = sum(sizes)
+    mine = parts[rank * len(parts) // ranks : (rank + 1) * len(parts) // ranks]
+    with closing(preconditioner(model, loss_average=average)) as own:
+        for x, y in mine:
+            loss = half_square(model(x), y) if len(x) else model(x).sum() * 0.0
+            share = {"local": 1 / len(mine), "global": len(x) * ranks / total, "sum": len(x)}
+            (loss * share[average]).backward()
+        for parameter in model.parameters():  # as if averaged: factors do not depend on it
+            parameter.grad = torch.ones_like(parameter)
+        own.step()
+        return [
+            unpack(stored, factor)
+            for block in own.blocks
+            for factor, stored in zip(block.factors, block.running.values(), strict=True)
+        ]
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("sizes", [(8, 0), (0, 8), (0, 5, 0)], ids=str)
+def test_factors_are_those_of_the_samples(sizes: Sequence[int], average: str) -> None:
+    """A and G by hand."""
+    model = network()
+    ((x, y),) = [part for part in batches(sizes) if len(part[0])]
+    a, g = step(0, 1, sizes, average)[2:]
+    rows = torch.cat([model[:2](x), torch.ones(len(x), 1).double()], 1).detach()
+    compare(a[0], rows.T @ rows / len(x), "A")
+    gradients = (model(x) - y).detach()
+    compare(g[0], gradients.T @ gradients / len(x), "G")
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+def test_a_loss_without_terms_is_an_empty_pass(average: str) -> None:
+    """All labels ignored, `count(0)`: the rows of that pass are in no average."""
+    model, (x, y) = network(), batches([6])[0]
+    with closing(preconditioner(model, loss_average=average)) as own:
+        own.count(6)
+        scale = {"local": 1 / 2, "global": 1.0, "sum": 6.0}[average]
+        (half_square(model(x), y) * scale).backward()
+        own.count(0)
+        (model(randn(4, 3, seed=9)).sum() * 0.0).backward()
+        own.step()
+        rows = torch.cat([x, torch.ones(6, 1).double()], 1)
+        compare(factors(own, "0")[0][0], rows.T @ rows / 6, "A")
+
+
+def test_a_window_of_empty_passes_leaves_the_averages() -> None:
+    model, (x, y) = network(), batches([6])[0]
+    with closing(preconditioner(model)) as own:
+        half_square(model(x), y).backward()
+        own.step()
+        before = blocks(own)["0"].running["A"].clone()
+        model.zero_grad()
+        (model(x[:0]).sum() * 0.0).backward()
+        own.step()
+        assert torch.equal(blocks(own)["0"].running["A"], before)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("average", ["local", "global"])
+@pytest.mark.parametrize("sizes", [(8, 0), (4, 0, 3, 5), (0, 0, 3, 5)], ids=str)
+def test_two_ranks_are_one_process(sizes: Sequence[int], average: str) -> None:
+    alone = step(0, 1, sizes, average)
+    for found in run_ranks(step, 2, sizes, average):
+        for one, other in zip(found, alone, strict=True):
+            compare(one, other, "factor")
