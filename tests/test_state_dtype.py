@@ -46,6 +46,13 @@ def test_numbers_that_need_no_rounding_stay() -> None:
     assert dithered(exact.double(), torch.float32, 8, 0).dtype == torch.float32
 
 
+def test_nan_of_any_bits_stays_nan() -> None:
+    """Noise that carries out of a NaN's bits would make a zero of it."""
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
+    for turn in range(300):
+        assert dithered(bits.view(torch.float32), BF16, 4, turn).isnan().all()
+
+
 def test_a_slow_average_does_not_stall() -> None:
     """AdamW's second moment of gradients that shrink: it falls as its twin in float64 does."""
     model = nn.Linear(8, 4, bias=False)
