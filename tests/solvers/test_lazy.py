@@ -134,5 +134,5 @@ class Picky(Inverse):
 
 
 def test_what_the_inner_solver_refuses_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot solve the factors of .*: not these"):
+    with pytest.raises(ValueError, match=r"cannot solve the factors of .*: not these"):
         soframe.Preconditioner(nn.Linear(3, 2), solver=Lazy(Picky()), kl_clip=None)
