@@ -31,8 +31,20 @@ test: $(VENV)/.stamp-test ## run the test suite
 	$(PYTEST) -n $(WORKERS) -m "not thorough" $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: $(VENV)/.stamp-test ## run it with more ranks, strategies, methods and examples
+test-all: $(VENV)/.stamp-test ## run it with more ranks, strategies, methods and examples, and on other kernels
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n $(WORKERS) $(PYTEST_ARGS)
+	$(MAKE) test-kernels
+
+# The last bits of a product depend on the instructions that MKL, oneDNN and ATen choose for a processor.
+NUMERICAL := $(addprefix tests/,capture kernels layers losses methods parity solvers testing trust_region) \
+    $(patsubst %,tests/test_%.py,clip_lr counting fisher kl_clip moving norm_clip optimizer stacks state_dtype statistics)
+
+.PHONY: test-kernels
+test-kernels: $(VENV)/.stamp-test ## run the numerical tests of one process with the instructions of two other processors
+	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 \
+	    $(PYTEST) -n $(WORKERS) -m "not thorough and not distributed" $(NUMERICAL) $(PYTEST_ARGS)
+	MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
+	    $(PYTEST) -n $(WORKERS) -m "not thorough and not distributed" $(NUMERICAL) $(PYTEST_ARGS)
 
 .PHONY: test-fast
 test-fast: $(VENV)/.stamp-test ## run two cases of each quick test of one process, with few examples

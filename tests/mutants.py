@@ -270,7 +270,9 @@ def try_all(
             seconds = time.monotonic() - start
             print(f"{verdict:<9} {seconds:4.0f} s  {file}:{mutant.line}  {mutant.change}")
             print(f"{'':<18}{mutant.source}", flush=True)
-    print(f"{len(mutants)} mutants, {len(survivors)} survivors that are not accepted")
+    killed = len(mutants) - len(survivors)
+    rate = killed / max(len(mutants), 1)
+    print(f"{killed} of {len(mutants)} mutants killed or accepted: {rate:.0%}")
     return survivors
 
 
@@ -284,18 +286,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--file", action="append", help="source files; by default all of the table")
     parser.add_argument("--sample", type=int, default=100, help="mutants to draw; 0 for all")
+    parser.add_argument("--each", type=int, help="mutants to draw from each file, instead")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--list", action="store_true", help="list the mutants without trying them")
     options = parser.parse_args()
     tests, accepted = load()
-    mutants = [
-        mutant
-        for file in options.file or tests
-        for mutant in generate(file, (ROOT / file).read_text(encoding="utf-8"))
-    ]
-    if 0 < options.sample < len(mutants):
-        mutants = random.Random(options.seed).sample(mutants, options.sample)
-        mutants.sort(key=lambda m: (m.file, m.start))
+    draws = random.Random(options.seed)
+    mutants = []
+    for file in options.file or tests:
+        of_file = generate(file, (ROOT / file).read_text(encoding="utf-8"))
+        if options.each is not None:
+            of_file = draws.sample(of_file, min(options.each, len(of_file)))
+        mutants += of_file
+    if options.each is None and 0 < options.sample < len(mutants):
+        mutants = draws.sample(mutants, options.sample)
+    mutants.sort(key=lambda m: (m.file, m.start))
     if options.list:
         for mutant in mutants:
             print(f"{mutant.file}:{mutant.line}  {mutant.change}\n    {mutant.source}")

@@ -90,8 +90,9 @@ def of_python(file: str, text: str) -> Prose:
 
 
 def of_markdown(file: str, text: str) -> Prose:
-    """Return the text of a page without its code."""
+    """Return the text of a page without its code and comments."""
     plain = re.sub(r"^( *)(```+|~~~+).*?^\1\2 *$", _blank, text, flags=re.MULTILINE | re.DOTALL)
+    plain = re.sub(r"<!--.*?-->", _blank, plain)
     return Prose(file, [(1, _without_code(plain))])
 
 

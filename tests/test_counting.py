@@ -358,6 +358,86 @@ def test_a_table_whose_second_dimension_is_the_batch_is_not_shared() -> None:
         compare(other, one, name)
 
 
+class Offset(nn.Module):
+    """Adds to each position the image of a table ``[1, T]``, whose layer is nearest to the loss."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.inner, self.offset = nn.Linear(3, 2), nn.Linear(4, 2)
+        self.table = randn(1, positions, 4, seed=7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner(x)
+        return inner + self.offset(self.table)
+
+
+def test_a_table_nearest_to_the_loss_with_as_many_positions_as_samples() -> None:
+    """[1, T] with T = N: the batch stays that of the model's arguments."""
+    model, x, y = fill(Offset(4)), randn(4, 4, 3), randn(4, 4, 2, seed=1)
+    with closing(preconditioner(model)) as own:
+        output = model(x)
+        (0.5 * (output - y).square().sum((1, 2)).mean()).backward()
+        own.step()
+        found = factors(own, "inner")
+    rows = torch.cat([x, torch.ones(4, 4, 1).double()], 2).flatten(0, 1)
+    errors = (output - y).detach().flatten(0, 1)  # the gradients of the samples' own losses
+    compare(found[0][0], rows.T @ rows / 4, "A")
+    compare(found[1][0], errors.T @ errors / 16, "G")
+
+
+class Flat(nn.Module):
+    """Its layers have the tokens of all samples in one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def test_flat_tokens_of_which_some_are_padding() -> None:
+    model, x, y = fill(Flat()), randn(3, 4, 3), randn(3, 4, 2, seed=1)
+    with closing(preconditioner(model)) as own:
+        own.count(KEEP, rows=KEEP)
+        output = model(x)
+        half_square(output[KEEP], y[KEEP]).backward()
+        own.step()
+        found = factors(own, "inner")
+    rows = torch.cat([x[KEEP], torch.ones(int(KEEP.sum()), 1).double()], 1)
+    errors = (output - y).detach()[KEEP]
+    compare(found[0][0], rows.T @ rows / len(rows), "A")
+    compare(found[1][0], errors.T @ errors / len(rows), "G")
+
+
+class Pairs(nn.Module):
+    """Two sequences of each sample go through the table as one batch ``[2 N, T]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        one, other = self.table(torch.cat([first, second])).sum(1).chunk(2)
+        return one - 2 * other
+
+
+def test_a_table_whose_calls_have_two_sequences_of_each_sample() -> None:
+    model, y = fill(Pairs()), randn(2, 3)
+    first, second = torch.tensor([[0, 1, 1], [4, 2, 0]]), torch.tensor([[3, 3, 1], [0, 4, 2]])
+    with closing(preconditioner(model, layers="all")) as own:
+        output = model(first, second)
+        half_square(output, y).backward()
+        own.step()
+        found = factors(own, "table")
+    used = torch.cat([first, second]).flatten().bincount(minlength=5).double()
+    errors = (output - y).detach()
+    # Each of the 2 x 3 rows of a sample has its error, or minus twice it.
+    gradients = torch.cat([errors, -2 * errors]).repeat_interleave(3, 0)
+    compare(found[0].flatten(), used / 2, "A")
+    compare(found[1][0], gradients.T @ gradients / 12, "G")
+
+
 @pytest.mark.slow
 def test_shared_layers_under_type_2_are_exact_in_expectation() -> None:
     """The signs of columns differ from step to step: without them G would be twice as large."""

@@ -16,7 +16,7 @@ from soframe.kernels.halves import dithered
 from soframe.methods import AdamW
 from soframe.strategies import Sharded
 from tests import kit
-from tests.curvature import closing
+from tests.curvature import closing, randn
 from tests.distributed.harness import run_ranks
 
 BF16 = torch.bfloat16
@@ -44,6 +44,13 @@ def test_numbers_that_need_no_rounding_stay() -> None:
             dithered(exact, BF16, 8, turn).float(), exact, equal_nan=True, rtol=0, atol=0
         )
     assert dithered(exact.double(), torch.float32, 8, 0).dtype == torch.float32
+
+
+def test_nan_of_any_bits_stays_nan() -> None:
+    """Noise that carries out of a NaN's bits would make a zero of it."""
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
+    for turn in range(300):
+        assert dithered(bits.view(torch.float32), BF16, 4, turn).isnan().all()
 
 
 def test_a_slow_average_does_not_stall() -> None:
@@ -259,6 +266,36 @@ def _factors_on_ranks(rank: int, ranks: int, strategy: Any) -> dict[Any, Tensor]
     factors = {(n, k): f.float() for n, block in state.items() for k, f in block["factors"].items()}
     own.close()
     return gradients | factors
+
+
+def _falling(rank: int, ranks: int, strategy: Any) -> Tensor:
+    """A after statistics of inputs that became four times smaller: it falls slowly."""
+    model, inputs = nn.Linear(6, 2, bias=False), randn(8, 6).float()
+    settings = {"strategy": strategy, "dtype": BF16, "solve_every": 3, "decay": 0.99}
+    with closing(kit.precondition(model, "kfac", **settings)) as own:
+
+        def loss(model: nn.Module, step: int) -> Tensor:
+            scale = 1.0 if step == 0 else 0.25
+            return model(scale * inputs[rank::ranks]).square().sum(1).mean()
+
+        kit.train(model, loss, range(121), kit.Averaging(model), own)
+        return own.state_dict()["blocks"]["Linear"]["factors"]["A"].double()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_deferred_statistics_do_not_stall_over_many_solves() -> None:
+    inputs = randn(8, 6)
+    moment = inputs.T @ inputs / 8
+    running, mass = torch.zeros(6, 6).double(), 0.0
+    for step in range(121):
+        mass = 0.99 * mass + 0.01
+        running += 0.01 / mass * ((1.0 if step == 0 else 0.0625) * moment - running)
+    triangle = torch.ones(6, 6).tril().bool()
+    for packed in run_ranks(_falling, 2, Sharded(group=None, deferred=True)):
+        # The layout of packed triangles is another test's: their sums of squares will do.
+        expected = running[triangle].square().sum().sqrt()
+        assert float(packed.norm() / expected) == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("method", ["kfac", "soap"])

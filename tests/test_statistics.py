@@ -1,5 +1,6 @@
 """Running factors: what they average, and what a window gathers."""
 
+import copy
 from math import prod
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import soframe
 from soframe.testing import compare, kron, layer_fisher
@@ -331,6 +333,62 @@ def test_so_do_methods_of_gradients_at_the_next_use(method: str) -> None:
         assert first.keys() == second.keys() == {"L", "R"} or key == "bias"
         for name, factor in first.items():
             compare(second[name], factor, f"{key}: {name}")
+
+
+@pytest.mark.parametrize("change", ["resumed", "rebuilt"])
+def test_a_missed_turn_of_gradients_outlives(change: str) -> None:
+    """The second head misses the turns; whenever the run is interrupted, it ends the same."""
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        inputs, targets = batch(step)
+        return log_cosh(model(inputs, step % 2), targets)
+
+    def train(interrupted: int | None) -> Tensor:
+        model = fill(InTurns())
+        settings = {"lr": 0.1, "statistics_every": 2, "solve_every": 4}
+        own = soframe.Optimizer(model, "soap", **settings)
+        for step in range(8):
+            if step == interrupted and change == "rebuilt":
+                model.heads[0] = nn.Sequential(model.heads[0])  # type: ignore[index]
+            elif step == interrupted:
+                saved = copy.deepcopy((model.state_dict(), own.state_dict()))
+                own.close()
+                model = fill(InTurns())
+                own = soframe.Optimizer(model, "soap", **settings)
+                model.load_state_dict(saved[0])
+                own.load_state_dict(saved[1])
+            weights = kit.train(model, loss, [step], own)
+        own.close()
+        return weights
+
+    expected = train(None)
+    for step in range(1, 7):
+        assert torch.equal(train(step), expected), f"interrupted before step {step}"
+
+
+class Borrowed(nn.Module):
+    """Uses its layer's weight with or without the layer, whose hooks see the first alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, *, called: bool) -> Tensor:
+        hidden = self.first(x)
+        return self.head(hidden) if called else F.linear(hidden, self.head.weight, self.head.bias)
+
+
+def test_a_weight_that_is_used_without_its_module_at_a_turn_waits_for_no_statistics() -> None:
+    model = fill(Borrowed())
+    with closing(preconditioner(model, statistics_every=3, solve_every=3)) as own:
+        taking = []
+        for step in range(10):
+            taking.append(own.takes_statistics)
+            inputs, targets = batch(step)
+            model.zero_grad()
+            log_cosh(model(inputs, called=step != 6), targets).backward()
+            own.step()
+    assert [step for step, takes in enumerate(taking) if takes] == [0, 3, 6, 9]
 
 
 @pytest.mark.distributed

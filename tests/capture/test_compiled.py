@@ -178,6 +178,20 @@ def test_a_step_within_compiled_code_is_the_eager_one(who: str, compiled: str) -
     compare(whole_steps(who, compiled), whole_steps(who, ""), "weights", rtol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_full_graph_of_a_step_is_refused() -> None:
+    """By torch, as the step runs between two graphs."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    own = soframe.Preconditioner(model, lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    before = kit.gradients(model)
+    compiled = torch.compile(own.step, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled()
+    assert all(map(torch.equal, kit.gradients(model), before))
+    own.close()
+
+
 @pytest.mark.parametrize("kind", ["preconditioner", "optimizer", "trust region", "stochastic"])
 def test_a_cuda_graph_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, and before anything has changed: a step asks the device, which a graph cannot."""

@@ -86,6 +86,20 @@ def test_there_and_back(plain: bool, workers: tuple[int, ...], sources: tuple[in
     assert given == taken
 
 
+def gathered(rank: int, ranks: int) -> Tensor | None:
+    split = Split(shards=ROWS, dtype=torch.float64, device=torch.device("cpu"), workers=(1,))
+    split.part = ROWS.part(tensor(0), rank).clone()
+    gather(TorchDistributed(), [split], "there")
+    return split.whole
+
+
+@pytest.mark.distributed
+def test_a_single_tensor_comes_alone() -> None:
+    first, worker, *others = run_ranks(gathered, 4)
+    assert torch.equal(worker, tensor(0))
+    assert [first, *others] == [None] * 3
+
+
 def test_who_sends_what() -> None:
     assert ROWS.receivers(0, (2,)) == [2]
     assert ROWS.receivers(2, (2,)) == []

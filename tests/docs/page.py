@@ -1,7 +1,8 @@
 """Run the code of one page of the documentation: `python page.py PAGE`.
 
 Every fence of a page that opens with ```python runs, in order, in one namespace. One that opens
-with ```python notest is shown to the reader only. Tracebacks name the page and its lines.
+with ```python raises=ValueError has to raise this error, and one with ```python notest is shown to
+the reader only. Tracebacks name the page and its lines.
 """
 
 import re
@@ -12,16 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FENCE = re.compile(r"^(?P<indent>[ >]*)(?P<marks>`{3,}|~{3,})[ \t]*(?P<info>[^`]*)$")
+RAISES = re.compile(r"python raises=(?P<error>\w+)")
 # Other ways to show Python, which would not be run.
 DISGUISES = ("py", "python3", "{code-block} python", "{code} python", "{sourcecode} python")
 
 
 @dataclass(frozen=True)
 class Block:
-    """The code of one fence, and the page's line that it starts on, from 1."""
+    """The code of one fence, the page's line that it starts on, from 1, and its error if any."""
 
     code: str
     line: int
+    raises: str | None = None
 
 
 def blocks(text: str, first_line: int = 1) -> list[Block]:
@@ -45,10 +48,15 @@ def blocks(text: str, first_line: int = 1) -> list[Block]:
         words, line = fence["info"].split(), first_line + start
         if " ".join(words[:2]) in DISGUISES or " ".join(words[:1]) in DISGUISES:
             raise ValueError(f"line {line - 1}: write ```python, so that the code is run")
-        if words[:1] == ["python"] and words[1:] not in ([], ["notest"]):
-            raise ValueError(f"line {line - 1}: after ```python only 'notest' may stand")
+        option = RAISES.fullmatch(" ".join(words))
+        if words[:1] == ["python"] and words[1:] not in ([], ["notest"]) and not option:
+            raise ValueError(
+                f"line {line - 1}: after ```python only 'notest' or 'raises=SomeError' may stand"
+            )
         if words == ["python"]:
             found.append(Block(body, line))
+        elif option:
+            found.append(Block(body, line, option["error"]))
         elif words and words[0].startswith("{"):
             found += blocks(body, line)
     return found
@@ -66,7 +74,16 @@ def run(page: Path) -> None:
     for block in blocks(page.read_text(encoding="utf-8")):
         # Empty lines before the code make Python count lines as the page does.
         code = "\n" * (block.line - 1) + block.code + "\n"
-        exec(compile(code, str(page), "exec"), module.__dict__)
+        try:
+            exec(compile(code, str(page), "exec"), module.__dict__)
+        except Exception as error:
+            if type(error).__name__ != block.raises:
+                raise
+        else:
+            if block.raises:
+                # Raised from the fence's first line, which the failure then names.
+                missing = f"raise AssertionError('this code raised no {block.raises}')"
+                exec(compile("\n" * (block.line - 1) + missing, str(page), "exec"))
 
 
 def main(page: Path) -> int:

@@ -84,6 +84,10 @@ never()
 ~~~python
 z = 3
 ~~~
+
+```python raises=KeyError
+{}[z]
+```
 """
 
 
@@ -92,6 +96,7 @@ def test_blocks_are_found_wherever_they_stand() -> None:
         Block("if True:\n    x = 1", 3),
         Block("y = 2", 9),
         Block("z = 3", 21),
+        Block("{}[z]", 25, "KeyError"),
     ]
 
 
@@ -100,6 +105,7 @@ def test_blocks_are_found_wherever_they_stand() -> None:
     [
         ("a\n```python\nx = 1\n", "line 2: this fence is never closed"),
         ("```python no-test\nx = 1\n```\n", "line 1: after ```python only 'notest'"),
+        ("```python raises\nx = 1\n```\n", "line 1: after ```python only 'notest' or 'raises="),
         ("```py\nx = 1\n```\n", "line 1: write ```python"),
         ("```{code-block} python\nx = 1\n```\n", "line 1: write ```python"),
     ],
@@ -123,6 +129,22 @@ def test_a_failure_names_page_and_line(tmp_path: Path, code: str, failure: str) 
     done = run(page, tmp_path)
     assert done.returncode == 1
     assert failure in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ("raise KeyError(x)", None),
+        ("raise LookupError(x)", "page.md:6: LookupError: 1"),
+        ("x = 2", "page.md:6: AssertionError: this code raised no KeyError"),
+    ],
+)
+def test_a_promised_error_has_to_come(tmp_path: Path, code: str, failure: str | None) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\nx = 1\n```\n\n```python raises=KeyError\n{code}\n```\n")
+    done = run(page, tmp_path)
+    assert (done.returncode == 0) == (failure is None), done.stderr
+    assert failure is None or failure in done.stderr.splitlines()[-1]
 
 
 def test_a_page_is_a_module(tmp_path: Path) -> None:

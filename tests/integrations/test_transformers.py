@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,6 +230,16 @@ def test_a_checkpoint_without_a_state(tmp_path: Path) -> None:
     train(str(tmp_path), with_callback=False)
     with pytest.raises(FileNotFoundError, match=f"checkpoint-{STEPS} has no state of a precond"):
         train(str(tmp_path), resume=True)
+
+
+def test_a_checkpoint_elsewhere(tmp_path: Path) -> None:
+    """As of a trial in a search for hyper-parameters."""
+    pytest.importorskip("transformers")
+    from soframe.integrations.transformers import SoframeCallback
+
+    arguments = SimpleNamespace(output_dir=str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="checkpoint-3: its checkpoint is elsewhere"):
+        SoframeCallback().on_save(arguments, SimpleNamespace(global_step=3), None)
 
 
 def test_optimizers_that_it_is_not_for(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import soframe
 from soframe.layers.layout import BlockShape
 from soframe.methods import FOOF, KFAC, Chain, Direction, Given, KFACReduce, Method, Momentum
 from soframe.methods.base import Candidate
@@ -179,6 +180,18 @@ def test_stages_that_do_not_go_together_are_refused() -> None:
     assert Chain((Kaisa(), "momentum")).scalings == ("kaisa",)
     with pytest.raises(TypeError, match="a method is"):
         Chain((3,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "stages_", [("orthogonalise", "match-rms"), ("match-rms", "orthogonalise")]
+)
+def test_the_auxiliary_rate_is_the_least_of_the_stages(stages_: tuple[str, str]) -> None:
+    """AdamW's rate is a fifth of the spectral one, and equals that of an orthogonal matrix."""
+    model = fill(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    with closing(soframe.Optimizer(model, Chain(stages_), lr=0.1)) as own:
+        rates = {group["method"].partition(":")[0]: group["lr"] for group in own.param_groups}
+    assert rates.pop("auxiliary") == pytest.approx(0.02)
+    assert list(rates.values()) == [0.1]
 
 
 def test_curvature_then_momentum() -> None:

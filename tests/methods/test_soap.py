@@ -383,5 +383,5 @@ def test_soap_is_pytorch_optimizers() -> None:
             twin.step()
             peer.step()
             # It decomposes in single precision, even in float64; soframe's single does not show.
-            compare(model[0].weight.grad, exact[0].weight.grad, "single and double", rtol=1e-6)
+            compare(model[0].weight.grad, exact[0].weight.grad, "single and double", rtol=1e-5)
             compare(model[0].weight.grad, before - other.detach(), "direction", rtol=1e-3)

@@ -194,6 +194,23 @@ def test_four_ranks_take_the_steps_of_one_and_two_go_on(strategy: str) -> None:
         compare(weights, alone, f"{strategy}, resumed on two")
 
 
+def test_a_head_with_a_bias_of_its_own_shares_its_table_alone() -> None:
+    """While the bias is zero the table has the update of a head without one; the bias is raw."""
+    updates = []
+    for bias in (False, True):
+        model, indices = made(7, 4, 0), torch.tensor([[0, 1, 2], [6, 3, 3], [5, 0, 4]])
+        if bias:
+            model.heads[0].bias = nn.Parameter(torch.zeros(7).double())
+        with closing(soframe.Preconditioner(model, layers="all", lr=0.1, **EVERY)) as own:
+            output = model(indices)
+            (sum(map(sample_loss, output)) / 3).backward()
+            raw = None if model.heads[0].bias is None else model.heads[0].bias.grad.clone()
+            own.step()
+            updates.append(model.heads[0].weight.grad.clone())
+            assert raw is None or torch.equal(model.heads[0].bias.grad, raw)
+    compare(updates[1], updates[0], "update of the table")
+
+
 class LanguageModel(nn.Module):
     """A transformer of one layer as GPT-2 has it, with the head's weight in its table."""
 

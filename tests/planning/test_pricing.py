@@ -55,6 +55,17 @@ def test_other_operators_take_the_memory_s_time() -> None:
         assert paper.price(lambda: x[:2, :2] + 1).seconds == CPU.launch
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_many_tensors_are_one_launch_on_a_gpu_and_a_loop_on_a_cpu(in_place: bool) -> None:
+    for hardware, launches in ((CPU, 5), (GPU, 1)):
+        with Paper(hardware) as paper:
+            tensors = [paper.new((2, 2)) for _ in range(5)]
+            multiply = torch._foreach_mul_ if in_place else torch._foreach_mul
+            priced = paper.price(lambda t=tensors, f=multiply: f(t, 0.5))
+        assert priced.seconds == pytest.approx(launches * hardware.launch)
+        assert priced.operators == 1
+
+
 def test_memory_is_counted_for_as_long_as_it_lives() -> None:
     def code() -> Tensor:
         big = torch.zeros(1000)

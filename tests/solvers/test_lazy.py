@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import soframe
 from soframe.solvers import Eigen, Inverse, OrthogonalIteration, Relative, Solver
 from soframe.solvers.lazy import Lazy, sketch
+from soframe.specs import FactorSpec
 from soframe.testing import check_solver, compare
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, train_alone, train_cases
@@ -130,3 +133,15 @@ def test_the_inner_solver_may_be_a_name_or_a_class(around: type[Lazy | Relative]
         around("nothing")
     with pytest.raises(TypeError, match="a solver is a name"):
         around(3)
+
+
+class Picky(Inverse):
+    """Refuses all factors."""
+
+    def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
+        return "not these"
+
+
+def test_what_the_inner_solver_refuses_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cannot solve the factors of .*: not these"):
+        soframe.Preconditioner(nn.Linear(3, 2), solver=Lazy(Picky()), kl_clip=None)

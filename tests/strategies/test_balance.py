@@ -72,6 +72,12 @@ def test_ties_go_to_the_earlier_job_and_the_lower_bin():
     assert assign([1.0, 1.0, 1.0], [0.0, 0.0]) == [0, 1, 0]
 
 
+def test_ties_of_bins_of_several_ranks_go_to_the_one_with_less_so_far():
+    """A job of 4 ends at 4 on both: on two ranks that had 2, and on one that had nothing."""
+    assert assign([4.0], [2.0, 0.0], sizes=[2, 1]) == [1]
+    assert assign([4.0], [0.0, 2.0], sizes=[1, 2]) == [0]
+
+
 @settings(max_examples=examples(30))
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=3),

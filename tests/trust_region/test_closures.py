@@ -20,7 +20,7 @@ import soframe
 from soframe.testing import compare
 from tests.curvature import fill, half_square, randn
 from tests.distributed.harness import run_ranks
-from tests.trust_region.kit import Measured, deep, labels, trust_region, vector
+from tests.trust_region.kit import Measured, classes_of, deep, labels, trust_region, vector
 
 Make = Callable[[nn.Module], Any]
 Run = Callable[[Callable[..., Any]], tuple[Tensor, ...]]
@@ -128,6 +128,23 @@ def test_a_declared_loss_is_of_one_call() -> None:
     own, before = trust_region(model := deep(), "squared-error"), vector(model)
     with pytest.raises(ValueError, match=r"calls the model 2 times.*pass a closure for each"):
         own.step(lambda: of_both(*calls()(model)))
+    assert torch.equal(vector(model), before)
+
+
+@pytest.mark.parametrize(
+    "weighted",
+    [
+        lambda y, x: F.cross_entropy(x, y, weight=torch.tensor([1.0, 5.0, 2.0]).double()),
+        lambda y, x: (torch.arange(8) * F.cross_entropy(x, y, reduction="none")).mean(),
+        lambda y, x: F.cross_entropy(x, torch.where(torch.arange(8) < 4, -100, y)),
+    ],
+    ids=["classes", "samples", "ignored targets"],
+)
+def test_a_declared_loss_has_the_same_weight_for_each_sample(weighted: Any) -> None:
+    own, before = trust_region(model := deep(), "cross-entropy"), vector(model)
+    x, y = classes_of(0)
+    with pytest.raises(ValueError, match=r"samples have from .* times its curvature"):
+        own.step(lambda: weighted(y, model(x)))
     assert torch.equal(vector(model), before)
 
 

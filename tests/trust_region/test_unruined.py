@@ -86,7 +86,8 @@ def saturated(**settings: Any) -> tuple[nn.Module, soframe.TrustRegion, Any]:
 def test_nothing_is_promised_below_the_floor_of_the_loss() -> None:
     _, own, closure = saturated()
     loss = float(own.step(closure))
-    assert -own.last["loss"] <= own.last["predicted"] < 0
+    # The floor of the loss is 0; a promise that is cut to it is a sum of products, which rounds.
+    assert -own.last["loss"] * (1 + 1e-9) <= own.last["predicted"] < 0
     assert own.last["damping"] > 1e-5
     assert own.readout is not None
     assert "the model promised more than the loss can fall" in own.readout.notes
