@@ -366,6 +366,28 @@ def test_a_missed_turn_of_gradients_outlives(change: str) -> None:
         assert torch.equal(train(step), expected), f"interrupted before step {step}"
 
 
+def test_a_state_does_not_change_with_later_steps() -> None:
+    """Of diagonal factors, too, which are saved as they are held."""
+    model = fill(nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2)))
+    with closing(preconditioner(model, layers="all")) as own:
+
+        def step(seed: int) -> None:
+            model.zero_grad()
+            indices = torch.tensor([[0, 1, 2, 3], [0, 0, 1, 1]])[seed]
+            log_cosh(model(indices), batch(seed)[1]).backward()
+            own.step()
+
+        step(0)
+        state = own.state_dict()
+        saved = copy.deepcopy(state["blocks"])
+        step(1)
+        after = own.state_dict()["blocks"]
+        for name, block in saved.items():
+            for factor, tensor in block["factors"].items():
+                assert torch.equal(state["blocks"][name]["factors"][factor], tensor)
+                assert not torch.equal(after[name]["factors"][factor], tensor)
+
+
 class Borrowed(nn.Module):
     """Uses its layer's weight with or without the layer, whose hooks see the first alone."""
 

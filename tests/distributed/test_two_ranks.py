@@ -130,6 +130,7 @@ def loaded(
         state = own.state_dict()
     else:
         own.load_state_dict(state)
+        state = own.state_dict()
     held, planned = own.memory_usage(), own.placement.memory(rank)
     kit.train(model, loss, [2], kit.Averaging(model), own)
     own.close()
@@ -141,7 +142,13 @@ def loaded(
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt"])
 def test_two_ranks_load_the_factors_of_one_process_as_triangles(strategy: str) -> None:
     state, *_, alone = loaded(0, 1, "comm-opt", None, 2)
-    for _, held, planned, gradients in run_ranks(loaded, 2, strategy, state, 1):
+    for again, held, planned, gradients in run_ranks(loaded, 2, strategy, state, 1):
         assert held == planned
+        for name, block in state["blocks"].items():
+            for factor, tensor in block["factors"].items():
+                assert torch.equal(again["blocks"][name]["factors"][factor], tensor)
+            for factor, tensors in block["second_order"].items():
+                for key, tensor in tensors.items():
+                    assert torch.equal(again["blocks"][name]["second_order"][factor][key], tensor)
         for name, gradient in gradients.items():
             compare(gradient, alone[name], name)
