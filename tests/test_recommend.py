@@ -198,6 +198,16 @@ def test_figures_are_of_one_process_or_of_several() -> None:
         soframe.recommend(model, ranks=0)
 
 
+def test_without_batch_norm_a_convolutional_net_has_the_safe_settings() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    found = soframe.recommend(model)
+    assert found.kind == "convolutional"
+    assert found.call == soframe.recommend(mlp()[0]).call
+    assert "without batch norm" in found.reason
+    normed = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+    assert "damping=3e-3" in soframe.recommend(normed).call
+
+
 def test_a_preconditioner_of_the_model_stays() -> None:
     model, inputs = mlp()
     with closing(kit.precondition(model)) as own:

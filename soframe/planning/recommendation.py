@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from soframe.blocks.registration import unwrap
 from soframe.methods import SOAP
@@ -138,12 +139,19 @@ ADVICE = (
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
         "preconditioner = soframe.Preconditioner(model, optimizer=optimizer{more})",
         (0.01, 0.1),
-        "an autoencoder of digits has its target in the same steps at rates of 0.01 and 0.1, since "
-        "the clip decides the length. For full batches, soframe.TrustRegion needs no rate",
-        "docs/benchmarks/defaults.md",
+        "on 23 ordinary problems it diverges nowhere, and is at SGD's best loss after 0.58 of its "
+        "steps in the median. Autoencoders gain time, too; two or three small layers on a table "
+        "gain steps and not time. For full batches, soframe.TrustRegion needs no rate",
+        "docs/benchmarks/ordinary.md",
         {"method": "kfac"},
     ),
 )
+
+WITHOUT_NORMS = (
+    "without batch norm the defaults are the safe settings: on two small convolutional nets they "
+    "are at SGD's best loss after 0.41 and 0.42 of its steps"
+)
+"""The reason for a convolutional net whose settings are those of a dense one."""
 
 HINTS = {
     "dense": "if the loss has derivatives of the model's outputs, as a PINN's has: "
@@ -152,10 +160,11 @@ HINTS = {
 """By kind: which of its models need another recommendation."""
 
 ON_RANKS = {
-    "convolutional": "on four processes, each with 16 images of a batch, a ResNet-20 has SGD's "
-    "final accuracy in 0.91 of SGD's time, with learning rates that fall to zero on a line"
+    "docs/benchmarks/kaisa.md": "on four processes, each with 16 images of a batch, a ResNet-20 "
+    "has SGD's final accuracy in 0.91 of SGD's time, with learning rates that fall to zero on a "
+    "line"
 }
-"""By kind: the reason on several ranks, where they were measured."""
+"""By page: the reason on several ranks, where they were measured."""
 
 
 def recommend(model: nn.Module, *, ranks: int = 1, kind: str | None = None) -> Recommendation:
@@ -183,11 +192,14 @@ def recommend(model: nn.Module, *, ranks: int = 1, kind: str | None = None) -> R
     advice = kinds[kind_of(model) if kind is None else kind]
     if advice.plan["method"] == "kfac" and _covered(model) < 0.5:
         advice = kinds["other"]
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    if advice.kind == "convolutional" and not has_batch_norm:
+        advice = replace(kinds["dense"], kind="convolutional", reason=WITHOUT_NORMS)
     more = f', strategy="{advice.strategy}"' if ranks > 1 else ""
     return replace(
         advice,
         call=advice.call.replace("{more}", more),
-        reason=ON_RANKS.get(advice.kind, advice.reason) if ranks > 1 else advice.reason,
+        reason=ON_RANKS.get(advice.page, advice.reason) if ranks > 1 else advice.reason,
         memory=_memory(model, advice, ranks),
         hint=HINTS.get(advice.kind, ""),
     )
