@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class Momentum(WithoutFactors):
 
 def require_beta(method: str, name: str, beta: float | Sequence[float]) -> None:
     """Raise ValueError unless a decay, or each of two ``betas``, is a number in ``[0, 1)``."""
-    betas = beta if name == "betas" else (beta,)
+    betas: Any = beta if name == "betas" else (beta,)
     if not isinstance(betas, Sequence) or (name == "betas" and len(betas) != 2):
         raise ValueError(f"{method}: betas are two numbers, such as (0.9, 0.999), not {betas!r}")
     for number in betas:

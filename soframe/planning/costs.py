@@ -20,6 +20,7 @@ from torch import Tensor
 
 from soframe.blocks.block import Block
 from soframe.layers.base import LayerHelper
+from soframe.layers.layout import BlockShape
 from soframe.layers.sharing import SharedInputs
 from soframe.methods.base import Call, Given
 from soframe.methods.returned import direction_of, observed_by
@@ -215,7 +216,8 @@ class Costs:
             return Priced()
 
         def run(given: Given) -> object:
-            return observed_by(block.method, block.factors, given.gradient, given.data)
+            factors = block.method.factors(BlockShape(*given.gradient.shape))
+            return observed_by(block.method, factors, given.gradient, given.data)
 
         return self._of_stack("observe", stack, run)
 
