@@ -41,12 +41,12 @@ EXTENSIONS = ("parallel", "trust_region", "experiments")
 ENTRANCES = ("__init__", "__main__", "cli")  # import everything, for users
 
 BOUNDS: dict[str, int] = {
-    "kfac: files": 55,
-    "kfac: functions": 299,
+    "kfac: files": 56,
+    "kfac: functions": 328,
     "kfac: depth": 11,
-    "kfac: calls": 1085,
-    "kfac: functions of step()": 218,
-    "kfac: calls of step()": 837,
+    "kfac: calls": 1190,
+    "kfac: functions of step()": 223,
+    "kfac: calls of step()": 853,
     "soap: files": 52,
     "soap: functions": 207,
     "soap: depth": 14,
@@ -57,7 +57,7 @@ BOUNDS: dict[str, int] = {
     "functions above complexity 15": 0,
     "classes above 30 methods": 0,
     "most parameters of a constructor": 19,
-    "lines": 37671,
+    "lines": 38150,
     "modules in circles": 0,
     "rooms in circles": 0,
     "imports of extensions by the core": 1,
