@@ -26,7 +26,7 @@ from soframe.blocks.registration import Choice, Choices, unwrap
 from soframe.blocks.report import Report, warn_of_lost_blocks
 from soframe.blocks.stack import Solved
 from soframe.blocks.watch import Watch
-from soframe.capture.counting import declare
+from soframe.capture.counting import Samples, declare
 from soframe.capture.fisher import Fisher
 from soframe.capture.hooks import Capture
 from soframe.capture.loss_scale import LossScale
@@ -193,7 +193,7 @@ class Preconditioner(Stateful):
                 reads_calls=all(one.captures for one in building.methods(method)),
             )
             # A stage of a pipeline sees inputs or outputs of the model, and not both.
-            counted = "batch" if self._stages.backend is not None else None
+            counted: Samples = "batch" if self._stages.backend is not None else None
             self._scaling, self._samples = curve.scaling, curve.samples or counted
             self._precision = curve.precision
             self._loss_average = curve.loss_average

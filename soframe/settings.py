@@ -42,7 +42,7 @@ class Curvature:
             (every token has its own term), or a callable that returns the number of terms of the
             backward pass under way. None decides by the model's inputs and outputs: tokens where
             integers ``[N, T]`` become outputs ``[N, T, V]`` and V is the size of an embedding
-            (but not in a pipeline), else samples; what is uncertain is asked by a warning.
+            (but not in a pipeline), else samples; an uncertain number gives one warning.
             `Preconditioner.observe` reads it from the outputs; if the loss ignores terms, use
             `Preconditioner.count`.
         rows: The fraction (float) or the number (int) of the rows of every call that enter the

@@ -7,9 +7,8 @@ unless their inputs are the same. A layer may see some of the samples (a mixture
 pieces of them (windows of an image): its sums are still divided by N. A layer that is called
 without the batch, such as a table of positions with ``[1, T]``, is shared by all samples
 (`LayerHelper.lacks_batch`). If the root does not show N (a submodule was called instead), the layer
-nearest to the loss does. What is uncertain is asked once, by a warning, and declared by
-`Preconditioner.count`, for the forward passes that follow: the positions that the loss ignores
-(``ignore_index``), for example.
+nearest to the loss does. An uncertain number gives one warning; `Preconditioner.count` declares it
+for the forward passes that follow, such as the positions that the loss ignores (``ignore_index``).
 
 A declaration belongs to forward passes rather than to a backward pass: so the order of forward and
 backward passes does not matter. A backward pass uses it up.
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
@@ -27,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from soframe.capture.root import Sight
+from soframe.capture.root import Sight, look, look_at_outputs
 from soframe.layers.base import Unit
 
 Samples = Literal["batch", "positions"] | Callable[[], int] | None
@@ -81,9 +80,23 @@ class Batch:
         """Set the terms, and close the batch: the next forward pass is of another one."""
         self.terms, self.closed = terms, True
 
+    def see_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """See the batch in the arguments of the root."""
+        self.root = look(args, kwargs)
+
+    def see_outputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], output: object, rows: Collection[int]
+    ) -> None:
+        """See the batch in arguments and outputs; ``rows`` are those of the model's tables."""
+        self.root = look_at_outputs(self.root, args, kwargs, output, rows)
+
+    def recognise_by(self, call: Any) -> None:
+        """Set the call by whose node ``before`` a backward pass is found to go through here."""
+        self.call = self.call or weakref.ref(call)
+
     @property
     def is_under_way(self) -> bool:
-        """Whether the backward pass under way goes through this forward pass, where known."""
+        """Whether the backward pass under way goes through this forward pass; False if unsure."""
         call = None if self.call is None else self.call()
         return call is not None and bool(torch._C._will_engine_execute_node(call.before))
 
@@ -223,7 +236,7 @@ class Pass:
     size: int  # the batch that it went through
     part: int = 0  # the pipeline stage that it belongs to
     told: bool = False  # whether its terms or rows are declared, or observed
-    certain: bool = True  # whether its forward passes are known to be of other samples, or the same
+    certain: bool = True  # whether its forward passes are surely of other samples, or the same
     batches: list[Batch] = field(default_factory=list)  # its forward passes
     reached: set[int] = field(default_factory=set)  # the numbers of samples of its calls
     loss_scale: float | None = None  # of its loss; None until it is read

@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
-from soframe.capture.root import look, look_at_outputs, tables
+from soframe.capture.root import tables
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -202,7 +202,7 @@ class _Passes:
     count: int = 0
 
     def enter(self, ended: Callable[[], None]) -> int:
-        """Return the number of the pass under way; the first caller opens it, and hears its end."""
+        """Return the number of the pass under way; the first caller opens it and sets ``ended``."""
         if self.current is None:
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.leave)
@@ -438,14 +438,14 @@ class Capture:
         if not self.batch.declared:
             self.batch = Batch()
             self._open.append(self.batch)
-        self.batch.root = look(args, kwargs)
+        self.batch.see_inputs(args, kwargs)
 
     def _on_outputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tables: Collection[int]
     ) -> None:
         """See the batch of a forward pass in the root's arguments and outputs together."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.batch.root = look_at_outputs(self.batch.root, args, kwargs, output, tables)
+            self.batch.see_outputs(args, kwargs, output, tables)
 
     def together(self, batch: Batch) -> list[Batch]:
         """Return the forward passes of the backward pass under way, in order, given one."""
@@ -683,14 +683,14 @@ class _Pending:
     def note_before(self, node: Any, inputs: Sequence[Tensor]) -> None:
         """Find a node of this forward pass alone that follows the call's in a backward pass."""
         # The node itself has this hook: a reference to it would be a cycle. The casts of weights
-        # by autocast, and what the root was given, may be parts of other forward passes.
-        known = (x.grad_fn for x in inputs if not self.batch.root.has(x))
+        # by autocast and the root's inputs may be parts of other forward passes.
+        computed = (x.grad_fn for x in inputs if not self.batch.root.has(x))
         transposed = (
             n for n, _ in node.next_functions if n is not None and n.name() == _TRANSPOSED
         )
-        self.before = next(filter(None, (*known, *transposed)), None)
-        if self.before is not None and self.batch.call is None:
-            self.batch.call = weakref.ref(self)
+        self.before = next(filter(None, (*computed, *transposed)), None)
+        if self.before is not None:
+            self.batch.recognise_by(self)
 
     def pass_before(self, passes: _Passes, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""
@@ -742,8 +742,7 @@ def _values(tensor: Tensor) -> Tensor:
         return tensor
     if tensor.layout is not torch.jagged:
         raise ValueError("nested tensors need layout=torch.jagged")
-    values: Tensor = tensor.values()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return values
+    return tensor.values()
 
 
 def _dense(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """The root module's inputs and outputs, which show the batch of a forward pass.
 
-The batch N is the first dimension that inputs and outputs agree on. If they do not, it is the
+The batch N is the first dimension common to inputs and outputs. If they have none, it is the
 outputs', of which the loss is: so of sequences ``[T, N, features]`` to outputs ``[N, classes]``,
 lists of images, and nodes of graphs to outputs of graphs. If outputs are several rows of each
 sample, their rows are the terms. Integers ``[N, T]`` to outputs ``[N, T, V]``, where a table of the
@@ -36,7 +36,7 @@ def tensors_in(values: object) -> Iterator[Tensor]:
 def entries(tensor: Tensor) -> int:
     """Return the number of entries of a tensor, of a nested one without padding."""
     if tensor.is_nested:
-        return int(tensor.values().numel())  # type: ignore[no-untyped-call]  # torch's
+        return int(tensor.values().numel())
     return tensor.numel()
 
 
@@ -72,7 +72,7 @@ class Region:
 
     def shares_memory(self, other: Region) -> bool:
         """Return whether both are of one storage."""
-        return self.storage == other.storage
+        return bool(self.storage == other.storage)
 
     def has_samples_of(self, other: Region, dim: int) -> bool | None:
         """Return whether two regions of a storage are of the same samples; None if unknown."""
@@ -100,7 +100,7 @@ class Sight:
         is_empty: Whether there are no samples.
         dim: The dimension of the inputs that is the batch.
         inputs: The regions of the inputs.
-        outputs: The regions of the outputs; empty before they are known.
+        outputs: The regions of the outputs; empty before they are computed.
         question: The alternatives, if the number of terms is uncertain.
         asks_of_tokens: Whether the question is of tokens or samples alone.
     """
@@ -118,16 +118,16 @@ class Sight:
 
     def has_samples_of(self, other: Sight) -> bool | None:
         """Return whether two forward passes are of the same samples; None if unknown."""
-        for mine, theirs in ((self.inputs, other.outputs), (other.inputs, self.outputs)):
-            if any(one.shares_memory(two) for one in mine for two in theirs):
+        for inputs, outputs in ((self.inputs, other.outputs), (other.inputs, self.outputs)):
+            if any(region.shares_memory(result) for region in inputs for result in outputs):
                 return True
         known = set[bool | None]()
-        for mine in self.inputs:
-            for theirs in other.inputs:
-                if mine.shares_memory(theirs) and self._is_batched(mine):
-                    known.add(mine.has_samples_of(theirs, self.dim))
+        for region in self.inputs:
+            for previous in other.inputs:
+                if region.shares_memory(previous) and self._is_batched(region):
+                    known.add(region.has_samples_of(previous, self.dim))
         known.discard(None)
-        # A tensor that all passes have, such as a mask, says nothing beside slices of a batch.
+        # A tensor that all passes have, such as a mask, does not outweigh slices of a batch.
         return None if not known else False not in known
 
     def has(self, tensor: Tensor) -> bool:
@@ -140,7 +140,7 @@ class Sight:
 
 
 def look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sight:
-    """Return what the inputs of a forward pass show."""
+    """Return the batch that the inputs of a forward pass show."""
     tensors = list(tensors_in((args, kwargs)))
     integers = [entries(t) for t in tensors if t.dim() == 2 and t.dtype in INTEGERS]
     question = ""
@@ -165,7 +165,7 @@ def look_at_outputs(
     output: object,
     rows: Collection[int],
 ) -> Sight:
-    """Return what inputs and outputs show together; ``rows`` are those of the model's tables."""
+    """Return the batch that inputs and outputs show; the model's tables have so many ``rows``."""
     inputs = list(tensors_in((args, kwargs)))
     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     integers = [t for t in inputs if t.dim() == 2 and t.dtype in INTEGERS and entries(t) > len(t)]
@@ -174,8 +174,8 @@ def look_at_outputs(
         # The loss was computed within the model.
         question = sight.question or (f"it takes integers {_shapes(integers)}" if integers else "")
         size = None if sight.question else sight.size
-        of_tokens = bool(integers) and not sight.question
-        return replace(sight, size=size, question=question, asks_of_tokens=of_tokens)
+        asks = bool(integers) and not sight.question
+        return replace(sight, size=size, question=question, asks_of_tokens=asks)
     regions = (Region.of(tensor) for tensor in outputs)
     lengths = {len(tensor) for tensor in outputs}
     seen = replace(sight, outputs=[r for r in regions if r is not None], question="")

@@ -283,7 +283,7 @@ class Statistics:
                 zeroed.append(block)
             elif gradient._version != version:
                 changed[block] = gradient
-        # Zeroed in place, clipped or averaged: the host has to wait for the device to tell.
+        # Zeroed in place, clipped or averaged: the host has to wait for the device.
         if changed and not any_nonzero(list(changed.values())):
             zeroed += changed
         if zeroed:
