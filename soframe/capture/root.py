@@ -97,7 +97,7 @@ class Sight:
         terms: The number of rows of the outputs, if they are several for each sample.
         tokens: The number of tokens of the integer inputs, or of the outputs.
         by_token: Whether each token has a term.
-        is_empty: Whether there are no samples.
+        is_empty: Whether the batch has no samples.
         dim: The dimension of the inputs that is the batch.
         inputs: The regions of the inputs.
         outputs: The regions of the outputs; empty before they are computed.

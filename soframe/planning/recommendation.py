@@ -180,7 +180,7 @@ def recommend(model: nn.Module, *, ranks: int = 1, kind: str | None = None) -> R
         The recommendation. Nothing runs, and the model does not change.
 
     Raises:
-        ValueError: If ``ranks`` is not positive, there is no such kind, or the model has nothing to
+        ValueError: If ``ranks`` is not positive, the kind is unknown, or the model has nothing to
             precondition.
     """
     if ranks < 1:
