@@ -211,7 +211,7 @@ def test_close_removes_every_hook(end: Callable[[Any], None]) -> None:
     model = CASE.build()
     model.first.register_forward_hook(lambda module, args, output: None)
     preconditioner = precondition(model)
-    assert hooks(model) == 4  # of two layers, the root, and the user's
+    assert hooks(model) == 5  # of two layers, the root before and after its call, and the user's
     late = softplus(model(vectors(0)))
     end(preconditioner)
     assert hooks(model) == 1
@@ -233,7 +233,7 @@ def test_rebuilding_does_not_add_hooks() -> None:
         softplus(model(vectors(0))).backward()
         model.first.bias.requires_grad_(trainable)
         preconditioner.step()
-        assert hooks(model) == 3
+        assert hooks(model) == 4
     preconditioner.close()
     assert hooks(model) == 0
 
