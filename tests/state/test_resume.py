@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from soframe import Preconditioner, checkpoint
 from soframe.solvers import Eigen, Lazy
+from soframe.state import checksums
 from soframe.strategies import HybridOpt, Sharded
 from tests import kit
+from tests.curvature import closing
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
     LR,
@@ -407,3 +409,13 @@ def test_a_damping_outlasts_a_freeze(saved):
             model.load_state_dict(twin)
             own.load_state_dict(state)
     assert {block.name: block.damped_with(0.0) for block in own.blocks} == {"0": 10.0, "2": 0.0}
+
+
+def test_a_state_that_has_the_rates_of_former_clips_loads() -> None:
+    """Clips read learning rates once, and their peaks were in states of this version."""
+    model = nn.Linear(3, 2)
+    with closing(kit.precondition(model)) as own:
+        kit.train(model, lambda net, _: net(torch.ones(4, 3)).square().mean(), range(1), own)
+        state = {k: v for k, v in own.state_dict().items() if k != checksums.KEY}
+        own.load_state_dict(checksums.seal({**state, "initial_lrs": [0.1]}))
+        assert own.steps == 1
