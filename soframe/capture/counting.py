@@ -365,12 +365,14 @@ class Passes:
         for batch in one.batches:
             root = batch.root
             if root.question and not (root.asks_of_tokens and self._setting is not None):
-                by = "token" if root.by_token else "sample"
-                return (
-                    f"the model shows {root.question}, so that its loss may be a mean over "
-                    f"{'tokens or over samples' if root.asks_of_tokens else 'another number'}; it "
-                    f"is taken for a mean over {one.samples} {by}s"
-                )
+                number = f"{one.samples} {'tokens' if root.by_token else 'samples'}"
+                if root.asks_of_tokens:
+                    return (
+                        f"the model shows {root.question}, and its loss, perhaps a mean over "
+                        f"tokens, is taken for a mean over {number} "
+                        f"(Curvature(samples='positions') takes tokens, samples='batch' keeps it)"
+                    )
+                return f"the model shows {root.question}, and N is taken for {number}"
         whole = max((size for size in sizes if size is not None), default=0)
         if one.samples == 1 and any(1 < n < whole for n in one.reached):
             return (

@@ -274,7 +274,9 @@ def test_tokens_or_samples_is_asked_once(case: str) -> None:
     model = fill(Language("loss") if case == "loss" else Language(out=5))
     with closing(preconditioner(model)) as own:
         language_loss(model, tokens() % 5).backward()
-        with pytest.warns(UserWarning, match=r"mean over tokens or over samples.*count\(n\)"):
+        with pytest.warns(
+            UserWarning, match=r"perhaps a mean over tokens.*'positions'.*count\(n\)"
+        ):
             own.step()
         language_loss(model, tokens() % 5).backward()  # warnings are errors here
         own.step()

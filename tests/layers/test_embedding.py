@@ -65,7 +65,12 @@ def test_a_diagonal_is_the_matrix_of_one_hot_rows(solver: str, damping: Any) -> 
     found = []
     for helper in (EmbeddingHelper, OneHot):
         model = fill(nn.Sequential(nn.Embedding(5, 3, padding_idx=2), nn.Tanh(), nn.Linear(3, 2)))
-        settings = {"solver": solver, "damping": damping, "layers": {"0": helper}}
+        settings = {
+            "solver": solver,
+            "damping": damping,
+            "layers": {"0": helper},
+            "samples": "batch",
+        }
         with closing(preconditioner(model, **settings)) as own:
             kit.train(model, lambda net, _: log_cosh(net(INDICES), randn(4, 3, 2)), range(3), own)
             assert blocks(own)["0"].running["A"].dim() == (2 if helper is EmbeddingHelper else 3)
@@ -90,7 +95,7 @@ def test_the_block_of_one_sample_is_the_dense_fisher(kind: Kind) -> None:
 def test_the_block_is_the_dense_fisher_where_all_outputs_have_a_square_loss(average: Any) -> None:
     model = fill(nn.Sequential(nn.Embedding(5, 2)))
     batches = [(INDICES[:1], randn(1, 3, 2)), (INDICES[1:], randn(3, 3, 2))]
-    with closing(preconditioner(model, layers="all", loss_average=average)) as own:
+    with closing(preconditioner(model, layers="all", loss_average=average, samples="batch")) as own:
         gather(model, batches, half_square, loss_average=average)
         put_gradients(model)
         raw = model[0].weight.grad.clone()

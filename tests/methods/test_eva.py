@@ -131,7 +131,7 @@ def test_a_sample_with_one_input_is_exact() -> None:
 def test_of_an_embedding_it_counts(layer: nn.Module) -> None:
     model = fill(nn.Sequential(layer, nn.Linear(3, 2)))
     indices = torch.tensor([[0, 3], [3, 2], [3, 4]])
-    with closing(preconditioner(model, method="eva", layers="all")) as own:
+    with closing(preconditioner(model, method="eva", layers="all", samples="batch")) as own:
         model(indices).square().sum().backward()
         raw = model[0].weight.grad.clone()
         own.step()

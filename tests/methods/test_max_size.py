@@ -143,8 +143,9 @@ def test_an_embedding_of_long_rows(method: Any) -> None:
     indices = torch.tensor([[0, 1], [4, 1], [3, 3]])
     wide = type(method)(max_size=9)
     found = []
+    settings = {"layers": "all", "damping": DAMPING, "samples": "batch"}
     for one in (method, wide):
-        with closing(preconditioner(model, method=one, layers="all", damping=DAMPING)) as own:
+        with closing(preconditioner(model, method=one, **settings)) as own:
             model.zero_grad()
             half_square(model(indices), torch.ones(3, 2, 4, dtype=torch.float64)).backward()
             own.step()

@@ -104,7 +104,13 @@ def check(model: Model, batches: list[Tensor], fisher: str, solver: str, damping
     """Hold the factors and the direction of a step to the dense Fisher."""
     words, size = model.heads[0].weight.shape
     observed = {"fisher": fisher, "loss": "squared-error"} if fisher == "type-2" else {}
-    options = {"layers": "all", "solver": solver, "damping": damping, **observed}
+    options = {
+        "layers": "all",
+        "solver": solver,
+        "damping": damping,
+        "samples": "batch",
+        **observed,
+    }
     with closing(preconditioner(model, **options)) as own:
         backward(model, batches, own if observed else None)
         raw = model.heads[0].weight.grad.clone()
