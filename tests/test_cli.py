@@ -116,7 +116,7 @@ def test_inspect_shows_every_parameter_and_the_placement(models):
     assert "1.weight" in out
     assert "placement 'mem-opt' on 4 rank(s)" in out
     assert "\n\noptimizer = torch.optim.SGD(" in out
-    assert "measured in: docs/benchmarks/defaults.md" in out
+    assert "measured in: docs/benchmarks/ordinary.md" in out
 
 
 def test_inspect_plans_the_recommended_method_or_another(models):

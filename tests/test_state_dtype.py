@@ -260,7 +260,9 @@ def _factors_on_ranks(rank: int, ranks: int, strategy: Any) -> dict[Any, Tensor]
     model = network()
     own = kit.precondition(model, "kfac", strategy=strategy, dtype=BF16, solve_every=2)
     kit.train(model, loss_of, range(6), kit.Averaging(model), own)
-    assert own.memory_usage() == own.placement.memory(rank)
+    usage = own.memory_usage()
+    usage["total"] -= usage.pop("in_flight", 0)  # sums that the next step waits for
+    assert usage == own.placement.memory(rank)
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     state = own.state_dict()["blocks"]
     factors = {(n, k): f.float() for n, block in state.items() for k, f in block["factors"].items()}

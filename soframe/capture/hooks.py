@@ -272,6 +272,8 @@ class Capture:
         self._open: list[Batch] = []  # of forward passes that no backward pass has reached
         self._first: tuple[int, Batch] | None = None  # the last pass, the batch of its first call
         self._reached: set[LayerHelper] = set()  # by the backward pass of the loss under way
+        self._roots: dict[nn.Module, _Hook] = {}
+        self._after: list[RemovableHandle] = []  # of the roots, after their calls
         self._passes = _Passes()
         self._edges: list[_Watched] = []
         self._probe: Probe | None = None
@@ -296,6 +298,7 @@ class Capture:
         """
         self.sink, self.rereading, self.alike, self.ended = sink, rereading, alike, ended
         _remove(self._handles)
+        self._roots, self._after = {}, []
         self.names = dict(names)
         for helper in names:
             hook = _Hook(self, helper)
@@ -303,7 +306,7 @@ class Capture:
         for root in roots if names else ():
             hook = _Hook(self, None, tables(root))
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True))
-            self._handles.append(root.register_forward_hook(hook, with_kwargs=True))
+            self._roots[root] = hook
 
     def _precede(self) -> None:
         """Run before the hooks of others, which may replace the output (adapters do)."""
@@ -320,6 +323,14 @@ class Capture:
     ) -> None:
         """Set which calls and inputs the window needs; see the attributes."""
         self.enabled = enabled
+        # Without statistics there is none: torch.compile would make it a frame of its own.
+        if enabled != bool(self._after):
+            for handle in self._after:
+                handle.remove()
+                self._handles.remove(handle)
+            roots = self._roots.items() if enabled else ()
+            self._after = [root.register_forward_hook(h, with_kwargs=True) for root, h in roots]
+            self._handles += self._after
         if enabled:
             self._precede()
         self.counting, self.idle = counting, idle

@@ -46,6 +46,7 @@ def train(rank: int, ranks: int, mode: str | None, backend: str | None = None) -
         model,
         optimizer=optimizer,
         damping=0.1,
+        kl_clip=2.5e-3,  # short steps, so that rounding is compared
         statistics_every=2,
         solve_every=2,
         strategy="mem-opt" if ranks > 1 else "comm-opt",

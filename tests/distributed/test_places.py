@@ -259,7 +259,10 @@ def used_by_one(rank: int, ranks: int) -> list[tuple[bool, bool, Tensor]]:
         def use(run: Run, user: int = user) -> None:
             if rank == user:
                 run.model.unused(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
-            run.model.unused.zero_grad()
+            for parameter in run.model.unused.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                mean_over()(parameter.grad)
 
         for step in range(2):
             run.step(step, use)
