@@ -621,9 +621,10 @@ class Registration:
             last=is_tied or (is_head and not (is_guess and self._methods.names(layer))),
         )
         reason = method.unsuited(candidate)
-        is_suited_hidden = method.unsuited(replace(candidate, last=False)) is None
-        if reason is not None and is_guess and is_suited_hidden:
-            return _GUESS.format(f"^{re.escape(layer)}$", _name(method))
+        if reason is not None and is_guess:
+            is_suited_hidden = method.unsuited(replace(candidate, last=False)) is None
+            if is_suited_hidden:
+                return _GUESS.format(f"^{re.escape(layer)}$", _name(method))
         asks = not (self._heads or self._choices.skip or self._choices.staged)
         if asks and reason is None and method.unsuited(replace(candidate, last=True)) is not None:
             self._asked = name

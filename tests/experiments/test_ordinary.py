@@ -86,5 +86,6 @@ def test_the_readme_s_k_fac_does_not_lose_to_sgd(tmp_path: Path) -> None:
     _, scores = ordinary.tables(ordinary.kept(cells, tmp_path / "runs.jsonl", processes=1))
     found = scores["soframe: Preconditioner"]
     assert sum(own.diverged for own in found.values()) == 0
-    assert sum(own.behind for own in found.values()) <= 2
-    assert max(own.gain for own in found.values()) < 1.05
+    # 569 patients are overfitted within a few steps: docs/benchmarks/ordinary.md.
+    assert sum(own.behind for name, own in found.items() if name != "breast-cancer") <= 1
+    assert max(own.gain for own in found.values()) < 1.1
