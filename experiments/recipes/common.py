@@ -164,12 +164,12 @@ def optimizer(model: nn.Module, settings: Common, **more: Any) -> Built:
     made = first_order(model, settings, name)
     if not own:
         return made, None
-    options: dict[str, Any] = {"optimizer": made}
+    chosen: dict[str, Any] = {"optimizer": made}
     if settings.damping is not None:
-        options["damping"] = settings.damping
+        chosen["damping"] = settings.damping
     if settings.kl_clip is not None:
-        options["kl_clip"] = settings.kl_clip / settings.rate**2  # soframe bounds updates
-    return made, soframe.Preconditioner(model, **options, **more)
+        chosen["kl_clip"] = settings.kl_clip / settings.rate**2  # soframe bounds updates
+    return made, soframe.Preconditioner(model, **{**chosen, **more})
 
 
 def first_order(model: nn.Module, settings: Common, name: str) -> torch.optim.Optimizer:
