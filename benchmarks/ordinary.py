@@ -49,6 +49,7 @@ from experiments.muon import Muon, Together
 STEPS, LOOK_EVERY, HELD_OUT = 300, 15, 600
 WARM_UP = 15
 DIVERGED = 1.5  # times the loss at the start
+TRUST_REGIONS = (soframe.TrustRegion, soframe.StochasticTrustRegion)  # which take a closure
 SHORT = ("friedman1", "digits-mlp", "breast-cancer", "autoencoder")
 
 SCHEDULES: dict[str, Callable[[int], float]] = {
@@ -67,7 +68,7 @@ class Training:
 
     def step(self, loss: Callable[[], Tensor]) -> None:
         """Take a step on a batch."""
-        if isinstance(self.optimizer, soframe.TrustRegion):
+        if isinstance(self.optimizer, TRUST_REGIONS):
             self.optimizer.step(loss)
             return
         self.optimizer.zero_grad()
@@ -209,8 +210,8 @@ def _loss(problem: Problem, model: nn.Module, rows: Tensor) -> Tensor:
     return problem.loss(model, problem.inputs[rows], problem.targets[rows])
 
 
-def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS) -> Record:
-    """Train once."""
+def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS, *, steps: int = STEPS) -> Record:
+    """Train once, for ``steps`` of the schedule."""
     torch.set_num_threads(1)
     problem = {**OPEN, **UNSEEN}[cell.problem]()
     torch.manual_seed(1000 + cell.seed)
@@ -233,9 +234,9 @@ def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS) -> Record:
         training = contenders[cell.contender].make(model, cell.lr)
         schedule = SCHEDULES[cell.schedule]
         scheduler = None
-        if not isinstance(training.optimizer, soframe.TrustRegion):  # which has no rate to schedule
+        if not isinstance(training.optimizer, TRUST_REGIONS):  # which has no rate to schedule
             scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, schedule)
-        for step in range(STEPS):
+        for step in range(steps):
             rows = train[torch.randint(len(train), (cell.batch,))]
             losses: list[Tensor] = []
 
@@ -248,7 +249,7 @@ def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS) -> Record:
             if scheduler is not None:
                 scheduler.step()
             seconds += time.process_time() - begin
-            total += float(losses[0])
+            total += float(losses[0].detach())
             if step % LOOK_EVERY == LOOK_EVERY - 1:
                 record.held_out.append(look())
                 record.train.append(total / LOOK_EVERY)
@@ -256,7 +257,7 @@ def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS) -> Record:
                 total = 0.0
         return record
     except (ArithmeticError, RuntimeError, ValueError) as error:
-        left = STEPS // LOOK_EVERY - len(record.held_out)
+        left = steps // LOOK_EVERY - len(record.held_out)
         nothing = [math.nan] * left
         return Record(
             cell,

@@ -73,6 +73,13 @@ def test_runs_are_kept_and_a_broken_one_says_why(tmp_path: Path) -> None:
     assert again[0] == first[0]
 
 
+def test_what_is_recommended_for_a_recurrent_net_trains() -> None:
+    """Its optimizer takes a closure, and has no rate to schedule."""
+    found = ordinary.run(Cell("gru", "soframe: recommend", None, "constant", 0), steps=15)
+    assert not found.error
+    assert found.lowest < found.start
+
+
 def test_no_problem_is_in_both_sets() -> None:
     assert len(OPEN) >= 20
     assert len(UNSEEN) == 8
