@@ -389,8 +389,7 @@ def _reached(own: Sequence[Record], base: Sequence[Record]) -> tuple[float, floa
     for record in own:
         other = others[record.cell.seed]
         there, its = record.reached(other.lowest), other.reached(other.lowest)
-        assert its is not None
-        if there is None:
+        if there is None or its is None:
             steps.append(math.inf)
             times.append(math.inf)
         else:
