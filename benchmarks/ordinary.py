@@ -90,7 +90,7 @@ def kfac(model: nn.Module, lr: float, **settings: Any) -> Training:
 
 
 def kfac_pytorch(model: nn.Module, lr: float) -> Training:
-    """Return kfac-pytorch at its own settings, with the intervals of soframe's default."""
+    """Return kfac-pytorch at its own settings, with statistics and solves every ten steps."""
     from kfac.preconditioner import KFACPreconditioner
 
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -203,7 +203,7 @@ class Record:
 
     def reached(self, loss: float) -> int | None:
         """Return the index of the first look at a loss that is not above, or None."""
-        return next((i for i, own in enumerate(self.held_out) if own <= loss), None)
+        return next((i for i, held_out in enumerate(self.held_out) if held_out <= loss), None)
 
 
 def _loss(problem: Problem, model: nn.Module, rows: Tensor) -> Tensor:
@@ -339,37 +339,38 @@ def _lowest(group: Sequence[Record]) -> float:
     return statistics.mean(record.lowest for record in group)
 
 
-def _paired(own: Sequence[Record], base: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Return runs beside the base's of the same seed, schedule and rank of the learning rate.
+def _paired(records: Sequence[Record], base: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Return runs with the base's of the same seed, schedule and rank of the learning rate.
 
-    A run at a rate of its own is beside the base's best rate of that seed and schedule.
+    The partner of a run without a rate is the base's best rate of that seed and schedule.
     """
+    lrs = sorted({record.cell.lr for record in records if record.cell.lr is not None})
+    base_lrs = sorted({record.cell.lr for record in base if record.cell.lr is not None})
+    base_lr_of = dict(zip(lrs, base_lrs, strict=False))
     pairs = []
-    own_lrs = sorted({r.cell.lr for r in own if r.cell.lr is not None})
-    base_lrs = sorted({r.cell.lr for r in base if r.cell.lr is not None})
-    rate_of = dict(zip(own_lrs, base_lrs, strict=False))
-    for record in own:
+    for record in records:
         cell = record.cell
-        beside = [b for b in base if (b.cell.seed, b.cell.schedule) == (cell.seed, cell.schedule)]
+        partners = [r for r in base if (r.cell.seed, r.cell.schedule) == (cell.seed, cell.schedule)]
         if cell.lr is not None:
-            beside = [b for b in beside if b.cell.lr == rate_of[cell.lr]]
-        pairs.append((record, min(beside, key=lambda b: b.lowest)))
+            partners = [r for r in partners if r.cell.lr == base_lr_of[cell.lr]]
+        pairs.append((record, min(partners, key=lambda partner: partner.lowest)))
     return pairs
 
 
-def score(own: Sequence[Record], base: Sequence[Record]) -> Score:
+def score(records: Sequence[Record], base: Sequence[Record]) -> Score:
     """Compare the runs of a contender on a problem with those of its base."""
     diverged = behind = 0
-    for record, other in _paired(own, base):
-        diverged += record.diverged and not other.diverged
-        gained = record.start - other.lowest
-        behind += record.lowest > other.lowest + 0.05 * max(gained, 0.0)
-    best, base_best = (min(_groups(records), key=_lowest) for records in (own, base))
+    for record, partner in _paired(records, base):
+        diverged += record.diverged and not partner.diverged
+        gained = record.start - partner.lowest
+        behind += record.lowest > partner.lowest + 0.05 * max(gained, 0.0)
+    best = min(_groups(records), key=_lowest)
+    base_best = min(_groups(base), key=_lowest)
     start = statistics.mean(record.start for record in base_best)
     gained, base_gained = start - _lowest(best), start - _lowest(base_best)
-    steps, seconds = min(_reached(group, base_best) for group in _groups(own))
+    steps, seconds = min(_reached(group, base_best) for group in _groups(records))
     return Score(
-        cells=len(own),
+        cells=len(records),
         diverged=diverged,
         behind=behind,
         best=_lowest(best),
@@ -382,19 +383,19 @@ def score(own: Sequence[Record], base: Sequence[Record]) -> Score:
     )
 
 
-def _reached(own: Sequence[Record], base: Sequence[Record]) -> tuple[float, float]:
+def _reached(records: Sequence[Record], base: Sequence[Record]) -> tuple[float, float]:
     """Return the steps and the time of a cell to the base's best loss, over the base's; medians."""
     steps, times = [], []
-    others = {record.cell.seed: record for record in base}
-    for record in own:
-        other = others[record.cell.seed]
-        there, its = record.reached(other.lowest), other.reached(other.lowest)
-        if there is None or its is None:
+    base_of = {record.cell.seed: record for record in base}
+    for record in records:
+        partner = base_of[record.cell.seed]
+        look, base_look = record.reached(partner.lowest), partner.reached(partner.lowest)
+        if look is None or base_look is None:
             steps.append(math.inf)
             times.append(math.inf)
         else:
-            steps.append((there + 1) / (its + 1))
-            times.append(record.seconds[there] / other.seconds[its])
+            steps.append((look + 1) / (base_look + 1))
+            times.append(record.seconds[look] / partner.seconds[base_look])
     return statistics.median(steps), statistics.median(times)
 
 
@@ -414,7 +415,7 @@ def tables(records: Sequence[Record]) -> tuple[str, dict[str, dict[str, Score]]]
             }
     texts = []
     for name, by_problem in scores.items():
-        rows = [_row(problem, own) for problem, own in by_problem.items()]
+        rows = [_row(*item) for item in by_problem.items()]
         head = ["problem", "diverged", "behind", "best", "base", "gain", "steps", "time", "end"]
         title = f"{name}, beside {CONTENDERS[name].base}"
         texts.append(aligned(title, [[*head, "train"], *rows]))
@@ -424,23 +425,24 @@ def tables(records: Sequence[Record]) -> tuple[str, dict[str, dict[str, Score]]]
     return "\n\n".join(texts), scores
 
 
-def _row(problem: str, own: Score) -> list[str]:
-    counts = [str(own.diverged), str(own.behind)]
-    numbers = (own.best, own.base, own.gain, own.steps, own.time, own.end, own.train)
+def _row(problem: str, score: Score) -> list[str]:
+    counts = [str(score.diverged), str(score.behind)]
+    losses = (score.end, score.train)
+    numbers = (score.best, score.base, score.gain, score.steps, score.time, *losses)
     return [problem, *counts, *(f"{number:.3g}" for number in numbers)]
 
 
 def _total(name: str, scores: Sequence[Score]) -> list[str]:
-    gains = [own.gain for own in scores]
+    gains = [score.gain for score in scores]
     return [
         name,
         CONTENDERS[name].base,
-        str(sum(own.cells for own in scores)),
-        str(sum(own.diverged for own in scores)),
-        str(sum(own.behind for own in scores)),
+        str(sum(score.cells for score in scores)),
+        str(sum(score.diverged for score in scores)),
+        str(sum(score.behind for score in scores)),
         f"{statistics.median(gains):.3f}, {max(gains):.3g}",
-        f"{statistics.median(own.steps for own in scores):.2f}",
-        f"{statistics.median(own.time for own in scores):.2f}",
+        f"{statistics.median(score.steps for score in scores):.2f}",
+        f"{statistics.median(score.time for score in scores):.2f}",
     ]
 
 
@@ -499,11 +501,15 @@ def main() -> int:
     cells = cells_of(problems, names, seeds, rates=rates, batch=options.batch)
     text, scores = tables(kept(cells, options.runs, options.processes))
     if options.json:
-        print(json.dumps({n: {p: asdict(s) for p, s in own.items()} for n, own in scores.items()}))
+        print(json.dumps({name: _plain(by_problem) for name, by_problem in scores.items()}))
     else:
         print(text)
-    own = scores.get("soframe: Preconditioner", {})
-    return int(any(score.diverged for score in own.values()))
+    by_problem = scores.get("soframe: Preconditioner", {})
+    return int(any(score.diverged for score in by_problem.values()))
+
+
+def _plain(by_problem: dict[str, Score]) -> dict[str, dict[str, float]]:
+    return {problem: asdict(score) for problem, score in by_problem.items()}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.problems import Attention, Recurrent
+from benchmarks.problems import Recurrent, Transformer
 from experiments.data import digits
 from experiments.libraries import require
 
@@ -329,19 +329,11 @@ def transformer() -> Problem:
     return _classes(pixels.view(-1, 8, 8), labels, _RowClassifier)
 
 
-class _LanguageModel(nn.Module):
+class _LanguageModel(Transformer):
     """Two layers of causal attention; logits ``[N, T, symbols]``."""
 
-    def __init__(self, symbols: int, length: int, width: int = 32) -> None:
-        super().__init__()
-        self.symbols, self.places = nn.Embedding(symbols, width), nn.Embedding(length, width)
-        self.layers = nn.Sequential(Attention(width), Attention(width), nn.LayerNorm(width))
-        self.head = nn.Linear(width, symbols)
-
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.symbols(x) + self.places(torch.arange(x.shape[1]))
-        logits: Tensor = self.head(self.layers(hidden))
-        return logits
+        return super().forward(x).transpose(1, 2)
 
 
 def language_model() -> Problem:

@@ -192,8 +192,14 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 for p in group["params"]
             ]
             group["params"] = [p for p in now if p is not None]
-        # Blocks of replaced parameters are made anew at the next step.
-        current = [b for b in blocks if all(id(p) in self._names for p in b.parameters.values())]
+        current = []
+        for block in blocks:
+            # Blocks of replaced parameters are made anew at the next step.
+            for parameter in block.parameters.values():
+                if id(parameter) not in self._names:
+                    break
+            else:
+                current.append(block)
         grouped = {id(p) for group in self.param_groups for p in group["params"]}
         for group in self._given:
             group["params"] = [p for p in group["params"] if id(p) not in grouped]

@@ -509,7 +509,7 @@ class Preconditioner(Stateful):
             # Blocks without statistics take them now, not at the next interval; and in the next
             # window too, since the hooks may have missed the calls of this one.
             self._refresh.owe(2)
-        for block in registration.blocks:
+        for block in registration.blocks if self._dampings else ():
             if block.name not in former and block.record.damping is None:
                 block.damp(self._dampings.get(block.name))
         if again:
