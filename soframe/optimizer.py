@@ -192,14 +192,12 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 for p in group["params"]
             ]
             group["params"] = [p for p in now if p is not None]
-        current = []
+        replaced = set()  # blocks that are made anew at the next step
         for block in blocks:
-            # Blocks of replaced parameters are made anew at the next step.
             for parameter in block.parameters.values():
                 if id(parameter) not in self._names:
-                    break
-            else:
-                current.append(block)
+                    replaced.add(block)
+        current = [block for block in blocks if block not in replaced]
         grouped = {id(p) for group in self.param_groups for p in group["params"]}
         for group in self._given:
             group["params"] = [p for p in group["params"] if id(p) not in grouped]
