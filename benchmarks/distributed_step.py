@@ -176,7 +176,7 @@ def attach(variant: Variant, model: nn.Module, options: argparse.Namespace) -> A
         model,
         solver=Eigen() if options.solver == "eigen" else Inverse(split="full"),
         strategy=variant.strategy,
-        curvature=soframe.Curvature(scaling="kaisa"),
+        statistics=soframe.Statistics(scaling="kaisa"),
         distribution=soframe.Distribution(
             gradients="local" if variant.how == "local" else "averaged"
         ),

@@ -92,7 +92,7 @@ class Trained:
                 optimizer=self.optimizer,
                 statistics_every=2,
                 solve_every=4,
-                curvature=soframe.Curvature(samples="positions"),
+                statistics=soframe.Statistics(samples="positions"),
                 damping=0.1,
             )
 

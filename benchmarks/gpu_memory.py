@@ -33,10 +33,10 @@ from soframe.planning.workloads import WORKLOADS
 from soframe.strategies.kaisa import CommOpt
 
 MODEL = WORKLOADS["resnet50"]
-CONTENDERS: dict[str, soframe.Curvature | None] = {
+CONTENDERS: dict[str, soframe.Statistics | None] = {
     "SGD": None,
-    "K-FAC": soframe.Curvature(),
-    "K-FAC, factors on the host": soframe.Curvature(offload=True),
+    "K-FAC": soframe.Statistics(),
+    "K-FAC, factors on the host": soframe.Statistics(offload=True),
 }
 STEPS = 10
 
@@ -53,16 +53,16 @@ def most(fits: Callable[[int], bool], first: int) -> int:
 
 
 def train(
-    model: nn.Module, curvature: soframe.Curvature | None, images: torch.Tensor, steps: int
+    model: nn.Module, statistics: soframe.Statistics | None, images: torch.Tensor, steps: int
 ) -> float:
     """Take steps, the last of them with statistics and a solve; return their seconds."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     own = None
-    if curvature is not None:
+    if statistics is not None:
         own = soframe.Preconditioner(
             model,
             optimizer=optimizer,
-            curvature=curvature,
+            statistics=statistics,
             statistics_every=lambda step: 1 if step % steps in (0, steps - 1) else steps,
             solve_every=lambda step: 1 if step % steps in (0, steps - 1) else steps,
         )
@@ -84,21 +84,21 @@ def train(
     return turn()
 
 
-def planned(curvature: soframe.Curvature | None, cap: int) -> int:
+def planned(statistics: soframe.Statistics | None, cap: int) -> int:
     """Return the largest batch that a plan leaves under a cap in bytes."""
-    settings = {} if curvature is None else {"curvature": curvature}
+    settings = {} if statistics is None else {"statistics": statistics}
     one, two = (Task.of(MODEL.model(), MODEL.inputs(batch), **settings) for batch in (1, 2))
     sample = two.activations - one.activations
     weights = sum(p.numel() * p.element_size() for p in one.parameters)
     fixed = 3 * weights + one.activations - sample  # with gradients and momentum
-    if curvature is not None:
+    if statistics is not None:
         of_one = plan(one, ranks=1, hardware=Hardware.load("h100-ib"), options=[Option(CommOpt())])
         fixed += of_one.rows[0].memory["total"]
     return largest_batch(cap, fixed, sample)
 
 
 def found(
-    curvature: soframe.Curvature | None, first: int, device: torch.device
+    statistics: soframe.Statistics | None, first: int, device: torch.device
 ) -> tuple[int, float]:
     """Return the largest batch that fits, and its images a second."""
 
@@ -109,7 +109,7 @@ def found(
                 nn.init.normal_(parameter, std=0.01)
             for buffer in model.buffers():
                 buffer.zero_()
-            return train(model, curvature, torch.randn(batch, 3, 224, 224, device=device), steps)
+            return train(model, statistics, torch.randn(batch, 3, 224, 224, device=device), steps)
         except torch.OutOfMemoryError:
             return None
 
@@ -137,9 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / about.total_memory), device)
     torch.set_float32_matmul_precision("high")
     rows: list[dict[str, Any]] = []
-    for name, curvature in CONTENDERS.items():
-        guess = planned(curvature, cap)
-        batch, rate = found(curvature, guess, device)
+    for name, statistics in CONTENDERS.items():
+        guess = planned(statistics, cap)
+        batch, rate = found(statistics, guess, device)
         rows.append({"name": name, "planned": guess, "batch": batch, "images a second": rate})
     head = ["", "planned batch", "batch", "images/s"]
     cells = [

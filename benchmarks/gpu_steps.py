@@ -227,14 +227,14 @@ PRESETS = {
 
 # -- GPT-2 ------------------------------------------------------------------------------------
 
-POSITIONS = soframe.Curvature(samples="positions")
+POSITIONS = soframe.Statistics(samples="positions")
 GPT2_CONTENDERS: dict[str, Optimizers] = {
     **{name: OPTIMIZERS[name] for name in OPTIMIZERS if name != "adamw-foreach"},
     "soframe-soap-background": partial(soframe_method, "soap", background=SOLVE_EVERY - 1),
     "soframe-soap-muon-background": partial(
         soframe_method, "soap-muon", background=SOLVE_EVERY - 1
     ),
-    "soframe-kfac": partial(soframe_method, "kfac", curvature=POSITIONS),
+    "soframe-kfac": partial(soframe_method, "kfac", statistics=POSITIONS),
 }
 for _name in (
     "dion-muon",

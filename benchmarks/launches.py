@@ -88,7 +88,7 @@ def gpt2_optimizers(model: nn.Module, method: str) -> list[Any]:
             model,
             method=method,
             lr=LR,
-            curvature=soframe.Curvature(samples="positions"),
+            statistics=soframe.Statistics(samples="positions"),
             **solver,
             **SCHEDULE,
         )

@@ -151,7 +151,7 @@ def attach_soframe(
         lr=LR,
         statistics_every=case.statistics_every,
         solve_every=case.solve_every,
-        curvature=soframe.Curvature(scaling="kaisa"),
+        statistics=soframe.Statistics(scaling="kaisa"),
     )
 
     def factors() -> Numbers:

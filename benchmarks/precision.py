@@ -4,7 +4,7 @@
     python -m benchmarks.precision soap "kfac, eigen" --seeds 5
 
 Trains an autoencoder and a classifier on the digits of scikit-learn, three times from each seed:
-with ``Curvature(precision="full")``, with ``"fast"``, and with ``"full"`` from weights that differ
+with ``Statistics(precision="full")``, with ``"fast"``, and with ``"full"`` from weights that differ
 by one part in ten thousand, which shows how far two runs of one precision part. Losses are of all
 digits after the last step; a ratio is the geometric mean over seeds, with its standard error.
 """
@@ -59,8 +59,8 @@ def train(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + nudge * torch.randn(parameter.shape, generator=generator))
-    curvature = soframe.Curvature(precision=precision)
-    optimizer = soframe.Optimizer(model, curvature=curvature, **EVERY, **METHODS[chosen])
+    statistics = soframe.Statistics(precision=precision)
+    optimizer = soframe.Optimizer(model, statistics=statistics, **EVERY, **METHODS[chosen])
 
     def loss(rows: Tensor) -> Tensor:
         outputs = model(pixels[rows])

@@ -31,7 +31,7 @@ from soframe.optimizer import Optimizer
 from soframe.planning.auto import Auto
 from soframe.preconditioner import Preconditioner
 from soframe.registry import Registry, available, register
-from soframe.settings import Clips, Curvature, Distribution
+from soframe.settings import Clips, Distribution, Statistics
 from soframe.solvers import Solver
 from soframe.specs import Cut, FactorSpec, Shards, TensorSpec
 from soframe.strategies import Placement, Strategy
@@ -64,7 +64,6 @@ __all__ = [
     "Auto",
     "Backend",
     "Clips",
-    "Curvature",
     "Cut",
     "Distribution",
     "FactorSpec",
@@ -81,6 +80,7 @@ __all__ = [
     "Report",
     "Shards",
     "Solver",
+    "Statistics",
     "StochasticTrustRegion",
     "Strategy",
     "TensorSpec",

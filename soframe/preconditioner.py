@@ -44,7 +44,7 @@ from soframe.losses.base import Loss
 from soframe.methods.scaling import Scale
 from soframe.registry import KINDS
 from soframe.schedules import Interval, Schedule, Scheduled
-from soframe.settings import Clips, Curvature, Distribution, defaults, flat, group_of
+from soframe.settings import Clips, Distribution, Statistics, defaults, flat, group_of
 from soframe.setup import building, describing
 from soframe.state import saving as state
 from soframe.state.stateful import Stateful
@@ -57,7 +57,7 @@ from soframe.step.moving import grouping
 from soframe.step.outcome import Outcome
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
-from soframe.step.statistics import Statistics
+from soframe.step.statistics import Accumulator
 from soframe.step.status import Settings
 from soframe.step.updates import Update, exchange, precondition, write
 from soframe.strategies.base import Strategy
@@ -104,7 +104,7 @@ class Preconditioner(Stateful):
             ``"adamw"``: a name, class or instance; None to leave their gradients alone.
         grad_scaler: The ``GradScaler`` in use; or a callable that returns it, if it does not exist
             yet, or returns the factor by which the loss is multiplied.
-        curvature: The choice of Fisher, rows and scaling: a `soframe.Curvature`.
+        statistics: The choice of Fisher, rows and scaling: a `soframe.Statistics`.
         distribution: How ranks communicate, and where gradients are stored: a
             `soframe.Distribution`.
         clips: The other clips: a `soframe.Clips`.
@@ -126,7 +126,7 @@ class Preconditioner(Stateful):
     placement: Placement
     counters: dict[str, int]
     _placed: PlacedBlocks
-    _statistics: Statistics
+    _statistics: Accumulator
     _effect: Effect
 
     _beside = False  # whether another preconditioner may hook the same modules
@@ -150,7 +150,7 @@ class Preconditioner(Stateful):
         skip: Sequence[str] = (),
         auxiliary: Choice = None,
         grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
-        curvature: Curvature | None = None,
+        statistics: Statistics | None = None,
         distribution: Distribution | None = None,
         clips: Clips | None = None,
     ) -> None:
@@ -162,20 +162,20 @@ class Preconditioner(Stateful):
             self._settings = flat(given)
             # These two come from `locals()` and are no settings.
             del self._settings["self"], self._settings["model"]
-            curve: Curvature = group_of("curvature", given)
+            chosen: Statistics = group_of("statistics", given)
             limits: Clips = group_of("clips", given)
             scaled = grad_scaler is not None
             building.check_settings(self._settings)
             layers = {"": "all"} if layers == "all" else {} if layers is None else layers
-            cut = {} if curve.cut is None else curve.cut
+            cut = {} if chosen.cut is None else chosen.cut
             building.check_cut(cut)
             mappings = {"layers": layers, "method": method, "solver": solver, "cut": cut}
             arguments.check(
                 model=model,
                 optimizer=optimizer,
                 grad_scaler=grad_scaler,
-                dtype=curve.dtype,
-                state_dtype=curve.state_dtype,
+                dtype=chosen.dtype,
+                state_dtype=chosen.state_dtype,
                 skip=skip,
                 mappings=mappings,
             )
@@ -194,18 +194,18 @@ class Preconditioner(Stateful):
             )
             # A stage of a pipeline sees inputs or outputs of the model, and not both.
             counted: Samples = "batch" if self._stages.backend is not None else None
-            self._scaling, self._samples = curve.scaling, curve.samples or counted
-            self._precision = curve.precision
-            self._loss_average = curve.loss_average
+            self._scaling, self._samples = chosen.scaling, chosen.samples or counted
+            self._precision = chosen.precision
+            self._loss_average = chosen.loss_average
             self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
             self._grouping = grouping(optimizer)
             self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
             self._solves = Solves(background, overlap=self.backend.overlap)
             self._gradients = ranks.gradients
-            self._sampler = Sampler(curve.rows, self.backend.rank)
-            modelled = None if curve.loss is None else KINDS["loss"].build(curve.loss, Loss)
+            self._sampler = Sampler(chosen.rows, self.backend.rank)
+            modelled = None if chosen.loss is None else KINDS["loss"].build(chosen.loss, Loss)
             # None leaves the choice to a trust region; without one it is the empirical Fisher.
-            fisher = "empirical" if curve.fisher is None else curve.fisher
+            fisher = "empirical" if chosen.fisher is None else chosen.fisher
             self._fisher = Fisher(fisher, modelled)  # type: ignore[arg-type]  # checked there
             self._settings["fisher"] = fisher
             self._stages.require_settings(probed=self._fisher.probed, scaled=scaled)
@@ -215,9 +215,9 @@ class Preconditioner(Stateful):
                 home=self.home,
                 layers=dict(layers),
                 skip=tuple(skip),
-                dtype=curve.dtype,
-                state_dtype=curve.state_dtype,
-                offload=curve.offload,
+                dtype=chosen.dtype,
+                state_dtype=chosen.state_dtype,
+                offload=chosen.offload,
                 forward_only=self._fisher.kind == "forward-only",
                 damping=self._damping,
                 scaling=self._scaling,
@@ -542,7 +542,7 @@ class Preconditioner(Stateful):
             world_size=self.backend.world_size,
             own_gradients=self._fisher.probed,
         )
-        statistics = Statistics(
+        statistics = Accumulator(
             self._placed,
             scale=scale,
             samples=self._samples,

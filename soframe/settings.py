@@ -2,7 +2,7 @@
 
 Every setting has one place, its group or the constructor::
 
-    soframe.Preconditioner(model, curvature=soframe.Curvature(fisher="type-2", loss="mse"))
+    soframe.Preconditioner(model, statistics=soframe.Statistics(fisher="type-2", loss="mse"))
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from soframe.schedules import Schedule
 
 
 @dataclass(frozen=True)
-class Curvature:
+class Statistics:
     """The statistics: the choice of Fisher, rows and scale.
 
     Attributes:
@@ -119,9 +119,9 @@ class Clips:
     norm_clip: Schedule | None = None
 
 
-Group = Curvature | Distribution | Clips
+Group = Statistics | Distribution | Clips
 GROUPS: dict[str, type[Group]] = {
-    "curvature": Curvature,
+    "statistics": Statistics,
     "distribution": Distribution,
     "clips": Clips,
 }

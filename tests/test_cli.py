@@ -301,7 +301,7 @@ def test_plan_varies_the_solver_and_the_dtype(models, profile):
     assert sorted(held) == sorted((solver, f"{dtype} factors") for solver, dtype in both)
     assert held["eigen", "bfloat16 factors"] * 2 == held["eigen", "float32 factors"]
     calls = [row["call"] for row in read["rows"]]
-    assert all("curvature=soframe.Curvature(dtype=torch." in call for call in calls)
+    assert all("statistics=soframe.Statistics(dtype=torch." in call for call in calls)
     assert any("solver='eigen'" in call for call in calls)
     means = [row["timing"]["mean"] for row in read["rows"]]
     assert means == sorted(means)

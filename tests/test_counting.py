@@ -182,7 +182,7 @@ class Parted(nn.Module):
 def test_a_trust_region_knows_its_samples(fisher: str) -> None:
     model, x, y = fill(Parted()), randn(6, 3), randn(6, 2, seed=1)
     optimizer = soframe.TrustRegion(
-        model, SquaredError(), curvature=soframe.Curvature(fisher=fisher)
+        model, SquaredError(), statistics=soframe.Statistics(fisher=fisher)
     )
     optimizer.step(lambda: half_square(model(x), y))
     rows = torch.cat([x[:3], torch.ones(3, 1).double()], 1)

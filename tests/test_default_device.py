@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import soframe
-from soframe import Curvature, Preconditioner, StochasticTrustRegion, TrustRegion, checkpoint
+from soframe import Preconditioner, Statistics, StochasticTrustRegion, TrustRegion, checkpoint
 from soframe.integrations import kfac_pytorch
 from soframe.settings import grouped
 from tests import kit
@@ -185,7 +185,7 @@ def test_losses_of_a_trust_region(case: str) -> None:
 
     def run() -> tuple[Tensor, list[float]]:
         net = copy.deepcopy(model)
-        optimizer = TrustRegion(net, loss, curvature=soframe.Curvature(fisher="type-2"))
+        optimizer = TrustRegion(net, loss, statistics=soframe.Statistics(fisher="type-2"))
         losses = [float(optimizer.step(lambda: value(net(inputs)))) for _ in range(4)]
         return weights_of(net), losses
 
@@ -246,7 +246,7 @@ def test_states_of_trust_regions(kind: Any) -> None:
     def made(model: nn.Module) -> Any:
         if kind is StochasticTrustRegion:
             return kind(model)
-        return kind(model, "cross-entropy", curvature=Curvature(fisher="type-2"))
+        return kind(model, "cross-entropy", statistics=Statistics(fisher="type-2"))
 
     def go_on(model: nn.Module, optimizer: Any, steps: range) -> None:
         for step in steps:

@@ -100,8 +100,8 @@ def test_micro_batches_weighted_by_size_are_one_batch(whole_step: bool) -> None:
         given["loss_average"] = average
         with ExitStack() as stack:
             if whole_step:
-                curvature = soframe.Curvature(**given)
-                own: Any = soframe.Optimizer(model, method="kfac", lr=0.0, curvature=curvature)
+                statistics = soframe.Statistics(**given)
+                own: Any = soframe.Optimizer(model, method="kfac", lr=0.0, statistics=statistics)
                 inner = stack.enter_context(closing(own.preconditioner))
             else:
                 own = inner = stack.enter_context(closing(preconditioner(model, **given)))

@@ -47,10 +47,12 @@ def outcome(
 
     def make() -> soframe.Optimizer:
         dtype = settings.get("dtype", torch.float64)
-        curvature = soframe.Curvature(offload=offload, dtype=dtype)
+        statistics = soframe.Statistics(offload=offload, dtype=dtype)
         every = {"statistics_every": 2, "solve_every": 4, "auxiliary_lr": 0.01}
         own = {key: value for key, value in settings.items() if key != "dtype"}
-        return soframe.Optimizer(model, method, lr=0.01, **{**every, **own, "curvature": curvature})
+        return soframe.Optimizer(
+            model, method, lr=0.01, **{**every, **own, "statistics": statistics}
+        )
 
     def loss(model: nn.Module, step: int) -> Tensor:
         return model(randn(6 * ranks, 3 + step % 2, 4, seed=step)[rank::ranks]).square().mean()
@@ -91,7 +93,7 @@ def test_both_triangles_stay() -> None:
         patch.setattr(stack, "on_host", torch.clone)
         patch.setattr(stack, "on_device", lambda x, device: x.clone())
         model = fill(Net().double())
-        own = kit.precondition(model, curvature=soframe.Curvature(offload=True), lr=0.1)
+        own = kit.precondition(model, statistics=soframe.Statistics(offload=True), lr=0.1)
         kit.train(model, lambda m, _: m(randn(6, 3, 4)).square().mean(), range(2), own)
         block = own.blocks[0]
         (spec, *_) = block.factors

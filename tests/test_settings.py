@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe import Clips, Curvature, Distribution, Preconditioner
+from soframe import Clips, Distribution, Preconditioner, Statistics
 from soframe.settings import GROUPS, flat, grouped
 
 
@@ -25,7 +25,7 @@ def test_settings_by_name_and_in_groups_are_the_same() -> None:
     by_name = {"damping": 0.5, "fisher": "type-2", "loss": "mse", "norm_clip": 0.1, "stagger": True}
     in_groups = {
         "damping": 0.5,
-        "curvature": Curvature(fisher="type-2", loss="mse"),
+        "statistics": Statistics(fisher="type-2", loss="mse"),
         "clips": Clips(norm_clip=0.1),
         "distribution": Distribution(stagger=True),
     }
@@ -54,14 +54,14 @@ def gradients(**settings: Any) -> list[Tensor]:
 @pytest.mark.parametrize(
     "other",
     [
-        {"curvature": Curvature(fisher="type-2", loss="squared-error", scaling="fisher", rows=3)},
-        {"curvature": Curvature(fisher="forward-only")},
+        {"statistics": Statistics(fisher="type-2", loss="squared-error", scaling="fisher", rows=3)},
+        {"statistics": Statistics(fisher="forward-only")},
         {"clips": Clips(norm_clip=0.01)},
     ],
 )
 def test_groups_are_in_force(other: dict[str, Any]) -> None:
     usual: dict[str, Any] = {
-        "curvature": Curvature(fisher="type-2", loss="squared-error"),
+        "statistics": Statistics(fisher="type-2", loss="squared-error"),
         "clips": Clips(norm_clip=0.1),
     }
     assert not all(map(torch.equal, gradients(**usual), gradients(**{**usual, **other})))
@@ -71,7 +71,7 @@ def test_groups_are_in_force(other: dict[str, Any]) -> None:
     ("settings", "problem"),
     [
         ({"clips": {"norm_clip": 1.0}}, "clips must be a soframe.Clips, not"),
-        ({"curvature": Curvature(rows=0)}, "rows must be"),
+        ({"statistics": Statistics(rows=0)}, "rows must be"),
         (
             {"distribution": Distribution(gradients="mine")},
             "gradients must be one of|gradients='averaged'",
@@ -89,5 +89,5 @@ def test_what_cannot_be_meant(settings: dict[str, Any], problem: str) -> None:
 
 
 def test_a_setting_beside_its_group_is_refused() -> None:
-    with pytest.raises(TypeError, match="rows stands beside curvature="):
-        grouped({"curvature": Curvature(), "rows": 0.5})
+    with pytest.raises(TypeError, match="rows stands beside statistics="):
+        grouped({"statistics": Statistics(), "rows": 0.5})

@@ -76,9 +76,9 @@ def learn(method: Any, dtype: torch.dtype | None, lr: float) -> tuple[float, flo
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
     model.append(nn.Linear(16, 2))
-    curvature = soframe.Curvature(state_dtype=dtype)
+    statistics = soframe.Statistics(state_dtype=dtype)
     own = soframe.Optimizer(
-        model, method, lr=lr, auxiliary=AdamW(betas=(0.9, 0.999)), curvature=curvature
+        model, method, lr=lr, auxiliary=AdamW(betas=(0.9, 0.999)), statistics=statistics
     )
     inputs = torch.randn(64, 6)
     targets = torch.stack([inputs[:, 0] * inputs[:, 1], inputs[:, 2].sin()], 1)
@@ -127,8 +127,8 @@ def test_states_are_planned_counted_and_resumed_in_their_dtype(method: str) -> N
     """Those of the auxiliary method, too: to the byte, and to the bit."""
 
     def make(model: nn.Module, **settings: Any) -> soframe.Optimizer:
-        curvature = soframe.Curvature(**settings)
-        return soframe.Optimizer(model, method, lr=0.05, curvature=curvature)
+        statistics = soframe.Statistics(**settings)
+        return soframe.Optimizer(model, method, lr=0.05, statistics=statistics)
 
     memory = []
     for settings in ({}, {"state_dtype": BF16}):
@@ -154,8 +154,8 @@ def test_states_are_planned_counted_and_resumed_in_their_dtype(method: str) -> N
 
 def _on_ranks(rank: int, ranks: int, strategy: str) -> dict[str, Tensor]:
     model = network()
-    curvature = soframe.Curvature(state_dtype=BF16)
-    own = soframe.Optimizer(model, "soap", lr=0.05, strategy=strategy, curvature=curvature)
+    statistics = soframe.Statistics(state_dtype=BF16)
+    own = soframe.Optimizer(model, "soap", lr=0.05, strategy=strategy, statistics=statistics)
 
     def loss(net: nn.Module, step: int) -> Tensor:
         return loss_of(net, step)
@@ -207,8 +207,8 @@ def fitted(method: str, dtype: torch.dtype | None, seed: int) -> float:
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
     inputs, teacher = torch.randn(256, 20), torch.randn(20, 5)
     targets = (inputs @ teacher + torch.randn(256, 5)).argmax(1)
-    curvature = soframe.Curvature(dtype=dtype)
-    own = soframe.Optimizer(model, method, lr=0.02, curvature=curvature, **kit.exact(method))
+    statistics = soframe.Statistics(dtype=dtype)
+    own = soframe.Optimizer(model, method, lr=0.02, statistics=statistics, **kit.exact(method))
 
     def loss(net: nn.Module, step: int) -> Tensor:
         part = slice(step % 4 * 64, step % 4 * 64 + 64)

@@ -112,7 +112,7 @@ def test_solvers_that_a_method_makes_of_the_users_are_the_users() -> None:
     [
         ({"damping": 0.1}, "damping=0.1 would change nothing: no method of this model reads it"),
         ({"damping": 0.1, "kl_clip": 1.0}, "damping=0.1, kl_clip=1.0 would change nothing"),
-        ({"curvature": soframe.Curvature(rows=0.5)}, "rows=0.5 would change nothing"),
+        ({"statistics": soframe.Statistics(rows=0.5)}, "rows=0.5 would change nothing"),
         ({"clips": soframe.Clips(norm_clip=1.0)}, "norm_clip=1.0 would change nothing"),
         ({"fisher": "forward-only"}, "fisher='forward-only' would change nothing"),
     ],

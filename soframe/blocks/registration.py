@@ -520,12 +520,12 @@ class Registration:
         if choices.scaling not in method.scalings:
             yield (
                 f"{method!r} is not defined under scaling={choices.scaling!r}: pass "
-                f"Curvature(scaling='fisher'), or skip the module"
+                f"Statistics(scaling='fisher'), or skip the module"
             )
         if choices.observed and method.captures and method.empirical_only:
             yield (
                 f"{method!r} takes means of output gradients, which are those of the loss alone: "
-                f"pass Curvature(fisher='empirical'), or skip the module"
+                f"pass Statistics(fisher='empirical'), or skip the module"
             )
         for chosen, numbers in block.solvers:
             mine = [block.solved_here[number][1] for number in numbers]
@@ -546,7 +546,7 @@ class Registration:
             yield (
                 f"scaling={choices.scaling!r} knows no diagonal factors, nor means over the rows "
                 f"of each group ({', '.join(f.name for f in odd)}): pass "
-                f"Curvature(scaling='fisher'), or "
+                f"Statistics(scaling='fisher'), or "
                 f"skip the module"
             )
 

@@ -154,7 +154,7 @@ class BlockSpec:
 
     @cached_property
     def takes_samples(self) -> bool:
-        """Whether samples are drawn for ``Curvature(rows=...)`` rather than rows."""
+        """Whether samples are drawn for ``Statistics(rows=...)`` rather than rows."""
         return self.method.reduces or any(factor.reads == "both" for factor in self.factors)
 
     @cached_property

@@ -33,7 +33,7 @@ Samples = Literal["batch", "positions"] | Callable[[], int] | None
 REMEDY = (
     "say what the loss is a mean over: preconditioner.count(n) before each forward pass (n is "
     "len(inputs) for a mean over the batch; pass labels != ignore_index for one over tokens), or a "
-    "callable Curvature(samples=...) that returns n"
+    "callable Statistics(samples=...) that returns n"
 )
 
 
@@ -370,7 +370,7 @@ class Passes:
                     return (
                         f"the model shows {root.question}, and its loss, perhaps a mean over "
                         f"tokens, is taken for a mean over {number} "
-                        f"(Curvature(samples='positions') takes tokens, samples='batch' keeps it)"
+                        f"(Statistics(samples='positions') takes tokens, samples='batch' keeps it)"
                     )
                 return f"the model shows {root.question}, and N is taken for {number}"
         whole = max((size for size in sizes if size is not None), default=0)

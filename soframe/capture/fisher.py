@@ -44,7 +44,7 @@ class Fisher:
             raise ValueError(f"fisher must be one of {names}, not {self.kind!r}")
         if self.probed and self.loss is None:
             raise ValueError(
-                f"fisher={self.kind!r} needs a loss, for example Curvature(loss='cross-entropy')"
+                f"fisher={self.kind!r} needs a loss, for example Statistics(loss='cross-entropy')"
             )
         if self.samples < 1:
             raise ValueError(f"Fisher: samples must be at least 1, not {self.samples}")

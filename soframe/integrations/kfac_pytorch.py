@@ -6,7 +6,7 @@
     preconditioner = soframe.Preconditioner(model, **kfac_pytorch.settings(**arguments))
     kfac_pytorch.load_state(preconditioner, torch.load("kfac.pt"))
 
-Both assume ``Curvature(scaling="kaisa")``, under which factors and steps equal kfac-pytorch's.
+Both assume ``Statistics(scaling="kaisa")``, under which factors and steps equal kfac-pytorch's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from soframe.comm.packing import pack_triangle
 from soframe.methods.kfac import KFAC
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
-from soframe.settings import Curvature
+from soframe.settings import Statistics
 from soframe.solvers import Eigen, Inverse, Solver
 from soframe.state import checksums
 from soframe.state.saving import agree
@@ -80,7 +80,7 @@ def settings(**arguments: Any) -> dict[str, Any]:
             and numbers.
 
     Returns:
-        Keyword arguments of `soframe.Preconditioner`, with ``Curvature(scaling="kaisa")``.
+        Keyword arguments of `soframe.Preconditioner`, with ``Statistics(scaling="kaisa")``.
 
     Raises:
         TypeError: If kfac-pytorch has no such argument.
@@ -116,7 +116,7 @@ def settings(**arguments: Any) -> dict[str, Any]:
         "solve_every": given["inv_update_steps"],
         "skip": tuple(given["skip_layers"] or ()),
         "grad_scaler": given["grad_scaler"],
-        "curvature": Curvature(scaling="kaisa", dtype=_dtype(arguments)),
+        "statistics": Statistics(scaling="kaisa", dtype=_dtype(arguments)),
     }
 
 
@@ -195,7 +195,7 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
     checkpoint warn, except the learning rate.
 
     Args:
-        preconditioner: A preconditioner with ``Curvature(scaling="kaisa")`` and the method
+        preconditioner: A preconditioner with ``Statistics(scaling="kaisa")`` and the method
             ``"kfac"``, of the same layers.
         state: The state, with its factors. A prefix ``module.`` of all names is removed.
 
@@ -241,7 +241,7 @@ def _layers(preconditioner: Preconditioner, state: Any) -> dict[str, dict[str, T
     if scaling != "kaisa":
         raise ValueError(
             f"factors of kfac-pytorch differ by constants from those of scaling={scaling!r}: "
-            f"build the preconditioner with Curvature(scaling='kaisa') (kfac_pytorch.settings "
+            f"build the preconditioner with Statistics(scaling='kaisa') (kfac_pytorch.settings "
             f"says it)"
         )
     if "steps" not in state:

@@ -29,7 +29,7 @@ class ExpertsHelper(LayerHelper):
 
     A subclass names the parameter of its module, and is chosen with ``layers=``. The number of
     samples cannot be inferred from the rows of experts: pass it by `Preconditioner.count`, a
-    callable ``Curvature(samples=...)``, or `Preconditioner.observe`.
+    callable ``Statistics(samples=...)``, or `Preconditioner.observe`.
 
     Attributes:
         parameter: The name of the parameter.

@@ -30,7 +30,7 @@ signs); the empirical Fisher adds the outer product of the mean gradient.
 A pass without samples, or without terms, is one of the k, and counts for nothing else: the averages
 are over samples that exist.
 
-For equal batches the first two agree. ``Curvature(scaling="kaisa")`` gives the constants of
+For equal batches the first two agree. ``Statistics(scaling="kaisa")`` gives the constants of
 kfac-pytorch: the mean of ``g0 g0^T`` over each call, with rows divided by the number of locations
 for convolutions.
 

@@ -115,7 +115,7 @@ class Pipeline(Stages):
             raise ValueError(
                 "fisher='monte-carlo' and 'type-2' send vectors backward from the model's outputs "
                 "to all layers, which end at the first module of a stage: with pipeline= pass "
-                "Curvature(fisher='empirical') or 'forward-only'"
+                "Statistics(fisher='empirical') or 'forward-only'"
             )
         if scaled:
             raise ValueError(
@@ -128,7 +128,7 @@ class Pipeline(Stages):
         if self._schedule is not None:
             raise ValueError(
                 "count() says something of the next forward pass, and a schedule runs those of all "
-                "micro-batches by itself: pass Curvature(samples=...), a callable that returns "
+                "micro-batches by itself: pass Statistics(samples=...), a callable that returns "
                 "how many terms the loss of one micro-batch is a mean over"
             )
 
@@ -280,7 +280,7 @@ class Pipeline(Stages):
             return most, ValueError(
                 f"in the backward passes since the last step the layers of different stages were "
                 f"called with different numbers of samples ({text}), so how many the loss is a "
-                f"mean over cannot be told: pass Curvature(samples=...), a callable that returns "
+                f"mean over cannot be told: pass Statistics(samples=...), a callable that returns "
                 f"it for one micro-batch"
             )
         sums = [sum(column) for column in zip(*(row[len(names) :] for row in rows), strict=True)]

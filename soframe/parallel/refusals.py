@@ -137,7 +137,7 @@ def refused_together(
         return (
             f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
             f"tensor-parallel plan of {next(iter(of_plans.values()))} have one batch together: "
-            f"pass Curvature(fisher='type-2'), or 'empirical'"
+            f"pass Statistics(fisher='type-2'), or 'empirical'"
         )
     for block, place in zip(blocks, placement.blocks, strict=True):
         if not any(id(p) in of_plans for p in block.parameters.values()):

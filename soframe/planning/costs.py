@@ -109,7 +109,7 @@ class Costs:
         device = "cpu" if hardware.device == "cpu" else "cuda"
         self.work = tuple(replace(work, device=device) for work in task.work)  # as it is stacked
         self._priced: dict[Hashable, Priced] = {}
-        # See `soframe.Curvature.precision`: all but solves multiply in TF32, if the device can.
+        # See `soframe.Statistics.precision`: all but solves multiply in TF32, if the device can.
         self._fast = "tf32" if "product:tf32" in hardware.operators else "float32"
 
     @cached_property

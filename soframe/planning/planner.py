@@ -22,7 +22,7 @@ from soframe.planning.memory import transients
 from soframe.planning.schedule import KINDS, Messages, Rank, Schedule, Timing
 from soframe.planning.task import Task
 from soframe.registry import available
-from soframe.settings import Curvature
+from soframe.settings import Statistics
 from soframe.strategies import plan as bytes_of
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
@@ -468,7 +468,7 @@ def variants(settings: Collection[Vary], solver: str | None = None) -> list[dict
         if name is not None:
             arguments["solver"] = name
         if dtype is not None:
-            arguments["curvature"] = Curvature(dtype=dtype)
+            arguments["statistics"] = Statistics(dtype=dtype)
         found.append(arguments)
     return found
 
@@ -478,10 +478,10 @@ def written(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     found = []
     if "solver" in settings:
         found.append((settings["solver"], f"solver={settings['solver']!r}"))
-    if "curvature" in settings:
-        dtype = str(settings["curvature"].dtype)
+    if "statistics" in settings:
+        dtype = str(settings["statistics"].dtype)
         word = f"{dtype.removeprefix('torch.')} factors"
-        found.append((word, f"curvature=soframe.Curvature(dtype={dtype})"))
+        found.append((word, f"statistics=soframe.Statistics(dtype={dtype})"))
     return tuple(found)
 
 

@@ -392,7 +392,7 @@ def _reason(
     if not bool(damping.isfinite().all()):
         return (
             f"its eigenvalues times those of the other factor are beyond {dtype}: scale the loss, "
-            f"or pass Curvature(dtype=torch.float64)"
+            f"or pass Statistics(dtype=torch.float64)"
         )
     if all(bool(tensor.isfinite().all()) for tensor in data.values()):
         return f"{dtype} cannot hold the result: its scale is out of range"

@@ -44,7 +44,7 @@ from soframe.step.moving import Grouping
 from soframe.step.outcome import Outcome
 from soframe.step.refresh import Refresh
 from soframe.step.solves import Solves
-from soframe.step.statistics import Statistics
+from soframe.step.statistics import Accumulator
 from soframe.step.status import Poll, Settings, Status
 from soframe.step.updates import Update, commit, exchange, precondition, select, write
 
@@ -74,7 +74,7 @@ class Engine:
     _scaling: Literal["fisher", "kaisa"]
     _stages: Stages
     _capture: Capture
-    _statistics: Statistics
+    _statistics: Accumulator
     _effect: Effect
     _watch: Watch
     _raw: AveragedGradients
@@ -433,7 +433,7 @@ class Engine:
     # -- windows ------------------------------------------------------------------------------
 
     def _begin(self, late: Collection[str] = ()) -> None:
-        """Begin an empty window; for ``late`` see `Statistics.late`."""
+        """Begin an empty window; for ``late`` see `Accumulator.late`."""
         self.reset_batch()
         if late:
             due = self._refresh.observed(self._placed, self._steps, late)

@@ -59,7 +59,7 @@ class _Weights:
     groups: Sequence[float]
 
 
-class Statistics:
+class Accumulator:
     """The sums of a window on this rank.
 
     Attributes:
@@ -69,7 +69,7 @@ class Statistics:
         placed: The blocks, with their places.
         scale: The scaling convention.
         samples: The terms that the loss averages over, unless declared for the batch; see
-            `soframe.Curvature`.
+            `soframe.Statistics`.
         grad_scale: Returns the factor by which the loss of the backward pass under way is
             multiplied.
         capture: Records the calls.
@@ -542,7 +542,7 @@ class Statistics:
             own[-1 - missing] = rest if missing == 0 else 0
         return own
 
-    def resume(self, before: Statistics) -> None:
+    def resume(self, before: Accumulator) -> None:
         """Continue the window of the former statistics, after the model was rebuilt."""
         self._passes, self._everybodys = before._passes, before._everybodys
         due = {block.identity for block in before.due}
@@ -587,7 +587,7 @@ class Statistics:
 def _weights_of(
     block: Block, numbers: Iterator[float], *, some_contribute: bool
 ) -> _Weights | None:
-    """Take a block's part of the sums of `Statistics.weights`; None if no rank used the block."""
+    """Take a block's part of the sums of `Accumulator.weights`; None if no rank used the block."""
     divisors = [next(numbers) for _ in block.captured] if some_contribute else []
     inputs, outputs = next(numbers), next(numbers)
     groups = [next(numbers) for _ in range(block.shape.groups if block.unequal else 0)]

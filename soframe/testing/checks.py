@@ -24,7 +24,7 @@ from soframe.layers.layout import parameter_of
 from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
-from soframe.settings import Curvature, Distribution
+from soframe.settings import Distribution, Statistics
 from soframe.solvers.base import LinAlgError, Solver, mean_trace
 from soframe.specs import FactorKind, FactorSpec
 from soframe.strategies.base import Strategy
@@ -200,7 +200,7 @@ class _Case:
         preconditioner = Preconditioner(
             holder,
             layers={"^module$": self.helper},
-            curvature=Curvature(samples=lambda: samples),
+            statistics=Statistics(samples=lambda: samples),
             kl_clip=None,
             statistics_every=1,
             solve_every=1,

@@ -89,7 +89,7 @@ class TrustRegion(ClosureOptimizer):
         **preconditioner: Further settings of `soframe.Preconditioner`, in place of
             `soframe.trust_region.settings.PRECONDITIONER`. The Fisher is ``"monte-carlo"`` by
             default (``"forward-only"`` for methods that read no output gradients), or
-            ``curvature=soframe.Curvature(fisher="type-2")``.
+            ``statistics=soframe.Statistics(fisher="type-2")``.
 
     Attributes:
         preconditioner: The preconditioner.
@@ -147,7 +147,7 @@ class TrustRegion(ClosureOptimizer):
             "full_batch": full_batch,
             "max_increase": max_increase,
         }
-        self._alike = group_of("curvature", preconditioner).loss_average == "global"
+        self._alike = group_of("statistics", preconditioner).loss_average == "global"
         self._reduction = Reduction(self.damping, reject, full_batch)
         self._checked = self._warned = False
         self._below_rounding = 0

@@ -14,7 +14,7 @@ from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
 from soframe.registry import KINDS
 from soframe.schedules import WarmInterval
-from soframe.settings import Curvature, flat, group_of
+from soframe.settings import Statistics, flat, group_of
 from soframe.setup.building import methods
 from soframe.trust_region.adaptive import AdaptiveDamping
 
@@ -32,7 +32,7 @@ _LENGTH = "the quadratic model chooses the length of a step"
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "kl_clip": ((), f"takes no kl_clip=: {_LENGTH}"),
     "norm_clip": ((), f"takes no norm_clip=: {_LENGTH}"),
-    "loss": ((), "takes its loss beside the model, not in curvature="),
+    "loss": ((), "takes its loss beside the model, not in statistics="),
     "optimizer": ((), "takes no optimizer=: it is an optimizer itself"),
     "pipeline": (
         (),
@@ -119,11 +119,11 @@ def of_preconditioner(given: Mapping[str, Any], loss: Loss, burn_in: int) -> dic
     settings = {**PRECONDITIONER, "grad_scaler": unscaled, **given, "kl_clip": None}
     if "method" not in given:
         settings.setdefault("solver", "inverse")  # factored damping with Cholesky is cheap
-    curvature: Curvature = group_of("curvature", given)
-    if (fisher := curvature.fisher) is None:
+    chosen: Statistics = group_of("statistics", given)
+    if (fisher := chosen.fisher) is None:
         reads = [f.reads for m in methods(settings["method"]) for f in m.factors(_SHAPE)]
         fisher = "forward-only" if set(reads) == {"inputs"} else "monte-carlo"
-    settings["curvature"] = replace(curvature, fisher=fisher, loss=loss)
+    settings["statistics"] = replace(chosen, fisher=fisher, loss=loss)
     for name in ("statistics_every", "solve_every"):
         if burn_in > 0 and isinstance(settings[name], int):
             settings[name] = WarmInterval(settings[name], first=1, steps=burn_in + 1)

@@ -130,7 +130,9 @@ def whole_steps(who: str, compiled: str) -> Tensor:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         before = soframe.Preconditioner(model, optimizer=optimizer, **every)
     elif who == "trust region":
-        optimizer = soframe.TrustRegion(model, "mse", curvature=soframe.Curvature(fisher="type-2"))
+        optimizer = soframe.TrustRegion(
+            model, "mse", statistics=soframe.Statistics(fisher="type-2")
+        )
     elif who == "stochastic":
         optimizer = soframe.StochasticTrustRegion(model)
     else:

@@ -338,7 +338,7 @@ def calls_of_parts(rank: int, ranks: int) -> None:
     model = make_net()
     spread(model, ranks, Case())
     own = soframe.Preconditioner(
-        model, kl_clip=None, curvature=soframe.Curvature(samples=lambda: SAMPLES), **EACH
+        model, kl_clip=None, statistics=soframe.Statistics(samples=lambda: SAMPLES), **EACH
     )
     one_pass(model)
     own.step()

@@ -270,7 +270,7 @@ def factors_of_a_table(rank: int, ranks: int) -> dict[str, Any]:
     x, y = torch.randint(5, (SAMPLES, 3)), torch.randn(SAMPLES, 3, WIDTH, dtype=torch.float64)
     settings: dict[str, Any] = {
         "layers": "all",
-        "curvature": soframe.Curvature(samples="positions"),
+        "statistics": soframe.Statistics(samples="positions"),
         "damping": 0.1,
     }
     if ranks == 0:

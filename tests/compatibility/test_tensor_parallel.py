@@ -305,7 +305,7 @@ def cut_outputs(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False)})
     own = soframe.Preconditioner(
-        model, kl_clip=None, curvature=soframe.Curvature(fisher="type-2", loss="squared-error")
+        model, kl_clip=None, statistics=soframe.Statistics(fisher="type-2", loss="squared-error")
     )
     own.observe(model(torch.ones(3, 4)))
 

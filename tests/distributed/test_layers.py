@@ -87,7 +87,7 @@ def weights_of(rank: int, ranks: int, *, net: str, strategy: str, fisher: str) -
         model,
         strategy=STRATEGIES[strategy] if ranks > 1 else "comm-opt",
         layers={"experts": Kernel, "": "all"} if net == "tokens" else "all",
-        curvature=soframe.Curvature(samples=lambda: share, fisher=fisher, loss="mse"),
+        statistics=soframe.Statistics(samples=lambda: share, fisher=fisher, loss="mse"),
         damping=0.1,
         decay=0.5,
         kl_clip=None,

@@ -17,9 +17,9 @@ def test_the_search_finds_the_largest_number_from_any_guess(limit: int, first: i
     assert gpu_memory.most(lambda number: number <= limit, first) == limit
 
 
-@pytest.mark.parametrize("curvature", [None, soframe.Curvature(offload=True)])
+@pytest.mark.parametrize("curvature", [None, soframe.Statistics(offload=True)])
 def test_turns_end_with_a_step_of_statistics_and_a_solve(
-    curvature: soframe.Curvature | None, monkeypatch: pytest.MonkeyPatch
+    curvature: soframe.Statistics | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solved = []
     step = soframe.Preconditioner.step
@@ -39,6 +39,6 @@ def test_turns_end_with_a_step_of_statistics_and_a_solve(
 @pytest.mark.slow
 def test_curvature_takes_the_memory_of_images() -> None:
     cap = 4 * 2**30
-    first, second = (gpu_memory.planned(c, cap) for c in (None, soframe.Curvature()))
+    first, second = (gpu_memory.planned(c, cap) for c in (None, soframe.Statistics()))
     assert 0 < second < first
     assert gpu_memory.planned(None, 0) == 0

@@ -160,7 +160,7 @@ def test_drawn_rows(rows: float) -> None:
     def make(net: nn.Module) -> Any:
         sgd = torch.optim.SGD(net.parameters(), lr=0.05)
         return Preconditioner(
-            net, optimizer=sgd, curvature=soframe.Curvature(rows=rows), **COMMON
+            net, optimizer=sgd, statistics=soframe.Statistics(rows=rows), **COMMON
         ), sgd
 
     both("tokens", make, 1e-6)

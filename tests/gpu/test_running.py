@@ -185,9 +185,9 @@ def test_convolutions_under_autocast(kernel: int, last: bool) -> None:
     torch.manual_seed(0)
     form = torch.channels_last if last else torch.contiguous_format
     net = nn.Conv2d(24, 40, kernel, padding=kernel // 2, bias=False).to(DEVICE, memory_format=form)
-    full = soframe.Curvature(precision="full")
+    full = soframe.Statistics(precision="full")
     every = {"statistics_every": 1, "solve_every": 1}
-    own = Preconditioner(nn.Sequential(net), lr=0.1, curvature=full, **every)
+    own = Preconditioner(nn.Sequential(net), lr=0.1, statistics=full, **every)
     x = torch.randn(16, 24, 20, 20, device=DEVICE).bfloat16().to(memory_format=form)
     seen: dict[str, Tensor] = {}
     with torch.autocast(DEVICE.type, torch.bfloat16):
@@ -298,7 +298,7 @@ def test_precision_of_products(solver: str, precision: Precision) -> None:
             statistics_every=1,
             solve_every=1,
             kl_clip=None,
-            curvature=soframe.Curvature(precision=precision),
+            statistics=soframe.Statistics(precision=precision),
         )
         generator = torch.Generator().manual_seed(1)
         inputs = torch.randn(256, 64, generator=generator, dtype=torch.float64).to(DEVICE, dtype)

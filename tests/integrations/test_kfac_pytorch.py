@@ -66,13 +66,13 @@ DEFAULTS = {
     "statistics_every": 1,
     "solve_every": 1,
     "skip": (),
-    "curvature": soframe.Curvature(scaling="kaisa"),
+    "statistics": soframe.Statistics(scaling="kaisa"),
     "grad_scaler": None,
 }
 
 
 def in_dtype(dtype: torch.dtype) -> dict[str, Any]:
-    return {"curvature": soframe.Curvature(scaling="kaisa", dtype=dtype)}
+    return {"statistics": soframe.Statistics(scaling="kaisa", dtype=dtype)}
 
 
 def named(value: object) -> str:

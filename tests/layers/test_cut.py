@@ -222,7 +222,7 @@ def test_a_constraint_keeps_the_norm_of_each_part() -> None:
         model,
         "muon",
         lr=0.1,
-        curvature=soframe.Curvature(cut={"^0$": 6}),
+        statistics=soframe.Statistics(cut={"^0$": 6}),
         constraint="hyperball",
         kl_clip=None,
     )

@@ -90,7 +90,7 @@ class Cast(nn.Linear):
 
 def stepped(layer: nn.Module, x: Tensor, **settings: Any) -> soframe.Preconditioner:
     model = nn.Sequential(layer)
-    settings["curvature"] = soframe.Curvature(samples="batch")
+    settings["statistics"] = soframe.Statistics(samples="batch")
     own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1, **settings)
     model(x).float().square().mean().backward()
     own.step()

@@ -113,7 +113,7 @@ def test_factors_of_the_type_2_fisher() -> None:
     model, x = nn.Linear(3, 2).double(), randn(1, 3)
     own = soframe.Preconditioner(
         model,
-        curvature=soframe.Curvature(fisher="type-2", loss="gaussian"),
+        statistics=soframe.Statistics(fisher="type-2", loss="gaussian"),
         kl_clip=None,
         statistics_every=1,
         decay=0.0,

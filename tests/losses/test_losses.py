@@ -190,11 +190,11 @@ def test_an_unknown_loss_lists_those_that_are() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"no loss 'hinge'; registered: .*'gaussian', 'mse'"):
         soframe.Preconditioner(
-            model, kl_clip=None, curvature=soframe.Curvature(fisher="type-2", loss="hinge")
+            model, kl_clip=None, statistics=soframe.Statistics(fisher="type-2", loss="hinge")
         )
     with pytest.raises(TypeError, match="a loss is a name"):
         soframe.Preconditioner(
-            model, kl_clip=None, curvature=soframe.Curvature(fisher="type-2", loss=nn.MSELoss())
+            model, kl_clip=None, statistics=soframe.Statistics(fisher="type-2", loss=nn.MSELoss())
         )  # type: ignore[arg-type]
 
 

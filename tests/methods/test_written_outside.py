@@ -102,7 +102,7 @@ def test_some_rows_have_the_scale_of_all(method: Method) -> None:
             statistics_every=1,
             solve_every=10**6,
             decay=0.999,
-            curvature=soframe.Curvature(rows=rows),
+            statistics=soframe.Statistics(rows=rows),
         )
         x = torch.randn(16, 3, dtype=torch.float64)
         kit.train(net, lambda net, _: net(x).square().sum(1).mean(), range(steps), own)

@@ -172,7 +172,11 @@ CASES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "cautious": ("adamw", {"weight_decay": 0.1, "weight_decay_kind": "cautious"}, torch.float32),
     "hyperball": ("muon", {"constraint": "hyperball"}, torch.float32),
     "half": ("adamw", {"weight_decay": 0.1}, torch.bfloat16),
-    "state": ("adamw", {"curvature": soframe.Curvature(state_dtype=torch.bfloat16)}, torch.float32),
+    "state": (
+        "adamw",
+        {"statistics": soframe.Statistics(state_dtype=torch.bfloat16)},
+        torch.float32,
+    ),
     "norm clip": ("kfac", {"clips": soframe.Clips(norm_clip=0.1)}, torch.float64),
     "graft": ("graft", {}, torch.float64),
 }

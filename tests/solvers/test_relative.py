@@ -209,7 +209,7 @@ def test_numbers_callables_and_policies_are_the_same(damping: Any) -> None:
             results.append(kit.gradients(model))
         model, (x, y) = fill(deep()), (randn(4, 3), randn(4, 3, seed=50))
         optimizer = soframe.TrustRegion(
-            model, "squared-error", damping=each, curvature=soframe.Curvature(fisher="type-2")
+            model, "squared-error", damping=each, statistics=soframe.Statistics(fisher="type-2")
         )
         optimizer.step(lambda: half_square(model(x), y))  # noqa: B023 (called at once)
         assert optimizer.last["damping"] == 0.3

@@ -61,7 +61,7 @@ def trained(
         return soframe.TrustRegion(
             model,
             "squared-error",
-            curvature=soframe.Curvature(fisher="type-2"),
+            statistics=soframe.Statistics(fisher="type-2"),
             damping=0.1,
             **settings,
         )
