@@ -31,9 +31,9 @@ from torch import Tensor, nn
 import soframe
 from soframe.comm import TorchDistributed
 from soframe.comm.fused import Parcel, deliver
+from soframe.estimate.gradients import _average
 from soframe.settings import grouped
 from soframe.specs import TensorSpec
-from soframe.step.gradients import _average
 
 NETS = {
     "64 layers of 64": (64,) * 65,

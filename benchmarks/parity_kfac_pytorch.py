@@ -155,8 +155,8 @@ def attach_soframe(
     )
 
     def factors() -> Numbers:
-        found = {f"{b.name}.{f}": tensor[0] for b in own._blocks for f, tensor in b.running.items()}
-        for block in own._blocks:
+        found = {f"{b.name}.{f}": tensor[0] for b in own.blocks for f, tensor in b.running.items()}
+        for block in own.blocks:
             if isinstance(block.layout.module, nn.Conv2d):
                 order = patch_order(block.layout.module, len(found[f"{block.name}.A"]))
                 found[f"{block.name}.A"] = found[f"{block.name}.A"][order][:, order]

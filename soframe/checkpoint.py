@@ -80,15 +80,15 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
     Returns:
         Name -> tensor, and ``"header"`` -> text, for `save`, ``dcp.save`` or ``dcp.async_save``.
     """
-    backend, blocks = preconditioner.backend, preconditioner._blocks
-    preconditioner._land("soframe.checkpoint.part()")
+    backend, blocks = preconditioner.backend, preconditioner.curvature.blocks
+    preconditioner.land("soframe.checkpoint.part()")
     if any(block.record.pending > 0 for block in blocks):
         backend.meet("soframe.checkpoint.part()")
     header = preconditioner.header()
     tensors: dict[str, Tensor] = {}
-    for block, place in preconditioner._placed:
+    for block, place in preconditioner.curvature.placed:
         header["blocks"][block.name]["solved"] = block.solved
-        wanted, found = state.present(preconditioner._placed, block, place)
+        wanted, found = state.present(preconditioner.curvature.placed, block, place)
         for entry in wanted:
             if backend.rank == entry.source:
                 tensor = state.lasting(entry.path, found[entry.path])
@@ -152,14 +152,14 @@ def load(
             saved.update(json.loads(first[HEADER]))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError("the checkpoint is damaged: its header cannot be read") from error
-        preconditioner._stages.own_part(saved)  # raises for a state of other stages
+        preconditioner.curvature.parts.stages.own_part(saved)  # raises for a state of other stages
         preconditioner.check_header(saved)
 
     def check_tensors() -> tuple[dict[str, Any], dict[str, Tensor]]:
         for name, tensor in wanted.items():
             if checksums.of_tensor(tensor) != saved[TENSORS][name][1]:
                 raise ValueError(f"the checkpoint is damaged: {name} has another checksum")
-        state.check(saved, wanted, preconditioner._placed, everywhere=False)
+        state.check(saved, wanted, preconditioner.curvature.placed, everywhere=False)
         return saved, wanted
 
     # Errors of DCP are raised on all ranks, and all ranks check the header before DCP goes on.
@@ -167,7 +167,7 @@ def load(
     read_into(first)
     preconditioner.agree_on_state(check_header, lambda: first[HEADER])
     wanted: dict[str, Tensor] = {}
-    for block, place in preconditioner._placed:
+    for block, place in preconditioner.curvature.placed:
         for entry in entries_saved(block, place, saved["blocks"][block.name]):
             if preconditioner.backend.rank in entry.holders:
                 name = "/".join((block.name, *entry.path))
@@ -175,7 +175,7 @@ def load(
                 dtype = _DTYPES[saved[TENSORS][name][0]]
                 wanted[name] = torch.empty(entry.spec.shape, dtype=dtype, device="cpu")
     read_into({**first, **wanted})
-    preconditioner._load(check_tensors)
+    preconditioner.load_checked(check_tensors)
 
 
 def _of_stage(preconditioner: Preconditioner, found: dict[str, Any]) -> dict[str, Any]:

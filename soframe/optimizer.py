@@ -38,9 +38,9 @@ from soframe.diagnostics.norms import changes
 from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
-from soframe.setup.building import methods
+from soframe.setup.choosing import methods
 from soframe.state import checksums
-from soframe.state.stateful import OfModel
+from soframe.state.bound import OfModel
 from soframe.step import moving
 from soframe.step.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.strategies.placement import Placement
@@ -342,7 +342,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         sharding.require_own_step(self._model.parameters())
         self.preconditioner.step()
         self._moved = {}
-        good = self.preconditioner.outcome.good
+        good = self.preconditioner.good
         if good is not None or self.preconditioner.updated:
             blocks: Sequence[Block] = ()
             before: dict[nn.Parameter, Tensor] = {}

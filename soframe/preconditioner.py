@@ -12,59 +12,42 @@ Two lines add it to a training script::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from soframe import combinations
+from soframe import combinations, resume
 from soframe.blocks.block import Block
-from soframe.blocks.home import GradientHome, PlainGrad
-from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.registration import Choice, Choices, unwrap
-from soframe.blocks.report import Report, warn_of_lost_blocks
+from soframe.blocks.home import GradientHome
+from soframe.blocks.registration import Choice
+from soframe.blocks.report import Report
 from soframe.blocks.stack import Solved
-from soframe.blocks.watch import Watch
-from soframe.capture.counting import Samples, declare
-from soframe.capture.fisher import Fisher
-from soframe.capture.hooks import Capture
-from soframe.capture.loss_scale import LossScale
-from soframe.capture.sampling import Sampler
+from soframe.capture.counting import declare
 from soframe.capture.untraced import untraced
-from soframe.checks import arguments
 from soframe.comm.stages import PHASE
+from soframe.curvature import Curvature
 from soframe.damping.policies import DampingChoice
-from soframe.diagnostics.metrics import Measuring, Spectra, Taken
-from soframe.diagnostics.norms import measure
-from soframe.kernels.devices import keep_memory
+from soframe.diagnostics.metrics import Measuring, Spectra
 from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
-from soframe.methods.scaling import Scale
-from soframe.registry import KINDS
-from soframe.schedules import Interval, Schedule, Scheduled
+from soframe.schedules import Interval, Schedule
 from soframe.settings import Clips, Distribution, Statistics, defaults, flat, group_of
-from soframe.setup import building, describing
+from soframe.setup import building, choosing, describing
+from soframe.setup.grouping import grouping
+from soframe.setup.parts import Parts, parts_of
 from soframe.state import saving as state
-from soframe.state.stateful import Stateful
-from soframe.state.transfer import hand_over
-from soframe.step import gradients as averaging
-from soframe.step.clip import Bounds, Clipped
-from soframe.step.effect import Effect
-from soframe.step.gradients import Gradients
-from soframe.step.moving import grouping
-from soframe.step.outcome import Outcome
-from soframe.step.refresh import Refresh
-from soframe.step.solves import Solves
-from soframe.step.statistics import Accumulator
-from soframe.step.status import Settings
-from soframe.step.updates import Update, exchange, precondition, write
+from soframe.state.bound import OfModel
+from soframe.step.clip import Bounds
+from soframe.step.engine import Engine
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 
 
-class Preconditioner(Stateful):
+class Preconditioner(OfModel):
     """Rewrites the gradients of a model, in place, with second-order information.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``, on every rank. Under
@@ -110,6 +93,7 @@ class Preconditioner(Stateful):
         clips: The other clips: a `soframe.Clips`.
 
     Attributes:
+        curvature: The curvature: blocks, statistics, factors and second-order data.
         backend: The communication backend.
         home: Where gradients are stored.
         placement: The owners, gradient workers and receivers of each block.
@@ -123,11 +107,7 @@ class Preconditioner(Stateful):
         TypeError: If a setting has the wrong type.
     """
 
-    placement: Placement
-    counters: dict[str, int]
-    _placed: PlacedBlocks
-    _statistics: Accumulator
-    _effect: Effect
+    curvature: Curvature
 
     _beside = False  # whether another preconditioner may hook the same modules
 
@@ -154,110 +134,43 @@ class Preconditioner(Stateful):
         distribution: Distribution | None = None,
         clips: Clips | None = None,
     ) -> None:
-        given = dict(locals())
-        ranks: Distribution = group_of("distribution", given)
-        self.backend, self._stages = building.choose_backends(ranks.backend, ranks.pipeline)
+        settings = dict(locals())
+        # These two come from `locals()` and are no settings.
+        del settings["self"], settings["model"]
+        ranks: Distribution = group_of("distribution", settings)
+        self.backend, stages = choosing.choose_backends(ranks.backend, ranks.pipeline)
         # An error in here is sent to the other ranks, which wait in `building.build`.
-        with building.starting(lambda: self.backend, self._stages):
-            self._settings = flat(given)
-            # These two come from `locals()` and are no settings.
-            del self._settings["self"], self._settings["model"]
-            chosen: Statistics = group_of("statistics", given)
-            limits: Clips = group_of("clips", given)
-            scaled = grad_scaler is not None
-            building.check_settings(self._settings)
-            layers = {"": "all"} if layers == "all" else {} if layers is None else layers
-            cut = {} if chosen.cut is None else chosen.cut
-            building.check_cut(cut)
-            mappings = {"layers": layers, "method": method, "solver": solver, "cut": cut}
-            arguments.check(
-                model=model,
-                optimizer=optimizer,
-                grad_scaler=grad_scaler,
-                dtype=chosen.dtype,
-                state_dtype=chosen.state_dtype,
-                skip=skip,
-                mappings=mappings,
-            )
-            building.check_home(ranks.home)
-            own = ranks.home
-            self.home: GradientHome = PlainGrad(model, optimizer) if own is None else own
-            self._model = unwrap(model)
-            self._damping = building.choose_damping(damping)
-            self._decay = Scheduled("decay", decay, high=1.0)
-            self._bounds = Bounds.of(kl_clip, limits.norm_clip, lr)
-            self._refresh = Refresh.of(
-                statistics_every,
-                solve_every,
-                ranks.stagger,
-                reads_calls=all(one.captures for one in building.methods(method)),
-            )
-            # A stage of a pipeline sees inputs or outputs of the model, and not both.
-            counted: Samples = "batch" if self._stages.backend is not None else None
-            self._scaling, self._samples = chosen.scaling, chosen.samples or counted
-            self._precision = chosen.precision
-            self._loss_average = chosen.loss_average
-            self._loss_scale, self._optimizer = LossScale(grad_scaler), optimizer
-            self._grouping = grouping(optimizer)
-            self._strategy: Strategy = KINDS["strategy"].build(strategy, Strategy)
-            self._solves = Solves(background, overlap=self.backend.overlap)
-            self._gradients = ranks.gradients
-            self._sampler = Sampler(chosen.rows, self.backend.rank)
-            modelled = None if chosen.loss is None else KINDS["loss"].build(chosen.loss, Loss)
-            # None leaves the choice to a trust region; without one it is the empirical Fisher.
-            fisher = "empirical" if chosen.fisher is None else chosen.fisher
-            self._fisher = Fisher(fisher, modelled)  # type: ignore[arg-type]  # checked there
-            self._settings["fisher"] = fisher
-            self._stages.require_settings(probed=self._fisher.probed, scaled=scaled)
-            self._choices = Choices(
-                method=method,
-                solver=solver,
-                home=self.home,
-                layers=dict(layers),
-                skip=tuple(skip),
-                dtype=chosen.dtype,
-                state_dtype=chosen.state_dtype,
-                offload=chosen.offload,
-                forward_only=self._fisher.kind == "forward-only",
-                damping=self._damping,
-                scaling=self._scaling,
-                auxiliary=auxiliary,
-                observed=self._fisher.probed,
-                draws=self._fisher.kind == "monte-carlo",
-                ranks=self.backend.global_ranks,
-                cut=dict(cut),
-                staged=self._stages.backend is not None,
-            )
-            self._capture = Capture(
-                probing=self._fisher.probed,
-                model=self._model,
-                alone=self.backend.alone,
-                precision=self._precision,
-            )
-            self._steps, self.outcome = 0, Outcome(self.backend.rank)
-            self._measuring = Measuring(self.backend.phases)
-            self._blocks: list[Block] = []
-            self._dampings: dict[str, float | None] = {}  # of blocks that may be gone for a while
-            self._built, self._closed = False, False
-        self._start()
-        self._refresh.warn_of_settings(self._blocks, stacklevel=3)
-
-    def _start(self) -> None:
-        """Compare pipeline stages, build this rank's part, and check that all settings are read."""
-        keep_memory()
-        if self._stages.backend is not None:
-            self._meet_stages()
-        with self.home.shaped(self._model.parameters()), self._stages.together():
-            self._build()
-        usual = {**defaults(Preconditioner), "fisher": "empirical"}
-        kinds = [self._blocks[first] for first, *_ in self.placement.kinds]
+        with choosing.starting(lambda: self.backend, stages):
+            limits: Clips = group_of("clips", settings)
+            self._settings = flat(settings)
+            parts = parts_of(model, self._settings, self.backend, stages)
+            self._settings["fisher"] = parts.fisher.kind
+            bounds = Bounds.of(kl_clip, limits.norm_clip, lr)
+            parts.beside, parts.common = self._beside, (bounds,)
+        self._closed = False
+        self._measuring = Measuring(self.backend.phases)
+        self._bounds = bounds
+        self.curvature = Curvature.of(parts)
         try:
-            # A setting that no block reads would be ignored silently.
-            combinations.require_read(self._settings, usual, kinds, self._stages.totals)
+            self._require_read()
         except ValueError:
             self.close()  # no caller gets this object, and its hooks would stay
             raise
-        self._stages.look_over(self._registration)
+        stages.look_over(self.curvature.registration)
+        self._engine = Engine(
+            self.curvature,
+            bounds=bounds,
+            grouping=grouping(optimizer),
+            measuring=self._measuring,
+        )
+        parts.refresh.warn_of_settings(self.curvature.blocks, stacklevel=2)
+
+    def _require_read(self) -> None:
+        """Raise a ValueError if no block reads a setting, which would be ignored silently."""
+        usual = {**defaults(Preconditioner), "fisher": "empirical"}
+        blocks = self.curvature.blocks
+        kinds = [blocks[first] for first, *_ in self.placement.kinds]
+        combinations.require_read(self._settings, usual, kinds, self._parts.stages.totals)
 
     def observe(self, outputs: Tensor | Sequence[Tensor], *, weight: float = 1.0) -> None:
         """Compute the statistics of the Monte-Carlo or type-2 Fisher, if this step takes any.
@@ -278,10 +191,11 @@ class Preconditioner(Stateful):
             RuntimeError: If no registered layer ran with gradients.
         """
         self._require_open()
-        if self._fisher.kind == "empirical":
+        fisher, curvature = self._parts.fisher, self.curvature
+        if fisher.kind == "empirical":
             return
-        self._statistics.weigh(weight)
-        self._fisher.observe(outputs, self._capture, self._samples, self._steps)
+        curvature.statistics.weigh(weight)
+        fisher.observe(outputs, curvature.capture, self._parts.samples, curvature.steps)
 
     def count(self, terms: int | Tensor | None = None, *, rows: Tensor | None = None) -> None:
         """Declare the loss terms and the padding of the forward passes that follow.
@@ -306,10 +220,11 @@ class Preconditioner(Stateful):
                 or the scaling is ``"kaisa"``, which does not count; or a schedule runs the forward
                 passes; or see `soframe.capture.counting.declare`.
         """
-        self._stages.require_uncounted()
-        building.check_count(terms is not None, self._samples, self._scaling)
-        if self._capture.enabled:
-            self._capture.say(declare(terms, rows))
+        parts, capture = self._parts, self.curvature.capture
+        parts.stages.require_uncounted()
+        choosing.check_count(terms is not None, parts.samples, parts.scaling)
+        if capture.enabled:
+            capture.say(declare(terms, rows))
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -325,38 +240,25 @@ class Preconditioner(Stateful):
             ValueError: If a setting that may change, such as a schedule, is out of range.
         """
         self._require_open()
-        if self._planned:
-            building.require_materialised(self._model.named_parameters())
-        with self.home.shaped(self._model.parameters()), within(self._precision):
-            self._take_step()
+        model = self._parts.model
+        if self.curvature.on_paper:
+            building.require_materialised(model.named_parameters())
+        with self.home.shaped(model.parameters()), within(self._parts.precision):
+            self._engine.step()
+
+    def reset_batch(self) -> None:
+        """Discard the statistics of the backward passes since the last step.
+
+        Where gradients are zeroed without a ``step``, their statistics are dropped without this
+        call, but for ones of `observe` whose backward pass has not come. Every rank must call.
+        """
+        self.curvature.begin()
 
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this preconditioner is closed")
-        if self._capture.closed:
+        if self.curvature.capture.closed:
             raise RuntimeError("this preconditioner was replaced by a newer one on the same model")
-
-    def _note(
-        self,
-        gradients: Gradients,
-        updates: Sequence[Update],
-        settings: Settings,
-        clipped: Clipped,
-    ) -> None:
-        # The norms of updates that are discarded are not measured.
-        norms = None
-        if self._measuring.norms and clipped.finite:
-            norms = measure(self._blocks, gradients, updates)
-        taken = Taken(
-            step=self._steps,
-            damping=settings.damping,
-            decay=settings.decay,
-            kl_clip=settings.limits.kl,
-            norm_clip=settings.limits.norm,
-            clipped=clipped,
-            norms=norms,
-        )
-        self._measuring.note(taken)
 
     # -- for an optimizer that tries several dampings between step() and its update ----------------
 
@@ -367,10 +269,7 @@ class Preconditioner(Stateful):
             dampings: Block name -> damping, the same on every rank; see `blocks`. They are part of
                 the state, and outlast a freeze of their layers.
         """
-        self._dampings.update(dampings)
-        for block in self._blocks:
-            if block.name in dampings:
-                block.damp(dampings[block.name])
+        self.curvature.damp(dampings)
 
     @torch.no_grad()
     def propose(self) -> None:
@@ -379,30 +278,14 @@ class Preconditioner(Stateful):
         Factors are solved anew if their solver damps them. Blocks whose updates depend on earlier
         gradients keep their present ``.grad``; no state of a method changes. Every rank must call.
         """
-        self.outcome.settle()
-        able = [block for block in self._blocks if not block.remembers]
-        # Other solvers apply the damping to the update, and need no new solve.
-        due = [b for b in able if b.mass > 0 and b.solver.damps_factors]
-        damping = self.damping
-        with self.home.shaped(self._model.parameters()):
-            self._solves.update(self._placed, due, damping=damping, counters=self.counters)
-            gradients = {
-                stack: gradient
-                for stack, gradient in self._raw.now().items()
-                if not stack.like.remembers
-            }
-            with within(self._precision):
-                updates = precondition(self._placed, gradients, damping)
-            exchange(self._placed, updates)
-            write(updates, self.home)
-        self._measuring.redamped(damping)
+        self._engine.repeat(self.damping)
 
     def snapshot(self) -> dict[str, Solved]:
         """Return the second-order data and the damping of each block, by name, for `restore`.
 
         ``failed`` of an entry is True if a factor could not be solved since the last snapshot.
         """
-        return {block.name: block.snapshot() for block in self._blocks}
+        return self.curvature.snapshot()
 
     def restore(self, snapshot: Mapping[str, Solved]) -> None:
         """Precondition with the second-order data and dampings of a snapshot, or of parts of some.
@@ -410,155 +293,193 @@ class Preconditioner(Stateful):
         Args:
             snapshot: Block name -> its entry of a `snapshot`; other blocks are unchanged.
         """
-        for block in self._blocks:
-            if block.name in snapshot:
-                block.restore(snapshot[block.name])
-
-    def _rebuild(self, *, changed: bool) -> None:
-        """Register the model anew if it has changed, before any stage continues."""
-        with self._stages.together():
-            if changed:
-                self._build()
-        self._stages.look_over(self._registration)
-        # All stages take statistics at the same steps: the most that any of them needs.
-        self._refresh.owe(int(self._stages.largest(self._refresh.owed)))
+        self.curvature.restore(snapshot)
 
     def forget(self) -> None:
         """Drop all statistics, second-order data and states at the next step, on all ranks.
 
         :meta private:
         """
-        self._watch.forget()
+        self.curvature.watch.forget()
 
     @property
     def changed(self) -> bool:
         """Whether parameters were frozen, thawed or replaced since the last step."""
-        return self._watch.changed()
+        return self.curvature.watch.changed()
 
     @property
     def takes_statistics(self) -> bool:
         """Whether the backward passes before the next `step` give statistics, of any layer."""
-        return bool(self._statistics.due)
+        return bool(self.curvature.statistics.due)
 
-    # -- building -----------------------------------------------------------------------------
+    # -- the coming step ----------------------------------------------------------------------
 
-    def _common(self) -> tuple[object, ...]:
-        """Return the settings that all copies of all stages must have in common."""
-        return (
-            self._damping,
-            self._decay,
-            self._bounds,
-            self._scaling,
-            self._loss_average,
-            self._fisher.kind,
-            building.describe_samples(self._samples),
-            f"precision={self._precision!r}",
-            self._sampler,
-        )
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The blocks of the curvature, in the order of their first modules in the model.
 
-    def _meet_stages(self) -> None:
-        """Compare the settings of a model's stages before they are registered."""
-        settings = (
-            *self._common(),
-            self._gradients,
-            self._solves,
-            self._refresh,
-        )
-        head = building.meet_stages(self._model, self._stages, self.backend, settings)
-        self._choices = replace(self._choices, head_in=head)
+        :meta private:
+        """
+        self._engine.verdict.settle()
+        return self.curvature.blocks
 
-    def _build(self) -> None:
-        """Register the model, place the work and hook the layers."""
-        settings = (
-            *self._common(),
-            f"optimizer={type(self._optimizer).__name__}",
-            building.averaged_tensors(self._model, self._gradients),
-            type(self.home),  # the instance may differ by rank
-            self.backend.fused,
-        )
-        # Moments of gradients outlast a freeze, as in torch's optimizers.
-        of_gradients = [block for block in self._blocks if not block.captured]
-        kept = frozenset(id(p) for block in of_gradients for p in block.parameters.values())
-        registration, placement, self._strategy = building.build(
-            self._model,
-            choices=replace(self._choices, kept=kept),
-            optimizer=self._optimizer,
-            strategy=self._strategy,
-            backend=self.backend,
-            background=self._solves,
-            refresh=self._refresh,
-            settings=settings,
-            capture=self._capture,
-            beside=self._beside,
-            gradients=self._gradients,
-            stages=self._stages,
-        )
-        again, self._built = self._built, True
-        # A choice by size stays when the model changes, with the data that it made.
-        self._choices = replace(self._choices, solver=registration.solver)
-        if again:
-            # Install background solves in the old blocks, whose state moves below.
-            self._land("Preconditioner.step()")
-            self._dampings.update((block.name, block.record.damping) for block in self._blocks)
-        former = {block.name for block in self._blocks}
-        self._blocks = registration.blocks
-        self._planned = any(block.device.type == "meta" for block in self._blocks)
-        self._relatively_damped = any(block.relatively_damped for block in self._blocks)
-        placed = PlacedBlocks(registration.blocks, placement, self.backend)
-        if again and hand_over(self._placed, placed, forgets=self._watch.forgets):
-            # Blocks without statistics take them now, not at the next interval; and in the next
-            # window too, since the hooks may have missed the calls of this one.
-            self._refresh.owe(2)
-        for block in registration.blocks if self._dampings else ():
-            if block.name not in former and block.record.damping is None:
-                block.damp(self._dampings.get(block.name))
-        if again:
-            placed.errors.extend(self._placed.errors)
-            warn_of_lost_blocks(self._report, registration.report, stacklevel=9)
-        self._placed, self.placement = placed, placement
-        report = registration.report
-        if again:
-            report = replace(report, solver=self._report.solver or report.solver)
-        self._report: Report = report
-        self._registration = registration
-        self._watch = Watch(self._model)
-        self._listen(again=again)
-        if not again:
-            self._begin()
+    @property
+    def steps(self) -> int:
+        """The number of completed steps."""
+        return self.curvature.steps
 
-    def _listen(self, *, again: bool) -> None:
-        """Hook gradients and layer calls; ``again`` if the window of older blocks continues."""
-        self._effect = Effect(
-            self._model,
-            self._blocks,
-            self._registration.others,
-            self._capture,
-            home=self.home,
-            rebuilt=again,
-        )
-        scale = Scale(
-            scaling=self._scaling,
-            loss_average=self._loss_average,
-            world_size=self.backend.world_size,
-            own_gradients=self._fisher.probed,
-        )
-        statistics = Accumulator(
-            self._placed,
-            scale=scale,
-            samples=self._samples,
-            grad_scale=self._stages.scaled(self._loss_scale.now),
-            capture=self._capture,
-            sampler=self._sampler,
-            voided=self._loss_scale.begin,
-            part_of=self._stages.part_of,
-        )
-        if again:
-            statistics.resume(self._statistics)
-        self._statistics = statistics
-        self._raw = averaging.source_of(self._gradients, self._model, self._placed, self.home)
-        statistics.listen(self._stages.roots(self._model))
+    @property
+    def damping(self) -> float:
+        """The damping of the coming step, for blocks without one of their own."""
+        return self._parts.damping.at(self.steps)
+
+    @property
+    def decay(self) -> float:
+        """The EMA decay of running factors at the coming step."""
+        return self._parts.decay.at(self.steps)
+
+    @property
+    def kl_clip(self) -> float | None:
+        """The bound of the KL clip at the coming step; None if it is off."""
+        return self._bounds.at(self.steps)[0]
+
+    @property
+    def norm_clip(self) -> float | None:
+        """The bound of the norm clip at the coming step; None if it is off."""
+        return self._bounds.at(self.steps)[1]
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the clips at the coming step; one unless ``lr=`` is given."""
+        return self._bounds.at(self.steps)[2]
+
+    @property
+    def statistics_every(self) -> int:
+        """The interval of statistics at the coming step, in steps."""
+        return self._parts.refresh.interval(self.curvature.placed, self.steps)
+
+    @property
+    def solve_every(self) -> int:
+        """The interval of solves at the coming step, in steps."""
+        return self._parts.refresh.solve_every.at(self.steps)
+
+    @property
+    def updated(self) -> bool:
+        """Whether the last step rewrote gradients; False if it zeroed them."""
+        return self._engine.verdict.taken
+
+    @property
+    def good(self) -> Tensor | None:
+        """Whether the last step counts, a bool scalar on the device; None if the host knows.
+
+        :meta private:
+        """
+        return self._engine.verdict.good
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The numbers of skipped updates and statistics, and of retried and failed solves."""
+        self._engine.verdict.settle()
+        return {**self._engine.verdict.counts, **self.curvature.counts}
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, independent of world size and strategy.
+
+        If the strategy stores factors or second-order data on some ranks only (all but
+        ``comm-opt``), call it on every rank. The statistics of the window under way are not part of
+        the state. With ``background=``, solves under way are installed first: then every rank must
+        call it, with any strategy.
+
+        Returns:
+            Tensors, numbers and strings in dicts, for ``torch.save``.
+        """
+        self.land("Preconditioner.state_dict()")
+        return resume.save(self.curvature, self.counters)
+
+    def header(self) -> dict[str, Any]:
+        """Return the state without its tensors: numbers and strings, the same on every rank.
+
+        :meta private:
+        """
+        return resume.header(self.curvature, self.counters)
+
+    def check_header(self, saved: Any) -> None:
+        """Raise ValueError unless a state, perhaps without its tensors, can be loaded.
+
+        :meta private:
+        """
+        resume.check_header(self.curvature, saved)
+
+    def land(self, call: str) -> None:
+        """Install all background solves; every rank must call. ``call`` names it in errors.
+
+        :meta private:
+        """
+        self._engine.verdict.settle()
+        self.curvature.land(call)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue, on every rank, from a state, perhaps of another world size or strategy.
+
+        Args:
+            saved: A result of `state_dict`; on stages of a pipeline this rank's own, or the result
+                of `soframe.checkpoint.merge` for the states of all.
+
+        Raises:
+            ValueError: If the state is foreign, truncated, damaged or of another model, or another
+                rank's is, or the ranks' states differ; nothing has changed then, on any rank.
+        """
+        self.load_checked(lambda: resume.checked(self.curvature, saved))
+
+    def load_checked(
+        self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
+    ) -> None:
+        """Continue from the header and the tensors of a state that ``check`` returns, or raises.
+
+        :meta private:
+        """
+        saved = resume.load(self.curvature, check)
+        self._engine.verdict.load(saved["counters"])
+        # The metrics of the last step are of another run.
+        self._measuring.forget()
+        self._engine.begin(saved.get("late", ()))
+
+    @property
+    def stage(self) -> str:
+        """The stages of a pipeline on this rank, such as ``"0, 2 of 4"``; empty without one."""
+        return self._parts.stages.name
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context that raises an error of all copies of one stage on all stages.
+
+        :meta private:
+        """
+        return self._parts.stages.together()
+
+    def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
+        """Raise on all copies of all stages if one rank cannot load its state, so that none does.
+
+        :meta private:
+        """
+        state.agree(self.backend, check, common, self._parts.stages)
 
     # -- inspection ---------------------------------------------------------------------------
+
+    @property
+    def _parts(self) -> Parts:
+        return self.curvature.parts
+
+    @property
+    def home(self) -> GradientHome:
+        """Where gradients are stored."""
+        return self._parts.home
+
+    @property
+    def placement(self) -> Placement:
+        """The owners, gradient workers and receivers of each block."""
+        return self.curvature.placement
 
     @property
     def world_size(self) -> int:
@@ -583,12 +504,13 @@ class Preconditioner(Stateful):
             "statistics_every",
             "solve_every",
         )
-        components = {"strategy": self._strategy, "home": self.home, "backend": self.backend}
-        where = {"steps": self._steps, "rank": self.backend.rank, "world_size": self.world_size}
+        strategy = self._parts.strategy
+        components = {"strategy": strategy, "home": self.home, "backend": self.backend}
+        where = {"steps": self.steps, "rank": self.backend.rank, "world_size": self.world_size}
         return describing.text(
             type(self).__name__,
-            model=self._model,
-            blocks=self._blocks,
+            model=self._parts.model,
+            blocks=self.curvature.blocks,
             settings={**self._settings, **components},
             now={name: getattr(self, name) for name in names} | where,
         )
@@ -600,11 +522,12 @@ class Preconditioner(Stateful):
             The report; print it, or iterate over its rows.
         """
         # Before the first step every block is without statistics.
-        idle = {block.name for block in self._blocks if self._steps > 0 and block.mass == 0}
-        report = replace(self._report, memory=self.placement.fullest).with_note(
+        blocks = self.curvature.blocks
+        idle = {block.name for block in blocks if self.steps > 0 and block.mass == 0}
+        report = replace(self.curvature.report, memory=self.placement.fullest).with_note(
             "no statistics so far: its modules were not called in training", idle
         )
-        for block in self._blocks:
+        for block in blocks:
             if failures := block.record.failures:
                 times = ", ".join(f"{name} {count}x" for name, count in failures.items())
                 report = report.with_note(f"failed solves: {times}", {block.name})
@@ -620,7 +543,7 @@ class Preconditioner(Stateful):
             are any (buffers of reductions under way; the call waits for these and frees them), and
             their ``"total"``.
         """
-        return state.memory_usage(self._placed, self._solves.held())
+        return state.memory_usage(self.curvature.placed, self._parts.solves.held())
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return the bytes and calls of this rank's collectives so far.
@@ -630,7 +553,7 @@ class Preconditioner(Stateful):
             rank passes to collectives. Communication with other stages of a pipeline is the phase
             ``"stages"``.
         """
-        found, pipe = self.backend.traffic(), self._stages.backend
+        found, pipe = self.backend.traffic(), self._parts.stages.backend
         if pipe is None:
             return found
         total, between = found.pop("total"), pipe.traffic()["total"]
@@ -648,7 +571,8 @@ class Preconditioner(Stateful):
             times: Whether to time the phases, on the host's clock and, for blocks on a CUDA device,
                 between events of its stream. True begins at zero. None to leave it unchanged.
         """
-        self._measuring.choose(norms=norms, times=times, placed=self._placed, steps=self._steps)
+        placed, steps = self.curvature.placed, self.steps
+        self._measuring.choose(norms=norms, times=times, placed=placed, steps=steps)
 
     def metrics(self, *, spectra: Spectra = False, all_ranks: bool = False) -> dict[str, Any]:
         """Return the settings in force and the outcome of the last step, by block and overall.
@@ -675,8 +599,8 @@ class Preconditioner(Stateful):
         if not self.updated:
             self._measuring.skipped()
         return self._measuring.collect(
-            self._placed,
-            steps=self._steps,
+            self.curvature.placed,
+            steps=self.steps,
             counters=self.counters,
             spectra=spectra,
             all_ranks=all_ranks,
@@ -684,21 +608,17 @@ class Preconditioner(Stateful):
 
     def covered(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients `step` rewrites."""
-        return {p for block in self._blocks for p in block.parameters.values()}
+        return {p for block in self.curvature.blocks for p in block.parameters.values()}
 
     @property
     def loss(self) -> Loss | None:
         """The loss that defines the Fisher; None for the empirical one."""
-        return self._fisher.loss
+        return self._parts.fisher.loss
 
     def close(self) -> None:
         """Remove every hook; the preconditioner cannot be used afterwards.
 
         Background solves are cancelled; one that has begun is waited for.
         """
-        self._capture.close()
-        self._solves.close()
-        # Wait for collectives that are still under way.
-        for stack in self._placed.stacks:
-            stack.arrive()
+        self.curvature.close()
         self._closed = True

@@ -57,7 +57,7 @@ def closing_runs() -> Iterator[Callable[..., Run]]:
 
     yield make
     for run in made:
-        for block in run.preconditioner._blocks:
+        for block in run.preconditioner.blocks:
             if isinstance(block.solver, Gated):
                 block.solver.gate.set()
         run.preconditioner.close()
@@ -81,6 +81,6 @@ def under_way(run: Run) -> int:
 
 def wait_until_solved(run: Run) -> None:
     """Return when the thread has nothing more to do."""
-    for solution in run.preconditioner._solves._under_way:
+    for solution in run.preconditioner.curvature.parts.solves._under_way:
         while not solution.finished:
             time.sleep(0.001)

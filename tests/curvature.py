@@ -135,7 +135,7 @@ def preconditioner(
 
 def blocks(own: soframe.Preconditioner) -> dict[str, Block]:
     """The blocks by name."""
-    return {block.name: block for block in own._blocks}
+    return {block.name: block for block in own.blocks}
 
 
 def factors(own: soframe.Preconditioner, layer: str) -> tuple[Tensor, Tensor]:

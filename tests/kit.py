@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.methods import FOOF, KFAC, Chain
 from soframe.settings import grouped
-from soframe.setup.building import methods
+from soframe.setup.choosing import methods
 
 
 class Steps(Protocol):

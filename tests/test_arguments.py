@@ -221,7 +221,7 @@ def test_a_parameter_by_two_names_is_one() -> None:
         x = randn(4, 3)
         model(x).square().mean().backward()
         own.step()
-        (block,) = own._blocks
+        (block,) = own.blocks
         assert len(block.helpers) == 1
         compare(block.running["A"][0], x.T @ x / 4, "A")
 

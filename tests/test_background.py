@@ -125,7 +125,7 @@ def test_eigenvalues_follow_what_has_landed(runs, after, statistics_every):
     own = still(runs(solver=Eigen(follows=True), **options))
     for step in range(9):
         own.step(step)
-        for block in own.preconditioner._blocks:
+        for block in own.preconditioner.blocks:
             for factor, data in block.second_order.items():
                 matrix, vectors = block.running[factor], data["vectors"]
                 expected = (vectors * (matrix @ vectors)).sum(-2)

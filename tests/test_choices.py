@@ -48,7 +48,7 @@ def chosen(**options: object) -> dict[str, tuple[object, object, type]]:
     preconditioner = soframe.Preconditioner(
         net(), kl_clip=None, **{"statistics_every": 1, **options}
     )
-    return {b.name: (b.method, b.solver, type(b.layout)) for b in preconditioner._blocks}
+    return {b.name: (b.method, b.solver, type(b.layout)) for b in preconditioner.blocks}
 
 
 @pytest.mark.parametrize(

@@ -592,7 +592,7 @@ def test_ignored_terms_under_monte_carlo() -> None:
         Fisher("monte-carlo", CrossEntropy(), 2000, torch.Generator().manual_seed(0)),
     ):
         with closing(preconditioner(model, fisher="type-2", loss="cross-entropy")) as own:
-            own._fisher = fisher
+            own.curvature.parts.fisher = fisher
             own.count(KEEP, rows=KEEP)
             output = model(x).transpose(1, 2)
             own.observe(output)
@@ -891,7 +891,7 @@ def test_nothing_is_asked_between_statistics() -> None:
                 own.count("nonsense")  # type: ignore[arg-type]
             backward(model, x)
             own.step()
-            assert own._steps == step + 1
+            assert own.curvature.steps == step + 1
 
 
 class Images(nn.Module):

@@ -165,7 +165,7 @@ def test_monte_carlo_tends_to_type_2() -> None:
 
     def running(fisher: Fisher) -> tuple[list[Tensor], list[Tensor]]:
         with closing(preconditioner(model, fisher="type-2", loss="cross-entropy")) as own:
-            own._fisher = fisher
+            own.curvature.parts.fisher = fisher
             observe(model, own, data, F.cross_entropy)
             own.step()
             pairs = [factors(own, name) for name in blocks(own)]
@@ -236,7 +236,7 @@ def test_checkpoints_change_nothing() -> None:
                 observe(
                     model, own, [(randn(4, 3, seed=step), labels(4, classes=3))], F.cross_entropy
                 )
-                assert own._capture._edges == []  # nothing is held that no probe asks for
+                assert own.curvature.capture._edges == []  # nothing is held that no probe asks for
                 own.step()
             results.append([*(t for name in blocks(own) for t in factors(own, name))])
     assert len(results[0]) == 6

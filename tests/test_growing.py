@@ -60,7 +60,7 @@ def test_a_preconditioner_takes_them(name: str) -> None:
             model.zero_grad()
             model(randn(3, 2, seed=step)).square().mean().backward()
             own.step()
-            block = own._blocks[0]
+            block = own.blocks[0]
             data = {"statistics_every": block.running, "solve_every": block.second_order["A"]}
             now = next(iter(data[name].values())).clone()
             if seen is None or not torch.equal(now, seen):

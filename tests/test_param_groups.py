@@ -261,14 +261,14 @@ def test_a_momentum_that_changes_is_what_a_method_built_with_it_takes(method: st
             elif "betas" in group:
                 group["betas"] = (warmed(step), *group["betas"][1:])
         again = soframe.Optimizer(other, BUILT[method](warmed(step)), **options)
-        again.preconditioner._steps = step
+        again.preconditioner.curvature.steps = step
         for mine, theirs in zip(
             optimizer.preconditioner.blocks, again.preconditioner.blocks, strict=True
         ):
             theirs.record = copy.deepcopy(mine.record)
         for mine, theirs in zip(
-            optimizer.preconditioner._placed.stacks,
-            again.preconditioner._placed.stacks,
+            optimizer.preconditioner.curvature.placed.stacks,
+            again.preconditioner.curvature.placed.stacks,
             strict=True,
         ):
             theirs.state = copy.deepcopy(mine.state)

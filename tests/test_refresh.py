@@ -89,7 +89,7 @@ def solved(steps: int, **options: Any) -> tuple[Preconditioner, list[list[int]]]
         for step in range(steps):
             x = randn(6, WIDTHS[0], seed=step)
             kit.train(model, lambda net, _: net(x).square().mean(), [step], own)  # noqa: B023
-            of_blocks = [block.record.solved_at for block in own._blocks]
+            of_blocks = [block.record.solved_at for block in own.blocks]
             found.append([i for i, at in enumerate(of_blocks) if at == {"A": step, "G": step}])
     return own, found
 
@@ -187,4 +187,4 @@ def test_turns_of_an_endless_interval() -> None:
     model = fill(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     with closing(preconditioner(model, **options)) as own:
         kit.train(model, loss_of, range(2), own)
-        assert own._refresh._turns(own._placed, 2) == (0, 1)
+        assert own.curvature.parts.refresh._turns(own.curvature.placed, 2) == (0, 1)

@@ -131,7 +131,7 @@ def test_factors_and_data_change_when_they_are_due(statistics_every: Any, solve_
     intervals = [Every(name, value) for name, value in settings.items()]
     seen = []
     with closing(own):
-        block = own._blocks[0]
+        block = own.blocks[0]
         for step in range(7):
             kit.train(model, lambda net, n: net(randn(3, 2, seed=n)).square().mean(), [step], own)
             data = block.second_order["A"]["vectors"]

@@ -17,13 +17,13 @@ import soframe
 from soframe.blocks.arrangement import Arrangement
 from soframe.blocks.home import PlainGrad
 from soframe.blocks.stack import Stack
+from soframe.estimate import solves
+from soframe.estimate.gradients import _gathered
 from soframe.layers import LinearHelper
 from soframe.methods import AdamW, Chain, Direction, Given, Shampoo
 from soframe.settings import grouped
 from soframe.solvers import Eigen, Inverse, solve_stack
 from soframe.solvers.base import Problem
-from soframe.step import solves
-from soframe.step.gradients import _gathered
 from soframe.strategies import placement, work
 from tests import kit
 from tests.curvature import randn
@@ -101,7 +101,7 @@ def same(one: nn.Module, other: nn.Module, tolerance: float = 1e-9) -> None:
 
 
 def sizes(model: Net) -> list[int]:
-    return sorted(len(stack.blocks) for stack in model.own.preconditioner._placed.stacks)
+    return sorted(len(stack.blocks) for stack in model.own.preconditioner.curvature.placed.stacks)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -130,7 +130,7 @@ def test_layers_of_one_shape_that_unpack_differently(apart: Callable[[], None]) 
             own.zero_grad()
             model(randn(5, 4, 1, 1, seed=seed)).square().mean().backward()
             own.step()
-        shared = {len(stack.blocks) for stack in own.preconditioner._placed.stacks}
+        shared = {len(stack.blocks) for stack in own.preconditioner.curvature.placed.stacks}
         return [torch.tensor(max(shared)), *(p.detach() for p in model.parameters())]
 
     together = run()
@@ -275,9 +275,8 @@ def test_a_state_of_stacks_continues_apart(method: str, apart: Callable[[], None
 
 def test_tensors_lie_in_one_and_former_data_stay() -> None:
     model = trained(steps=2, method="kfac", solver="inverse", solve_every=1)
-    (stack,) = [
-        s for s in model.own.preconditioner._placed.stacks if "wide.0" in str(s.blocks[0].name)
-    ]
+    stacks = model.own.preconditioner.curvature.placed.stacks
+    (stack,) = [stack for stack in stacks if "wide.0" in str(stack.blocks[0].name)]
     one = stack.blocks[1].second_order["A"]["inverse"]
     assert (
         one.untyped_storage().data_ptr() == stack.data["A"]["inverse"].untyped_storage().data_ptr()
@@ -307,8 +306,8 @@ def test_factors_are_solved_together_as_stack_by_stack(
     monkeypatch.setattr(solves, "_shares", shares_of)
     monkeypatch.setattr(solves, "solve_stacks", each_alone)
     alone = trained(solver=solver).own.preconditioner
-    assert len(together._placed.stacks) > 1
-    for one, other in zip(together._blocks, alone._blocks, strict=True):
+    assert len(together.curvature.placed.stacks) > 1
+    for one, other in zip(together.blocks, alone.blocks, strict=True):
         assert one.solved == other.solved
         for factor, data in one.second_order.items():
             for name, tensor in data.items():
@@ -340,7 +339,7 @@ def test_helpers_that_unpack_copies(helper: type[LinearHelper]) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2)).double()
         own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1, layers=layers)
-        assert any(len(stack.blocks) == 3 for stack in own._placed.stacks)
+        assert any(len(stack.blocks) == 3 for stack in own.curvature.placed.stacks)
         model(randn(7, 4, seed=1)).square().mean().backward()
         own.step()
         return [p.grad for p in model.parameters() if p.grad is not None]

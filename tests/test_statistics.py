@@ -71,7 +71,7 @@ def test_running_factors_are_whole_once_somebody_looks() -> None:
     """Statistics add to lower triangles; the others are written when somebody looks."""
     model = fill(nn.Linear(300, 2))  # large enough for a sum of several blocks of columns
     with closing(preconditioner(model, statistics_every=1, solve_every=3)) as own:
-        (block,) = own._blocks
+        (block,) = own.blocks
         looked = []
         for seed in range(5):
             x, y = randn(4, 300, seed=seed), randn(4, 2, seed=9)
@@ -120,7 +120,7 @@ def test_a_step_without_a_layer_leaves_its_average() -> None:
             inputs, targets = batch(seed)
             log_cosh(model(inputs, which), targets).backward()
             own.step()
-            seen.append([{k: f.clone() for k, f in b.running.items()} for b in own._blocks])
+            seen.append([{k: f.clone() for k, f in b.running.items()} for b in own.blocks])
         assert seen[0][1] == {}
         assert torch.equal(seen[0][0]["A"], seen[1][0]["A"])
         first, third = alone(0)["A"], alone(2)["A"]
@@ -248,7 +248,7 @@ def test_a_layer_that_was_not_called_keeps_its_factor_of_inputs() -> None:
             inputs, targets = batch(seed)
             log_cosh(model(inputs, both=both), targets).backward()
             own.step()
-            kept += [own._blocks[number].running["A"].clone() for number in (0, 1)]
+            kept += [own.blocks[number].running["A"].clone() for number in (0, 1)]
     assert not torch.equal(kept[0], kept[2])
     assert torch.equal(kept[1], kept[3])
 

@@ -255,7 +255,7 @@ class Registration:
         self.unused = sorted({*choices.skip, *choices.layers, *choices.cut} - self._used)
         self.unused += self._methods.unused() + self._solvers.unused()
         if self.unused and not choices.staged:
-            warn_unused(self.unused, stacklevel=8)
+            warn_unused(self.unused, stacklevel=9)
 
     # -- candidates -----------------------------------------------------------------------------
 

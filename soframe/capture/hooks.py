@@ -18,7 +18,7 @@ apply to them as to every other saved tensor, and an input that was overwritten 
 than a wrong factor.
 
 A backward pass of the loss opens at its first layer and reports its layers when it has ended, so
-that statistics can follow the gradients in ``.grad`` (`soframe.step.statistics`).
+that statistics can follow the gradients in ``.grad`` (`soframe.estimate.statistics`).
 
 Several calls of a layer within one backward pass are more positions of the same samples; each
 further backward pass before the step is more samples. Passes are numbered at their outermost level,

@@ -9,34 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from soframe.comm.base import Backend
+from soframe.comm.report import Report
 
 PHASE = "stages"
 """The phase that traffic between stages is counted under."""
 
 STAGES = "stages"
 """The key of a state's stages."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Status of a step on one stage; the reduction over stages is the maximum."""
-
-    failed: float  # whether this rank is about to raise
-    changed: float  # whether its model has changed
-    bad_gradient: float  # whether a gradient is not finite
-    large: float  # whether products with one, or its update, may overflow
-    bad_statistics: float  # whether statistics are not finite
-    due: float  # whether it takes statistics
-    curved: float  # whether any block has factors
-    passes: float  # backward passes with statistics
-    samples: float  # of these passes, the most of any stage on this rank
-    fewest: float  # and the fewest
 
 
 class Stages:
@@ -98,10 +82,10 @@ class Stages:
         return nullcontext()
 
     def put_together(
-        self, seen: Seen, common: Mapping[str, object], error: Exception | None
-    ) -> tuple[Seen, Exception | None]:
-        """Reduce the status over stages, and compare their common values by name."""
-        return seen, error
+        self, report: Report, common: Mapping[str, object], error: Exception | None
+    ) -> tuple[Report, Exception | None]:
+        """Reduce a report over stages, and compare their common values by name."""
+        return report, error
 
     def spread(self, error: Exception | None) -> Exception | None:
         """Return this rank's error, or one that names another stage's if only that one failed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,12 +19,14 @@ from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import unpack
 from soframe.comm.agreement import gather_texts
-from soframe.diagnostics.norms import Norms
+from soframe.diagnostics.norms import Norms, measure
 from soframe.diagnostics.spectra import spectrum
+from soframe.estimate.averages import settled
+from soframe.estimate.gradients import Gradients
+from soframe.estimate.plan import Plan
+from soframe.estimate.updates import Update
 from soframe.registry import describe
 from soframe.solvers.relative import Relative
-from soframe.step.averages import settled
-from soframe.step.clip import Clipped
 from soframe.strategies.work import BlockPlacement
 from soframe.tracing.phases import Phases, Seconds, only
 
@@ -39,14 +41,11 @@ _PHASE_OF = {"gradients": "average", "move": "hand over"}  # by the names of the
 
 @dataclass(frozen=True)
 class Taken:
-    """The settings of a step as it was taken, and the effect of its clips."""
+    """A step as it was taken, and the effect of its clips."""
 
-    step: int  # completed steps before it
-    damping: float  # of blocks without one of their own
-    decay: float
-    kl_clip: float | None
-    norm_clip: float | None
-    clipped: Clipped
+    plan: Plan
+    finite: bool  # whether its updates are, on all ranks
+    factors: Mapping[str, Tensor]  # of each clip, by its name
     norms: Norms | None = None
 
 
@@ -72,19 +71,36 @@ class Measuring:
             else:
                 self._phases.stop_clock()
 
-    def note(self, taken: Taken | None) -> None:
-        """Keep a step; None to forget the last one."""
-        self.last = taken
+    def note(
+        self,
+        blocks: Sequence[Block],
+        gradients: Gradients,
+        updates: Sequence[Update],
+        plan: Plan,
+        *,
+        finite: bool,
+        factors: Mapping[str, Tensor],
+    ) -> None:
+        """Keep the numbers of a step, before its gradients are overwritten."""
+        norms = None
+        if self.norms and finite:  # those of updates that are discarded are not measured
+            norms = measure(blocks, gradients, updates)
+        self.last = Taken(plan, finite, factors, norms)
+
+    def forget(self) -> None:
+        """Forget the last step."""
+        self.last = None
 
     def skipped(self) -> None:
         """Update the last step, whose update was skipped."""
         if self.last is not None:
-            self.last = replace(self.last, clipped=Clipped(finite=False), norms=None)
+            self.last = replace(self.last, finite=False, factors={}, norms=None)
 
     def redamped(self, damping: float) -> None:
         """Update the last step, whose updates were recomputed with another damping."""
         if self.last is not None:
-            self.last = replace(self.last, damping=damping, norms=None)
+            plan = replace(self.last.plan, damping=damping)
+            self.last = replace(self.last, plan=plan, norms=None)
 
     def collect(
         self,
@@ -130,17 +146,17 @@ def _of_step(taken: Taken | None) -> dict[str, Any]:
     """Return the numbers of the last step that hold for all blocks."""
     if taken is None:
         return dict.fromkeys((*_OVERALL, "measured"))
-    kl, norm = taken.clipped.kl, taken.clipped.norm
-    factors = [float(factor) for factor in (kl, norm) if factor is not None]
+    plan = taken.plan
+    factors = {name: float(factor) for name, factor in taken.factors.items()}
     return {
-        "updated": taken.clipped.finite,
-        "damping": taken.damping,
-        "decay": taken.decay,
-        "kl_clip": taken.kl_clip,
-        "norm_clip": taken.norm_clip,
-        "kl_clip_factor": None if kl is None else float(kl),
-        "norm_clip_factor": None if norm is None else float(norm),
-        "clip_factor": min(factors, default=1.0) if taken.clipped.finite else None,
+        "updated": taken.finite,
+        "damping": plan.damping,
+        "decay": plan.decay,
+        "kl_clip": plan.kl_clip,
+        "norm_clip": plan.norm_clip,
+        "kl_clip_factor": factors.get("kl"),
+        "norm_clip_factor": factors.get("norm"),
+        "clip_factor": min(factors.values(), default=1.0) if taken.finite else None,
         "measured": taken.norms is not None,
     }
 
@@ -193,7 +209,7 @@ def _damping(block: Block, taken: Taken | None) -> tuple[float | None, float | N
     """Return the damping of a block and, where it is relative, its multiple."""
     if taken is None:
         return None, None
-    number = block.damped_with(taken.damping)
+    number = block.damped_with(taken.plan.damping)
     if not isinstance(block.solver, Relative):
         return number, None
     traces = [data["mean_trace"] for data in block.second_order.values() if "mean_trace" in data]

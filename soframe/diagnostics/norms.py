@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from soframe.blocks import sharding
 from soframe.blocks.block import Block
-from soframe.step.gradients import Gradients
-from soframe.step.updates import Update
+from soframe.estimate.gradients import Gradients
+from soframe.estimate.updates import Update
 
 
 @dataclass(frozen=True)

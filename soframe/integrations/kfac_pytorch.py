@@ -237,7 +237,7 @@ def load_state(preconditioner: Preconditioner, state: Mapping[str, Any]) -> None
 
 def _layers(preconditioner: Preconditioner, state: Any) -> dict[str, dict[str, Tensor]]:
     """Return each block's packed factors; blocks without factors have an empty dict."""
-    scaling = preconditioner._scaling
+    scaling = preconditioner.curvature.parts.scaling
     if scaling != "kaisa":
         raise ValueError(
             f"factors of kfac-pytorch differ by constants from those of scaling={scaling!r}: "

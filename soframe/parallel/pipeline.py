@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -38,7 +37,8 @@ from soframe.comm.agreement import (
 )
 from soframe.comm.base import Backend
 from soframe.comm.distributed import TorchDistributed
-from soframe.comm.stages import PHASE, STAGES, Seen, Stages
+from soframe.comm.report import Report
+from soframe.comm.stages import PHASE, STAGES, Stages
 
 _DEEPSPEED = "deepspeed.runtime.pipe.module"
 _SCHEDULES = "torch.distributed.pipelining.schedules"
@@ -263,33 +263,35 @@ class Pipeline(Stages):
             self.require_none(None)
 
     def put_together(
-        self, seen: Seen, common: Mapping[str, object], error: Exception | None
-    ) -> tuple[Seen, Exception | None]:
-        """Reduce the status over stages; a ValueError is returned if they differ."""
-        names = [field.name for field in fields(seen)]
-        mine = [*(getattr(seen, name) for name in names), *fingerprint(common)]
-        rows = self._gather(torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
-        every = [Seen(*row[: len(names)]) for row in rows]
-        most = Seen(*(max(getattr(one, name) for one in every) for name in names))
-        if most.failed:
-            return most, error
-        longest = [one for one in every if one.passes == most.passes]
-        counted = {number for one in longest for number in (one.samples, one.fewest)}
-        if len(counted) > 1:
-            text = ", ".join(f"{number:.0f}" for number in sorted(counted))
-            return most, ValueError(
+        self, report: Report, common: Mapping[str, object], error: Exception | None
+    ) -> tuple[Report, Exception | None]:
+        """Reduce a report over stages; a ValueError is returned if they differ."""
+        numbers = report.numbers()
+        count = len(numbers)
+        local = torch.tensor([*numbers, *fingerprint(common)], dtype=torch.float64, device="cpu")
+        rows = self._gather(local).tolist()  # a row for each stage
+        reports = [report.with_numbers(row[:count]) for row in rows]
+        columns = zip(*(row[:count] for row in rows), strict=True)
+        reduced = report.with_numbers([max(column) for column in columns])
+        if reduced.failed:
+            return reduced, error
+        longest = [stage for stage in reports if stage.passes == reduced.passes]
+        samples = {stage.samples for stage in longest} | {stage.fewest for stage in longest}
+        if len(samples) > 1:
+            text = ", ".join(f"{number:.0f}" for number in sorted(samples))
+            return reduced, ValueError(
                 f"in the backward passes since the last step the layers of different stages were "
                 f"called with different numbers of samples ({text}), so how many the loss is a "
                 f"mean over cannot be told: pass Statistics(samples=...), a callable that returns "
                 f"it for one micro-batch"
             )
-        sums = [sum(column) for column in zip(*(row[len(names) :] for row in rows), strict=True)]
+        sums = [sum(column) for column in zip(*(row[count:] for row in rows), strict=True)]
         try:
             require_common(self.backend, common, sums)
         except ValueError as differ:
             text = f"the stages of the pipeline differ (ranks are those of a pipe): {differ}"
-            return most, ValueError(text)
-        return most, None
+            return reduced, ValueError(text)
+        return reduced, None
 
     def spread(self, error: Exception | None) -> Exception | None:
         texts = gather_texts(self.backend, "" if error is None else describe_error(error), PHASE)

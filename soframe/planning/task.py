@@ -121,14 +121,9 @@ class OnPaper(Preconditioner):
     _beside = True
 
     @property
-    def blocks(self) -> list[Block]:
-        """The blocks."""
-        return self._blocks
-
-    @property
     def intervals(self) -> tuple[int, int]:
         """The intervals of statistics and of solves, late in training."""
-        refresh, placed = self._refresh, self._placed
+        refresh, placed = self.curvature.parts.refresh, self.curvature.placed
         return refresh.interval(placed, LATE), refresh.solve_every.at(LATE)
 
 

@@ -1,4 +1,4 @@
-"""Construction of a preconditioner: checks and choices before the first collective."""
+"""Construction: a model is registered and placed, once all ranks have agreed."""
 
 from __future__ import annotations
 
@@ -6,72 +6,30 @@ import gc
 import hashlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from soframe import combinations
 from soframe.blocks import sharding
 from soframe.blocks.block import Block
-from soframe.blocks.home import GradientHome
-from soframe.blocks.registration import Choice, Choices, Registration
-from soframe.capture.counting import Samples
+from soframe.blocks.registration import Choices, Registration
 from soframe.capture.hooks import Capture
-from soframe.capture.sampling import check_rows
-from soframe.checks.numbers import require_integer
 from soframe.comm.agreement import compare_ranks, say_failed
 from soframe.comm.base import Backend
-from soframe.comm.distributed import TorchDistributed
-from soframe.comm.single import SingleProcess
-from soframe.comm.stages import ALONE, Stages
-from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
+from soframe.comm.stages import Stages
 from soframe.methods.base import Method
-from soframe.registry import KINDS, describe
+from soframe.registry import describe
+from soframe.setup.choosing import methods
+from soframe.setup.grouping import grouping
+from soframe.setup.parts import Parts
 from soframe.solvers.base import Solver
-from soframe.step import gradients as averaging
-from soframe.step.moving import grouping
-from soframe.step.refresh import Refresh
-from soframe.step.solves import Solves
 from soframe.strategies.base import Circumstances, Strategy
 from soframe.strategies.placement import Placement, complete
 
 LATE = 10**6
 """A step at which schedules of intervals have come to rest."""
-
-
-def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
-    """Return the communication backend; None chooses torch.distributed if it is initialised."""
-    return choose_backends(choice, None)[0]
-
-
-def choose_backends(
-    choice: str | type[Backend] | Backend | None, pipeline: object
-) -> tuple[Backend, Stages]:
-    """Return the communication backend, and the stages of a `Pipeline` (None for none)."""
-    if pipeline is None:
-        return _backend_of(choice, ALONE), ALONE
-    from soframe.parallel.pipeline import Pipeline  # imported by few models
-
-    stages = Pipeline(pipeline)
-    return _backend_of(choice, stages), stages
-
-
-def _backend_of(choice: str | type[Backend] | Backend | None, stages: Stages) -> Backend:
-    if choice is None and stages.backend is not None:
-        # Without a backend for the copies of a stage, this rank has the only copy.
-        stages.require_backend(None)
-        return SingleProcess()
-    if choice is None:
-        distributed = dist.is_available() and dist.is_initialized()
-        return TorchDistributed() if distributed else SingleProcess()
-    backend = KINDS["backend"].build(choice, Backend)
-    assert isinstance(backend, Backend)
-    stages.require_backend(backend)
-    return backend
 
 
 def meet_stages(
@@ -86,19 +44,6 @@ def meet_stages(
         raise
 
 
-@contextmanager
-def starting(backend: Callable[[], Backend], stages: Stages | None = None) -> Iterator[None]:
-    """If this rank raises in here, send the error to the other ranks, which wait in `build`."""
-    try:
-        # No collective may start in here: the other ranks' next one is in `build`.
-        yield
-    except Exception as error:  # of any kind: the other ranks wait
-        if stages is not None:
-            stages.say_failed(error)
-        say_failed(backend(), error)
-        raise
-
-
 def averaged_tensors(model: nn.Module, gradients: str) -> str:
     """Describe the parameters whose gradients ranks average, with a block or without."""
     if gradients != "local":
@@ -107,23 +52,6 @@ def averaged_tensors(model: nn.Module, gradients: str) -> str:
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     digest = hashlib.sha256(describe(shapes).encode()).hexdigest()[:16]
     return f"local gradients of {len(shapes)} parameters, names and shapes {digest}"
-
-
-def choose_damping(choice: DampingChoice) -> DampingPolicy:
-    """Return a damping policy; raise ValueError if it needs reduction ratios."""
-    policy = adopted(damping_policy(choice))
-    if policy.interval > 0:
-        raise ValueError(
-            f"{policy!r} follows the reduction ratio, which soframe.TrustRegion measures; a "
-            f"Preconditioner takes a number, a callable of the step, or a policy without it"
-        )
-    return policy
-
-
-def methods(choice: Choice) -> list[Method]:
-    """Return the methods of a choice."""
-    every = choice.values() if isinstance(choice, Mapping) else (choice,)
-    return [KINDS["method"].build(one, Method) for one in every]
 
 
 WITHOUT_BLOCKS = (
@@ -212,27 +140,26 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
 
 
 def build(
-    model: nn.Module,
-    choices: Choices,
-    optimizer: Optimizer | None,
-    strategy: Strategy,
-    backend: Backend,
-    background: Solves,
-    refresh: Refresh,
-    settings: Sequence[object],
-    *,
-    capture: Capture,
-    gradients: str,
-    stages: Stages,
-    beside: bool = False,
+    parts: Parts, capture: Capture, settings: Sequence[object]
 ) -> tuple[Registration, Placement, Strategy]:
-    """Register a model, place its blocks and hook its modules, once all ranks have agreed."""
+    """Register a model, place its blocks and hook its modules, once all ranks have agreed.
+
+    Args:
+        parts: The parts of the curvature.
+        capture: Its hooks.
+        settings: The settings that all ranks must share.
+
+    Returns:
+        The registration, the placement and the strategy, which may have settled on another.
+    """
+    model, backend, refresh = parts.model, parts.backend, parts.refresh
 
     def unfit(placement: Placement) -> str | None:
         """Return an error if a placement does not go with the model and the settings, or None."""
         blocks, every = registration.blocks, refresh.solve_every.value
         why = combinations.refused(blocks, placement, solve_every=every)
-        return why or sharding.refused_together(model, blocks, placement, draws=choices.draws)
+        draws = parts.choices.draws
+        return why or sharding.refused_together(model, blocks, placement, draws=draws)
 
     def placed(strategy: Strategy) -> Placement:
         placement = place(strategy, registration.blocks, backend.world_size)
@@ -241,36 +168,36 @@ def build(
         return placement
 
     try:
-        registration = register(model, choices)
-        require_in(optimizer, registration.blocks)
-        require_averaged(registration.blocks, gradients)
-        placement = placed(strategy)
-        stages.require_served(model, registration.blocks)
+        registration = register(model, parts.choices)
+        require_in(parts.optimizer, registration.blocks)
+        require_averaged(registration.blocks, parts.gradients)
+        placement = placed(parts.strategy)
+        parts.stages.require_served(model, registration.blocks)
     except Exception as error:  # of any kind: the other ranks wait in `compare_ranks`
         say_failed(backend, error)
         raise
-    settings_of_rank = describe_settings(registration.blocks, *settings, background, refresh)
-    compare_ranks(backend, placement, settings_of_rank)
-    settled = strategy
-    if type(strategy).settled is not Strategy.settled:
-        settled = strategy.settled(
+    described = describe_settings(registration.blocks, *settings, parts.solves, refresh)
+    compare_ranks(backend, placement, described)
+    settled = parts.strategy
+    if type(settled).settled is not Strategy.settled:
+        settled = settled.settled(
             Circumstances(
                 blocks=registration.blocks,
                 work=placement.work,
                 parameters=[p for p in model.parameters() if p.requires_grad],
                 backend=backend,
-                local=gradients == "local",
-                background=background.delay,
+                local=parts.gradients == "local",
+                background=parts.solves.delay,
                 stagger=refresh.stagger,
                 statistics_every=refresh.statistics_every.at(LATE),
                 solve_every=refresh.solve_every.at(LATE),
                 refused=unfit,
             )
         )
-    if settled is not strategy:
+    if settled is not parts.strategy:
         placement = placed(settled)
-        compare_ranks(backend, placement, settings_of_rank)
-    if not beside:
+        compare_ranks(backend, placement, described)
+    if not parts.beside:
         modules = (helper.module for block in registration.blocks for helper in block.helpers)
         take_over(capture, modules)
     # Process groups are created by all ranks together, so only after they agree.
@@ -298,7 +225,7 @@ def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
         warnings.warn(
             f"soframe: a new preconditioner of the same {type(module).__name__} replaces an older "
             f"one, whose hooks are removed; close() the older one first to be rid of this warning",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 
@@ -308,57 +235,6 @@ def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
     parts = {(id(b.method), id(b.solver), *b.dtypes): b for b in reversed(blocks)}
     of_blocks = {describe((b.method, b.solver, *b.dtypes)): None for b in parts.values()}
     return "\n".join(map(describe, (*settings, *of_blocks)))
-
-
-def require(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raise ValueError if a setting is not one of the allowed words."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
-
-
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check settings that are words or numbers of rows, by their own names."""
-    require("scaling", settings["scaling"], ("fisher", "kaisa"))
-    require("loss_average", settings["loss_average"], ("local", "global", "sum"))
-    if not (settings["samples"] is None or callable(settings["samples"])):
-        require("samples", settings["samples"], ("batch", "positions"))
-    require("precision", settings["precision"], ("fast", "full"))
-    require("gradients", settings["gradients"], tuple(averaging.GRADIENTS))
-    combinations.check_settings(settings)
-    check_rows(settings["rows"])
-
-
-def describe_samples(samples: Samples) -> str:
-    """Describe ``samples`` for other ranks; a callable may differ: each rank counts its own."""
-    return f"samples={'a callable' if callable(samples) else repr(samples)}"
-
-
-def check_home(home: object) -> None:
-    """Raise TypeError unless a home is a `GradientHome` or None."""
-    if home is not None and not isinstance(home, GradientHome):
-        raise TypeError(f"home must be a soframe.GradientHome, not {home!r}")
-
-
-def check_cut(cut: object) -> None:
-    """Raise TypeError or ValueError unless this maps patterns to numbers of parts, or sizes."""
-    if not isinstance(cut, Mapping):
-        raise TypeError(
-            f"cut is a mapping from patterns on module names to numbers of parts, such as "
-            f"{{'c_attn': 3}}, or to their sizes, not {cut!r}"
-        )
-    for pattern, parts in cut.items():
-        for number in parts if isinstance(parts, list | tuple) else (parts,):
-            require_integer(f"cut[{pattern!r}]", number, 1)
-
-
-def check_count(terms: bool, samples: Samples, scaling: str) -> None:
-    """Raise ValueError if a declaration by `count` contradicts a setting."""
-    if scaling == "kaisa":
-        raise ValueError("count() needs scaling='fisher': with 'kaisa' every call is its own mean")
-    if terms and callable(samples):
-        raise ValueError(
-            "count(terms) and samples= a callable both say what the loss is a mean over; use one"
-        )
 
 
 def require_averaged(blocks: Sequence[Block], gradients: str) -> None:

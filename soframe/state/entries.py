@@ -18,9 +18,9 @@ from torch import Tensor
 from soframe.blocks.block import Block
 from soframe.comm.base import Backend
 from soframe.comm.fused import Parcel, deliver
+from soframe.estimate.averages import pack, store
 from soframe.registry import describe
 from soframe.specs import TensorSpec
-from soframe.step.averages import pack, store
 from soframe.strategies.work import BlockPlacement
 
 Path = tuple[str, ...]

@@ -18,6 +18,7 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import agree_on_state
 from soframe.comm.base import Backend
 from soframe.comm.stages import ALONE, Stages
+from soframe.estimate.averages import settled
 from soframe.registry import describe
 from soframe.state import checksums
 from soframe.state.entries import (
@@ -32,7 +33,6 @@ from soframe.state.entries import (
     solvers,
     stored_dtype,
 )
-from soframe.step.averages import settled
 from soframe.strategies.work import BlockPlacement
 
 FORMAT = "soframe.Preconditioner"

@@ -14,10 +14,10 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import unpack
 from soframe.comm.base import Backend
 from soframe.comm.packing import pack_triangle
+from soframe.estimate.averages import settle
 from soframe.layers.base import LayerHelper
 from soframe.registry import describe
 from soframe.state.entries import entries, gather, held, put, stored_dtype
-from soframe.step.averages import settle
 from soframe.strategies.work import BlockPlacement
 
 

@@ -19,16 +19,18 @@ kfac-pytorch, a clipped step has the bound's length at any rate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from soframe.comm.stages import ALONE, Stages
+from soframe.estimate.gradients import AveragedGradients
+from soframe.estimate.plan import Plan
+from soframe.estimate.updates import Update
 from soframe.schedules import Schedule, Scheduled
-from soframe.step.gradients import AveragedGradients
-from soframe.step.updates import Update
 
 
 @dataclass(frozen=True)
@@ -54,36 +56,11 @@ class Bounds:
             Scheduled("lr", 1.0 if lr is None else lr),
         )
 
-    def at(self, step: int) -> Limits:
-        """Return the bounds after ``step`` completed steps."""
-        return Limits(
-            None if self.kl is None else self.kl.at(step),
-            None if self.norm is None else self.norm.at(step),
-            self.lr.at(step),
-        )
-
-
-UNDAMPED = 1e-12
-"""Below this damping, a float32 gradient over the least damped eigenvalue may not be finite."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The bounds of the clips at one step.
-
-    Attributes:
-        kl: The KL clip's, or None.
-        norm: The norm clip's, or None.
-        lr: The learning rate of the steps that they bound.
-        careful: Whether gradients are so large, or the damping so small, that inner products, or
-            even updates and states, may overflow: inner products are then computed in float64, and
-            updates and states are checked.
-    """
-
-    kl: float | None
-    norm: float | None
-    lr: float = 1.0
-    careful: bool = False
+    def at(self, step: int) -> tuple[float | None, float | None, float]:
+        """Return the bounds of the KL and the norm clip, and the rate, after ``step`` steps."""
+        kl = None if self.kl is None else self.kl.at(step)
+        norm = None if self.norm is None else self.norm.at(step)
+        return kl, norm, self.lr.at(step)
 
 
 @dataclass(frozen=True)
@@ -92,30 +69,28 @@ class Clipped:
 
     Attributes:
         finite: Whether all updates and states are finite, on all ranks; the same on every rank.
-        kl: The factor of the KL clip, a scalar in (0, 1]; None if it is off.
-        norm: The factor of the norm clip, a scalar in (0, 1]; None if it is off. Updates are scaled
-            by the smaller of the two.
+        factors: The factor of each clip, a scalar in (0, 1], by its name. Updates are scaled by the
+            smallest.
     """
 
     finite: bool
-    kl: Tensor | None = None
-    norm: Tensor | None = None
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def clip(
     updates: Sequence[Update],
     gradients: AveragedGradients,
+    plan: Plan,
     *,
-    limits: Limits,
     stages: Stages = ALONE,
 ) -> Clipped:
     """Scale all updates by the smallest factor of any clip, in place; every rank must call."""
     clipped = [update for update in updates if update.stack.like.method.clipped]
-    if limits.careful:
+    if plan.careful:
         bad = bool(updates) and not _finite(updates, gradients)
         if stages.any(bad):
             return Clipped(finite=False)
-    if limits.kl is None and limits.norm is None:
+    if plan.kl_clip is None and plan.norm_clip is None:
         return Clipped(finite=True)
     # On a pipeline other stages may have updates, and wait for this one's sums.
     if not clipped and stages.backend is None:
@@ -123,30 +98,29 @@ def clip(
     every = [tensor for update in clipped for tensor in update.tensors()]
     # A stage without clipped updates takes part in the sums with zeros.
     first = every[0] if every else torch.zeros((), dtype=torch.float64, device="cpu")
-    like = first.double() if limits.careful else first  # the same dtype on every rank
-    kl_factor = norm_factor = None
+    like = first.double() if plan.careful else first  # the same dtype on every rank
+    factors: dict[str, Tensor] = {}
     # Each block's term is added by one rank: the clip sums over ranks.
-    if limits.kl is not None:
+    if plan.kl_clip is not None:
         led = [update for update in clipped if gradients.leads(update.stack)]
-        matrices = [_wide(update.matrix, limits) for update in led if update.matrix is not None]
-        raw = [_wide(update.gradient, limits) for update in led if update.gradient is not None]
+        matrices = [_wide(update.matrix, plan) for update in led if update.matrix is not None]
+        raw = [_wide(update.gradient, plan) for update in led if update.gradient is not None]
         add = stages.of(gradients.total)
-        kl_factor = kl_clip_factor(matrices, raw, limits.lr, limits.kl, add, like)
-    if limits.norm is not None:
+        factors["kl"] = kl_clip_factor(matrices, raw, plan.lr, plan.kl_clip, add, like)
+    if plan.norm_clip is not None:
         counted = [update for update in clipped if gradients.counts(update.stack)]
-        matrices = [_wide(update.matrix, limits) for update in counted if update.matrix is not None]
+        matrices = [_wide(update.matrix, plan) for update in counted if update.matrix is not None]
         add = stages.of(gradients.total_of_updates)
-        norm_factor = norm_clip_factor(matrices, limits.lr, limits.norm, add, like)
-    factors = [factor for factor in (kl_factor, norm_factor) if factor is not None]
+        factors["norm"] = norm_clip_factor(matrices, plan.lr, plan.norm_clip, add, like)
     # The factors stay on the device: comparing them here would make the host wait.
-    factor = factors[0] if len(factors) == 1 else torch.minimum(*factors)
-    _scale(every, factor.to(first.dtype))
-    return Clipped(finite=True, kl=kl_factor, norm=norm_factor)
+    smallest = reduce(torch.minimum, factors.values())
+    _scale(every, smallest.to(first.dtype))
+    return Clipped(finite=True, factors=factors)
 
 
-def _wide(matrix: Tensor, limits: Limits) -> Tensor:
+def _wide(matrix: Tensor, plan: Plan) -> Tensor:
     """Return a matrix in float64 where products of float32 numbers may overflow in float32."""
-    return matrix.double() if limits.careful else matrix
+    return matrix.double() if plan.careful else matrix
 
 
 def _scale(every: list[Tensor], factor: Tensor) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,25 +32,6 @@ from soframe.blocks.home import GradientHome
 WeightDecayKind = Literal["decoupled", "cautious"]
 Constraint = Literal["hyperball"]
 WEIGHT_DECAY_KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint)
-
-
-@runtime_checkable
-class Grouping(Protocol):
-    """An optimizer that groups parameters and reads its groups while all ranks agree on a step."""
-
-    def group(self, blocks: Sequence[Block]) -> None:
-        """Put parameters of blocks that are in no param group into one."""
-
-    def check_settings(self) -> None:
-        """Raise a ValueError if a setting is out of range."""
-
-    def selects(self) -> bool:
-        """Return whether weights stay in a step whose gradients the device alone finds bad."""
-
-
-def grouping(optimizer: object) -> Grouping | None:
-    """Return an optimizer that groups parameters; None for others."""
-    return optimizer if isinstance(optimizer, Grouping) else None
 
 
 @dataclass(frozen=True)

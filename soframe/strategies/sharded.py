@@ -15,7 +15,7 @@ of ``group`` ranks, deferred           T group / (P K)        T group / P
 of the owner (``group=1``)             nothing                nothing
 =====================================  =====================  ==================================
 
-Deferred and eager reduction give the same factors (`soframe.step.averages`). A group of m of P
+Deferred and eager reduction give the same factors (`soframe.estimate.averages`). A group of m of P
 ranks that draw their data alike estimates the same factors from m/P of the batch; averages over
 time make up for the fewer samples. With the owner's data alone this is DP-KFAC (Zhang et al.,
 2022).

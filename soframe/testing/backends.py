@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from soframe.comm.agreement import add_over_ranks, gather_texts
 from soframe.comm.base import Backend, Handle
-from soframe.setup.building import choose_backend
+from soframe.setup.choosing import choose_backend
 from soframe.state import checksums
 
 _EXACT = (torch.uint8, torch.int64, torch.float64)

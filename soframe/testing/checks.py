@@ -205,7 +205,7 @@ class _Case:
             statistics_every=1,
             solve_every=1,
         )
-        blocks = {tuple(block.parameters): block for block in preconditioner._blocks}
+        blocks = {tuple(block.parameters): block for block in preconditioner.curvature.blocks}
         made = self.helper.of(holder.module, names)
         missing = {tuple(one.parameters) for one in made} - set(blocks)
         assert not missing, f"{name}: a Preconditioner has no block of {missing}"

@@ -21,7 +21,7 @@ from soframe.comm.agreement import (
 )
 from soframe.damping.policies import DampingChoice, check_damping, damping_at
 from soframe.losses.base import Loss
-from soframe.state.stateful import OfModel
+from soframe.state.bound import OfModel
 from soframe.trust_region import param_groups, settings
 from soframe.trust_region.forward import Closure, Forward, evaluated, first_pass
 from soframe.trust_region.readout import OnStep, Readout

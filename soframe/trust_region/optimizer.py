@@ -28,7 +28,7 @@ from soframe.damping.policies import DampingChoice
 from soframe.losses.base import Loss
 from soframe.preconditioner import Preconditioner
 from soframe.settings import Distribution, group_of
-from soframe.setup.building import choose_backend, starting
+from soframe.setup.choosing import choose_backend, starting
 from soframe.state.saving import agree
 from soframe.trust_region import param_groups, settings
 from soframe.trust_region.adaptive import AdaptiveDamping

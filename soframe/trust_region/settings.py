@@ -15,7 +15,7 @@ from soframe.losses.sum import SumLoss
 from soframe.registry import KINDS
 from soframe.schedules import WarmInterval
 from soframe.settings import Statistics, flat, group_of
-from soframe.setup.building import methods
+from soframe.setup.choosing import methods
 from soframe.trust_region.adaptive import AdaptiveDamping
 
 PRECONDITIONER: dict[str, Any] = {

@@ -38,7 +38,7 @@ from torch.optim.optimizer import ParamsT
 
 from soframe.capture.untraced import untraced
 from soframe.damping.policies import DampingChoice
-from soframe.setup.building import choose_backend
+from soframe.setup.choosing import choose_backend
 from soframe.state.saving import agree
 from soframe.trust_region import param_groups
 from soframe.trust_region.base import ClosureOptimizer

@@ -222,8 +222,8 @@ def precondition(model: nn.Module, **options: Any) -> Preconditioner:
 def snapshot(model: nn.Module, preconditioner: Preconditioner) -> Result:
     """Return the gradients and factors of a step."""
     named = unwrapped(model).named_parameters()
-    blocks = [b for b in preconditioner._blocks if b.running]
-    assert len({b.name for b in preconditioner._blocks}) == len(preconditioner._blocks)
+    blocks = [b for b in preconditioner.blocks if b.running]
+    assert len({b.name for b in preconditioner.blocks}) == len(preconditioner.blocks)
     return {
         "gradients": {n: p.grad.clone() for n, p in named if p.grad is not None},
         **{

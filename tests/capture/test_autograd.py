@@ -133,7 +133,7 @@ def test_gradients_all_none() -> None:
     preconditioner = precondition(model)
     preconditioner.step()
     assert all(p.grad is None for p in model.parameters())
-    assert not any(block.running for block in preconditioner._blocks)
+    assert not any(block.running for block in preconditioner.blocks)
     softplus(model(vectors(0))).backward()
     preconditioner.step()
     got = snapshot(model, preconditioner)

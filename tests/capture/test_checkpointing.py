@@ -188,7 +188,7 @@ def test_checkpoints_save_memory(hooked: bool, kinds: tuple[Run, Run], kept: boo
     loss.backward()
     if preconditioner is not None:
         preconditioner.step()
-        assert preconditioner._blocks[1].running
+        assert preconditioner.blocks[1].running
     assert not any(alive(model))
 
 

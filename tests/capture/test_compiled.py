@@ -70,7 +70,7 @@ def results(backend: str | None, every: int, eager_statistics: bool) -> dict[str
 
     kit.train(model, loss, range(STEPS), preconditioner, optimizer)
     found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for block in preconditioner._blocks:
+    for block in preconditioner.blocks:
         for name, factor in block.running.items():
             found[f"{block.name} {name}"] = factor.tril()
     preconditioner.close()
@@ -112,9 +112,9 @@ def test_statistics_come_from_a_model_compiled_without() -> None:
     def step(forward: Any) -> int:
         model.zero_grad()
         forward(torch.randn(5, 2, 4, 4).double()).square().mean().backward()
-        taken = sum(block.mass for block in preconditioner._blocks)
+        taken = sum(block.mass for block in preconditioner.blocks)
         preconditioner.step()
-        return sum(block.mass for block in preconditioner._blocks) > taken
+        return sum(block.mass for block in preconditioner.blocks) > taken
 
     assert [step(f) for f in (model, compiled, compiled, compiled)] == [True, False, True, False]
 

@@ -113,7 +113,7 @@ def test_thawed_layer_does_not_wait_for_the_interval() -> None:
         preconditioner.step()
         if step == 1:
             assert torch.equal(model.first.weight.grad, raw)
-    assert preconditioner._blocks[0].running
+    assert preconditioner.blocks[0].running
     assert not torch.equal(model.first.weight.grad, raw)
     twin = Case(CalledTwice).twin()
     recorder = Recorder(twin)
@@ -130,9 +130,9 @@ def test_graph_from_before_a_change_is_ignored() -> None:
     softplus(model(vectors(0))).backward()
     train_only("bias", False, model)
     preconditioner.step()
-    before = [b.record.counts.calls for b in preconditioner._blocks]
+    before = [b.record.counts.calls for b in preconditioner.blocks]
     late.backward()
-    assert [b.record.counts.calls for b in preconditioner._blocks] == before
+    assert [b.record.counts.calls for b in preconditioner.blocks] == before
 
 
 def replace(model: nn.Module) -> None:

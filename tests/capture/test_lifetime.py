@@ -216,7 +216,7 @@ def test_close_removes_every_hook(end: Callable[[Any], None]) -> None:
     end(preconditioner)
     assert hooks(model) == 1
     late.backward()  # its hooks are there still, and do nothing
-    assert not any(block.stack.sums for block in preconditioner._blocks)
+    assert not any(block.stack.sums for block in preconditioner.blocks)
     gradients = [p.grad.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match="closed"):
         preconditioner.step()
@@ -244,7 +244,7 @@ def test_garbage_collection_removes_every_hook() -> None:
     softplus(model(vectors(0))).backward()
     preconditioner.step()
     late = softplus(model(vectors(0)))
-    seen = weakref.ref(preconditioner), weakref.ref(preconditioner._blocks[0])
+    seen = weakref.ref(preconditioner), weakref.ref(preconditioner.blocks[0])
     del preconditioner
     gc.collect()
     assert seen[0]() is None
@@ -324,11 +324,11 @@ def test_copy_is_inert(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model = CASE.build()
     preconditioner = precondition(model)
     softplus(model(vectors(0))).backward()
-    calls = [block.record.counts.calls for block in preconditioner._blocks]
+    calls = [block.record.counts.calls for block in preconditioner.blocks]
     other = duplicate(model)
     other.zero_grad()
     softplus(other(vectors(1))).backward()
-    assert [block.record.counts.calls for block in preconditioner._blocks] == calls
+    assert [block.record.counts.calls for block in preconditioner.blocks] == calls
     plain = CASE.build()
     softplus(plain(vectors(1))).backward()
     for name, parameter in plain.named_parameters():

@@ -153,7 +153,7 @@ def test_a_scale_that_changes_within_a_window_is_refused() -> None:
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"changed from 1024\.0 to 2048\.0.*zero the gradients"):
         own.step()
-    assert not own._blocks[0].running
+    assert not own.blocks[0].running
     scaler.update()
     optimizer.zero_grad()
     backward(model, scaler.scale)

@@ -102,7 +102,7 @@ def test_dtype_of_factors(
     else:
         autocast(autocast_dtype, network, x, 0)
     preconditioner.step()
-    for block in preconditioner._blocks:
+    for block in preconditioner.blocks:
         tensors = [
             *block.running.values(),
             *(t for d in block.second_order.values() for t in d.values()),
@@ -122,10 +122,10 @@ def test_factors_are_as_precise_as_their_dtype() -> None:
     output.float().square().sum(1).mean().backward()
     preconditioner.step()
     rows = torch.cat([x.double(), torch.ones(512, 1, dtype=torch.float64)], 1)
-    compare(preconditioner._blocks[0].running["A"][0], rows.T @ rows / 512, "A", rtol=1e-5)
+    compare(preconditioner.blocks[0].running["A"][0], rows.T @ rows / 512, "A", rtol=1e-5)
     gradients = (2 * output.double() / 512).bfloat16().double() * 512
     expected = gradients.T @ gradients / 512
-    compare(preconditioner._blocks[0].running["G"][0], expected, "G", rtol=1e-5)
+    compare(preconditioner.blocks[0].running["G"][0], expected, "G", rtol=1e-5)
 
 
 def test_statistics_are_not_taken_in_the_autocast_of_a_backward_pass() -> None:
@@ -142,7 +142,7 @@ def test_statistics_are_not_taken_in_the_autocast_of_a_backward_pass() -> None:
         if not inside:
             loss.backward()
         preconditioner.step()
-        found.append(preconditioner._blocks[0].running)
+        found.append(preconditioner.blocks[0].running)
     for name, factor in found[1].items():
         compare(found[0][name], factor, name, rtol=1e-5)
 
@@ -258,7 +258,7 @@ def lone_overflow(rank: int, world_size: int) -> dict[str, Any]:
     scaler.step(optimizer)
     scaler.update()
     same = [torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
-    gathered = [bool(b.running) for b in preconditioner._blocks]
+    gathered = [bool(b.running) for b in preconditioner.blocks]
     optimizer.zero_grad()
     scaler.scale(softplus(model(x))).backward()
     scaler.unscale_(optimizer)
@@ -299,7 +299,7 @@ def lone_infinite_statistics(rank: int, world_size: int) -> Any:
     preconditioner.step()
     return (
         dict(preconditioner.counters),
-        bool(preconditioner._blocks[0].running),
+        bool(preconditioner.blocks[0].running),
         torch.equal(model.weight.grad, gradient),
     )
 
@@ -325,14 +325,20 @@ def scaled(options: dict[str, Any]) -> tuple[Preconditioner, Any, Any]:
 
 def test_forgotten_unscale_is_an_error() -> None:
     preconditioner, scaler, optimizer = scaled({})
-    gradients = [p.grad.clone() for p in preconditioner._model.parameters()]
+    model = preconditioner.curvature.parts.model
+    gradients = [p.grad.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match=r"scaler\.unscale_\(optimizer\)"):
         preconditioner.step()
-    for parameter, gradient in zip(preconditioner._model.parameters(), gradients, strict=True):
+    for parameter, gradient in zip(
+        preconditioner.curvature.parts.model.parameters(), gradients, strict=True
+    ):
         assert torch.equal(parameter.grad, gradient)
     scaler.unscale_(optimizer)
     preconditioner.step()
-    assert_close(snapshot(preconditioner._model, preconditioner), unscaled_training(0, 1, (0,))[0])
+    assert_close(
+        snapshot(preconditioner.curvature.parts.model, preconditioner),
+        unscaled_training(0, 1, (0,))[0],
+    )
     scaler.step(optimizer)
     scaler.update()
     # The scaler begins anew: forgetting it at a later step is seen too.
@@ -343,7 +349,10 @@ def test_forgotten_unscale_is_an_error() -> None:
 def test_disabled_scaler_needs_no_unscale() -> None:
     preconditioner, _, _ = scaled({"enabled": False})
     preconditioner.step()
-    assert_close(snapshot(preconditioner._model, preconditioner), unscaled_training(0, 1, (0,))[0])
+    assert_close(
+        snapshot(preconditioner.curvature.parts.model, preconditioner),
+        unscaled_training(0, 1, (0,))[0],
+    )
 
 
 def test_scale_by_a_callable() -> None:
@@ -410,7 +419,7 @@ def test_rows_of_half_precision_are_not_copied_on_an_accelerator(
             softplus(output.float()).backward()
             own.step()
             assert bool(multiplied) <= gpu
-        sums = {f"{b.name}.{k}": v for b in own._blocks for k, v in b.running.items()}
+        sums = {f"{b.name}.{k}": v for b in own.blocks for k, v in b.running.items()}
         assert {v.dtype for v in sums.values()} == {torch.float32}
         found.append(sums | {k: p.grad for k, p in model.named_parameters()})
         own.close()
@@ -463,7 +472,7 @@ def test_convolutions_in_half_precision_on_an_accelerator(
         assert output.dtype == torch.bfloat16
         softplus(output.float()).backward()
         own.step()
-        (block,) = own._blocks
+        (block,) = own.blocks
         found.append({k: v.tril() for k, v in block.running.items()})
         assert {v.dtype for v in found[-1].values()} == {torch.float32}
         own.close()

@@ -318,7 +318,7 @@ def test_skip(skip: list[str], blocks: list[str]) -> None:
             warnings.simplefilter("ignore")
         preconditioner = precondition(model, skip=skip)
     named = rows(preconditioner)
-    assert [b.name for b in preconditioner._blocks] == blocks
+    assert [b.name for b in preconditioner.blocks] == blocks
     skipped = [n for n, _ in model.named_modules() if f"{n}.weight" in named and n not in blocks]
     recorder = Recorder(twin, tuple(skipped))
     for each in (model, raw, twin):
@@ -339,7 +339,7 @@ def test_unused_pattern_warns_where_the_user_wrote_it() -> None:
         preconditioner = _build(skip=["haed", "stem", "decoder"])
     assert len(seen) == 1
     assert seen[0].filename == kit.__file__
-    assert [b.name for b in preconditioner._blocks] == ["body.0", "body.2", "head"]
+    assert [b.name for b in preconditioner.blocks] == ["body.0", "body.2", "head"]
 
 
 def _build(**options: Any) -> Any:

@@ -102,7 +102,7 @@ def freeze_on_some(rank: int, ranks: int, freezing: tuple[int, ...]) -> tuple[st
         run.step(1, freeze)
     except RuntimeError as error:
         return str(error), []
-    return "", [block.name for block in run.preconditioner._blocks]
+    return "", [block.name for block in run.preconditioner.blocks]
 
 
 def test_a_model_that_changes_on_some_ranks_only_is_an_error_on_all():

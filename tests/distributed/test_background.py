@@ -217,11 +217,11 @@ def wait_for(rank: int, ranks: int, strategy: str, late: int) -> list[bool]:
     for step in range(12):
         if step == 9 or rank != late:
             solver.gate.set()
-            under_way = run.preconditioner._solves._under_way
+            under_way = run.preconditioner.curvature.parts.solves._under_way
             while any(not solution.finished for solution in under_way):
                 time.sleep(0.001)
         run.step(step)
-        found.append(bool(run.preconditioner._solves._under_way))
+        found.append(bool(run.preconditioner.curvature.parts.solves._under_way))
     run.preconditioner.close()
     return found
 

@@ -244,7 +244,7 @@ def under_ddp(rank: int, ranks: int, case: Case) -> tuple[Tensor, list[str]]:
     run.model = wrapped
     run.preconditioner = preconditioner_of(wrapped, run.optimizer, case, None)
     run.train()
-    return run.weights(), [block.name for block in run.preconditioner._blocks]
+    return run.weights(), [block.name for block in run.preconditioner.blocks]
 
 
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt"])

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import soframe
 from soframe.comm import TorchDistributed
+from soframe.estimate import solves, updates
 from soframe.registry import KINDS
 from soframe.solvers import Inverse
-from soframe.step import solves, updates
 from soframe.strategies import Strategy
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import EVERY, train_on_paper

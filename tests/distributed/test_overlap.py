@@ -57,7 +57,8 @@ def train(rank: int, ranks: int, case: Case, overlap: bool, fused: bool) -> Trac
     for step in range(case.steps):
         run.step(step)
         own = run.preconditioner
-        under_way.append(len({id(p) for stack in own._placed.stacks for p in stack._pending}))
+        stacks = own.curvature.placed.stacks
+        under_way.append(len({id(p) for stack in stacks for p in stack._pending}))
     run.preconditioner.close()
     return Trace(
         run.weights(),
@@ -199,7 +200,7 @@ def solve_badly(rank: int, ranks: int, case: Case, overlap: bool) -> tuple[Any, 
     backend = TorchDistributed(overlap=overlap) if ranks > 1 else None
     run = Run(case, rank, ranks, backend, mean_over() if ranks > 1 else None).train(range(3))
     own = run.preconditioner
-    solved = {block.name: sorted(block.second_order) for block in own._blocks}
+    solved = {block.name: sorted(block.second_order) for block in own.blocks}
     return run.weights(), own.counters, solved
 
 

@@ -24,7 +24,7 @@ def differ(run: Run, what: str) -> None:
         run.model.unused.weight.grad = torch.zeros(3, 3).double().to_sparse()
     else:
         scaler = torch.amp.GradScaler("cpu")  # which has not unscaled anything
-        run.preconditioner._loss_scale = LossScale(scaler)
+        run.preconditioner.curvature.parts.loss_scale = LossScale(scaler)
 
 
 CHANGES = {

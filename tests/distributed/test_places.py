@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import soframe
 from soframe import LayerHelper, Preconditioner
 from soframe.comm import Recording
+from soframe.estimate.averages import pack
 from soframe.settings import grouped
 from soframe.solvers import Inverse
-from soframe.step.averages import pack
 from soframe.strategies import (
     BlockPlacement,
     MemOpt,
@@ -101,7 +101,7 @@ def history(
     """
 
     def disturb(run: Run) -> None:
-        step = run.preconditioner._steps
+        step = run.preconditioner.curvature.steps
         if step % 2 and rank == 2:
             run.model.unused(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
         run.model.unused.zero_grad()
@@ -119,7 +119,7 @@ def history(
         for step in range(5):
             run.step(step, disturb)
             found[name].append(state_of(run.preconditioner))
-            for block in run.preconditioner._blocks:
+            for block in run.preconditioner.blocks:
                 for spec in block.factors if not block.record.pending else ():
                     if (stored := block.running.get(spec.name)) is not None:
                         saved = found[name][-1][block.name][spec.name]
@@ -266,7 +266,7 @@ def used_by_one(rank: int, ranks: int) -> list[tuple[bool, bool, Tensor]]:
 
         for step in range(2):
             run.step(step, use)
-        names = [block.name for block in run.preconditioner._blocks]
+        names = [block.name for block in run.preconditioner.blocks]
         place = run.preconditioner.placement.blocks[names.index("unused")]
         known = bool(state_of(run.preconditioner)["unused"])
         found.append((place.contributes(user, 0), known, run.weights()))
@@ -312,13 +312,13 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
         kept.append((call.helper.module.in_features, len(call.inputs)))
         return add(call)
 
-    add, own._capture.sink = own._capture.sink, sink
+    add, own.curvature.capture.sink = own.curvature.capture.sink, sink
     model(torch.ones(2, 5, dtype=torch.float64)).square().mean().backward()
     mine = [int(place.block) + 5 for place in own.placement.blocks if 1 in place.contributing(0)]
     assert 0 < len(mine) < 4
     assert sorted(computed) == [(s, n) for s in ("input_moment", "output_moment") for n in mine]
     assert sorted(kept) == [(n, int(n in mine)) for n in range(5, 9)]
-    assert [bool(block.stack.sums) for block in own._blocks] == [n in mine for n in range(5, 9)]
+    assert [bool(block.stack.sums) for block in own.blocks] == [n in mine for n in range(5, 9)]
     assert own.memory_usage()["statistics"] == plan.window(
         own.placement.pairs, own.placement.stacks, 1
     )
@@ -327,7 +327,7 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
         held.extend(bool(stack.sums) for stack in members)
 
     held: list[bool] = []
-    monkeypatch.setattr("soframe.step.solves.settle", settle)
+    monkeypatch.setattr("soframe.estimate.solves.settle", settle)
     own.step()
     assert held == [False] * 4, "the window's sums are freed before anything is solved"
 

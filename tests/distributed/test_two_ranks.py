@@ -33,7 +33,7 @@ def results(rank: int, _: int, strategy: str, together: int) -> dict[str, dict[s
     kit.train(model, loss, range(2), kit.Averaging(model), own)
     return {
         "factors": {
-            f"{b.name}.{f.name}": b.running.matrix(f) for b in own._blocks for f in b.factors
+            f"{b.name}.{f.name}": b.running.matrix(f) for b in own.blocks for f in b.factors
         },
         "gradients": {name: p.grad for name, p in model.named_parameters()},
     }

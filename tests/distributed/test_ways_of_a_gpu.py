@@ -85,7 +85,7 @@ def results(
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     found |= {
         f"{b.name}.{k}": v.tril()
-        for b in optimizer.preconditioner._blocks
+        for b in optimizer.preconditioner.blocks
         for k, v in b.running.items()
     }
     optimizer.close()

@@ -193,7 +193,7 @@ def train_cases(rank: int, ranks: int, cases: list[Case]) -> list[Tensor]:
 def snapshot(preconditioner: Preconditioner) -> dict[str, Tensor]:
     """A copy of everything that this rank remembers."""
     found = {}
-    for block in preconditioner._blocks:
+    for block in preconditioner.blocks:
         for name, tensor in block.running.items():
             found[f"{block.name}.{name}"] = tensor.clone()
         for factor, tensors in block.second_order.items():

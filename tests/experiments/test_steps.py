@@ -44,7 +44,7 @@ def tiny(name: str, **own: Any) -> Contender:
 
 def held(one: Contender) -> tuple[list[Tensor], list[Tensor]]:
     """What statistics and what solves make."""
-    blocks = one.preconditioner._blocks
+    blocks = one.preconditioner.blocks
     running = [t.clone() for b in blocks for t in b.running.values()]
     data = [t.clone() for b in blocks for ts in b.second_order.values() for t in ts.values()]
     return running, data
@@ -134,7 +134,7 @@ def test_who_solves_in_the_background_takes_its_steps_by_itself() -> None:
     rows = steps.whole(contenders, 4)
     assert [row["name"] for row in rows] == [one.name for one in contenders]
     assert order == ["sgd", "soframe, inverse"] * 5 + ["soframe, inverse, background"] * 5
-    settings = [repr(one.preconditioner._solves) for one in contenders[1:]]
+    settings = [repr(one.preconditioner.curvature.parts.solves) for one in contenders[1:]]
     assert settings == ["background=10", "background=0"]
 
 

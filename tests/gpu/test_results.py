@@ -275,6 +275,6 @@ def test_factors_of_convolutions(layer: str) -> None:
         x = randn(3, conv.in_channels, 20, 20).to(device)
         here(x).square().mean().backward()
         own.step()
-        factors.append({k: v.cpu().tril() for k, v in next(iter(own._blocks)).running.items()})
+        factors.append({k: v.cpu().tril() for k, v in next(iter(own.blocks)).running.items()})
     for name, factor in factors[0].items():
         torch.testing.assert_close(factors[1][name], factor, rtol=1e-9, atol=1e-12)

@@ -168,7 +168,7 @@ def test_statistics_under_autocast_are_those_of_the_rounded_numbers(dtype: torch
     output.register_hook(lambda gradient: seen.update(G=gradient.detach()))
     output.float().square().sum(1).mean().backward()
     own.step()
-    running = next(b for b in own._blocks if b.name == "2").running
+    running = next(b for b in own.blocks if b.name == "2").running
     for name, rows in seen.items():
         assert rows.dtype == dtype
         exact = rows.double() * (len(rows) if name == "G" else 1)
@@ -195,8 +195,8 @@ def test_convolutions_under_autocast(kernel: int, last: bool) -> None:
     output.register_hook(lambda gradient: seen.update(G=gradient.detach()))
     output.float().square().sum((1, 2, 3)).mean().backward()
     own.step()
-    running = next(iter(own._blocks)).running
-    helper = next(iter(own._blocks)).helpers[0]
+    running = next(iter(own.blocks)).running
+    helper = next(iter(own.blocks)).helpers[0]
     rows = helper.input_rows(x.double())[0].flatten(0, 1)
     gradients = helper.output_rows(seen["G"].double() * len(x))[0].flatten(0, 1)
     for name, each, count in (("A", rows, len(rows)), ("G", gradients, len(gradients))):

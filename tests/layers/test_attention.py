@@ -95,7 +95,8 @@ def statistics(model: nn.Module, data: list[tuple[Tensor, ...]], fisher: str) ->
     settings = {"fisher": fisher, "loss": "mse", "layers": "all"}
     with closing(preconditioner(model, **settings)) as own:
         if fisher == "monte-carlo":
-            own._fisher.generator.manual_seed(0) if own._fisher.generator else torch.manual_seed(0)
+            generator = own.curvature.parts.fisher.generator
+            generator.manual_seed(0) if generator else torch.manual_seed(0)
         for step in range(2):
             model.zero_grad()
             for number, inputs in enumerate(data):
@@ -270,7 +271,7 @@ def test_one_unbatched_sample_of_one_position_is_the_dense_fisher() -> None:
         own.count(1)  # the root's own arguments are taken for five samples
         model.attention(single, single, single)[0].square().sum().backward()
         own.step()
-        (block,) = (b for b in own._blocks if "in_proj_weight" in b.parameters)
+        (block,) = (b for b in own.blocks if "in_proj_weight" in b.parameters)
         rows = torch.cat([single, torch.ones(5, 1)], 1)
         compare(block.running["A"][0], rows.T @ rows, "A of one sample without a batch")
 

@@ -225,7 +225,7 @@ def test_monte_carlo_sends_one_pass_for_all_heads_and_tends_to_type_2() -> None:
     def running(fisher: Fisher) -> tuple[list[Tensor], int]:
         model = fill(Net(False, nn.Tanh()))
         with closing(preconditioner(model, fisher="type-2", loss=HEADS)) as own:
-            own._fisher = fisher
+            own.curvature.parts.fisher = fisher
             passes = sum(1 for _ in fisher.vectors(model(randn(1, 3))))
             observe(model, own, (4,), heads_criterion)
             own.step()

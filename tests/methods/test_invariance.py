@@ -86,7 +86,7 @@ def stepped(maps: list[Tensor], kind: Kind, solver: str, damping: float) -> tupl
     with closing(preconditioner(model, solver=solver, damping=damping)) as own:
         gather(model, [(inputs, targets)], log_cosh, kind)
         model.zero_grad()
-        own._capture.enabled = False
+        own.curvature.capture.enabled = False
         log_cosh(model(inputs), targets).backward()
         own.step()
     with torch.no_grad():
@@ -141,10 +141,10 @@ def scaled_step(kind: Kind, scale: float, damping: float, solver: str) -> list[T
     with closing(preconditioner(model, damping=damping, solver=solver)) as own:
         gather(model, [(inputs, targets)], loss, kind)
         model.zero_grad()
-        own._capture.enabled = False
+        own.curvature.capture.enabled = False
         loss(model(inputs), targets).backward()
         own.step()
-        return [gradient_matrix(block) for block in own._blocks]
+        return [gradient_matrix(block) for block in own.blocks]
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])

@@ -196,7 +196,7 @@ def fail_on_one_rank(rank: int, ranks: int, strategies: list[str]) -> list[Any]:
                 solver.bad = rank == 1 and step >= since
                 run.step(step)
             saved = run.preconditioner.state_dict()
-            solved = [b.name for b in run.preconditioner._blocks if b.solved]
+            solved = [b.name for b in run.preconditioner.blocks if b.solved]
             results.append((run.weights(), saved["counters"], solved))
     return results
 

@@ -241,7 +241,7 @@ def test_data_follow_after_statistics(damping: Any) -> None:
     every = {"statistics_every": 2, "solve_every": 5, "decay": 0.5, "damping": damping}
     with closing(preconditioner(model, solver=Eigen(follows=True), **every)) as own:
         for step in range(5):
-            before = {b.name: dict(b.second_order["A"]) for b in own._blocks if b.solved}
+            before = {b.name: dict(b.second_order["A"]) for b in own.blocks if b.solved}
             kit.train(model, loss_of, [step], own)
             for name, block in blocks(own).items():
                 data, factor = block.second_order["A"], block.running["A"]

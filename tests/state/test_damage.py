@@ -239,11 +239,11 @@ def flip_a_shard(run: Run, good: Any, folder: Path) -> None:
 def refuse_the_header(run: Run, good: Any, folder: Path) -> None:
     own = run.preconditioner
     dcp.save({"preconditioner": checkpoint.part(own)}, checkpoint_id=folder)
-    own._scaling = "kaisa" if run.rank == 1 else "fisher"
+    own.curvature.parts.scaling = "kaisa" if run.rank == 1 else "fisher"
     try:
         checkpoint.load(own, folder)
     finally:
-        own._scaling = "fisher"
+        own.curvature.parts.scaling = "fisher"
 
 
 HOW = {

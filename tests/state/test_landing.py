@@ -14,8 +14,8 @@ import torch
 
 from soframe import checkpoint
 from soframe.blocks.stack import Solved
+from soframe.estimate.worker import Work
 from soframe.solvers import Eigen, Lazy
-from soframe.step.worker import Work
 from tests.background import (
     EVERY,
     STEPS,
@@ -61,7 +61,7 @@ def test_all_solves_under_way_land(runs):
     own, plain = (still(runs(stagger=True, background=after)) for after in (3, 0))
     for run in (own, plain):
         run.train(range(EVERY + 3))
-    assert len(own.preconditioner._solves._under_way) > 1
+    assert len(own.preconditioner.curvature.parts.solves._under_way) > 1
     assert not same(in_use(own), in_use(plain))
     own.preconditioner.state_dict()
     assert same(in_use(own), in_use(plain))

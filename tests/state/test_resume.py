@@ -216,11 +216,11 @@ def load_state(saved: Saved) -> Any:
 def test_another_solver_loads_the_factors_and_solves_at_once():
     before = Run(CASE).train(range(4))
     after = load(Run(CASE.with_options(solver="eigen")), save(before))
-    assert not any(block.solved for block in after.preconditioner._blocks)
+    assert not any(block.solved for block in after.preconditioner.blocks)
     factors = {k: t for k, t in triangles(before).items() if k.count(".") == 1}
     assert same(factors, {k: t for k, t in triangles(after).items() if k.count(".") == 1})
     after.step(4)  # not a solve step
-    assert [b.name for b in after.preconditioner._blocks if b.solved] == [
+    assert [b.name for b in after.preconditioner.blocks if b.solved] == [
         "conv",
         "grouped",
         "hidden",
@@ -246,7 +246,7 @@ def test_the_users_schedules_stay_theirs():
     calls.clear()
     second.step(3)
     assert calls == [3]
-    assert second.preconditioner._decay.at(0) == 0.5
+    assert second.preconditioner.curvature.parts.decay.at(0) == 0.5
 
 
 def test_counters_and_steps_are_restored():

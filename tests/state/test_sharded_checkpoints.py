@@ -140,12 +140,12 @@ def test_another_solver_takes_the_factors_and_solves_at_once(tmp_path):
     before = make("comm-opt", 0, 1).train(range(AT))
     save(before, tmp_path)
     after = load(make("comm-opt", 0, 1, solver="eigen"), tmp_path)
-    assert not any(block.solved for block in after.preconditioner._blocks)
+    assert not any(block.solved for block in after.preconditioner.blocks)
     kept = [{k: t for k, t in triangles(r).items() if k.count(".") == 1} for r in (before, after)]
     assert kept[0]
     assert same(*kept)
     after.step(AT)  # not a solve step
-    assert sum(block.solved for block in after.preconditioner._blocks) == 4
+    assert sum(block.solved for block in after.preconditioner.blocks) == 4
 
 
 # -- who writes and reads what ---------------------------------------------------------------
@@ -181,7 +181,7 @@ class Reader(FileSystemReader):
 def names_of(run: Run) -> set[str]:
     """What a rank holds, under the names that checkpoints have for it."""
     found = set()
-    for block in run.preconditioner._blocks:
+    for block in run.preconditioner.blocks:
         found |= {f"preconditioner.{block.name}/factors/{name}" for name in block.running}
         for factor, tensors in block.second_order.items():
             base = f"preconditioner.{block.name}/second_order/{factor}"
@@ -269,7 +269,7 @@ def test_data_that_lie_side_by_side_are_written_once(tmp_path):
     own = Preconditioner(model, optimizer=optimizer, solver="inverse", **grouped(every))
     model(torch.randn(64, 48)).square().mean().backward()
     own.step()
-    data = [t for b in own._blocks for ts in b.second_order.values() for t in ts.values()]
+    data = [t for b in own.blocks for ts in b.second_order.values() for t in ts.values()]
     assert all(t.untyped_storage().nbytes() == 20 * t.nbytes for t in data)
     dcp.save({"soframe": checkpoint.part(own)}, checkpoint_id=tmp_path)
     written = sum(file.stat().st_size for file in tmp_path.iterdir())

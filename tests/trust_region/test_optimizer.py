@@ -192,7 +192,7 @@ def test_burning_in_moves_nothing_but_the_statistics(every: int) -> None:
     for step in range(4):
         x, y = classes_of(step)
         own.step(closures(net, [(x, y)], F.cross_entropy))
-        block = own.preconditioner._blocks[0]
+        block = own.preconditioner.blocks[0]
         data = next(iter(block.second_order["A"].values()))
         seen.append((block.running["A"].clone(), data.clone()))
         assert torch.equal(vector(net), before) == (step < 2)
@@ -223,7 +223,7 @@ def test_statistics_are_taken_at_every_third_step_unless_told_otherwise() -> Non
         seen = []
         for step in range(4):
             own.step(closures(net, [classes_of(step)], F.cross_entropy))
-            seen.append(own.preconditioner._blocks[0].running["A"].clone())
+            seen.append(own.preconditioner.blocks[0].running["A"].clone())
         changes = [not torch.equal(a, b) for a, b in itertools.pairwise(seen)]
         assert 1 + sum(changes) == expected
 

@@ -6,12 +6,12 @@ number of their updates, in their damping, or in the factors that are solved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
@@ -19,11 +19,10 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import Stack
 from soframe.comm.fused import Parcel, deliver
 from soframe.comm.shards import Split, scatter
+from soframe.estimate.gradients import Gradients
 from soframe.methods.base import Given
 from soframe.methods.returned import direction_of
 from soframe.specs import TensorSpec
-from soframe.step.gradients import Gradients
-from soframe.step.magnitude import keep_if
 
 
 @dataclass(eq=False)
@@ -185,16 +184,6 @@ def _scatter(placed: PlacedBlocks, of_stack: Mapping[Stack, Sequence[Update]]) -
             update.parts.setdefault(block, {})[name] = split.part
 
 
-def select(
-    good: Tensor, updates: Sequence[Update], parameters: Iterable[nn.Parameter], home: GradientHome
-) -> None:
-    """Zero updates, and gradients without one, unless ``good``, a bool scalar on the device."""
-    written = {p for update in updates for b in update.blocks for p in b.parameters.values()}
-    others = home.of(p for p in parameters if p not in written)
-    tensors = [tensor for update in updates for tensor in update.tensors()]
-    keep_if(good, [*tensors, *others])
-
-
 def write(updates: Sequence[Update], home: GradientHome) -> None:
     """Overwrite the gradients with the updates, in place."""
     pairs: list[tuple[Tensor | None, Tensor]] = []
@@ -214,30 +203,3 @@ def write(updates: Sequence[Update], home: GradientHome) -> None:
     targets = [target for target, _ in pairs if target is not None]
     if targets:
         torch._foreach_copy_(targets, [value for target, value in pairs if target is not None])
-
-
-def commit(updates: Sequence[Update], good: Tensor | None = None) -> None:
-    """Store the new states, and count the updates; every rank must call.
-
-    With ``good``, a bool scalar on the device, states stay as they are unless it is true, and
-    `take_back` corrects the counts.
-    """
-    for update in updates:
-        stack, members = update.stack, update.members
-        turn = update.blocks[0].record.updates  # alike for all of them
-        if good is not None and update.states:
-            before = stack.state_of(members)
-            # One by one, since each is as large as the gradient.
-            while update.states:
-                name, new = update.states.popitem()
-                selected = torch.where(good, new, before.pop(name))
-                stack.set_state(members, {name: selected}, turn)
-        stack.set_state(members, update.states, turn)
-        for block in update.blocks:
-            block.record.updates += 1
-
-
-def take_back(blocks: Iterable[Block]) -> None:
-    """Count an update of each block less: its states have stayed."""
-    for block in blocks:
-        block.record.updates -= 1

@@ -28,10 +28,10 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import Stack, unpack
 from soframe.comm.base import Backend, Handle
 from soframe.comm.fused import Parcel, Pending, buckets, send
+from soframe.estimate.averages import settle
+from soframe.estimate.worker import Work, Worker
 from soframe.solvers.base import Problem, Solver, retry, solve_stacks
 from soframe.specs import FactorSpec, TensorSpec
-from soframe.step.averages import settle
-from soframe.step.worker import Work, Worker
 
 log = logging.getLogger("soframe")
 

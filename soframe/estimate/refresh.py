@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
+from soframe.estimate.gradients import Gradients
+from soframe.estimate.plan import Plan
 from soframe.schedules import Every, Interval, WarmInterval
-from soframe.step.gradients import Gradients
 from soframe.strategies.turns import turns
 
 
@@ -24,6 +25,7 @@ class Refresh:
         solve_every: The interval of solves.
         stagger: Whether the solves of an interval are spread over its steps.
         owed: The number of coming steps at which all blocks take statistics, at any interval.
+        coming: The interval of statistics of calls in the window under way, agreed on by all ranks.
     """
 
     statistics_every: Every
@@ -31,12 +33,14 @@ class Refresh:
     solve_every: Every
     stagger: bool = False
     owed: int = field(default=0, repr=False)
+    coming: int = field(default=1, repr=False)
     _turns_of: tuple[object, int, Sequence[int]] | None = field(default=None, repr=False)
     _told: set[tuple[int, int]] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.stagger, bool):
             raise TypeError(f"stagger must be True or False, not {self.stagger!r}")
+        self.coming = self.statistics_every.at(0)
 
     @classmethod
     def of(
@@ -68,19 +72,26 @@ class Refresh:
         """Let all blocks take statistics at this many steps, the present one included."""
         self.owed = steps
 
-    def end_step(self) -> None:
-        """Count a step down from the ones that are owed."""
+    def end_step(self, plan: Plan) -> None:
+        """Count a step down from the ones that are owed, and keep the interval that comes."""
         self.owed = max(0, self.owed - 1)
+        self.coming = plan.statistics_every
+
+    def continue_from(self, step: int, owed: int) -> None:
+        """Continue after ``step`` completed steps."""
+        self.owed, self.coming = owed, self.statistics_every.at(step)
 
     def warn_of_settings(self, blocks: Sequence[Block], stacklevel: int) -> None:
         """Warn of mismatched intervals before the first step, if they are numbers."""
-        numbers = not callable(self.statistics_every.value) and not callable(self.solve_every.value)
-        if numbers:
-            self._warn_of_intervals(blocks, 0, stacklevel=stacklevel + 1)
+        if not callable(self.statistics_every.value) and not callable(self.solve_every.value):
+            every = self.solve_every.at(0)
+            self._warn_of_intervals(blocks, every, stacklevel=stacklevel + 1)
 
-    def _warn_of_intervals(self, blocks: Sequence[Block], step: int, stacklevel: int = 3) -> None:
+    def _warn_of_intervals(
+        self, blocks: Sequence[Block], solve_every: int, stacklevel: int = 3
+    ) -> None:
         """Warn if solves lack new statistics at these intervals, once per pair."""
-        pair = (self.statistics_every.at(step), self.solve_every.at(step))
+        pair = (self.coming, solve_every)
         # Only statistics of calls have an interval of their own.
         if pair not in self._told and any(block.captured and block.tensors for block in blocks):
             self._told.add(pair)
@@ -94,8 +105,7 @@ class Refresh:
         with a factor that waits for its first statistics with new second-order data, but for the
         names in ``late``, and the blocks that missed a turn, see `end_window`.
         """
-        turn = step % self.statistics_every.at(step)
-        if self.owed > 0 or turn == 0:
+        if self.owed > 0 or step % self.coming == 0:
             return list(placed.captured)
         return [
             block
@@ -133,7 +143,7 @@ class Refresh:
         """Return the interval of statistics in force: of calls, if any block reads them."""
         return (self.statistics_every if placed.captured else self.gradients_every).at(step)
 
-    def due(self, placed: PlacedBlocks, step: int, *, after: bool) -> list[Block]:
+    def due(self, placed: PlacedBlocks, plan: Plan, *, after: bool) -> list[Block]:
         """Return the blocks with statistics whose turn it is, or that were never solved.
 
         These are the blocks whose solves come before their updates, or with ``after`` behind them.
@@ -142,22 +152,21 @@ class Refresh:
             return []
         # Schedules may change the intervals during training.
         if placed.captured and not after:
-            self._warn_of_intervals(placed.solvable, step)
-        turn = step % self.solve_every.at(step)
+            self._warn_of_intervals(placed.solvable, plan.solve_every)
+        turn = plan.step % plan.solve_every
         return [
             block
-            for block, its in zip(placed.blocks, self._turns(placed, step), strict=True)
+            for block, its in zip(placed.blocks, self._turns(placed, plan.solve_every), strict=True)
             if (turn == its or not block.solved)
             and block.method.refreshes_after == after
             and block.tensors
             and block.mass > 0
         ]
 
-    def _turns(self, placed: PlacedBlocks, step: int) -> Sequence[int]:
+    def _turns(self, placed: PlacedBlocks, every: int) -> Sequence[int]:
         """Return the step of the interval at which each block is solved."""
         if not self.stagger:
             return (0,) * len(placed.blocks)
-        every = self.solve_every.at(step)
         # The balance is computed once per placement and interval.
         if self._turns_of is None or self._turns_of[:2] != (placed.placement, every):
             self._turns_of = (placed.placement, every, turns(placed.placement, every))

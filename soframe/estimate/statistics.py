@@ -3,7 +3,7 @@
 A window is everything since the last step. Each call adds its moments to the block's sums as soon
 as its output gradient is computed; nothing else of it is stored. At the step, every rank sends the
 weights of its sums; once the weights of all ranks are reduced, the sums are reduced and enter the
-running average (`soframe.step.averages`). If sums are not finite, on any rank, all ranks drop
+running average (`soframe.estimate.averages`). If sums are not finite, on any rank, all ranks drop
 theirs.
 
 Statistics belong to the gradients that ``.grad`` holds. A block whose gradient is None or zero when
@@ -32,6 +32,8 @@ from soframe.blocks.stack import Stack
 from soframe.capture.counting import Batch, Pass, Passes, Samples
 from soframe.capture.hooks import Capture, LayerCall
 from soframe.capture.sampling import Sampler
+from soframe.estimate.averages import Contribution as Entry
+from soframe.estimate.averages import enter
 from soframe.kernels.devices import sent
 from soframe.kernels.halves import widens
 from soframe.layers.base import LayerHelper, Unit
@@ -40,8 +42,6 @@ from soframe.methods.base import Call
 from soframe.methods.returned import require_statistics
 from soframe.methods.scaling import CallScale, Contribution, Scale
 from soframe.specs import FactorSpec
-from soframe.step.averages import Contribution as Entry
-from soframe.step.averages import enter
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from soframe.blocks.stack import Stack, unpack
 from soframe.comm.base import Backend
 from soframe.comm.fused import Pending, Sum, add_up, own_memory
 from soframe.comm.packing import pack_triangle
+from soframe.estimate.gradients import Gradients
 from soframe.kernels.devices import sent
 from soframe.layers.layout import BlockShape
 from soframe.methods.returned import observed_by
 from soframe.specs import FactorSpec
-from soframe.step.gradients import Gradients
 
 
 @dataclass

@@ -1,0 +1,87 @@
+"""The report of a rank before a step: numbers that are reduced over stages and over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from soframe.comm.agreement import add_over_ranks
+from soframe.comm.base import Backend
+
+
+def _reduced(*, stages: str = "", ranks: str = "", **default: Any) -> Any:
+    """Return a field of a report with its reductions."""
+    return field(metadata={"stages": stages, "ranks": ranks}, **default)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says before a step.
+
+    Over the stages of a model the reduction is the maximum, over ranks the sum; each field has the
+    ones that its metadata name. Lists are equally long on every rank.
+
+    Attributes:
+        failed: Whether this rank is about to raise an error instead of taking the step.
+        bad_gradient: Whether a gradient is not finite.
+        large: Whether products with a gradient, or its update, may overflow.
+        bad_statistics: Whether the statistics of the window are not finite.
+        changed: Whether parameters or modules of this stage have changed.
+        changed_stages: Whether any stage's have.
+        due: Whether the window takes statistics.
+        curved: Whether any block has factors.
+        passes: Backward passes with statistics.
+        samples: Samples of these passes, the most of any stage on this rank.
+        fewest: The fewest.
+        common: The fingerprint of the values that decide which collectives are entered.
+        weights: The weights of this rank's statistics.
+        present: Which gradients this rank has, where gradients are local.
+        waits: Whether this rank still solves in the background, where that matters.
+        changed_anywhere: Under a pipeline, whether any stage's have, for the sum over ranks.
+        reached: Gradients and statistics of each block, see `soframe.step.effect`.
+    """
+
+    failed: float = _reduced(stages="max", ranks="sum")
+    bad_gradient: float = _reduced(stages="max", ranks="sum")
+    large: float = _reduced(stages="max", ranks="sum")
+    bad_statistics: float = _reduced(stages="max", ranks="sum")
+    changed: float = _reduced(ranks="sum")
+    changed_stages: float = _reduced(stages="max")
+    due: float = _reduced(stages="max")
+    curved: float = _reduced(stages="max")
+    passes: float = _reduced(stages="max")
+    samples: float = _reduced(stages="max")
+    fewest: float = _reduced(stages="max")
+    common: Sequence[float] = _reduced(ranks="sum", default=())
+    weights: Sequence[float] = _reduced(ranks="sum", default=())
+    present: Sequence[float] = _reduced(ranks="sum", default=())
+    changed_anywhere: Sequence[float] = _reduced(ranks="sum", default=())
+    waits: Sequence[float] = _reduced(ranks="sum", default=())
+    reached: Sequence[float] = _reduced(ranks="sum", default=())
+
+    def numbers(self) -> list[float]:
+        """Return the numbers that stages reduce."""
+        return [getattr(self, name) for name in OVER_STAGES]
+
+    def with_numbers(self, numbers: Sequence[float]) -> Report:
+        """Return the report with other `numbers`."""
+        named: dict[str, Any] = dict(zip(OVER_STAGES, numbers, strict=True))
+        return replace(self, **named)
+
+    def over_ranks(self, backend: Backend) -> Report:
+        """Return the sums over all ranks, the same on every rank, by one all-reduce."""
+        flat: list[float] = []
+        for name in OVER_RANKS:
+            value = getattr(self, name)
+            flat += [value] if isinstance(value, float) else value
+        sums = iter(add_over_ranks(backend, flat))
+        total: dict[str, Any] = {}
+        for name in OVER_RANKS:
+            value = getattr(self, name)
+            total[name] = next(sums) if isinstance(value, float) else [next(sums) for _ in value]
+        return replace(self, **total)
+
+
+OVER_STAGES = tuple(f.name for f in fields(Report) if f.metadata["stages"])
+OVER_RANKS = tuple(f.name for f in fields(Report) if f.metadata["ranks"])

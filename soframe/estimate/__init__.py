@@ -1,0 +1,1 @@
+"""What a curvature is made with: windows of statistics, running averages, solves, their turns."""

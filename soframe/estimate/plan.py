@@ -1,0 +1,55 @@
+"""The plan of a step: every number that it uses, evaluated once and agreed on by all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+UNDAMPED = 1e-12
+"""Below this damping, a float32 gradient over the least damped eigenvalue may not be finite."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of one step, the same on every rank.
+
+    Attributes:
+        step: Completed steps before it.
+        damping: The damping of blocks without one of their own.
+        decay: The EMA decay of running averages.
+        kl_clip: The bound of the KL clip, or None.
+        norm_clip: The bound of the norm clip, or None.
+        lr: The learning rate of the steps that the clips bound.
+        statistics_every: The interval of statistics of calls, in the window after this step.
+        solve_every: The interval of solves.
+        observes: Whether averaged gradients enter running factors at this step.
+        weights: The weights of the statistics of all ranks; None if statistics are not used.
+        finite: Whether the gradients of all ranks are finite; None if that is read later.
+        careful: Whether gradients are so large, or the damping so small, that inner products, or
+            even updates and states, may overflow: inner products are then computed in float64, and
+            updates and states are checked.
+    """
+
+    step: int
+    damping: float
+    decay: float
+    kl_clip: float | None = None
+    norm_clip: float | None = None
+    lr: float = 1.0
+    statistics_every: int = 1
+    solve_every: int = 1
+    observes: bool = False
+    weights: Sequence[float] | None = None
+    finite: bool | None = None
+    careful: bool = False
+
+    @classmethod
+    def impossible(cls, step: int) -> Plan:
+        """Return the plan of a step that raises on all ranks."""
+        return cls(step, math.nan, math.nan)
+
+    @property
+    def undamped(self) -> bool:
+        """Whether the damping is too small to bound an update."""
+        return self.damping < UNDAMPED

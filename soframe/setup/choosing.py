@@ -1,0 +1,137 @@
+"""Choices and checks of settings, before the first collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from soframe import combinations
+from soframe.blocks.home import GradientHome
+from soframe.blocks.registration import Choice
+from soframe.capture.counting import Samples
+from soframe.capture.sampling import check_rows
+from soframe.checks.numbers import require_integer
+from soframe.comm.agreement import say_failed
+from soframe.comm.base import Backend
+from soframe.comm.distributed import TorchDistributed
+from soframe.comm.single import SingleProcess
+from soframe.comm.stages import ALONE, Stages
+from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
+from soframe.estimate import gradients as averaging
+from soframe.methods.base import Method
+from soframe.registry import KINDS
+
+
+def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
+    """Return the communication backend; None chooses torch.distributed if it is initialised."""
+    return choose_backends(choice, None)[0]
+
+
+def choose_backends(
+    choice: str | type[Backend] | Backend | None, pipeline: object
+) -> tuple[Backend, Stages]:
+    """Return the communication backend, and the stages of a `Pipeline` (None for none)."""
+    if pipeline is None:
+        return _backend_of(choice, ALONE), ALONE
+    from soframe.parallel.pipeline import Pipeline  # imported by few models
+
+    stages = Pipeline(pipeline)
+    return _backend_of(choice, stages), stages
+
+
+def _backend_of(choice: str | type[Backend] | Backend | None, stages: Stages) -> Backend:
+    if choice is None and stages.backend is not None:
+        # Without a backend for the copies of a stage, this rank has the only copy.
+        stages.require_backend(None)
+        return SingleProcess()
+    if choice is None:
+        distributed = dist.is_available() and dist.is_initialized()
+        return TorchDistributed() if distributed else SingleProcess()
+    backend = KINDS["backend"].build(choice, Backend)
+    assert isinstance(backend, Backend)
+    stages.require_backend(backend)
+    return backend
+
+
+@contextmanager
+def starting(backend: Callable[[], Backend], stages: Stages | None = None) -> Iterator[None]:
+    """If this rank raises in here, send the error to the other ranks, which wait in `build`."""
+    try:
+        # No collective may start in here: the other ranks' next one is in `build`.
+        yield
+    except Exception as error:  # of any kind: the other ranks wait
+        if stages is not None:
+            stages.say_failed(error)
+        say_failed(backend(), error)
+        raise
+
+
+def choose_damping(choice: DampingChoice) -> DampingPolicy:
+    """Return a damping policy; raise ValueError if it needs reduction ratios."""
+    policy = adopted(damping_policy(choice))
+    if policy.interval > 0:
+        raise ValueError(
+            f"{policy!r} follows the reduction ratio, which soframe.TrustRegion measures; a "
+            f"Preconditioner takes a number, a callable of the step, or a policy without it"
+        )
+    return policy
+
+
+def methods(choice: Choice) -> list[Method]:
+    """Return the methods of a choice."""
+    every = choice.values() if isinstance(choice, Mapping) else (choice,)
+    return [KINDS["method"].build(one, Method) for one in every]
+
+
+def require(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise ValueError if a setting is not one of the allowed words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check settings that are words or numbers of rows, by their own names."""
+    require("scaling", settings["scaling"], ("fisher", "kaisa"))
+    require("loss_average", settings["loss_average"], ("local", "global", "sum"))
+    if not (settings["samples"] is None or callable(settings["samples"])):
+        require("samples", settings["samples"], ("batch", "positions"))
+    require("precision", settings["precision"], ("fast", "full"))
+    require("gradients", settings["gradients"], tuple(averaging.GRADIENTS))
+    combinations.check_settings(settings)
+    check_rows(settings["rows"])
+
+
+def describe_samples(samples: Samples) -> str:
+    """Describe ``samples`` for other ranks; a callable may differ: each rank counts its own."""
+    return f"samples={'a callable' if callable(samples) else repr(samples)}"
+
+
+def check_home(home: object) -> None:
+    """Raise TypeError unless a home is a `GradientHome` or None."""
+    if home is not None and not isinstance(home, GradientHome):
+        raise TypeError(f"home must be a soframe.GradientHome, not {home!r}")
+
+
+def check_cut(cut: object) -> None:
+    """Raise TypeError or ValueError unless this maps patterns to numbers of parts, or sizes."""
+    if not isinstance(cut, Mapping):
+        raise TypeError(
+            f"cut is a mapping from patterns on module names to numbers of parts, such as "
+            f"{{'c_attn': 3}}, or to their sizes, not {cut!r}"
+        )
+    for pattern, parts in cut.items():
+        for number in parts if isinstance(parts, list | tuple) else (parts,):
+            require_integer(f"cut[{pattern!r}]", number, 1)
+
+
+def check_count(terms: bool, samples: Samples, scaling: str) -> None:
+    """Raise ValueError if a declaration by `count` contradicts a setting."""
+    if scaling == "kaisa":
+        raise ValueError("count() needs scaling='fisher': with 'kaisa' every call is its own mean")
+    if terms and callable(samples):
+        raise ValueError(
+            "count(terms) and samples= a callable both say what the loss is a mean over; use one"
+        )

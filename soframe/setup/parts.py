@@ -1,0 +1,182 @@
+"""The parts of a curvature, made from its settings and checked before the model is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from soframe.blocks.home import GradientHome, PlainGrad
+from soframe.blocks.registration import Choices, unwrap
+from soframe.capture.counting import Samples
+from soframe.capture.fisher import Fisher
+from soframe.capture.loss_scale import LossScale
+from soframe.capture.sampling import Sampler
+from soframe.checks import arguments
+from soframe.comm.base import Backend
+from soframe.comm.stages import Stages
+from soframe.damping.policies import DampingPolicy
+from soframe.estimate.refresh import Refresh
+from soframe.estimate.solves import Solves
+from soframe.kernels.precision import Precision
+from soframe.losses.base import Loss
+from soframe.methods.scaling import LossAverage, Scaling
+from soframe.registry import KINDS
+from soframe.schedules import Scheduled
+from soframe.setup import choosing
+from soframe.strategies.base import Strategy
+
+
+@dataclass(eq=False)
+class Parts:
+    """The parts of a curvature.
+
+    Attributes:
+        model: The model, unwrapped.
+        optimizer: The optimizer that must have the parameters of every block, or None.
+        backend: The communication backend.
+        stages: The stages of a pipeline.
+        home: Where gradients live.
+        gradients: Whether they are ``"averaged"`` over ranks or ``"local"``.
+        strategy: The distribution strategy.
+        damping: The damping policy.
+        decay: The EMA decay of running factors.
+        refresh: The steps of statistics and solves.
+        solves: The solves under way.
+        fisher: The Fisher, with its loss.
+        sampler: Takes some of the rows of a call.
+        loss_scale: The factor by which the loss is multiplied.
+        samples: The terms that the loss averages over.
+        scaling: ``"fisher"`` or ``"kaisa"``.
+        loss_average: How the loss averages samples.
+        precision: How a GPU multiplies float32.
+        choices: What a registration chooses from.
+        beside: Whether the hooks of another curvature may stay on the model.
+        common: Further settings that all ranks must share.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    backend: Backend
+    stages: Stages
+    home: GradientHome
+    gradients: str
+    strategy: Strategy
+    damping: DampingPolicy
+    decay: Scheduled
+    refresh: Refresh
+    solves: Solves
+    fisher: Fisher
+    sampler: Sampler
+    loss_scale: LossScale
+    samples: Samples
+    scaling: Scaling
+    loss_average: LossAverage
+    precision: Precision
+    choices: Choices
+    beside: bool = False
+    common: tuple[object, ...] = ()
+
+
+def parts_of(
+    model: nn.Module, settings: Mapping[str, Any], backend: Backend, stages: Stages
+) -> Parts:
+    """Check settings, by their own names, and return the parts that they describe.
+
+    Args:
+        model: The model.
+        settings: The settings of `soframe.Preconditioner`, without groups.
+        backend: The communication backend.
+        stages: The stages of a pipeline.
+
+    Returns:
+        The parts.
+
+    Raises:
+        ValueError: If a setting is out of range, or a component does not exist.
+        TypeError: If a setting has the wrong type.
+    """
+    choosing.check_settings(settings)
+    layers, cut = settings["layers"], settings["cut"]
+    if layers == "all":
+        layers = {"": "all"}
+    layers = {} if layers is None else layers
+    cut = {} if cut is None else cut
+    choosing.check_cut(cut)
+    method, solver = settings["method"], settings["solver"]
+    optimizer, grad_scaler = settings["optimizer"], settings["grad_scaler"]
+    arguments.check(
+        model=model,
+        optimizer=optimizer,
+        grad_scaler=grad_scaler,
+        dtype=settings["dtype"],
+        state_dtype=settings["state_dtype"],
+        skip=settings["skip"],
+        mappings={"layers": layers, "method": method, "solver": solver, "cut": cut},
+    )
+    choosing.check_home(settings["home"])
+    home = settings["home"]
+    if home is None:
+        home = PlainGrad(model, optimizer)
+    damping = choosing.choose_damping(settings["damping"])
+    fisher = _fisher(settings["fisher"], settings["loss"])
+    stages.require_settings(probed=fisher.probed, scaled=grad_scaler is not None)
+    samples: Samples = settings["samples"]
+    if not samples and stages.backend is not None:
+        samples = "batch"  # a stage of a pipeline sees inputs or outputs of the model, not both
+    choices = Choices(
+        method=method,
+        solver=solver,
+        home=home,
+        layers=dict(layers),
+        skip=tuple(settings["skip"]),
+        dtype=settings["dtype"],
+        state_dtype=settings["state_dtype"],
+        offload=settings["offload"],
+        forward_only=fisher.kind == "forward-only",
+        damping=damping,
+        scaling=settings["scaling"],
+        auxiliary=settings["auxiliary"],
+        observed=fisher.probed,
+        draws=fisher.kind == "monte-carlo",
+        ranks=backend.global_ranks,
+        cut=dict(cut),
+        staged=stages.backend is not None,
+    )
+    reads_calls = all(chosen.captures for chosen in choosing.methods(method))
+    return Parts(
+        model=unwrap(model),
+        optimizer=optimizer,
+        backend=backend,
+        stages=stages,
+        home=home,
+        gradients=settings["gradients"],
+        strategy=KINDS["strategy"].build(settings["strategy"], Strategy),
+        damping=damping,
+        decay=Scheduled("decay", settings["decay"], high=1.0),
+        refresh=Refresh.of(
+            settings["statistics_every"],
+            settings["solve_every"],
+            settings["stagger"],
+            reads_calls=reads_calls,
+        ),
+        solves=Solves(settings["background"], overlap=backend.overlap),
+        fisher=fisher,
+        sampler=Sampler(settings["rows"], backend.rank),
+        loss_scale=LossScale(grad_scaler),
+        samples=samples,
+        scaling=settings["scaling"],
+        loss_average=settings["loss_average"],
+        precision=settings["precision"],
+        choices=choices,
+    )
+
+
+def _fisher(kind: str | None, loss: object) -> Fisher:
+    """Return the Fisher; None is the empirical one, where no trust region chooses."""
+    modelled = None if loss is None else KINDS["loss"].build(loss, Loss)
+    chosen: Literal["empirical"] | str = "empirical" if kind is None else kind
+    return Fisher(chosen, modelled)  # type: ignore[arg-type]  # checked there

@@ -1,0 +1,175 @@
+"""The verdict on a step: whether its updates count, and when the host knows it.
+
+The host may read the flags of a step later: then the device selects the new tensors, and the host
+counts the update a step later. See `soframe.step.magnitude` for the flags.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block
+from soframe.blocks.home import GradientHome
+from soframe.comm.agreement import add_over_ranks
+from soframe.comm.base import Backend
+from soframe.estimate.plan import Plan
+from soframe.estimate.updates import Update, write
+from soframe.step.magnitude import MODERATE, Flags, Magnitude, discard, keep_if
+
+SKIPPED_UPDATES, SKIPPED_STATISTICS = "skipped_updates", "skipped_statistics"
+MANY = 10
+"""Number of skipped updates in a row after which a rank warns."""
+
+
+class Verdict:
+    """Whether the updates of the last step count, and how many did not.
+
+    Args:
+        backend: The backend.
+
+    Attributes:
+        good: Whether the last step counts, a bool scalar on the device; None if the host knows.
+        moderate: Whether the last gradients whose flags the host has read were moderate.
+        counts: The numbers of updates and of statistics that were skipped.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.good: Tensor | None = None
+        self.moderate = True
+        self.counts = {SKIPPED_UPDATES: 0, SKIPPED_STATISTICS: 0}
+        self._backend = backend
+        self._in_a_row, self._taken = 0, False
+        self._queued: Magnitude | None = None  # of the step under way
+        self._unread: tuple[Flags, Sequence[Block]] | None = None  # of the last step
+
+    # -- the last step ------------------------------------------------------------------------
+
+    @property
+    def taken(self) -> bool:
+        """Whether the update of the last step counts."""
+        self.settle()
+        return self._taken
+
+    def settle(self) -> None:
+        """Read the flags that were left on the device, and take a skipped update back."""
+        if self._unread is None:
+            return
+        (flags, blocks), self._unread, self.good = self._unread, None, None
+        local, total = flags.read()
+        moderate = total < MODERATE  # not if it is NaN
+        if not moderate:
+            for block in blocks:  # its state has stayed
+                block.record.updates -= 1
+            self._taken = False
+        self._judge(skipped=not moderate, moderate=moderate, local=not local < MODERATE)
+
+    def load(self, counters: dict[str, int]) -> None:
+        """Continue from saved counts; flags that were left do not matter any more."""
+        self.good = self._unread = None
+        self.counts = {name: counters.get(name, 0) for name in self.counts}
+
+    # -- flags of gradients -------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._queued = None
+
+    def leave_unread(self, sizes: Magnitude) -> None:
+        """Let the magnitudes of this step be read behind its work."""
+        self._queued = sizes
+
+    def agree(self, plan: Plan, *, bad: float, large: float, local: bool) -> Plan:
+        """Return the plan with the flags of the gradients of all ranks.
+
+        Args:
+            plan: The plan.
+            bad: The number of ranks whose gradients are not finite.
+            large: The number of ranks whose gradients are large.
+            local: Whether gradients of this rank are not finite.
+
+        Returns:
+            The plan; ``finite`` stays None if the flags are read later.
+        """
+        if self._queued is not None:
+            self._queued.queue(self._backend)
+            return plan
+        self._judge(skipped=bad > 0, moderate=not (bad > 0 or large > 0), local=local)
+        # From reduced flags, so that all ranks compute in the same dtype.
+        return replace(plan, finite=not bad, careful=large > 0 or plan.undamped)
+
+    def read(self, plan: Plan, *, always_large: bool) -> Plan:
+        """Return the plan with flags that were left unread; every rank must call."""
+        assert self._queued is not None
+        # Not kept, as it refers to the gradients.
+        queued, self._queued = self._queued, None
+        size, moderate = queued.read_queued()
+        flags = [float(not math.isfinite(size)), float(size > 0 or always_large)]
+        bad, large = flags if moderate else add_over_ranks(self._backend, flags)
+        return self.agree(plan, bad=bad, large=large, local=flags[0] > 0)
+
+    def leave(self, updates: Sequence[Update]) -> None:
+        """Leave the flags on the device, which selects the new tensors."""
+        assert self._queued is not None
+        flags, self._queued = self._queued.flags, None
+        self.good = flags.moderate
+        self._unread = flags, [block for update in updates for block in update.blocks]
+
+    def _judge(self, *, skipped: bool, moderate: bool, local: bool) -> None:
+        """Count an update that is skipped; ``local`` if gradients of this rank are a cause."""
+        self.moderate = moderate
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        self.counts[SKIPPED_UPDATES] += skipped
+        # Only the ranks with such gradients warn: the cause is in their own data.
+        if self._in_a_row == MANY and local:
+            warnings.warn(
+                f"soframe: rank {self._backend.rank} had gradients that are not finite in {MANY} "
+                f"steps in a row, whose updates were skipped on all ranks: look at the loss and "
+                f"the data of this rank; counters['skipped_updates'] counts them",
+                stacklevel=8,
+            )
+
+    # -- the effect ---------------------------------------------------------------------------
+
+    def skip(self, plan: Plan, parameters: Iterable[nn.Parameter], home: GradientHome) -> None:
+        """Zero every gradient, so that a bad batch costs one update and not the weights."""
+        self._taken = False
+        # Bad gradients are counted already; these are updates that are not finite.
+        self.counts[SKIPPED_UPDATES] += plan.finite is not False
+        discard(parameters, home)
+
+    def write(
+        self, updates: Sequence[Update], parameters: Iterable[nn.Parameter], home: GradientHome
+    ) -> None:
+        """Overwrite the gradients with the updates, or with zeros where the device finds them bad.
+
+        The host takes the step as one that counts until `settle`.
+        """
+        self._taken = True
+        if self.good is not None:
+            written = {p for u in updates for b in u.blocks for p in b.parameters.values()}
+            others = home.of(p for p in parameters if p not in written)
+            tensors = [tensor for update in updates for tensor in update.tensors()]
+            keep_if(self.good, [*tensors, *others])
+        write(updates, home)
+
+    def commit(self, updates: Sequence[Update]) -> None:
+        """Store the new states, and count the updates; every rank must call."""
+        for update in updates:
+            stack, members = update.stack, update.members
+            turn = update.blocks[0].record.updates  # alike for all of them
+            if self.good is not None and update.states:
+                before = stack.state_of(members)
+                # One by one, since each is as large as the gradient.
+                while update.states:
+                    name, new = update.states.popitem()
+                    selected = torch.where(self.good, new, before.pop(name))
+                    stack.set_state(members, {name: selected}, turn)
+            stack.set_state(members, update.states, turn)
+            for block in update.blocks:
+                block.record.updates += 1
