@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from soframe import (
+    clips,
     comm,
     layers,
     losses,
@@ -23,6 +24,7 @@ from soframe import (
 )
 from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.blocks.report import Report
+from soframe.clips import Clip
 from soframe.comm import Backend
 from soframe.layers import LayerHelper
 from soframe.losses import Loss
@@ -63,6 +65,7 @@ else:
 __all__ = [
     "Auto",
     "Backend",
+    "Clip",
     "Clips",
     "Cut",
     "Distribution",
@@ -86,6 +89,7 @@ __all__ = [
     "TensorSpec",
     "TrustRegion",
     "available",
+    "clips",
     "comm",
     "layers",
     "losses",

@@ -38,6 +38,7 @@ from soframe.setup import building, choosing
 from soframe.setup.parts import Parts
 from soframe.state.bound import OfModel
 from soframe.state.transfer import hand_over
+from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 
 
@@ -46,6 +47,7 @@ class Curvature(OfModel):
 
     Attributes:
         parts: The parts that its settings describe.
+        strategy: The distribution strategy that it has settled on.
         steps: The number of completed steps.
         capture: Records calls of layers.
         registration: The blocks of the model, with its other parameters.
@@ -61,6 +63,7 @@ class Curvature(OfModel):
     """
 
     parts: Parts
+    strategy: Strategy
     steps: int
     capture: Capture
     registration: Registration
@@ -83,6 +86,7 @@ class Curvature(OfModel):
 
     def _open(self, parts: Parts) -> None:
         self.parts, self.steps, self.dampings = parts, 0, {}
+        self._choices, self.strategy = parts.choices, parts.strategy
         self.counts = {"retried_solves": 0, "failed_solves": 0}
         self.capture = Capture(
             probing=parts.fisher.probed,
@@ -120,7 +124,7 @@ class Curvature(OfModel):
         parts = self.parts
         settings = (*self._common(), parts.gradients, parts.solves, parts.refresh)
         head = building.meet_stages(parts.model, parts.stages, parts.backend, settings)
-        parts.choices = replace(parts.choices, head_in=head)
+        self._choices = replace(self._choices, head_in=head)
 
     def rebuild(self) -> None:
         """Register the model anew, after it has changed; statistics of blocks that stay are kept.
@@ -163,10 +167,12 @@ class Curvature(OfModel):
         for block in former.blocks if former is not None else ():
             if not block.captured:
                 kept.update(id(parameter) for parameter in block.parameters.values())
-        parts.choices = replace(parts.choices, kept=frozenset(kept))
-        registration, placement, parts.strategy = building.build(parts, self.capture, settings)
+        choices = replace(self._choices, kept=frozenset(kept))
+        registration, placement, self.strategy = building.build(
+            parts, choices, self.strategy, self.capture, settings
+        )
         # A choice by size stays when the model changes, with the data that it made.
-        parts.choices = replace(parts.choices, solver=registration.solver)
+        self._choices = replace(choices, solver=registration.solver)
         self.registration, self.placement = registration, placement
         self.report = registration.report
         self.placed = PlacedBlocks(registration.blocks, placement, parts.backend)

@@ -41,7 +41,7 @@ from soframe.setup.grouping import grouping
 from soframe.setup.parts import Parts, parts_of
 from soframe.state import saving as state
 from soframe.state.bound import OfModel
-from soframe.step.clip import Bounds
+from soframe.step.clip import Clipping
 from soframe.step.engine import Engine
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
@@ -143,13 +143,19 @@ class Preconditioner(OfModel):
         with choosing.starting(lambda: self.backend, stages):
             limits: Clips = group_of("clips", settings)
             self._settings = flat(settings)
-            parts = parts_of(model, self._settings, self.backend, stages)
+            bounds = {"kl": kl_clip, "norm": limits.norm_clip, **limits.further}
+            self._clipping = Clipping.of(bounds, lr)
+            parts = parts_of(
+                model,
+                self._settings,
+                self.backend,
+                stages,
+                beside=self._beside,
+                common=(self._clipping,),
+            )
             self._settings["fisher"] = parts.fisher.kind
-            bounds = Bounds.of(kl_clip, limits.norm_clip, lr)
-            parts.beside, parts.common = self._beside, (bounds,)
         self._closed = False
         self._measuring = Measuring(self.backend.phases)
-        self._bounds = bounds
         self.curvature = Curvature.of(parts)
         try:
             self._require_read()
@@ -159,7 +165,7 @@ class Preconditioner(OfModel):
         stages.look_over(self.curvature.registration)
         self._engine = Engine(
             self.curvature,
-            bounds=bounds,
+            clipping=self._clipping,
             grouping=grouping(optimizer),
             measuring=self._measuring,
         )
@@ -341,17 +347,17 @@ class Preconditioner(OfModel):
     @property
     def kl_clip(self) -> float | None:
         """The bound of the KL clip at the coming step; None if it is off."""
-        return self._bounds.at(self.steps)[0]
+        return self._clipping.at(self.steps).get("kl")
 
     @property
     def norm_clip(self) -> float | None:
         """The bound of the norm clip at the coming step; None if it is off."""
-        return self._bounds.at(self.steps)[1]
+        return self._clipping.at(self.steps).get("norm")
 
     @property
     def lr(self) -> float:
         """The learning rate of the clips at the coming step; one unless ``lr=`` is given."""
-        return self._bounds.at(self.steps)[2]
+        return self._clipping.lr.at(self.steps)
 
     @property
     def statistics_every(self) -> int:
@@ -504,7 +510,7 @@ class Preconditioner(OfModel):
             "statistics_every",
             "solve_every",
         )
-        strategy = self._parts.strategy
+        strategy = self.curvature.strategy
         components = {"strategy": strategy, "home": self.home, "backend": self.backend}
         where = {"steps": self.steps, "rank": self.backend.rank, "world_size": self.world_size}
         return describing.text(

@@ -3,9 +3,9 @@
 A component is chosen by name (``strategy="mem-opt"``), by class, or by instance with its options
 (``strategy=MemOpt(...)``); layer helpers are looked up by module type along the MRO. Packages that
 are installed add components through entry points in the groups ``soframe.layer``,
-``soframe.method``, ``soframe.solver``, ``soframe.strategy``, ``soframe.backend``, ``soframe.loss``
-and ``soframe.damping``: the entry point's name is the key and its object the class (for layers,
-importing the object must register it, since the key is a type).
+``soframe.method``, ``soframe.solver``, ``soframe.strategy``, ``soframe.backend``, ``soframe.loss``,
+``soframe.damping`` and ``soframe.clip``: the entry point's name is the key and its object the class
+(for layers, importing the object must register it, since the key is a type).
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ KINDS: dict[str, Registry] = {
     "backend": Registry("backend"),
     "loss": Registry("loss"),
     "damping": Registry("damping"),
+    "clip": Registry("clip"),
 }
 
 
@@ -185,8 +186,8 @@ def register(kind: str, key: Any, *, override: bool = False) -> Callable[[C], C]
     """Return a class decorator that registers a component.
 
     Args:
-        kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"``, ``"backend"``, ``"loss"`` or
-            ``"damping"``.
+        kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"``, ``"backend"``, ``"loss"``,
+            ``"damping"`` or ``"clip"``.
         key: The component's name; for ``"layer"`` the module type that it serves, or the type's
             qualified name, such as ``"transformers.pytorch_utils.Conv1D"``.
         override: Replace a component that is registered under the same key.
@@ -209,8 +210,8 @@ def available(kind: str) -> dict[Any, type]:
     """Return the registered components of a kind, by key.
 
     Args:
-        kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"``, ``"backend"``, ``"loss"`` or
-            ``"damping"``.
+        kind: ``"layer"``, ``"method"``, ``"solver"``, ``"strategy"``, ``"backend"``, ``"loss"``,
+            ``"damping"`` or ``"clip"``.
 
     Returns:
         The classes by name (by module type for layers), installed packages' included.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -110,13 +110,15 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Clips:
-    """The clip other than ``kl_clip``.
+    """The clips other than ``kl_clip``.
 
     Attributes:
         norm_clip: Bound on the Euclidean length of the updates together; None turns it off.
+        further: Bounds of other clips by their registered names, see `soframe.Clip`.
     """
 
     norm_clip: Schedule | None = None
+    further: Mapping[str, Schedule] = field(default_factory=dict)
 
 
 Group = Statistics | Distribution | Clips

@@ -1,7 +1,7 @@
 """The KL clip against its closed form: of updates, and of steps at a learning rate."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import soframe
+from soframe.clips import Clip, KLClip, NormClip
 from soframe.step import clip as clipping
-from soframe.step.clip import kl_clip_factor, norm_clip_factor
 from soframe.testing import compare
 from tests.curvature import closing, fill, half_square, randn
 from tests.examples import examples
@@ -34,6 +34,14 @@ def clip(raw: list[Tensor], p: list[Tensor], kappa: float, lr: float = 1.0) -> f
     """The factor by its definition, over parameters."""
     total = sum(lr**2 * float((a * b).sum()) for a, b in zip(raw, p, strict=True))
     return min(1.0, (kappa / abs(total)) ** 0.5)
+
+
+def factor_of(
+    bounded: Clip, updates: Sequence[Tensor], gradients: Sequence[Tensor], lr: float, bound: float
+) -> Tensor:
+    """The factor of a step, of one tensor for each stack."""
+    terms = [bounded.term(p, g).double() for p, g in zip(updates, gradients, strict=True)]
+    return clipping.limited(bounded.factor(torch.stack(terms).sum() * lr * lr, bound))
 
 
 @given(
@@ -146,14 +154,14 @@ def test_a_gradient_of_zeros_stays_zero() -> None:
 def test_closed_form(sizes: list[int], kappa: float, lr: float, sign: int) -> None:
     p = [randn(1, n, 2, seed=n) for n in sizes]
     g = [sign * (q + 0.1) for q in p]
-    factor = kl_clip_factor(p, g, lr, kappa)
+    factor = factor_of(KLClip(), p, g, lr, kappa)
     compare(factor, torch.tensor(clip(g, p, kappa, lr), dtype=torch.float64), "factor")
 
 
 def test_nothing_is_read_on_the_host() -> None:
     """Tensors without values: reading one would raise."""
     p = [torch.empty(1, 2, 3, device="meta"), torch.empty(2, 1, 1, device="meta")]
-    factor = kl_clip_factor(p, p, 0.1, 1e-3)
+    factor = factor_of(KLClip(), p, p, 0.1, 1e-3)
     assert factor.is_meta
     assert factor.shape == ()
     with pytest.raises(RuntimeError, match="meta"):
@@ -164,11 +172,11 @@ def test_nothing_is_read_on_the_host() -> None:
 @pytest.mark.parametrize("size", [0.0, 1e-10, 1.0])
 def test_rates_whose_squares_are_out_of_range(lr: float, size: float) -> None:
     own = size * torch.ones(1, 2, 2)
-    factor = kl_clip_factor([own, own], [own, own], lr, 1e-2)
+    factor = factor_of(KLClip(), [own, own], [own, own], lr, 1e-2)
     expected = min(1.0, 0.1 / (lr * size * 8**0.5)) if size else 1.0
     assert float(factor) == pytest.approx(expected, rel=1e-5, abs=1e-44)
-    assert math.isfinite(float(norm_clip_factor([own, own], lr, 1e-2)))
-    assert float(norm_clip_factor([own], 1e25, 1.0)) == pytest.approx(
+    assert math.isfinite(float(factor_of(NormClip(), [own, own], [own, own], lr, 1e-2)))
+    assert float(factor_of(NormClip(), [own], [own], 1e25, 1.0)) == pytest.approx(
         min(1.0, 1 / (1e25 * 2 * size)) if size else 1.0, rel=1e-5
     )
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import soframe
-from soframe.step.clip import norm_clip_factor
+from soframe.clips import NormClip
 from soframe.testing import compare
 from tests.curvature import closing
 from tests.examples import examples
-from tests.test_kl_clip import clip, net, step
+from tests.test_kl_clip import clip, factor_of, net, step
 
 
 def norm_clip(p: Sequence[Tensor], bound: float, lr: float = 1.0) -> float:
@@ -32,7 +32,7 @@ def norm_clip(p: Sequence[Tensor], bound: float, lr: float = 1.0) -> float:
 @settings(max_examples=examples(20))
 def test_closed_form(sizes: list[int], bound: float, scale: float, lr: float) -> None:
     p = [scale * torch.randn(1, n, 2, dtype=torch.float64) for n in sizes]
-    factor = norm_clip_factor(p, lr, bound)
+    factor = factor_of(NormClip(), p, p, lr, bound)
     compare(factor, torch.tensor(norm_clip(p, bound, lr), dtype=torch.float64), "factor")
     moved = sum(float((lr * factor * q).square().sum()) for q in p)
     assert moved**0.5 <= bound * (1 + 1e-12)
@@ -77,13 +77,14 @@ def test_a_schedule_of_the_bound() -> None:
 def test_nothing_is_read_on_the_host() -> None:
     """Tensors without values: reading one would raise."""
     p = [torch.empty(1, 2, 3, device="meta"), torch.empty(2, 1, 1, device="meta")]
-    factor = norm_clip_factor(p, 0.1, 1e-3)
+    factor = factor_of(NormClip(), p, p, 0.1, 1e-3)
     assert factor.is_meta
     assert factor.shape == ()
 
 
 def test_zeros_stay_zero() -> None:
-    assert norm_clip_factor([torch.zeros(1, 2, 2)], 0.1, 1e-3) == 1.0
+    zeros = [torch.zeros(1, 2, 2)]
+    assert factor_of(NormClip(), zeros, zeros, 0.1, 1e-3) == 1.0
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), "1", True])

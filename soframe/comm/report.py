@@ -17,7 +17,7 @@ def _reduced(*, stages: str = "", ranks: str = "", **default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says before a step.
+    """The numbers of a rank before a step.
 
     Over the stages of a model the reduction is the maximum, over ranks the sum; each field has the
     ones that its metadata name. Lists are equally long on every rank.

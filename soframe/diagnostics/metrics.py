@@ -148,14 +148,13 @@ def _of_step(taken: Taken | None) -> dict[str, Any]:
         return dict.fromkeys((*_OVERALL, "measured"))
     plan = taken.plan
     factors = {name: float(factor) for name, factor in taken.factors.items()}
+    names = {**dict.fromkeys(("kl", "norm")), **plan.bounds}  # in order
     return {
         "updated": taken.finite,
         "damping": plan.damping,
         "decay": plan.decay,
-        "kl_clip": plan.kl_clip,
-        "norm_clip": plan.norm_clip,
-        "kl_clip_factor": factors.get("kl"),
-        "norm_clip_factor": factors.get("norm"),
+        **{f"{name}_clip": plan.bounds.get(name) for name in names},
+        **{f"{name}_clip_factor": factors.get(name) for name in names},
         "clip_factor": min(factors.values(), default=1.0) if taken.finite else None,
         "measured": taken.norms is not None,
     }
@@ -351,7 +350,8 @@ _OF_SPECTRUM = ("largest", "smallest", "condition", "effective_rank")
 
 
 def _named(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key in _OVERALL:
+    further = [key for key in metrics if key.endswith(("_clip", "_clip_factor"))]
+    for key in dict.fromkeys((*_OVERALL, *further)):
         yield f"overall/{key}", metrics[key]
     for key, value in metrics["norms"].items():
         yield f"overall/{key}", value

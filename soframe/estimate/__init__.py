@@ -1,1 +1,1 @@
-"""What a curvature is made with: windows of statistics, running averages, solves, their turns."""
+"""The making of a curvature: windows of statistics, running averages, solves and their turns."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 UNDAMPED = 1e-12
 """Below this damping, a float32 gradient over the least damped eigenvalue may not be finite."""
@@ -18,8 +18,7 @@ class Plan:
         step: Completed steps before it.
         damping: The damping of blocks without one of their own.
         decay: The EMA decay of running averages.
-        kl_clip: The bound of the KL clip, or None.
-        norm_clip: The bound of the norm clip, or None.
+        bounds: The bounds of the clips that are on, by name.
         lr: The learning rate of the steps that the clips bound.
         statistics_every: The interval of statistics of calls, in the window after this step.
         solve_every: The interval of solves.
@@ -34,8 +33,7 @@ class Plan:
     step: int
     damping: float
     decay: float
-    kl_clip: float | None = None
-    norm_clip: float | None = None
+    bounds: Mapping[str, float] = field(default_factory=dict)
     lr: float = 1.0
     statistics_every: int = 1
     solve_every: int = 1

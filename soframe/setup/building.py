@@ -140,12 +140,18 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
 
 
 def build(
-    parts: Parts, capture: Capture, settings: Sequence[object]
+    parts: Parts,
+    choices: Choices,
+    strategy: Strategy,
+    capture: Capture,
+    settings: Sequence[object],
 ) -> tuple[Registration, Placement, Strategy]:
     """Register a model, place its blocks and hook its modules, once all ranks have agreed.
 
     Args:
         parts: The parts of the curvature.
+        choices: The choices of the registration.
+        strategy: The distribution strategy.
         capture: Its hooks.
         settings: The settings that all ranks must share.
 
@@ -158,7 +164,7 @@ def build(
         """Return an error if a placement does not go with the model and the settings, or None."""
         blocks, every = registration.blocks, refresh.solve_every.value
         why = combinations.refused(blocks, placement, solve_every=every)
-        draws = parts.choices.draws
+        draws = choices.draws
         return why or sharding.refused_together(model, blocks, placement, draws=draws)
 
     def placed(strategy: Strategy) -> Placement:
@@ -168,17 +174,17 @@ def build(
         return placement
 
     try:
-        registration = register(model, parts.choices)
+        registration = register(model, choices)
         require_in(parts.optimizer, registration.blocks)
         require_averaged(registration.blocks, parts.gradients)
-        placement = placed(parts.strategy)
+        placement = placed(strategy)
         parts.stages.require_served(model, registration.blocks)
     except Exception as error:  # of any kind: the other ranks wait in `compare_ranks`
         say_failed(backend, error)
         raise
     described = describe_settings(registration.blocks, *settings, parts.solves, refresh)
     compare_ranks(backend, placement, described)
-    settled = parts.strategy
+    settled = strategy
     if type(settled).settled is not Strategy.settled:
         settled = settled.settled(
             Circumstances(
@@ -194,7 +200,7 @@ def build(
                 refused=unfit,
             )
         )
-    if settled is not parts.strategy:
+    if settled is not strategy:
         placement = placed(settled)
         compare_ranks(backend, placement, described)
     if not parts.beside:

@@ -41,7 +41,7 @@ class Parts:
         stages: The stages of a pipeline.
         home: Where gradients live.
         gradients: Whether they are ``"averaged"`` over ranks or ``"local"``.
-        strategy: The distribution strategy.
+        strategy: The distribution strategy, which may settle on another.
         damping: The damping policy.
         decay: The EMA decay of running factors.
         refresh: The steps of statistics and solves.
@@ -53,7 +53,7 @@ class Parts:
         scaling: ``"fisher"`` or ``"kaisa"``.
         loss_average: How the loss averages samples.
         precision: How a GPU multiplies float32.
-        choices: What a registration chooses from.
+        choices: The choices of the first registration.
         beside: Whether the hooks of another curvature may stay on the model.
         common: Further settings that all ranks must share.
     """
@@ -82,7 +82,13 @@ class Parts:
 
 
 def parts_of(
-    model: nn.Module, settings: Mapping[str, Any], backend: Backend, stages: Stages
+    model: nn.Module,
+    settings: Mapping[str, Any],
+    backend: Backend,
+    stages: Stages,
+    *,
+    beside: bool = False,
+    common: tuple[object, ...] = (),
 ) -> Parts:
     """Check settings, by their own names, and return the parts that they describe.
 
@@ -91,6 +97,8 @@ def parts_of(
         settings: The settings of `soframe.Preconditioner`, without groups.
         backend: The communication backend.
         stages: The stages of a pipeline.
+        beside: Whether the hooks of another curvature may stay on the model.
+        common: Further settings that all ranks must share.
 
     Returns:
         The parts.
@@ -172,6 +180,8 @@ def parts_of(
         loss_average=settings["loss_average"],
         precision=settings["precision"],
         choices=choices,
+        beside=beside,
+        common=common,
     )
 
 

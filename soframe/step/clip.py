@@ -1,16 +1,4 @@
-"""The clips of a step: their bounds, and their joint factor.
-
-The KL clip bounds the change of the model's predictions that one step may cause. A step ``-lr p``
-changes the KL divergence by about ``lr^2 p^T F p / 2``, and ``p^T F p`` is estimated by ``<p, g>``.
-The preconditioned gradients are scaled by ``min(1, sqrt(kappa / |lr^2 sum_l <p_l, g_l>|))`` (Ba et
-al., 2017, section 5; KAISA).
-
-The norm clip bounds the Euclidean length of a step. They are scaled by
-``min(1, bound / (lr sqrt(sum_l ||p_l||^2)))``, so that the parameters with curvature move by
-``bound`` at most: the radius of a trust region (Nocedal and Wright, 2006, chapter 4), or gradient
-clipping (Pascanu et al., 2013) after the preconditioner instead of before. The momentum of an
-optimizer behind it is not included. The ``norm_constraint`` of kfac-jax is a bound in the metric of
-the Fisher matrix: it corresponds to the KL clip here.
+"""The clips of a step: all updates are scaled by the smallest factor of any clip.
 
 ``lr`` is one, unless a rate is given: the clips then bound updates, as gradient clipping does, and
 the optimizer's rate scales a clipped step like any other. With the rate in force, as in
@@ -19,48 +7,50 @@ kfac-pytorch, a clipped step has the bound's length at any rate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
 import torch
 from torch import Tensor
 
+from soframe.clips.base import Clip
 from soframe.comm.stages import ALONE, Stages
 from soframe.estimate.gradients import AveragedGradients
 from soframe.estimate.plan import Plan
 from soframe.estimate.updates import Update
+from soframe.registry import KINDS
 from soframe.schedules import Schedule, Scheduled
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """The schedules of the clips' bounds, and of the rate of the steps that they bound.
+class Clipping:
+    """The clips that are on, the schedules of their bounds, and the rate of the bounded steps.
 
     Attributes:
-        kl: The KL clip's, or None.
-        norm: The norm clip's, or None.
+        clips: The clips, by name.
+        bounds: Their bounds, by name.
         lr: The learning rate.
     """
 
-    kl: Scheduled | None
-    norm: Scheduled | None
+    clips: Mapping[str, Clip]
+    bounds: Mapping[str, Scheduled]
     lr: Scheduled
 
     @classmethod
-    def of(cls, kl: Schedule | None, norm: Schedule | None, lr: Schedule | None) -> Bounds:
-        """Check the settings ``kl_clip``, ``norm_clip`` and ``lr``."""
-        return cls(
-            None if kl is None else Scheduled("kl_clip", kl, open_low=True),
-            None if norm is None else Scheduled("norm_clip", norm, open_low=True),
-            Scheduled("lr", 1.0 if lr is None else lr),
-        )
+    def of(cls, bounds: Mapping[str, Schedule | None], lr: Schedule | None) -> Clipping:
+        """Check the bounds of clips by their registered names; None turns a clip off."""
+        scheduled = {
+            name: Scheduled(f"{name}_clip", bound, open_low=True)
+            for name, bound in bounds.items()
+            if bound is not None
+        }
+        clips: dict[str, Clip] = {name: KINDS["clip"].build(name, Clip) for name in scheduled}
+        return cls(clips, scheduled, Scheduled("lr", 1.0 if lr is None else lr))
 
-    def at(self, step: int) -> tuple[float | None, float | None, float]:
-        """Return the bounds of the KL and the norm clip, and the rate, after ``step`` steps."""
-        kl = None if self.kl is None else self.kl.at(step)
-        norm = None if self.norm is None else self.norm.at(step)
-        return kl, norm, self.lr.at(step)
+    def at(self, step: int) -> dict[str, float]:
+        """Return the bounds after ``step`` completed steps."""
+        return {name: bound.at(step) for name, bound in self.bounds.items()}
 
 
 @dataclass(frozen=True)
@@ -80,55 +70,78 @@ class Clipped:
 def clip(
     updates: Sequence[Update],
     gradients: AveragedGradients,
+    clips: Mapping[str, Clip],
     plan: Plan,
     *,
     stages: Stages = ALONE,
 ) -> Clipped:
     """Scale all updates by the smallest factor of any clip, in place; every rank must call."""
-    clipped = [update for update in updates if update.stack.like.method.clipped]
     if plan.careful:
         bad = bool(updates) and not _finite(updates, gradients)
         if stages.any(bad):
             return Clipped(finite=False)
-    if plan.kl_clip is None and plan.norm_clip is None:
-        return Clipped(finite=True)
+    clipped = [update for update in updates if update.stack.like.method.clipped]
     # On a pipeline other stages may have updates, and wait for this one's sums.
-    if not clipped and stages.backend is None:
+    takes_part = bool(clipped) or stages.backend is not None
+    if not clips or not takes_part:
         return Clipped(finite=True)
-    every = [tensor for update in clipped for tensor in update.tensors()]
+    scaled = [tensor for update in clipped for tensor in update.tensors()]
     # A stage without clipped updates takes part in the sums with zeros.
-    first = every[0] if every else torch.zeros((), dtype=torch.float64, device="cpu")
-    like = first.double() if plan.careful else first  # the same dtype on every rank
+    like = scaled[0] if scaled else torch.zeros((), dtype=torch.float64, device="cpu")
     factors: dict[str, Tensor] = {}
-    # Each block's term is added by one rank: the clip sums over ranks.
-    if plan.kl_clip is not None:
-        led = [update for update in clipped if gradients.leads(update.stack)]
-        matrices = [_wide(update.matrix, plan) for update in led if update.matrix is not None]
-        raw = [_wide(update.gradient, plan) for update in led if update.gradient is not None]
-        add = stages.of(gradients.total)
-        factors["kl"] = kl_clip_factor(matrices, raw, plan.lr, plan.kl_clip, add, like)
-    if plan.norm_clip is not None:
-        counted = [update for update in clipped if gradients.counts(update.stack)]
-        matrices = [_wide(update.matrix, plan) for update in counted if update.matrix is not None]
-        add = stages.of(gradients.total_of_updates)
-        factors["norm"] = norm_clip_factor(matrices, plan.lr, plan.norm_clip, add, like)
+    for name, bounded in clips.items():
+        total = _total(bounded, clipped, gradients, plan, like)
+        if bounded.reads_gradients:
+            total = stages.total(gradients.total(total))
+        else:
+            total = stages.total(gradients.total_of_updates(total))
+        factors[name] = limited(bounded.factor(total, plan.bounds[name]))
     # The factors stay on the device: comparing them here would make the host wait.
     smallest = reduce(torch.minimum, factors.values())
-    _scale(every, smallest.to(first.dtype))
+    _scale(scaled, smallest.to(like.dtype))
     return Clipped(finite=True, factors=factors)
 
 
-def _wide(matrix: Tensor, plan: Plan) -> Tensor:
-    """Return a matrix in float64 where products of float32 numbers may overflow in float32."""
-    return matrix.double() if plan.careful else matrix
+def limited(factor: Tensor) -> Tensor:
+    """Return a factor of at most one; a bound over zero is infinite, and limited like others."""
+    return factor.clamp(max=1.0)
 
 
-def _scale(every: list[Tensor], factor: Tensor) -> None:
+def _total(
+    bounded: Clip,
+    updates: Sequence[Update],
+    gradients: AveragedGradients,
+    plan: Plan,
+    like: Tensor,
+) -> Tensor:
+    """Return this rank's part of a clip's sum, a float64 scalar on the device of ``like``."""
+    terms: list[Tensor] = []
+    for update in updates:
+        # Each block's term is added by one rank: the clip sums over ranks.
+        leads = gradients.leads if bounded.reads_gradients else gradients.counts
+        if update.matrix is None or not leads(update.stack):
+            continue
+        gradient = update.gradient if bounded.reads_gradients else update.matrix
+        if gradient is None:
+            continue
+        matrix = update.matrix
+        if plan.careful:  # products of float32 numbers may overflow in float32
+            matrix, gradient = matrix.double(), gradient.double()
+        terms.append(bounded.term(matrix, gradient))
+    if not terms:
+        return torch.zeros((), dtype=torch.float64, device=like.device)
+    kept = torch.float64 if plan.careful else like.dtype
+    total = torch.stack([term.to(like.device, kept) for term in terms]).sum()
+    # The square of the rate may be out of range where the rate is not.
+    return total.double() * plan.lr * plan.lr
+
+
+def _scale(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors by one factor, in place; in one call if all are on its device."""
-    if every and all(tensor.device == factor.device for tensor in every):
-        torch._foreach_mul_(every, factor)
+    if tensors and all(tensor.device == factor.device for tensor in tensors):
+        torch._foreach_mul_(tensors, factor)
     else:
-        for tensor in every:
+        for tensor in tensors:
             tensor.mul_(factor.to(tensor.device))
 
 
@@ -142,57 +155,6 @@ def _finite(updates: Sequence[Update], gradients: AveragedGradients) -> bool:
     device = bad[0].device if bad else torch.device("cpu")
     # One number per rank, so that one wait for the device is enough.
     count = torch.tensor(0.0, device=device)
-    for one in bad:
-        count += one.to(device)
+    for flag in bad:
+        count += flag.to(device)
     return not bool(gradients.total_of_updates(count, states=gradients.remembers))
-
-
-def kl_clip_factor(
-    preconditioned: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    lr: float,
-    kappa: float,
-    add: Callable[[Tensor], Tensor] | None = None,
-    like: Tensor | None = None,
-) -> Tensor:
-    """Return the factor of the KL clip, a scalar in (0, 1], without a host sync.
-
-    ``add`` sums the inner products over ranks, if each has some of the blocks; ``like`` has the
-    dtype and device of the sum.
-    """
-    like = preconditioned[0] if like is None else like
-    # One launch each, and no temporary of the size of the matrix.
-    terms = [
-        torch.dot(p.flatten(), g.flatten()) for p, g in zip(preconditioned, gradients, strict=True)
-    ]
-    # The square of the rate may be out of range where the rate is not.
-    total = _sum(terms, like).double() * lr * lr
-    total = (total if add is None else add(total)).abs()
-    # kappa / 0 is infinite, and clamped like everything above one.
-    return (kappa / total).sqrt().clamp(max=1.0).to(like)
-
-
-def norm_clip_factor(
-    preconditioned: Sequence[Tensor],
-    lr: float,
-    bound: float,
-    add: Callable[[Tensor], Tensor] | None = None,
-    like: Tensor | None = None,
-) -> Tensor:
-    """Return the factor of the norm clip, a scalar in (0, 1], without a host sync.
-
-    For arguments see `kl_clip_factor`; ``add`` sums the squares over ranks.
-    """
-    like = preconditioned[0] if like is None else like
-    squares = _sum([matrix.square().sum() for matrix in preconditioned], like)
-    squares = squares if add is None else add(squares)
-    length = squares.double().sqrt() * lr
-    # bound / 0 is infinite, and clamped like everything above one.
-    return (bound / length).clamp(max=1.0).to(like)
-
-
-def _sum(terms: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the sum of scalars, on the device and in the dtype of ``like``."""
-    if not terms:
-        return like.new_zeros(())
-    return torch.stack([term.to(like) for term in terms]).sum()

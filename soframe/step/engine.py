@@ -28,7 +28,7 @@ from soframe.estimate.plan import Plan
 from soframe.estimate.updates import Update, exchange, write
 from soframe.kernels.precision import within
 from soframe.setup.grouping import Grouping
-from soframe.step.clip import Bounds, Clipped, clip
+from soframe.step.clip import Clipped, Clipping, clip
 from soframe.step.effect import Effect
 from soframe.step.magnitude import Magnitude
 from soframe.step.verdict import SKIPPED_STATISTICS, Verdict
@@ -42,7 +42,7 @@ class Engine:
 
     Args:
         curvature: The curvature.
-        bounds: The bounds of the clips.
+        clipping: The clips with their bounds.
         grouping: The optimizer behind it, if it groups parameters by method.
         measuring: Keeps the numbers of the last step.
 
@@ -54,12 +54,12 @@ class Engine:
         self,
         curvature: Curvature,
         *,
-        bounds: Bounds,
+        clipping: Clipping,
         grouping: Grouping | None,
         measuring: Measuring,
     ) -> None:
         self._curvature, self._parts = curvature, curvature.parts
-        self._bounds, self._grouping, self._measuring = bounds, grouping, measuring
+        self._clipping, self._grouping, self._measuring = clipping, grouping, measuring
         self.verdict = Verdict(self._parts.backend)
         self._connect(rebuilt=False)
 
@@ -108,7 +108,8 @@ class Engine:
                 plan = self._read_flags(plan, updates)
             clipped = Clipped(finite=False)
             if plan.finite is not False:
-                clipped = clip(updates, self._gradients, plan, stages=parts.stages)
+                clips = self._clipping.clips
+                clipped = clip(updates, self._gradients, clips, plan, stages=parts.stages)
             # Before `write`: gradient matrices may be views of the memory that it overwrites.
             self._measuring.note(
                 curvature.blocks,
@@ -215,14 +216,12 @@ class Engine:
             capture = curvature.capture
             parts.loss_scale.check(parts.optimizer, half=capture.half, probed=capture.probing)
             curvature.statistics.require_counted()
-            kl_clip, norm_clip, lr = self._bounds.at(step)
             plan = Plan(
                 step=step,
                 damping=damping_at(parts.damping, step),
                 decay=parts.decay.at(step),
-                kl_clip=kl_clip,
-                norm_clip=norm_clip,
-                lr=lr,
+                bounds=self._clipping.at(step),
+                lr=self._clipping.lr.at(step),
                 statistics_every=refresh.statistics_every.at(step + 1),
                 solve_every=refresh.solve_every.at(step),
                 observes=refresh.gradients_every.due(step),

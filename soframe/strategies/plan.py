@@ -43,7 +43,7 @@ class Message(NamedTuple):
 Items = list[Message]
 """Tensors that may share a buffer, each with its route and bytes."""
 
-_FLAGS = 7  # of every step, see `soframe.step.status.Poll`
+_FLAGS = 7  # of every step, see `soframe.comm.report.Report`
 _REACHED, _REACHED_BLOCK = 2, 2  # see `soframe.step.effect.Effect.said`
 _AGREED_BYTES = 8  # statuses are reduced in float64,
 _OUTCOME_BYTES = 4  # outcomes of solves in float32
@@ -282,8 +282,7 @@ class Step:
         sizes: list[int] = []
         if any(work.shards for work, _ in pairs):
             # An inner product in float64, and squares in the dtype of the first block.
-            sizes += [_AGREED_BYTES] * ("kl" in self.clips)
-            sizes += [ITEM_BYTES[pairs[0][0].dtype]] * ("norm" in self.clips)
+            sizes += [_AGREED_BYTES] * len(self.clips)
         if self.local is not None and self.local.kl_clip and pairs:
             sizes.append(_AGREED_BYTES)
         return self._agreed(*sizes)
