@@ -30,6 +30,7 @@ from soframe.capture.untraced import untraced
 from soframe.comm.stages import PHASE
 from soframe.curvature import Curvature
 from soframe.damping.policies import DampingChoice
+from soframe.diagnostics.explain import Explanation, explain
 from soframe.diagnostics.metrics import Measuring, Spectra
 from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
@@ -611,6 +612,26 @@ class Preconditioner(OfModel):
             spectra=spectra,
             all_ranks=all_ranks,
         )
+
+    def explain(self, name: str, *, all_ranks: bool = False) -> Explanation:
+        """Return what a block was made of: each rank's part of the last window, factors, update.
+
+        For a block whose factor or update looks wrong. It decomposes all factors, see `metrics`.
+
+        Args:
+            name: The name of the block, as in `report`.
+            all_ranks: Whether ranks exchange their values; every rank must call then.
+
+        Returns:
+            The explanation; print it.
+
+        Raises:
+            ValueError: If no block has this name.
+            RuntimeError: If ``all_ranks``, and a rank does not call (under Gloo).
+        """
+        metrics = self.metrics(spectra=True, all_ranks=all_ranks)
+        placed, statistics = self.curvature.placed, self.curvature.statistics
+        return explain(name, placed, statistics, metrics, all_ranks=all_ranks)
 
     def covered(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients `step` rewrites."""

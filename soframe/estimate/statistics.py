@@ -40,12 +40,12 @@ from soframe.layers.base import LayerHelper, Unit
 from soframe.layers.sharing import SharedInputs
 from soframe.methods.base import Call
 from soframe.methods.returned import require_statistics
-from soframe.methods.scaling import CallScale, Contribution, Scale
+from soframe.methods.scaling import CallScale, Contribution, Counts, Scale
 from soframe.specs import FactorSpec
 
 
 @dataclass(frozen=True)
-class _Weights:
+class Weights:
     """The weights of one block's sums, of all ranks.
 
     Attributes:
@@ -59,11 +59,29 @@ class _Weights:
     groups: Sequence[float]
 
 
+@dataclass(frozen=True)
+class Folded:
+    """The numbers of one block in the last window whose statistics entered the factors.
+
+    Attributes:
+        step: Completed steps before it.
+        counts: The counts of this rank.
+        contribution: The multipliers and weights of this rank.
+        weights: The weights of all ranks; None if no rank used the block.
+    """
+
+    step: int
+    counts: Counts
+    contribution: Contribution
+    weights: Weights | None
+
+
 class Accumulator:
     """The sums of a window on this rank.
 
     Attributes:
         due: The blocks that take statistics in the window under way, the same on every rank.
+        folded: By block the numbers of the last window with its statistics.
 
     Args:
         placed: The blocks, with their places.
@@ -135,6 +153,7 @@ class Accumulator:
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
         self._shared = SharedInputs()
         self._contributions: dict[Block, Contribution] = {}  # of the weights last sent
+        self.folded: dict[Block, Folded] = {}
 
     def weigh(self, share: float) -> None:
         """Multiply the statistics of the next backward passes by `share`, until the batch ends.
@@ -460,13 +479,15 @@ class Accumulator:
         """Reduce the sums with the ``weights`` of all ranks, and average them into the factors."""
         self._shared.forget()
         numbers = iter(weights)
-        used: dict[Block, _Weights] = {}
+        used: dict[Block, Weights] = {}
         for block, place in self._placed:
             if block in self.due:
                 total = _weights_of(block, numbers, some_contribute=bool(place.contributors))
                 # A block that no rank used keeps its factors.
                 if total is not None:
                     used[block] = total
+                counts, contribution = block.record.counts, self._contributions[block]
+                self.folded[block] = Folded(step, counts, contribution, total)
         entries = [
             self._entry(stack, taking, index, used, step)
             for stack, members in self._placed.members(list(used)).items()
@@ -494,7 +515,7 @@ class Accumulator:
         stack: Stack,
         members: tuple[int, ...],
         index: int,
-        used: Mapping[Block, _Weights],
+        used: Mapping[Block, Weights],
         step: int,
     ) -> Entry:
         """Return this rank's sums of a factor, to be multiplied by `Contribution.scale`."""
@@ -584,9 +605,7 @@ class Accumulator:
         self._shared.forget()
 
 
-def _weights_of(
-    block: Block, numbers: Iterator[float], *, some_contribute: bool
-) -> _Weights | None:
+def _weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool) -> Weights | None:
     """Take a block's part of the sums of `Accumulator.weights`; None if no rank used the block."""
     divisors = [next(numbers) for _ in block.captured] if some_contribute else []
     inputs, outputs = next(numbers), next(numbers)
@@ -595,7 +614,7 @@ def _weights_of(
         both = Contribution(input_weight=inputs, output_weight=outputs)
         divisors = [both.weight(factor) for factor in block.captured]
     used = outputs > 0 and all(divisor > 0 for divisor in divisors)
-    return _Weights(divisors, inputs, groups) if used else None
+    return Weights(divisors, inputs, groups) if used else None
 
 
 def _reaching(
