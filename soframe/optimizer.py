@@ -37,7 +37,7 @@ from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes
 from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
-from soframe.registry import describe
+from soframe.registry import KINDS, describe
 from soframe.setup.choosing import methods
 from soframe.state import checksums
 from soframe.state.bound import OfModel
@@ -55,7 +55,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     """Updates the parameters of a model with any method.
 
     Each entry of ``param_groups`` is divided by method into groups: ``group["method"]`` is the
-    name of the method, with the prefix ``"auxiliary: "`` for ``auxiliary``. All settings in a group
+    registered name of the method, with a number from the second instance of a class on, and with
+    the prefix ``"auxiliary: "`` for ``auxiliary``. All settings in a group
     are read at every step, and may be changed there at any time, alike on all ranks. Groups may be
     split, merged, reordered and added, too: every trainable parameter has to be in one group, which
     is saved by the names of its parameters.
@@ -147,6 +148,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         # As given; `group` makes the param groups of them, once the methods are known.
         self._given, self.param_groups = self.param_groups, []
         self._names: dict[int, str] = {}
+        self._method_names: dict[str, str] = {}  # by the description of a method
         self._radii: dict[str, Tensor] = {}
         self._moved: Mapping[str, Tensor] = {}
         self._new: list[dict[str, Any]] = []
@@ -215,7 +217,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 f"add_param_group, or freeze it"
             )
         for block, parameter in missing:
-            key = (given.get(id(parameter), 0), _group_of(block))
+            key = (given.get(id(parameter), 0), self._method_name(block))
             same = [g for g in self.param_groups if (g.get("given"), g.get("method")) == key]
             group = same[0] if same else self._begin(*key, block)
             group["params"].append(parameter)
@@ -224,6 +226,17 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._balls = [ball for block in current if (ball := Ball(block, self._names)).trained]
         members = {id(p) for group in self.param_groups for p in group["params"]}
         self._others = [p for p in self._model.parameters() if id(p) not in members]
+
+    def _method_name(self, block: Block) -> str:
+        """Return the name of a block's method in its param group."""
+        text = describe(block.method)
+        if text not in self._method_names:
+            registered = KINDS["method"].name_of(type(block.method))
+            same = [name for name in self._method_names.values() if name.split()[0] == registered]
+            name = f"{registered} {len(same) + 1}" if same else registered
+            self._method_names[text] = name
+        name = self._method_names[text]
+        return f"auxiliary: {name}" if block.auxiliary else name
 
     def _of_method(self, settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """Return the settings of a param group, from the constructor's."""
@@ -537,9 +550,14 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self.param_groups = [
             {**group, "params": [named[name] for name in group["names"]]} for group in own["groups"]
         ]
+        blocks = self.preconditioner.blocks
+        block_of = {id(p): block for block in blocks for p in block.parameters.values()}
         for group in self.param_groups:
             del group["names"]
-        self.group(self.preconditioner.blocks)
+            of_group = [block_of[id(p)] for p in group["params"] if id(p) in block_of]
+            if of_group:  # a state may have another name of the same method
+                group["method"] = self._method_name(of_group[0])
+        self.group(blocks)
         self._new.clear()
 
     # -- inspection ---------------------------------------------------------------------------
@@ -615,11 +633,6 @@ def _require_known(names: Iterable[str]) -> None:
 def _ratio(method: Choice) -> float:
     """Return the auxiliary learning rate over the method's; the least of several methods."""
     return min(one.auxiliary_ratio for one in methods(method))
-
-
-def _group_of(block: Block) -> str:
-    """Return the name of a block's method in its param group."""
-    return f"{'auxiliary: ' * block.auxiliary}{describe(block.method)}"
 
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:

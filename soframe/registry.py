@@ -121,6 +121,13 @@ class Registry:
                 f"no {self.kind} {self._show(key)}; registered: {self._list()}"
             ) from None
 
+    def name_of(self, component: type) -> str:
+        """Return the name under which a class is registered, or its own name."""
+        for name, registered in self.available().items():
+            if registered is component:
+                return str(name)
+        return component.__name__
+
     def lookup(self, module_type: type, *, optional: bool = False) -> type | None:
         """Return the class of the nearest registered type along a module type's MRO, or None."""
         self.discover()
