@@ -109,9 +109,9 @@ def test_an_optimizer_shows_its_groups_and_its_preconditioner() -> None:
     )
     text = repr(optimizer)
     muon, auxiliary = text.splitlines()[1:3]
-    assert muon.strip().startswith("Muon(")
+    assert muon.strip().startswith("muon: lr=")
     assert "lr=0.02, weight_decay=0.5, weight_decay_kind='decoupled', constraint=None" in muon
-    assert auxiliary.strip().startswith("auxiliary: AdamW(")
+    assert auxiliary.strip().startswith("auxiliary: adamw: ")
     assert "lr=0.003" in auxiliary
     assert "  preconditioner: Preconditioner(\n" in text
     assert "    solve_every: 7\n" in text
