@@ -6,8 +6,10 @@ Per 1,000 lines of code, without docstrings, comments and blank lines, by room:
 
 - comprehensions; "nested" those with two `for`, or inside another;
 - conditional expressions; booleans (each `and` and `or`); starred arguments and elements;
-- pronouns as names of variables and parameters, at each use (`PRONOUNS`);
-- "repeated": a list or text times anything but a number, and products with a comparison.
+- pronouns as names of variables and parameters, at each use (`PRONOUNS`; "left" beside a "right"
+  is a side);
+- "repeated": a list or text times anything but a number, other than `[0] * length` and its like,
+  and products with a comparison.
 
 Functions are counted above 10 and 15 branches: statements, booleans, conditional expressions,
 comprehensions and their conditions, with those of functions and lambdas inside.
@@ -22,7 +24,7 @@ import ast
 import io
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,7 +125,10 @@ class Code:
         """Return the kind and the line of each construction."""
         places = []
         inside: set[int] = set()  # nodes inside of comprehensions
+        names = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
         for node in ast.walk(self.tree):  # a comprehension before the nodes inside
+            if isinstance(node, ast.Name | ast.arg) and _is_side(node, names):
+                continue
             places += [(kind, getattr(node, "lineno", 0)) for kind in _kinds(node)]
             if isinstance(node, COMPREHENSION):
                 if len(node.generators) > 1 or id(node) in inside:
@@ -135,6 +140,11 @@ class Code:
     def functions(self) -> list[tuple[str, int, int]]:
         """Return the name, the line and the branches of each function outside of functions."""
         return list(_functions(self.tree, ()))
+
+
+def _is_side(node: ast.Name | ast.arg, names: Collection[str]) -> bool:
+    name = node.id if isinstance(node, ast.Name) else node.arg
+    return name == "left" and "right" in names
 
 
 def _kinds(node: ast.AST) -> Iterator[str]:
@@ -161,6 +171,8 @@ def _kinds(node: ast.AST) -> Iterator[str]:
 def _repeats(factor: ast.expr, by: ast.expr) -> bool:
     """Return whether a list or text is repeated, or a truth value is used as a number."""
     match factor:
+        case ast.List([ast.Constant(int() | float() | None)]):
+            return False  # the usual way to fill a list
         case ast.List() | ast.Tuple() | ast.ListComp() | ast.JoinedStr() | ast.Constant(str()):
             return not isinstance(by, ast.Constant)
         case ast.Compare() | ast.BoolOp() | ast.UnaryOp(ast.Not()):

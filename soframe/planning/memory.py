@@ -122,7 +122,7 @@ def _updating(costs: Costs, placement: Placement, stacks: Sequence[_Stack], part
     """Return the bytes of updates and new states, beside gradients, or of statistics of those."""
     # Updates and new states; then updates on the way, and those that arrive.
     updates = [costs.direct(stacks[number].members) for number in part.directs]
-    results = sum(update.left for update in updates)
+    results = sum(update.results for update in updates)
     exchanged = 0
     for stack in stacks:
         if len(stack.place.gradient_workers) < placement.world_size:
@@ -171,7 +171,7 @@ def _solving(
     joined = sum(parts) if continues else max(parts, default=0)
     # The updates still hold the former states: all that follow are new.
     states = _peak([costs.rebase(stacks[number].members) for number in part.directs])
-    installing = solve.left + sum(arrived) + max(triangles, joined + states)
+    installing = solve.results + sum(arrived) + max(triangles, joined + states)
     updates = 0
     if any(stack.work.after for stack in stacks):
         updates = sum(stack.gradient for stack in stacks)
@@ -198,8 +198,8 @@ def _background(costs: Costs, placement: Placement, part: Part) -> int:
         spec, item = work.factors[index], ITEM_BYTES[work.dtype]
         matrix = item * blocks * prod(spec.shape)
         solve = costs.solve([(members, index, blocks)])
-        results += solve.left
-        working = solve.peak - solve.left
+        results += solve.results
+        working = solve.peak - solve.results
         if place.packed and spec.kind == "psd":
             copies += item * blocks * spec.packed_numel
             working += matrix
@@ -215,5 +215,5 @@ def _peak(calls: Sequence[Priced]) -> int:
     results, most = 0, 0
     for call in calls:
         most = max(most, results + call.peak)
-        results += call.left
+        results += call.results
     return most

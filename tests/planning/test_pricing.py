@@ -34,7 +34,7 @@ def test_a_product_has_its_price(hardware: Hardware) -> None:
     assert priced.flops == 3 * 2 * 100 * 200 * 50
     assert priced.seconds == pytest.approx(hardware.product(priced.flops / 3, 3, "float32"))
     assert priced.operators == 1
-    assert priced.peak == priced.left == 4 * 3 * 100 * 50
+    assert priced.peak == priced.results == 4 * 3 * 100 * 50
 
 
 def test_products_in_place_and_convolutions_have_theirs() -> None:
