@@ -125,7 +125,7 @@ class Code:
         """Return the kind and the line of each construction."""
         places = []
         inside: set[int] = set()  # nodes inside of comprehensions
-        names = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        names = {getattr(node, "id", getattr(node, "arg", None)) for node in ast.walk(self.tree)}
         for node in ast.walk(self.tree):  # a comprehension before the nodes inside
             if isinstance(node, ast.Name | ast.arg) and _is_side(node, names):
                 continue
@@ -142,7 +142,7 @@ class Code:
         return list(_functions(self.tree, ()))
 
 
-def _is_side(node: ast.Name | ast.arg, names: Collection[str]) -> bool:
+def _is_side(node: ast.Name | ast.arg, names: Collection[str | None]) -> bool:
     name = node.id if isinstance(node, ast.Name) else node.arg
     return name == "left" and "right" in names
 

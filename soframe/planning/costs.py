@@ -214,7 +214,7 @@ class Costs:
     def direct(self, stack: Sequence[int]) -> Priced:
         """Return the cost of the updates of a stack."""
         method = self._task.blocks[stack[0]].method
-        return self._of_stack("direct", stack, lambda inputs: direction_of(method, inputs))
+        return self._of_stack("direct", stack, lambda step: direction_of(method, step))
 
     def observe(self, stack: Sequence[int]) -> Priced:
         """Return the cost of a stack's statistics of averaged gradients."""
@@ -222,9 +222,9 @@ class Costs:
         if len(block.captured) == len(block.factors):
             return Priced()
 
-        def run(inputs: Given) -> object:
-            factors = block.method.factors(BlockShape(*inputs.gradient.shape))
-            return observed_by(block.method, factors, inputs.gradient, inputs.data)
+        def run(step: Given) -> object:
+            factors = block.method.factors(BlockShape(*step.gradient.shape))
+            return observed_by(block.method, factors, step.gradient, step.data)
 
         return self._of_stack("observe", stack, run)
 
@@ -234,8 +234,8 @@ class Costs:
         if not (block.states and block.method.rebases):
             return Priced()
 
-        def run(inputs: Given) -> object:
-            return block.method.rebase(inputs.state, inputs.data, inputs.data)
+        def run(step: Given) -> object:
+            return block.method.rebase(step.state, step.data, step.data)
 
         return self._of_stack("rebase", stack, run)
 
@@ -250,8 +250,8 @@ class Costs:
             gradient = self._paper.new(shape, block.dtype)
             state = {name: self._paper.new(sizes, block.dtype) for name, sizes in states.items()}
             data = self._data(block, len(stack))
-            inputs = Given(gradient, gradient, data, state, UPDATES, block.solver, DAMPING)
-            return lambda: run(inputs)
+            step = Given(gradient, gradient, data, state, UPDATES, block.solver, DAMPING)
+            return lambda: run(step)
 
         parts = (id(block.method), repr(block.solver))
         of_block = (*parts, block.factors, block.dtype, tuple(states.items()))

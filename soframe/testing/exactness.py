@@ -252,7 +252,7 @@ def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> T
     sizes = [parameter.numel() for parameter in block.parameters.values()]
     parts = zip(block.parameters.items(), vector.split(sizes), strict=True)
     matrix = block.layout.pack({name: part.view_as(p) for (name, p), part in parts})
-    inputs = Given(
+    step = Given(
         gradient=matrix,
         incoming=matrix,
         data=block.stack.data_of((block.member,)),
@@ -261,7 +261,7 @@ def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> T
         solver=block.solver,
         damping=block.damped_with(preconditioner.damping),
     )
-    direction = block.layout.unpack(block.method.direct(inputs).matrix)
+    direction = block.layout.unpack(block.method.direct(step).matrix)
     return torch.cat([direction[name].flatten() for name in block.parameters])
 
 

@@ -310,14 +310,14 @@ def _checked(method: Method) -> Method:
     """Return a copy whose `direct` and `rebase` raise if they break their contract."""
     kind = type(method)
 
-    def direct(self: Method, inputs: Given) -> Direction:
-        tensors = {"the gradient": inputs.gradient, "the incoming gradient": inputs.incoming}
-        tensors |= {f"the state {name!r}": tensor for name, tensor in inputs.state.items()}
-        for factor, data in inputs.data.items():
+    def direct(self: Method, step: Given) -> Direction:
+        tensors = {"the gradient": step.gradient, "the incoming gradient": step.incoming}
+        tensors |= {f"the state {name!r}": tensor for name, tensor in step.state.items()}
+        for factor, data in step.data.items():
             tensors |= {f"the data of {factor!r}, {name!r},": t for name, t in data.items()}
         before = {name: tensor.clone() for name, tensor in tensors.items()}
-        update = kind.direct(self, inputs)
-        check_direction(method, inputs, update)
+        update = kind.direct(self, step)
+        check_direction(method, step, update)
         for name, tensor in tensors.items():
             assert torch.equal(tensor, before[name]), (
                 f"{method!r}: direct(), or a solver within it, has changed {name} in place, while "

@@ -73,7 +73,7 @@ def test_memory_is_counted_for_as_long_as_it_lives() -> None:
         del big
         return small + 1
 
-    assert_equal(Paper(CPU).price(code), peak=4000 + 40, left=40)
+    assert_equal(Paper(CPU).price(code), peak=4000 + 40, results=40)
 
 
 def assert_equal(priced: object, **expected: object) -> None:
