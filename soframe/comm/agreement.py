@@ -26,35 +26,36 @@ _FAILED = bytes(2 * _SIZE)  # sent in place of digests
 
 def compare_ranks(backend: Backend, placement: Placement, settings: str) -> None:
     """Raise a ValueError on all ranks if placements or settings differ, or one cannot start."""
-    if others := compare_settings(backend, placement.digest, settings):
+    if differing := compare_settings(backend, placement.digest, settings):
         raise ValueError(
-            f"the placement of rank(s) {others} differs from rank 0's: models, skipped or frozen "
-            f"layers, methods or strategies are not the same on every rank (where ranks have the "
-            f"stages of a pipeline, pass Distribution(pipeline=...)). This rank's:\n{placement}"
+            f"the placement of rank(s) {differing} differs from rank 0's: models, skipped or "
+            f"frozen layers, methods or strategies are not the same on every rank (where ranks "
+            f"have the stages of a pipeline, pass Distribution(pipeline=...)). This rank's:\n"
+            f"{placement}"
         )
 
 
 def compare_settings(backend: Backend, digest: bytes, settings: str) -> list[int]:
     """Return the ranks with another digest than rank 0's; raise if settings alone differ."""
     digests = _gather_bytes(backend, digest + hashlib.sha256(settings.encode()).digest(), "start")
-    if failed := [rank for rank, each in enumerate(digests) if each == _FAILED]:
+    if failed := [rank for rank, digest in enumerate(digests) if digest == _FAILED]:
         texts = gather_texts(backend, "", "start")
-        said = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
-        raise ValueError(f"rank(s) {failed} could not start. {said}")
-    if others := _differing([each[:_SIZE] for each in digests]):
-        return others
-    if others := _differing(digests):
+        reasons = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
+        raise ValueError(f"rank(s) {failed} could not start. {reasons}")
+    if ranks := _differing([digest[:_SIZE] for digest in digests]):
+        return ranks
+    if ranks := _differing(digests):
         texts = gather_texts(backend, settings, "start")
         lines = zip_longest(
-            texts[others[0]].splitlines(), texts[0].splitlines(), fillvalue="nothing"
+            texts[ranks[0]].splitlines(), texts[0].splitlines(), fillvalue="nothing"
         )
         differing = [
-            f"rank {others[0]} has {theirs}, rank 0 has {ours}"
+            f"rank {ranks[0]} has {theirs}, rank 0 has {ours}"
             for theirs, ours in lines
             if theirs != ours
         ]
         raise ValueError(
-            f"the settings of rank(s) {others} differ from rank 0's; they must be the same on "
+            f"the settings of rank(s) {ranks} differ from rank 0's; they must be the same on "
             f"every rank: {'; '.join(differing)}"
         )
     return []
@@ -75,8 +76,8 @@ def describe_error(error: BaseException) -> str:
 def agree_on_state(backend: Backend, state: str | None) -> None:
     """Raise if another rank has no state (None, it is about to raise) or another one, as text."""
     failed = bytes(_SIZE)
-    mine = failed if state is None else hashlib.sha256(state.encode()).digest()
-    digests = _gather_bytes(backend, mine, "state")
+    digest = failed if state is None else hashlib.sha256(state.encode()).digest()
+    digests = _gather_bytes(backend, digest, "state")
     if state is None:
         return
     if ranks := [rank for rank, digest in enumerate(digests) if digest == failed]:
@@ -84,9 +85,9 @@ def agree_on_state(backend: Backend, state: str | None) -> None:
             f"rank(s) {ranks} could not load the state, so nothing was loaded on any rank; the "
             f"reason is in their own error"
         )
-    if others := _differing(digests):
+    if differing := _differing(digests):
         raise ValueError(
-            f"rank(s) {others} and rank 0 would go on from different states: load the same "
+            f"rank(s) {differing} and rank 0 would go on from different states: load the same "
             f"checkpoint on every rank"
         )
 
@@ -111,14 +112,14 @@ def require_common(
     # A backend on paper has no other ranks; the sums are this rank's own.
     if backend.on_paper or squares * backend.world_size == total**2:
         return
-    mine = {name: describe(value) for name, value in common.items()}
-    every = [json.loads(text) for text in gather_texts(backend, json.dumps(mine))]
+    descriptions = {name: describe(value) for name, value in common.items()}
+    of_ranks = [json.loads(text) for text in gather_texts(backend, json.dumps(descriptions))]
     problems = []
-    for name in mine:
-        values = [said.get(name) for said in every]
-        if others := _differing(values):
+    for name in descriptions:
+        values = [descriptions_of_rank.get(name) for descriptions_of_rank in of_ranks]
+        if ranks := _differing(values):
             problems.append(
-                f"{name}: rank(s) {others} have {values[others[0]]}, rank 0 has {values[0]}"
+                f"{name}: rank(s) {ranks} have {values[ranks[0]]}, rank 0 has {values[0]}"
             )
     differs = "; ".join(problems) or "the backend's all_reduce does not return the exact sum"
     raise ValueError(
@@ -134,8 +135,8 @@ def require_no_failure(backend: Backend, error: BaseException | None, failed: fl
     texts = gather_texts(backend, "" if error is None else describe_error(error))
     if error is not None:
         raise error
-    said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-    raise RuntimeError(f"another rank cannot take this step, so none does. {said}")
+    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    raise RuntimeError(f"another rank cannot take this step, so none does. {reasons}")
 
 
 def require_all_ranks(backend: Backend, changes: float) -> None:
@@ -167,18 +168,18 @@ def add_up(backend: Backend, tensor: Tensor) -> Tensor:
         return total.to(tensor.device)
 
 
-def gather_texts(backend: Backend, mine: str, phase: str = "agree") -> list[str]:
+def gather_texts(backend: Backend, text: str, phase: str = "agree") -> list[str]:
     """Return every rank's text; a collective of all ranks."""
-    data = mine.encode()
+    data = text.encode()
     length = torch.tensor([len(data)], device="cpu")
     length = length.to(backend.wire_device(length.device))
-    lengths = [int(each) for each in backend.all_gather(length, phase)]
+    lengths = [int(size) for size in backend.all_gather(length, phase)]
     texts = _gather_bytes(backend, data.ljust(max(1, *lengths), b"\0"), phase)
     return [text[:size].decode() for text, size in zip(texts, lengths, strict=True)]
 
 
-def _gather_bytes(backend: Backend, mine: bytes, phase: str) -> list[bytes]:
-    tensor = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")
+def _gather_bytes(backend: Backend, data: bytes, phase: str) -> list[bytes]:
+    tensor = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
     tensor = tensor.to(backend.wire_device(tensor.device))
     return [bytes(t.tolist()) for t in backend.all_gather(tensor, phase)]
 

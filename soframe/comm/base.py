@@ -251,7 +251,10 @@ class Backend(ABC):
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
         """
         phases = {phase: dict(count) for phase, count in self._traffic.items()}
-        total = {key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")}
+        total = {"bytes": 0, "calls": 0}
+        for count in phases.values():
+            total["bytes"] += count["bytes"]
+            total["calls"] += count["calls"]
         return {**phases, "total": total}
 
     def _count(self, phase: str, tensor: Tensor, numel: int | None = None) -> None:

@@ -86,10 +86,10 @@ class TorchDistributed(Backend):
             self._made.add(ranks)
             # Every rank of the world calls `new_group`, a member or not.
             members = [self._global_ranks[rank] for rank in ranks]
-            made = dist.new_group(members, backend=dist.get_backend(self._group))
+            group = dist.new_group(members, backend=dist.get_backend(self._group))
             if self.rank in ranks:
-                assert isinstance(made, dist.ProcessGroup)
-                self._groups[ranks] = weakref.ref(made)
+                assert isinstance(group, dist.ProcessGroup)
+                self._groups[ranks] = weakref.ref(group)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
@@ -141,11 +141,11 @@ class TorchDistributed(Backend):
             return _handle(dist.reduce(tensor, target, group=among, async_op=True))
         if self.rank != destination:
             return _handle(dist.isend(tensor, target, self._group))
-        others = [self._global_ranks[rank] for rank in group if rank != destination]
-        received = [torch.empty_like(tensor) for _ in others]
+        sources = [self._global_ranks[rank] for rank in group if rank != destination]
+        received = [torch.empty_like(tensor) for _ in sources]
         receipts = [
             _handle(dist.irecv(part, origin, self._group))
-            for part, origin in zip(received, others, strict=True)
+            for part, origin in zip(received, sources, strict=True)
         ]
 
         def wait() -> None:
@@ -162,8 +162,8 @@ class TorchDistributed(Backend):
             return _handle(dist.broadcast(tensor, origin, group=among, async_op=True))
         if self.rank != source:
             return _handle(dist.irecv(tensor, origin, self._group))
-        others = [self._global_ranks[rank] for rank in group if rank != source]
-        return together([_handle(dist.isend(tensor, rank, self._group)) for rank in others])
+        receivers = [self._global_ranks[rank] for rank in group if rank != source]
+        return together([_handle(dist.isend(tensor, rank, self._group)) for rank in receivers])
 
     # NOTE: Shares differ in size. Padding them to the largest would multiply the traffic (six
     # times for ResNet-50 on 64 ranks), so `reduce_scatter_single` is out. NCCL's forms with lists
@@ -178,7 +178,7 @@ class TorchDistributed(Backend):
             work = dist.reduce_scatter(total, list(shares), group=self._group, async_op=True)
             return _then(_handle(work), lambda: share.copy_(total))
         received = share.new_empty(self.world_size, len(share))
-        takes = [len(share)] * self.world_size
+        takes = [len(share) for _ in shares]
         work = dist.all_to_all_single(
             received.view(-1), flat, takes, list(sizes), group=self._group, async_op=True
         )
@@ -189,7 +189,7 @@ class TorchDistributed(Backend):
         share = shares[self.rank]
         if self._engines.get(flat.device.type) != "gloo":
             return _handle(dist.all_gather(shares, share, group=self._group, async_op=True))
-        gives = [len(share)] * self.world_size
+        gives = [len(share) for _ in shares]
         copies = share.repeat(self.world_size)
         return _handle(
             dist.all_to_all_single(

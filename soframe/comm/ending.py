@@ -35,8 +35,8 @@ class Works:
     def begin(self, work: dist.Work) -> None:
         """Hold a started work."""
         if len(self._under_way) >= 64:  # handles that were dropped without a wait
-            for one in [one for one in self._under_way.values() if one.is_completed()]:
-                self.end(one)
+            for completed in [w for w in self._under_way.values() if w.is_completed()]:
+                self.end(completed)
         self._under_way[id(work)] = work
 
     def end(self, work: dist.Work) -> None:

@@ -6,7 +6,7 @@ Every rank starts the same collectives in the same order, so a wait blocks no ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from soframe.comm.base import Backend, Handle
 from soframe.comm.packing import pack_triangle, packed_size, unpack_triangle
 from soframe.specs import TensorSpec
-from soframe.strategies.buckets import fill
+from soframe.strategies.buckets import in_buckets
 from soframe.strategies.work import Reduction
 
 
@@ -86,12 +86,15 @@ def buckets(
     # All parcels come in the same order on every rank. With `fused`, parcels for all ranks share
     # buffers, from any source.
     moving = [p for p in parcels if backend.rank in p.group and len(p.group) > 1]
-    routes = []
-    for p in moving:
-        source = None if fused and len(p.group) == backend.world_size else p.source
-        routes.append(((source, p.group, p.dtype, p.device), p.numel * p.dtype.itemsize))
-    filled = [[moving[index] for index in bucket] for bucket in fill(routes)]
-    return [sorted(bucket, key=lambda p: p.source) for bucket in filled]
+
+    def route(parcel: Parcel) -> tuple[Hashable, int]:
+        any_source = fused and len(parcel.group) == backend.world_size
+        source = None if any_source else parcel.source
+        size = parcel.numel * parcel.dtype.itemsize
+        return (source, parcel.group, parcel.dtype, parcel.device), size
+
+    filled = in_buckets(moving, route)
+    return [sorted(bucket, key=lambda parcel: parcel.source) for bucket in filled]
 
 
 def send(backend: Backend, bucket: Sequence[Parcel], phase: str) -> Pending:
@@ -127,8 +130,8 @@ def deliver(
 ) -> None:
     """Send parcels and wait for them."""
     pending = [send(backend, bucket, phase) for bucket in buckets(backend, parcels, fused=fused)]
-    for one in pending:  # all are under way
-        one.wait()
+    for delivery in pending:  # all are under way
+        delivery.wait()
 
 
 @dataclass(eq=False)
@@ -162,8 +165,8 @@ class Sum:
         """Return this rank's part, packed."""
         if self.tensor is None:
             return torch.zeros(self.packed_shape, dtype=self.dtype, device=self.device)
-        whole = self.symmetric and self.tensor.dim() == 3
-        return pack_triangle(self.tensor) if whole else self.tensor
+        is_matrix = self.symmetric and self.tensor.dim() == 3
+        return pack_triangle(self.tensor) if is_matrix else self.tensor
 
     def write(self, flat: Tensor) -> None:
         """Move this rank's part into its place in a buffer, ``[numel]``."""
@@ -188,18 +191,16 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
     """
     if backend.world_size == 1:
         return []
-    mine = [s for s in sums if backend.rank in s.way.group and s.travels]
-    pending = [
-        _reduce(backend, [mine[index] for index in bucket], phase)
-        for bucket in fill([(_route(s, s.way.group), s.numel * s.wire.itemsize) for s in mine])
-    ]
-    spread = [s for s in sums if backend.rank in s.way.spread and len(s.way.spread) > 1]
-    if any(len(s.way.spread) > 1 for s in sums):
-        for one in pending:
-            one.wait()
-    copies = fill([(_route(s, s.way.spread), s.numel * s.wire.itemsize) for s in spread])
-    pending += [_spread(backend, [spread[index] for index in bucket], phase) for bucket in copies]
-    return pending
+    reduced = [s for s in sums if backend.rank in s.way.group and s.travels]
+    reductions = in_buckets(reduced, lambda s: (_route(s, s.way.group), s.numel * s.wire.itemsize))
+    pending = [_reduce(backend, bucket, phase) for bucket in reductions]
+    spread = [s for s in sums if len(s.way.spread) > 1]
+    if spread:  # on any rank
+        for reduction in pending:
+            reduction.wait()
+    spread = [s for s in spread if backend.rank in s.way.spread]
+    copies = in_buckets(spread, lambda s: (_route(s, s.way.spread), s.numel * s.wire.itemsize))
+    return pending + [_spread(backend, bucket, phase) for bucket in copies]
 
 
 def _reduce(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:

@@ -7,6 +7,7 @@ set of workers: a rank sends only the missing parts, each once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from soframe.comm.base import Backend
 from soframe.comm.fused import Pending, started
 from soframe.specs import Shards
-from soframe.strategies.buckets import fill
+from soframe.strategies.buckets import in_buckets
 
 
 @dataclass
@@ -80,48 +81,55 @@ def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
 def _exchange_all(backend: Backend, splits: Sequence[Split], phase: str) -> None:
     """Exchange the parts of tensors, an all-to-all for each buffer."""
     moving = [split for split in splits if split.shards.travels(split.workers, split.sources)]
-    buckets = fill((split.route, split.size) for split in moving)
-    pending = [_exchange(backend, [moving[i] for i in bucket], phase) for bucket in buckets]
-    for one in pending:
-        one.wait()
+    buckets = in_buckets(moving, lambda split: (split.route, split.size))
+    pending = [_exchange(backend, bucket, phase) for bucket in buckets]
+    for exchange in pending:
+        exchange.wait()
 
 
 def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
-    rank, ranks = backend.rank, range(backend.world_size)
-    gives: list[list[Tensor]] = [[] for _ in ranks]
-    takes: list[list[tuple[Split, int]]] = [[] for _ in ranks]
+    # Parts that this rank sends and receives, by rank; a received part with its owner.
+    sends: list[list[Tensor]] = [[] for _ in range(backend.world_size)]
+    receives: list[list[tuple[Split, int]]] = [[] for _ in range(backend.world_size)]
+    rank = backend.rank
     for split in splits:
         way = (split.workers, split.sources)
-        for other in split.shards.receivers(rank, *way):
-            gives[other].append(_given(split, other).flatten())
-        for other in split.shards.senders(rank, *way):
-            takes[other].append((split, rank if split.sources else other))
-    given = [part for parts in gives for part in parts]
+        for receiver in split.shards.receivers(rank, *way):
+            sends[receiver].append(_sent(split, receiver).flatten())
+        for sender in split.shards.senders(rank, *way):
+            receives[sender].append((split, rank if split.sources else sender))
+
     first = splits[0]
-    flat = torch.cat(given) if given else torch.empty(0, dtype=first.dtype, device=first.device)
-    taken, handle = backend.all_to_all(
+    parts = list(itertools.chain.from_iterable(sends))
+    flat = torch.cat(parts) if parts else torch.empty(0, dtype=first.dtype, device=first.device)
+    joined, handle = backend.all_to_all(
         flat.to(backend.wire_device(first.device)),
-        [sum(part.numel() for part in parts) for parts in gives],
-        [sum(split.shards.numel(owner) for split, owner in parts) for parts in takes],
+        [sum(map(Tensor.numel, of_rank)) for of_rank in sends],
+        list(map(_numel, receives)),
         phase,
     )
 
     def end() -> None:
         handle.wait()
-        every = [one for parts in takes for one in parts]
-        sizes = [split.shards.numel(owner) for split, owner in every]
-        for (split, owner), numbers in zip(every, taken.to(first.device).split(sizes), strict=True):
+        received = list(itertools.chain.from_iterable(receives))
+        sizes = [split.shards.numel(owner) for split, owner in received]
+        parts = joined.to(first.device).split(sizes)
+        for (split, owner), part in zip(received, parts, strict=True):
             shape = split.shards.part_shape(owner)
             if split.sources:
-                split.part = numbers.view(shape)
+                split.part = part.view(shape)
             else:
                 assert split.whole is not None
-                split.shards.part(split.whole, owner).copy_(numbers.view(shape))
+                split.shards.part(split.whole, owner).copy_(part.view(shape))
 
     return started(backend, end)
 
 
-def _given(split: Split, other: int) -> Tensor:
+def _numel(received: Sequence[tuple[Split, int]]) -> int:
+    return sum(split.shards.numel(owner) for split, owner in received)
+
+
+def _sent(split: Split, other: int) -> Tensor:
     """Return the part that this rank sends to another, in the dtype of travel."""
     if split.sources:
         return split.shards.part(_whole(split), other).to(split.dtype)

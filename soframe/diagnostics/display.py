@@ -66,31 +66,29 @@ def tables(metrics: Mapping[str, Any]) -> list[Table]:
         norms = [block[f"{kind}_norm"] for kind in ("gradient", "direction", "weight")]
         of_block = [name, "", *map(_show, (block["damping"], *norms)), "", "", "", "", ""]
         blocks.add_row(*of_block)
-        for factor, one in block["factors"].items():
-            spectrum = one["spectrum"] or {}
-            blocks.add_row(
-                "",
-                f"{factor} ({one['size']})",
-                *[""] * 4,
-                _show(one["statistics_age"]),
-                _show(one["solve_age"]),
+        for factor, of_factor in block["factors"].items():
+            spectrum = of_factor["spectrum"] or {}
+            cells = [
+                _show(of_factor["statistics_age"]),
+                _show(of_factor["solve_age"]),
                 _show(spectrum.get("condition")),
                 _show(spectrum.get("effective_rank")),
-                _show(one["failed_solves"]),
-            )
+                _show(of_factor["failed_solves"]),
+            ]
+            blocks.add_row("", f"{factor} ({of_factor['size']})", "", "", "", "", *cells)
     steps = metrics["timed_steps"]
     phases = _table(
         f"phases, {steps} step(s) timed" if steps else "phases, not timed",
         ("phase", "ms per step", "share", "bytes", "collectives"),
     )
-    for name, one in metrics["phases"].items():
-        timed = one["seconds"] is not None and steps
+    for name, phase in metrics["phases"].items():
+        is_timed = phase["seconds"] is not None and steps
         phases.add_row(
             name,
-            f"{1e3 * one['seconds'] / steps:.3g}" if timed else "-",
-            f"{one['share']:.1%}" if one["share"] is not None else "-",
-            bytes_text(one["bytes"]),
-            str(one["calls"]),
+            f"{1e3 * phase['seconds'] / steps:.3g}" if is_timed else "-",
+            f"{phase['share']:.1%}" if phase["share"] is not None else "-",
+            bytes_text(phase["bytes"]),
+            str(phase["calls"]),
         )
     return [blocks, phases]
 
@@ -101,30 +99,25 @@ def figure(metrics: Mapping[str, Any]) -> Figure:
 
     drawn = Figure(figsize=(12, 4.2), layout="constrained")
     spectra, conditions, ages = drawn.subplots(1, 3)
-    factors = [
-        (f"{name}.{factor}" if name else factor, one)
-        for name, block in metrics["blocks"].items()
-        for factor, one in block["factors"].items()
-    ]
-    names = [name for name, _ in factors]
-    for number, (name, one) in enumerate(factors):
-        for group, values in enumerate((one["spectrum"] or {}).get("eigenvalues", ())):
-            positive = [value / values[0] for value in values if value > 0]
-            label = name if group == 0 else f"_{name}"
-            dashes = "-" if number < len(COLORS) else "--"
-            color = COLORS[number % len(COLORS)]
-            spectra.plot(range(1, len(positive) + 1), positive, dashes, color=color, label=label)
+    factors: dict[str, Any] = {}
+    for name, block in metrics["blocks"].items():
+        for factor, of_factor in block["factors"].items():
+            factors[f"{name}.{factor}" if name else factor] = of_factor
+    names = list(factors)
+    for number, (name, factor) in enumerate(factors.items()):
+        _plot_spectrum(spectra, number, name, factor)
     for axes in (spectra, ages):
         axes.xaxis.get_major_locator().set_params(integer=True)
     spectra.set(yscale="log", xlabel="number", ylabel="eigenvalue over the largest")
     if spectra.lines:
         spectra.legend(frameon=False, fontsize=8)
-    condition_numbers = [(one["spectrum"] or {}).get("condition") for _, one in factors]
+    condition_numbers = [(f["spectrum"] or {}).get("condition") for f in factors.values()]
     _bars(conditions, names, [condition_numbers], ("condition number",))
     if any(value is not None for value in condition_numbers):
         conditions.set_xscale("log")
-    kinds = ("statistics_age", "solve_age")
-    _bars(ages, names, [[one[kind] for _, one in factors] for kind in kinds], kinds)
+    statistics_ages = [factor["statistics_age"] for factor in factors.values()]
+    solve_ages = [factor["solve_age"] for factor in factors.values()]
+    _bars(ages, names, [statistics_ages, solve_ages], ("statistics", "solve"))
     ages.legend(frameon=False, fontsize=8)
     for axes, title in ((spectra, "spectra"), (conditions, "condition"), (ages, "steps ago")):
         axes.set_title(title, fontsize=10)
@@ -133,6 +126,16 @@ def figure(metrics: Mapping[str, Any]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     drawn.suptitle(f"factors after {metrics['step']} steps", fontsize=12)
     return drawn
+
+
+def _plot_spectrum(axes: Axes, number: int, name: str, factor: Mapping[str, Any]) -> None:
+    """Draw the positive eigenvalues of each group over the group's largest."""
+    dashes = "-" if number < len(COLORS) else "--"
+    color = COLORS[number % len(COLORS)]
+    for group, values in enumerate((factor["spectrum"] or {}).get("eigenvalues", ())):
+        positive = [value / values[0] for value in values if value > 0]
+        label = name if group == 0 else f"_{name}"
+        axes.plot(range(1, len(positive) + 1), positive, dashes, color=color, label=label)
 
 
 def _bars(
@@ -145,8 +148,7 @@ def _bars(
     for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
         places = [place + number * height for place in range(len(names))]
         widths = [0 if value is None else value for value in row]
-        shown = label.replace("_age", "")
-        axes.barh(places, widths, height=height, color=COLORS[number], label=shown)
+        axes.barh(places, widths, height=height, color=COLORS[number], label=label)
     middle = 0.8 / 2 - height / 2
     axes.set_yticks([place + middle for place in range(len(names))], names, fontsize=8)
     axes.invert_yaxis()

@@ -220,10 +220,10 @@ def _damping(block: Block, taken: Taken | None) -> tuple[float | None, float | N
 def _norms(name: str, norms: Norms | None) -> dict[str, float | None]:
     if norms is None:
         return dict.fromkeys(NORMS)
-    each = (norms.gradient, norms.direction, norms.weight)
+    kinds = (norms.gradient, norms.direction, norms.weight)
     return {
         key: None if name not in known else _finite(float(known[name]))
-        for key, known in zip(NORMS, each, strict=True)
+        for key, known in zip(NORMS, kinds, strict=True)
     }
 
 
@@ -299,20 +299,20 @@ def _total(blocks: Iterable[Mapping[str, Any]], name: str) -> float | None:
 
 def _fill_in(placed: PlacedBlocks, metrics: dict[str, Any]) -> None:
     """Fill in numbers that only other ranks have; a collective of all ranks."""
-    mine = json.dumps({"blocks": metrics["blocks"], "phases": metrics["phases"]})
-    everyones = [json.loads(text) for text in gather_texts(placed.backend, mine, "metrics")]
+    local = json.dumps({"blocks": metrics["blocks"], "phases": metrics["phases"]})
+    of_ranks = [json.loads(text) for text in gather_texts(placed.backend, local, "metrics")]
     for name, block in metrics["blocks"].items():
-        others = [said["blocks"][name] for said in everyones]
-        _fill(block, others)
-        for factor, one in block["factors"].items():
-            _fill(one, [other["factors"][factor] for other in others])
-    metrics["phases_of_ranks"] = [said["phases"] for said in everyones]
+        block_of_ranks = [of_rank["blocks"][name] for of_rank in of_ranks]
+        _fill(block, block_of_ranks)
+        for factor, factor_metrics in block["factors"].items():
+            _fill(factor_metrics, [other["factors"][factor] for other in block_of_ranks])
+    metrics["phases_of_ranks"] = [of_rank["phases"] for of_rank in of_ranks]
 
 
-def _fill(mine: dict[str, Any], others: list[Mapping[str, Any]]) -> None:
-    for key, value in mine.items():
+def _fill(metrics: dict[str, Any], of_ranks: list[Mapping[str, Any]]) -> None:
+    for key, value in metrics.items():
         if value is None:
-            mine[key] = next((other[key] for other in others if other[key] is not None), None)
+            metrics[key] = next((other[key] for other in of_ranks if other[key] is not None), None)
 
 
 def _finite(number: float) -> float | None:
@@ -358,16 +358,21 @@ def _named(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in metrics["counters"].items():
         yield f"counters/{key}", value
     steps = metrics["timed_steps"]
-    for phase, one in metrics["phases"].items():
-        yield f"bytes/{phase}", one["bytes"]
+    for phase, counts in metrics["phases"].items():
+        yield f"bytes/{phase}", counts["bytes"]
         for key in ("seconds", "device_seconds"):
-            if one[key] is not None and steps:
-                yield f"{key}/{phase}", one[key] / steps
+            if counts[key] is not None and steps:
+                yield f"{key}/{phase}", counts[key] / steps
     for name, block in metrics["blocks"].items():
         for key in _OF_BLOCK:
             yield f"{key}/{name}", block.get(key)
-        for factor, one in block["factors"].items():
-            for key in _OF_FACTOR:
-                yield f"{key}/{name}.{factor}", one[key]
-            for key in _OF_SPECTRUM if one["spectrum"] is not None else ():
-                yield f"{key}/{name}.{factor}", one["spectrum"][key]
+        for factor, factor_metrics in block["factors"].items():
+            yield from _named_of_factor(f"{name}.{factor}", factor_metrics)
+
+
+def _named_of_factor(name: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in _OF_FACTOR:
+        yield f"{key}/{name}", metrics[key]
+    if metrics["spectrum"] is not None:
+        for key in _OF_SPECTRUM:
+            yield f"{key}/{name}", metrics["spectrum"][key]

@@ -26,25 +26,26 @@ class Norms:
 
 def measure(blocks: Sequence[Block], gradients: Gradients, updates: Sequence[Update]) -> Norms:
     """Return the norms of a step, without waiting for the device and without communication."""
-    known = [
-        (stack.blocks[member], matrix)
-        for stack, gradient in gradients.items()
-        if gradient.matrix is not None
-        for member, matrix in zip(
-            gradient.members, stack.split(gradient.matrix, gradient.members), strict=True
-        )
-    ]
-    written = [each for u in updates if not u.stack.like.shards for each in u.each()]
-    return Norms(
-        used=frozenset(s.blocks[m].name for s, each in gradients.items() for m in each.members),
-        gradient={block.name: _norm(matrix) for block, matrix in known},
-        direction={block.name: _norm(matrix) for block, matrix in written},
-        weight={
-            block.name: _together([_norm(p.detach()) for p in block.parameters.values()], block)
-            for block in blocks
-            if _is_whole(block)
-        },
-    )
+    used: set[str] = set()
+    gradient_norms: dict[str, Tensor] = {}
+    for stack, gradient in gradients.items():
+        names = [stack.blocks[member].name for member in gradient.members]
+        used.update(names)
+        if gradient.matrix is not None:
+            matrices = stack.split(gradient.matrix, gradient.members)
+            gradient_norms.update(zip(names, map(_norm, matrices), strict=True))
+
+    direction_norms: dict[str, Tensor] = {}
+    for update in updates:
+        if not update.stack.like.shards:
+            for block, matrix in update.each():
+                direction_norms[block.name] = _norm(matrix)
+
+    weight_norms: dict[str, Tensor] = {}
+    for block in filter(_is_whole, blocks):
+        norms = [_norm(parameter.detach()) for parameter in block.parameters.values()]
+        weight_norms[block.name] = _together(norms, block)
+    return Norms(frozenset(used), gradient_norms, direction_norms, weight_norms)
 
 
 def changes(before: Mapping[nn.Parameter, Tensor], blocks: Sequence[Block]) -> dict[str, Tensor]:

@@ -62,9 +62,9 @@ class AttentionHelper(LayerHelper):
         self._keys = (weight or "", bias or "")
         self.weight = parameter_of(module, weight) if weight else None
         self.bias = parameter_of(module, bias) if bias else None
-        some = parameter_of(module, next(iter(self._weights)))
-        assert some is not None
-        self._into = some.shape[1]
+        parameter = parameter_of(module, next(iter(self._weights)))
+        assert parameter is not None
+        self._into = parameter.shape[1]
         self._out = self.module.embed_dim
 
     @classmethod
@@ -87,25 +87,30 @@ class AttentionHelper(LayerHelper):
         cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
     ) -> Sequence[LayerHelper]:
         # A bias whose weight is frozen is in no block.
-        made = []
+        helpers = []
         biased = "in_proj_bias" in trained and joint
         if "in_proj_weight" in trained:
             bias = "in_proj_bias" if biased else None
             weights = {"in_proj_weight": 0}
-            made.append(cls(module, weights=weights, weight="in_proj_weight", bias=bias, groups=3))
-        made += [
+            helpers.append(
+                cls(module, weights=weights, weight="in_proj_weight", bias=bias, groups=3)
+            )
+        helpers += [
             cls(module, weights={name: 0}, weight=name, bias=None, groups=1)
             for name in SEPARATE
             if name in trained
         ]
         if biased and set(SEPARATE) <= set(trained):
             weights = {name: group for group, name in enumerate(SEPARATE)}
-            made.append(cls(module, weights=weights, weight=None, bias="in_proj_bias", groups=3))
+            helpers.append(cls(module, weights=weights, weight=None, bias="in_proj_bias", groups=3))
         if "out_proj.weight" in trained:
-            bias = "out_proj.bias" if "out_proj.bias" in trained and joint else None
+            is_biased = "out_proj.bias" in trained and joint
+            bias = "out_proj.bias" if is_biased else None
             weights = {"out_proj.weight": 0}
-            made.append(cls(module, weights=weights, weight="out_proj.weight", bias=bias, groups=1))
-        return made
+            helpers.append(
+                cls(module, weights=weights, weight="out_proj.weight", bias=bias, groups=1)
+            )
+        return helpers
 
     @property
     def part(self) -> str:
@@ -135,26 +140,34 @@ class AttentionHelper(LayerHelper):
     ) -> Sequence[InnerCall]:
         """Find the products with the block's weights in the graph of the output."""
         first = output[0] if isinstance(output, tuple) else output
-        weights = {name: parameter_of(self.module, name) for name in self._weights}
-        trained = any(w is not None and w.requires_grad for w in weights.values())
-        if not first.requires_grad or not trained:
+        # Each weight's first group, by id.
+        groups: dict[int, int] = {}
+        is_trained = False
+        for name, group in self._weights.items():
+            weight = parameter_of(self.module, name)
+            groups[id(weight)] = group
+            is_trained |= weight is not None and weight.requires_grad
+        if not (first.requires_grad and is_trained):
             return []
-        query = args[0] if args else kwargs["query"]
-        batch = 1 if query.dim() == 2 else query.shape[0 if self.module.batch_first else 1]
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        wanted = {id(w): self._weights[name] for name, w in weights.items()}
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        batch = self._batch(args[0] if args else kwargs["query"])
         calls, seen = [], [0] * self._groups
-        for node, group, size in products(first.grad_fn, wanted, self._out, given):
+        for node, group, size in products(first.grad_fn, groups, self._out, inputs):
             for index in range(group, group + size):
                 seen[index] += 1
             calls.append(self._call(node, group, size, batch))
-        if seen != [1] * self._groups:
+        if any(times != 1 for times in seen):
             raise RuntimeError(
                 f"{type(self).__name__} finds the projections {', '.join(self._weights)} "
                 f"{seen} time(s) in the graph of {type(self.module).__name__}, not once each: if "
                 f"the module is compiled, exempt it with torch.compiler.disable, or skip it"
             )
         return calls
+
+    def _batch(self, query: Tensor) -> int:
+        if query.dim() == 2:
+            return 1
+        return query.shape[0 if self.module.batch_first else 1]
 
     def _call(self, node: Any, group: int, size: int, batch: int) -> InnerCall:
         name, _ = PRODUCTS[node.name()]
@@ -169,8 +182,8 @@ class AttentionHelper(LayerHelper):
             return (x.reshape(positions, batch, x.shape[-1]).transpose(0, 1), reaches)
 
         def like() -> tuple[Tensor, ...]:
-            one = torch.empty(1, dtype=meta.dtype, device=meta.device)
-            return (one.expand(batch, positions, into), reaches)
+            zeros = torch.empty(1, dtype=meta.dtype, device=meta.device)
+            return (zeros.expand(batch, positions, into), reaches)
 
         return InnerCall(
             edge=GradientEdge(node, 0),
@@ -183,7 +196,7 @@ class AttentionHelper(LayerHelper):
         """Return the same rows for all projections of the call, zeros for the others."""
         x, reaches = inputs
         rows = x.unsqueeze(0).expand(self._groups, *x.shape)
-        return rows if bool(reaches.all()) else rows * _beside(reaches, x).view(-1, 1, 1, 1)
+        return rows if bool(reaches.all()) else rows * _mask(reaches, x).view(-1, 1, 1, 1)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
         # The features of the projections are concatenated.
@@ -193,14 +206,14 @@ class AttentionHelper(LayerHelper):
     def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         # Projections outside the call have no ones for the bias either.
         rows, reaches = super().block_rows(inputs, output_rows), inputs[1]
-        return rows if bool(reaches.all()) else rows * _beside(reaches, rows).view(-1, 1, 1, 1)
+        return rows if bool(reaches.all()) else rows * _mask(reaches, rows).view(-1, 1, 1, 1)
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
         """Exclude projections outside the call."""
         reaches = inputs[1]
         if bool(reaches.all()):
             return None
-        reached = _beside(reaches, output_rows) != 0
+        reached = _mask(reaches, output_rows) != 0
         return reached.view(-1, 1, 1).expand(output_rows.shape[:3])
 
     def group_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
@@ -219,7 +232,7 @@ class AttentionHelper(LayerHelper):
 
     def mean_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         rows, reaches = super().mean_rows(inputs, output_rows), inputs[1]
-        return rows if bool(reaches.all()) else rows * _beside(reaches, rows).view(-1, 1, 1, 1)
+        return rows if bool(reaches.all()) else rows * _mask(reaches, rows).view(-1, 1, 1, 1)
 
     def input_moment(
         self,
@@ -232,22 +245,22 @@ class AttentionHelper(LayerHelper):
         if self._groups == 1:
             return super().input_moment(inputs, output_rows, total, scale)
         x, reaches = inputs
-        whole = self._once.input_moment((x, reaches[:1] | True), output_rows[:1], None, scale)
+        moment = self._once.input_moment((x, reaches[:1] | True), output_rows[:1], None, scale)
         if total is None:
-            total = whole.new_zeros(tuple(self.shape)[:1] + whole.shape[1:])
-        total += whole * _beside(reaches, whole).view(-1, 1, 1)
+            total = moment.new_zeros(tuple(self.shape)[:1] + moment.shape[1:])
+        total += moment * _mask(reaches, moment).view(-1, 1, 1)
         return total
 
     @property
     def _once(self) -> AttentionHelper:
         """The helper of one projection of the block."""
-        one = object.__new__(type(self))
-        one.__dict__.update(self.__dict__)
-        one._groups = 1
-        return one
+        helper = object.__new__(type(self))
+        helper.__dict__.update(self.__dict__)
+        helper._groups = 1
+        return helper
 
 
-def _beside(reaches: Tensor, like: Tensor) -> Tensor:
+def _mask(reaches: Tensor, like: Tensor) -> Tensor:
     """Convert the mask of a call's projections to another tensor's dtype and device."""
     return sent([float(reached) for reached in reaches.tolist()], like)
 

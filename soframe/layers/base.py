@@ -96,10 +96,10 @@ class LayerHelper(WeightAndBias, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        own = vars(cls).keys()
+        defined = vars(cls).keys()
         # What a base class computes without its rows is not true of others.
-        if "_rowless" not in own and _OF_INPUTS & own:
-            for name in cls._rowless - own:
+        if "_rowless" not in defined and _OF_INPUTS & defined:
+            for name in cls._rowless - defined:
                 setattr(cls, name, getattr(LayerHelper, name))
 
     # -- required ---------------------------------------------------------------------------

@@ -16,7 +16,8 @@ the output. Its kernel is flipped; the axes of the inputs are flipped instead of
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import itertools
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -144,9 +145,8 @@ class Conv2dHelper(LayerHelper):
             sizes = [0] * self.dimensions if conv.padding == "valid" else map(int, conv.padding)
             around = [(size, size) for size in sizes]
         if conv.padding_mode != "zeros":
-            # F.pad takes the last dimension first.
-            x = F.pad(x, [n for pair in reversed(around) for n in pair], mode=conv.padding_mode)
-            around = [(0, 0)] * len(around)
+            x = F.pad(x, _last_first(around), mode=conv.padding_mode)
+            around = [(0, 0) for _ in around]
         numbers = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True)
         return x, [Axis(*axis, *pair) for axis, pair in zip(numbers, around, strict=True)]
 
@@ -264,16 +264,17 @@ class _Transposed(Conv2dHelper):
         for axis, stride in enumerate(conv.stride):
             places = places.unfold(axis + 2, 1, stride).squeeze(-1)
         places.copy_(x)
-        axes, crop = [], []
+        axes: list[Axis] = []
+        crop: list[tuple[int, int]] = []
         for axis, size in enumerate(sizes):
             reach = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
             after = reach - int(conv.padding[axis])
             before = after + int(extra[axis])
             # Padding beyond the kernel's reach crops inputs.
-            crop += [min(before, 0), min(after, 0)]
+            crop.append((min(before, 0), min(after, 0)))
             axes.append(
                 Axis(
-                    size + crop[-2] + crop[-1],
+                    size + sum(crop[-1]),
                     conv.kernel_size[axis],
                     dilation=conv.dilation[axis],
                     before=max(before, 0),
@@ -281,10 +282,14 @@ class _Transposed(Conv2dHelper):
                 )
             )
         turned = spread.flip(tuple(range(2, x.dim())))
-        if any(crop):
-            pairs = [crop[i : i + 2] for i in range(0, len(crop), 2)]
-            turned = F.pad(turned, [n for pair in reversed(pairs) for n in pair])
+        if any(map(any, crop)):
+            turned = F.pad(turned, _last_first(crop))
         return turned, axes
+
+
+def _last_first(pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the padding of each axis in the order of `F.pad`."""
+    return list(itertools.chain.from_iterable(reversed(pairs)))
 
 
 @KINDS["layer"].register_optional(nn.ConvTranspose1d)

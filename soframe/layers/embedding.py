@@ -210,9 +210,9 @@ class EmbeddingBagHelper(EmbeddingHelper):
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         """Return indices, weights and sizes, for all forms in which bags can be passed."""
-        given = self._signature.bind(*args, **kwargs).arguments
-        indices, offsets = given["input"], given.get("offsets")
-        weights = given.get("per_sample_weights")
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        indices, offsets = arguments["input"], arguments.get("offsets")
+        weights = arguments.get("per_sample_weights")
         if offsets is None:
             sizes = indices.new_full(indices.shape[:1], indices.shape[1])
         elif self.module.include_last_offset:

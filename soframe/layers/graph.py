@@ -31,14 +31,14 @@ VIEWS = {
 
 
 def products(
-    start: Any, weights: Mapping[int, int], out: int, given: Sequence[Tensor]
+    start: Any, weights: Mapping[int, int], out: int, inputs: Sequence[Tensor]
 ) -> Iterator[tuple[Any, int, int]]:
     """Yield the node of each product of a weight, its first group and the number of its groups.
 
     The search runs from the output's node ``start`` to the module's inputs ``given``. ``weights``
     maps the id of each weight to its first group; ``out`` is the number of rows of a projection.
     """
-    ends = [x.grad_fn for x in given if x.grad_fn is not None]
+    ends = [x.grad_fn for x in inputs if x.grad_fn is not None]
     seen: set[Any] = {*ends}  # nodes, not ids: a freed id may be reused
     open_nodes = [start]
     while open_nodes:

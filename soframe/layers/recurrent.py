@@ -82,12 +82,15 @@ class RecurrentCellHelper(LayerHelper):
         weight = self.weight
         if weight is None or not (first.requires_grad and weight.requires_grad):
             return []
+        inputs = [args[0] if args else kwargs["input"]]
         state = args[1] if len(args) > 1 else kwargs.get("hx")
-        given = [args[0] if args else kwargs["input"]]
-        given += [] if state is None else state if isinstance(state, tuple) else [state]
+        if isinstance(state, tuple):
+            inputs += state
+        elif state is not None:
+            inputs.append(state)
         calls = [
             _call(node, weight.shape[1])
-            for node, _, _ in products(first.grad_fn, {id(weight): 0}, len(weight), given)
+            for node, _, _ in products(first.grad_fn, {id(weight): 0}, len(weight), inputs)
         ]
         if len(calls) != 1:
             raise RuntimeError(
@@ -124,7 +127,7 @@ def _call(node: Any, into: int) -> InnerCall:
         return (getattr(node, saved).detach(),)
 
     def like() -> tuple[Tensor, ...]:
-        one = torch.empty(1, dtype=meta.dtype, device=meta.device)
-        return (one.expand(meta.shape[0], into),)
+        element = torch.empty(1, dtype=meta.dtype, device=meta.device)
+        return (element.expand(meta.shape[0], into),)
 
     return InnerCall(edge=GradientEdge(node, 0), read=read, like=like, arrange=lambda g: g)

@@ -55,11 +55,11 @@ class AdamW(WithoutFactors):
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         return {name: TensorSpec(tuple(shape)) for name in ("mean", "square")}
 
-    def direct(self, given: Given) -> Direction:
-        new, (first, second) = given.incoming, self.betas
-        mean = given.state["mean"].lerp(new, 1 - first)
-        square = second_moment(given.state["square"], new, second)
-        count = given.updates + 1
+    def direct(self, step: Given) -> Direction:
+        new, (first, second) = step.incoming, self.betas
+        mean = step.state["mean"].lerp(new, 1 - first)
+        square = second_moment(step.state["square"], new, second)
+        count = step.updates + 1
         # The correction of the mean is in the root: one pass less.
         scale = 1 - first**count
         root = square.sqrt().mul_(scale / math.sqrt(1 - second**count)).add_(self.eps * scale)
@@ -96,9 +96,9 @@ class SGD(WithoutFactors):
     def settings(self) -> dict[str, Any]:
         return super().settings() if self.momentum else {}
 
-    def direct(self, given: Given) -> Direction:
+    def direct(self, step: Given) -> Direction:
         # A momentum that a param group sets to 0 leaves a buffer.
-        return self._momentum.direct(given) if given.state else Direction(given.incoming.clone())
+        return self._momentum.direct(step) if step.state else Direction(step.incoming.clone())
 
     @property
     def _momentum(self) -> Momentum:
@@ -133,10 +133,10 @@ class Diagonal(Method):
         del factor, default
         return None
 
-    def direct(self, given: Given) -> Direction:
-        if "diagonal" not in given.data:
-            return Direction(given.incoming.clone())
-        return Direction(quotient(given.incoming, given.data["diagonal"][VALUE] + given.damping))
+    def direct(self, step: Given) -> Direction:
+        if "diagonal" not in step.data:
+            return Direction(step.incoming.clone())
+        return Direction(quotient(step.incoming, step.data["diagonal"][VALUE] + step.damping))
 
 
 def require_eps(method: str, eps: float) -> None:

@@ -12,6 +12,7 @@ one batch. `soframe.methods.chain.Chain` composes methods; each is then a stage.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 MAX_SIZE = 8192
 """The longest side that has a matrix as its factor: 256 MB in float32, and minutes of a CPU."""
 
-SMALL = tuple(BlockShape(1, out, into) for out in (1, 2) for into in (1, 2))
+SMALL = (BlockShape(1, 1, 1), BlockShape(1, 1, 2), BlockShape(1, 2, 1), BlockShape(1, 2, 2))
 """Shapes from which the names of factors and states are read by default."""
 
 Addend = Callable[[Tensor | None, float], Tensor]
@@ -292,10 +293,10 @@ class Method(ABC):
         new = {k: v for k, v in settings.items() if k in now and v != now[k]}
         if not new:
             return self
-        made: Method = replace(cast(Any, self), **{self.options[k]: v for k, v in new.items()})
-        if not made.state_names() <= self.state_names():
+        changed: Method = replace(cast(Any, self), **{self.options[k]: v for k, v in new.items()})
+        if not changed.state_names() <= self.state_names():
             raise ValueError(f"{self!r} keeps no state for {new}: build the method with it")
-        return made
+        return changed
 
     def _declare_as(self, inner: Method) -> None:
         """Copy the declarations of an inner method; self is a frozen dataclass."""
@@ -350,15 +351,14 @@ class Method(ABC):
         del shape
         return {}
 
-    def direct(self, given: Given) -> Direction:
+    def direct(self, step: Given) -> Direction:
         """Compute the update of a block and the new state.
 
         Returns:
-            The update, a deterministic function of ``given``; by default the result of
+            The update, a deterministic function of ``step``; by default the result of
             `precondition`, without a state.
         """
-        direction = self.precondition(given.incoming, given.data, given.solver, given.damping)
-        return Direction(direction)
+        return Direction(self.precondition(step.incoming, step.data, step.solver, step.damping))
 
     def precondition(
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
@@ -442,16 +442,19 @@ class Method(ABC):
     @property
     def rebases(self) -> bool:
         """Whether its state is kept in the basis of its second-order data, see `rebase`."""
-        own = type(self).rebase is not Method.rebase
-        return own and bool(self.state_names()) and bool(self.factor_names())
+        is_overridden = type(self).rebase is not Method.rebase
+        return is_overridden and bool(self.state_names()) and bool(self.factor_names())
 
     def factor_names(self) -> frozenset[str]:
         """Return the names of its factors, over blocks of all shapes."""
-        return frozenset(factor.name for shape in SMALL for factor in self.factors(shape))
+        names: set[str] = set()
+        for shape in SMALL:
+            names.update(factor.name for factor in self.factors(shape))
+        return frozenset(names)
 
     def state_names(self) -> frozenset[str]:
         """Return the names of its state tensors, over blocks of all shapes."""
-        return frozenset(name for shape in SMALL for name in self.state(shape))
+        return frozenset(itertools.chain.from_iterable(map(self.state, SMALL)))
 
     def forward_only(self) -> Method:
         """Return this method with the identity as the output factor, for the forward-only Fisher.

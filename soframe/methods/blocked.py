@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, starmap
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
-from soframe.methods.returned import require_told
+from soframe.methods.returned import require_named
 from soframe.registry import KINDS, register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
@@ -48,15 +48,15 @@ def spans(size: int, limit: int) -> list[Span]:
 
 def runs(sizes: Sequence[int]) -> list[Span]:
     """Return pieces of given lengths, in their order; one span for neighbours of one length."""
-    found: list[Span] = []
+    spans: list[Span] = []
     start = 0
     for length in sizes:
-        if found and found[-1].length == length:
-            found[-1] = found[-1]._replace(pieces=found[-1].pieces + 1)
+        if spans and spans[-1].length == length:
+            spans[-1] = spans[-1]._replace(pieces=spans[-1].pieces + 1)
         else:
-            found.append(Span(start, 1, length))
+            spans.append(Span(start, 1, length))
         start += length
-    return found
+    return spans
 
 
 class Region(NamedTuple):
@@ -116,7 +116,7 @@ class Parts(Method):
         factors, known = [], self._method.factor_names()
         for number, region in enumerate(self._regions(shape)):
             for factor in self._method.factors(region.shape(shape.groups)):
-                require_told(self._method, factor.name, known, "factor_names")
+                require_named(self._method, factor.name, known, "factor_names")
                 needs = tuple(_outer(number, need) for need in factor.needs)
                 factors.append(replace(factor, name=_outer(number, factor.name), needs=needs))
         return tuple(factors)
@@ -132,7 +132,7 @@ class Parts(Method):
         specs = {}
         for number, region in enumerate(self._regions(shape)):
             for name, spec in self._method.state(region.shape(shape.groups)).items():
-                require_told(self._method, name, self._method.state_names(), "state_names")
+                require_named(self._method, name, self._method.state_names(), "state_names")
                 specs[_outer(number, name)] = spec
         return specs
 
@@ -140,20 +140,20 @@ class Parts(Method):
         needs = tuple(map(_inner, factor.needs))
         return self._method.solver(replace(factor, name=_inner(factor.name), needs=needs), default)
 
-    def direct(self, given: Given) -> Direction:
-        matrix = torch.empty_like(given.incoming, memory_format=torch.contiguous_format)
+    def direct(self, step: Given) -> Direction:
+        matrix = torch.empty_like(step.incoming, memory_format=torch.contiguous_format)
         state: dict[str, Tensor] = {}
-        for number, region in enumerate(self._regions_of(given.incoming)):
+        for number, region in enumerate(self._regions_of(step.incoming)):
             of_region = replace(
-                given,
-                gradient=region.cut(given.gradient),
-                incoming=region.cut(given.incoming),
-                data=self._data(number, given.data),
-                state=_own(number, self._method.state_names(), given.state),
+                step,
+                gradient=region.cut(step.gradient),
+                incoming=region.cut(step.incoming),
+                data=self._data(number, step.data),
+                state=_own(number, self._method.state_names(), step.state),
             )
-            made = self._method.direct(of_region)
-            region.put(matrix, made.matrix)
-            state |= {_outer(number, name): value for name, value in made.state.items()}
+            update = self._method.direct(of_region)
+            region.put(matrix, update.matrix)
+            state |= {_outer(number, name): value for name, value in update.state.items()}
         return Direction(matrix, state)
 
     def rebase(
@@ -163,10 +163,10 @@ class Parts(Method):
         for number in range(self._most):
             of_region = _own(number, self._method.state_names(), state)
             if of_region:
-                made = self._method.rebase(
+                region_state = self._method.rebase(
                     of_region, self._data(number, old), self._data(number, new)
                 )
-                rebased |= {_outer(number, name): value for name, value in made.items()}
+                rebased |= {_outer(number, name): value for name, value in region_state.items()}
         return rebased
 
     def unsuited(self, candidate: Candidate) -> str | None:
@@ -193,12 +193,12 @@ class Parts(Method):
         return self._method.rebases
 
     def factor_names(self) -> frozenset[str]:
-        names = self._method.factor_names()
-        return frozenset(_outer(n, name) for n in range(self._most) for name in names)
+        regions = range(self._most)
+        return frozenset(starmap(_outer, product(regions, self._method.factor_names())))
 
     def state_names(self) -> frozenset[str]:
-        names = self._method.state_names()
-        return frozenset(_outer(n, name) for n in range(self._most) for name in names)
+        regions = range(self._most)
+        return frozenset(starmap(_outer, product(regions, self._method.state_names())))
 
     @property
     def _method(self) -> Method:

@@ -9,6 +9,7 @@ its own second-order data and state under its own names, as if it were alone::
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Addend, Call, Candidate, Direction, Given, Method
-from soframe.methods.returned import require_told
+from soframe.methods.returned import require_named
 from soframe.registry import KINDS
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
@@ -30,12 +31,12 @@ class _Names:
     """Translates names between stages and chain; a name that two stages use gets a prefix."""
 
     def __init__(self, by_stage: Sequence[frozenset[str]]) -> None:
-        every = Counter(name for names in by_stage for name in names)
-        self.of = [
-            {name: f"{stage}.{name}" if every[name] > 1 else name for name in names}
-            for stage, names in enumerate(by_stage)
-        ]
+        uses = Counter(itertools.chain.from_iterable(by_stage))
+        self.of: list[dict[str, str]] = []
         """The names of each stage, mapped to the chain's names."""
+        for stage, names in enumerate(by_stage):
+            outer = {name: f"{stage}.{name}" if uses[name] > 1 else name for name in names}
+            self.of.append(outer)
 
     def outer(self, stage: int, name: str) -> str:
         """Return the chain's name of a stage's name."""
@@ -43,12 +44,15 @@ class _Names:
 
     def inner(self, outer: str) -> tuple[int, str]:
         """Return the stage and its own name, from the chain's name."""
-        every = enumerate(self.of)
-        return next((s, name) for s, names in every for name in names if names[name] == outer)
+        for stage, names in enumerate(self.of):
+            for name, chain_name in names.items():
+                if chain_name == outer:
+                    return stage, name
+        raise KeyError(outer)
 
     def every(self) -> frozenset[str]:
         """Return all names of the chain."""
-        return frozenset(outer for names in self.of for outer in names.values())
+        return frozenset(itertools.chain.from_iterable(names.values() for names in self.of))
 
 
 @dataclass(frozen=True)
@@ -83,34 +87,12 @@ class Chain(Method):
             stages += stage.stages if isinstance(stage, Chain) else [stage]
         if not stages:
             raise ValueError("Chain: stages must name at least one method")
-        scalings = stages[0].scalings
-        for stage in stages[1:]:
-            scalings = tuple(name for name in scalings if name in stage.scalings)
-        if not scalings:
-            raise ValueError(f"Chain: no scaling= is common to {stages}: leave a stage out")
-        factors = [stage.factor_names() for stage in stages]
-        states = [stage.state_names() for stage in stages]
         derived = {
             "stages": tuple(stages),
-            "scalings": scalings,
-            "joint": all(stage.joint for stage in stages),
-            "clipped": all(stage.clipped for stage in stages),
-            "damped": any(stage.damped for stage in stages),
-            "starts_at_once": any(stage.starts_at_once for stage in stages),
-            "refreshes_after": _common(
-                [(s, s.refreshes_after) for s, names in zip(stages, factors, strict=True) if names],
-                "refreshes its factors after the direction, and another one before",
-            ),
-            "reduces": _common(
-                [(stage, stage.reduces) for stage in stages if stage.captures],
-                "takes all positions of a sample as one row, and another one as rows",
-            ),
-            "observes_with_data": any(stage.observes_with_data for stage in stages),
-            "elementwise": all(stage.elementwise for stage in stages),
-            "auxiliary_ratio": min(stage.auxiliary_ratio for stage in stages),
-            "empirical_only": any(stage.empirical_only for stage in stages),
-            "_factor_names": _Names(factors),
-            "_state_names": _Names(states),
+            "scalings": _common_scalings(stages),
+            **_common_declarations(stages),
+            "_factor_names": _Names([stage.factor_names() for stage in stages]),
+            "_state_names": _Names([stage.state_names() for stage in stages]),
             "_option_names": _Names([frozenset(stage.settings()) for stage in stages]),
         }
         for name, value in derived.items():
@@ -122,7 +104,7 @@ class Chain(Method):
         factors = []
         for number, stage in enumerate(self.stages):
             for factor in stage.factors(shape):
-                require_told(stage, factor.name, stage.factor_names(), "factor_names")
+                require_named(stage, factor.name, stage.factor_names(), "factor_names")
                 name = self._factor_names.outer(number, factor.name)
                 needs = tuple(self._factor_names.outer(number, need) for need in factor.needs)
                 factors.append(replace(factor, name=name, needs=needs))
@@ -154,26 +136,26 @@ class Chain(Method):
         specs = {}
         for number, stage in enumerate(self.stages):
             for name, spec in stage.state(shape).items():
-                require_told(stage, name, stage.state_names(), "state_names")
+                require_named(stage, name, stage.state_names(), "state_names")
                 specs[self._state_names.outer(number, name)] = spec
         return specs
 
-    def direct(self, given: Given) -> Direction:
-        matrix = given.incoming
+    def direct(self, step: Given) -> Direction:
+        matrix = step.incoming
         state: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
             of_stage = replace(
-                given,
+                step,
                 incoming=matrix,
-                data=self._data(number, given.data),
-                state=_chosen(given.state, self._state_names.of[number]),
+                data=self._data(number, step.data),
+                state=_chosen(step.state, self._state_names.of[number]),
             )
             if not _is_ready(stage, of_stage):
                 continue
-            made = stage.direct(of_stage)
-            matrix = made.matrix
-            state |= {self._state_names.outer(number, k): v for k, v in made.state.items()}
-        return Direction(matrix.clone() if matrix is given.incoming else matrix, state)
+            update = stage.direct(of_stage)
+            matrix = update.matrix
+            state |= {self._state_names.outer(number, k): v for k, v in update.state.items()}
+        return Direction(matrix.clone() if matrix is step.incoming else matrix, state)
 
     def rebase(
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
@@ -191,11 +173,11 @@ class Chain(Method):
     # -- declarations -----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        return {
-            self._option_names.outer(number, name): value
-            for number, stage in enumerate(self.stages)
-            for name, value in stage.settings().items()
-        }
+        settings: dict[str, Any] = {}
+        for number, stage in enumerate(self.stages):
+            for name, value in stage.settings().items():
+                settings[self._option_names.outer(number, name)] = value
+        return settings
 
     def with_settings(self, settings: Mapping[str, Any]) -> Method:
         names = self._option_names
@@ -239,21 +221,53 @@ def _chosen(every: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
     return {name: every[outer] for name, outer in names.items() if outer in every}
 
 
-def _common(each: list[tuple[Method, bool]], which: str) -> bool:
+def _common_scalings(stages: Sequence[Method]) -> tuple[str, ...]:
+    """Return the scalings that all stages allow; raise if there is none."""
+    scalings = tuple(stages[0].scalings)
+    for stage in stages[1:]:
+        scalings = tuple(name for name in scalings if name in stage.scalings)
+    if not scalings:
+        raise ValueError(f"Chain: no scaling= is common to {stages}: leave a stage out")
+    return scalings
+
+
+def _common_declarations(stages: Sequence[Method]) -> dict[str, Any]:
+    """Return a chain's attributes from those of its stages."""
+    return {
+        "joint": all(stage.joint for stage in stages),
+        "clipped": all(stage.clipped for stage in stages),
+        "damped": any(stage.damped for stage in stages),
+        "starts_at_once": any(stage.starts_at_once for stage in stages),
+        "refreshes_after": _common(
+            [(s, s.refreshes_after) for s in stages if s.factor_names()],
+            "refreshes its factors after the direction, and another one before",
+        ),
+        "reduces": _common(
+            [(stage, stage.reduces) for stage in stages if stage.captures],
+            "takes all positions of a sample as one row, and another one as rows",
+        ),
+        "observes_with_data": any(stage.observes_with_data for stage in stages),
+        "elementwise": all(stage.elementwise for stage in stages),
+        "auxiliary_ratio": min(stage.auxiliary_ratio for stage in stages),
+        "empirical_only": any(stage.empirical_only for stage in stages),
+    }
+
+
+def _common(declared: Sequence[tuple[Method, bool]], which: str) -> bool:
     """Return the common value of all stages, False for no stages; raise if they differ."""
-    values = {value for _, value in each}
-    if len(values) > 1:
-        one = next(stage for stage, value in each if value)
+    stages = [stage for stage, value in declared if value]
+    if stages and len(stages) < len(declared):
         raise ValueError(
-            f"Chain: {one!r} {which}: a block has one order of its step; choose stages that agree"
+            f"Chain: {stages[0]!r} {which}: a block has one order of its step; choose stages that "
+            f"agree"
         )
-    return values.pop() if values else False
+    return bool(stages)
 
 
-def _is_ready(stage: Method, given: Given) -> bool:
+def _is_ready(stage: Method, step: Given) -> bool:
     """Return whether a stage can compute updates; factors with ``needs`` may still be missing."""
     if stage.starts_at_once:
         return True
-    groups, out, into = given.incoming.shape
+    groups, out, into = step.incoming.shape
     factors = stage.factors(BlockShape(groups, out, into))
-    return all(factor.name in given.data for factor in factors if not factor.needs)
+    return all(factor.name in step.data for factor in factors if not factor.needs)

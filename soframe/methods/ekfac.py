@@ -86,23 +86,21 @@ class EKFAC(KFAC):
             )
         return default
 
-    def direct(self, given: Given) -> Direction:
-        left, right = given.data["G"], given.data["A"]
-        if "S" not in given.data:
-            matrix = given.solver.apply(
-                given.incoming, left=left, right=right, damping=given.damping
-            )
+    def direct(self, step: Given) -> Direction:
+        left, right = step.data["G"], step.data["A"]
+        if "S" not in step.data:
+            matrix = step.solver.apply(step.incoming, left=left, right=right, damping=step.damping)
             return Direction(matrix)
-        curvature = given.data["S"][VALUE] + _damping(given)
-        rotated = turned(given.incoming, left, right, back=False)
+        curvature = step.data["S"][VALUE] + _damping(step)
+        rotated = turned(step.incoming, left, right, back=False)
         return Direction(turned(quotient(rotated, curvature), left, right, back=True))
 
 
-def _damping(given: Given) -> Tensor | float:
+def _damping(step: Given) -> Tensor | float:
     """Return the damping, multiplied by the mean traces ``[groups, 1, 1]`` if it is relative."""
-    damping: Tensor | float = given.damping
+    damping: Tensor | float = step.damping
     for name in ("A", "G"):
-        if (trace := given.data[name].get("mean_trace")) is not None:
+        if (trace := step.data[name].get("mean_trace")) is not None:
             damping = damping * trace[:, None, None]
     return damping
 

@@ -58,22 +58,22 @@ class Eva(Method):
         del factor, default
         return None
 
-    def direct(self, given: Given) -> Direction:
-        if not {"a", "g"} <= given.data.keys():
-            return Direction(given.incoming.clone())
-        row = given.data["a"][VALUE].unsqueeze(1)  # [groups, 1, in]
-        column = given.data["g"][VALUE].unsqueeze(2)  # [groups, out, 1]
+    def direct(self, step: Given) -> Direction:
+        if not {"a", "g"} <= step.data.keys():
+            return Direction(step.incoming.clone())
+        row = step.data["a"][VALUE].unsqueeze(1)  # [groups, 1, in]
+        column = step.data["g"][VALUE].unsqueeze(2)  # [groups, out, 1]
         # Unit vectors, with lengths in float64: their squared product may overflow in float32.
         across = torch.linalg.vector_norm(row, dim=2, dtype=torch.float64)
         down = torch.linalg.vector_norm(column, dim=1, dtype=torch.float64)
         row = (row / across.where(across > 0, 1.0).unsqueeze(2)).to(row)
         column = (column / down.where(down > 0, 1.0).unsqueeze(2)).to(column)
-        inner = column.mT @ given.incoming @ row.mT  # [groups, 1, 1]
+        inner = column.mT @ step.incoming @ row.mT  # [groups, 1, 1]
         along = inner * column * row
         curvature = (across * down).square().unsqueeze(2)
-        if given.damping == 0:
+        if step.damping == 0:
             # Zero curvature and zero damping: the pseudo-inverse gives no step.
             least = (along / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0)
             return Direction(least.to(along))
-        share = (curvature / (given.damping + curvature)).to(along)
-        return Direction((given.incoming - share * along) / given.damping)
+        share = (curvature / (step.damping + curvature)).to(along)
+        return Direction((step.incoming - share * along) / step.damping)

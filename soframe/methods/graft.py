@@ -58,9 +58,9 @@ class Graft(Method):
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
         return self._method.solver(factor, default)
 
-    def direct(self, given: Given) -> Direction:
-        made = self._method.direct(replace(given, incoming=given.gradient))
-        return Direction(at_length(given.incoming, made.matrix), made.state)
+    def direct(self, step: Given) -> Direction:
+        update = self._method.direct(replace(step, incoming=step.gradient))
+        return Direction(at_length(step.incoming, update.matrix), update.state)
 
     def rebase(
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
@@ -95,8 +95,8 @@ class Graft(Method):
 
 def at_length(matrix: Tensor, like: Tensor) -> Tensor:
     """Scale ``[groups, out, in]`` to the Frobenius norms of another tensor, group by group."""
-    lengths, wanted = _lengths(matrix), _lengths(like)
-    return matrix * (wanted / lengths.where(lengths > 0, 1.0))
+    lengths = _lengths(matrix)
+    return matrix * (_lengths(like) / lengths.where(lengths > 0, 1.0))
 
 
 def _lengths(matrix: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ class Momentum(WithoutFactors):
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         return {"momentum": TensorSpec(tuple(shape))}
 
-    def direct(self, given: Given) -> Direction:
-        new, before = given.incoming, given.state["momentum"]
+    def direct(self, step: Given) -> Direction:
+        new, before = step.incoming, step.state["momentum"]
         if self.averaged:
             buffer = before.lerp(new, 1 - self.beta)
             matrix = new.lerp(buffer, self.beta) if self.nesterov else buffer.clone()

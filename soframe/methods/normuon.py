@@ -49,14 +49,14 @@ class NormaliseRows(WithoutFactors):
         groups, out, _ = shape
         return {"rows": TensorSpec((groups, out, 1))}
 
-    def direct(self, given: Given) -> Direction:
-        matrix = given.incoming
-        squares = given.state["rows"].lerp(matrix.square().mean(-1, keepdim=True), 1 - self.beta)
+    def direct(self, step: Given) -> Direction:
+        matrix = step.incoming
+        squares = step.state["rows"].lerp(matrix.square().mean(-1, keepdim=True), 1 - self.beta)
         rows = matrix / (squares.sqrt() + self.eps)
-        wanted, length = (
-            torch.linalg.vector_norm(one, dim=(-2, -1), keepdim=True) for one in (matrix, rows)
-        )
-        return Direction(rows * (wanted / length.where(length > 0, 1.0)), {"rows": squares})
+        # The norm of the update stays, [groups, 1, 1].
+        norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+        length = torch.linalg.vector_norm(rows, dim=(-2, -1), keepdim=True)
+        return Direction(rows * (norm / length.where(length > 0, 1.0)), {"rows": squares})
 
 
 @register("method", "normuon")

@@ -19,6 +19,7 @@ error of the iteration.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -69,9 +70,9 @@ _TINY = 1e-7  # added to the norm before the division, as in Muon
 def coefficients(kind: Coefficients, steps: int) -> list[tuple[float, float, float]]:
     """Return ``(a, b, c)`` of each Newton-Schulz iteration."""
     if kind == "muon":
-        return [MUON] * steps
+        return list(itertools.repeat(MUON, steps))
     safe = [(a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]]
-    return [safe[step] if step < len(safe) else POLAR_EXPRESS[-1] for step in range(steps)]
+    return [*safe[:steps], *itertools.repeat(POLAR_EXPRESS[-1], steps - len(safe))]
 
 
 def nearest_orthogonal(
@@ -83,7 +84,9 @@ def nearest_orthogonal(
 ) -> Tensor:
     """Approximate the nearest semi-orthogonal matrix of each ``[out, in]`` by Newton-Schulz."""
     norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
-    norm = (norm * _SAFETY if kind == "polar-express" else norm) + _TINY
+    if kind == "polar-express":
+        norm = norm * _SAFETY
+    norm = norm + _TINY
     # Divided in the dtype of the matrix, and rounded in the same pass; by rows, as torch multiplies
     # bfloat16 into other layouts a hundred times slower on a processor.
     scaled = matrix.new_empty(matrix.shape, dtype=dtype)
@@ -101,7 +104,7 @@ def _is_tall(matrix: Tensor) -> bool:
 def _gram(matrix: Tensor) -> Tensor:
     """Return ``A = X X^T``, or ``X^T X`` of a tall matrix."""
     # `@` copies a single transposed matrix.
-    return torch.bmm(*((matrix.mT, matrix) if _is_tall(matrix) else (matrix, matrix.mT)))
+    return torch.bmm(matrix.mT, matrix) if _is_tall(matrix) else torch.bmm(matrix, matrix.mT)
 
 
 def _polynomial(gram: Tensor, b: float, c: float) -> Tensor:
@@ -109,28 +112,31 @@ def _polynomial(gram: Tensor, b: float, c: float) -> Tensor:
     return torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
 
 
-def _by_products(matrix: Tensor, each: list[tuple[float, float, float]]) -> Tensor:
-    for a, b, c in each:
-        polynomial = _polynomial(_gram(matrix), b, c)
-        pair = (matrix, polynomial) if _is_tall(matrix) else (polynomial, matrix)
-        matrix = torch.baddbmm(matrix, *pair, beta=a)
+def _by_products(matrix: Tensor, steps: list[tuple[float, float, float]]) -> Tensor:
+    for a, b, c in steps:
+        polynomial = _polynomial(_gram(matrix), b, c)  # [groups, short, short]
+        if _is_tall(matrix):
+            matrix = torch.baddbmm(matrix, matrix, polynomial, beta=a)
+        else:
+            matrix = torch.baddbmm(matrix, polynomial, matrix, beta=a)
     return matrix
 
 
-def _by_gram_matrices(matrix: Tensor, each: list[tuple[float, float, float]]) -> Tensor:
+def _by_gram_matrices(matrix: Tensor, steps: list[tuple[float, float, float]]) -> Tensor:
     """Compute the result of `_by_products` with Gram matrices of the shorter side."""
     # An eigenvalue that rounding made negative grows by a^2 in each step instead of converging to
     # one. So the Gram matrix is recomputed before the error is visible: with Muon's five steps
     # this never happens.
     gram, product, growth = _gram(matrix), None, 1.0
-    for step, (a, b, c) in enumerate(each):
+    for number, (a, b, c) in enumerate(steps, 1):
         polynomial = _polynomial(gram, b, c)
         polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
         product = polynomial if product is None else polynomial @ product
         growth *= a * a
-        if step + 1 == len(each) or growth * torch.finfo(matrix.dtype).eps > _NEGATIVE:
+        error = growth * torch.finfo(matrix.dtype).eps
+        if number == len(steps) or error > _NEGATIVE:
             matrix = matrix @ product if _is_tall(matrix) else product @ matrix
-            if step + 1 < len(each):
+            if number < len(steps):
                 gram, product, growth = _gram(matrix), None, 1.0
         else:
             gram = polynomial @ gram @ polynomial
@@ -183,8 +189,8 @@ class Orthogonalise(WithoutFactors):
         if self.dtype not in (None, "float64", "float32", "bfloat16", "float16"):
             raise ValueError(f"Orthogonalise: dtype must name a float dtype, not {self.dtype!r}")
 
-    def direct(self, given: Given) -> Direction:
-        matrix = given.incoming
+    def direct(self, step: Given) -> Direction:
+        matrix = step.incoming
         dtype = _fastest(matrix) if self.dtype is None else getattr(torch, self.dtype)
         # The iteration on Gram matrices needs float32 in full.
         with within("full"):
@@ -236,11 +242,12 @@ class MatchRMS(WithoutFactors):
         """See `Method`: AdamW's own rate suits its root mean square, or a fifth of the spectral."""
         return 0.2 if self.scale == "spectral" else 1.0
 
-    def direct(self, given: Given) -> Direction:
-        _, out, into = given.incoming.shape
+    def direct(self, step: Given) -> Direction:
+        _, out, into = step.incoming.shape
         scale = max(1.0, out / into) if self.scale == "spectral" else 0.04 * max(out, into)
-        # Wide matrices stay as they are.
-        return Direction(given.incoming if scale == 1 else given.incoming * math.sqrt(scale))
+        if scale == 1:  # of wide matrices
+            return Direction(step.incoming)
+        return Direction(step.incoming * math.sqrt(scale))
 
 
 @dataclass(frozen=True)

@@ -17,28 +17,29 @@ from soframe.methods.base import Direction, Given, Method
 from soframe.specs import FactorSpec, SecondOrder
 
 
-def direction_of(method: Method, given: Given) -> Direction:
+def direction_of(method: Method, step: Given) -> Direction:
     """Compute a method's update ``[groups, out, in]`` and state, in memory of their own."""
-    made = method.direct(given)
+    update = method.direct(step)
     # At each step: on one rank alone a tensor of another shape would let the others wait for it.
-    check_direction(method, given, made)
-    read = {memory_of(given.gradient), memory_of(given.incoming)}
-    state = {n: t.clone() if memory_of(t) in read else t for n, t in made.state.items()}
-    data = (tensor for tensors in given.data.values() for tensor in tensors.values())
-    kept = {memory_of(t) for t in (*state.values(), *given.state.values(), *data)}
-    shared = memory_of(made.matrix) in read | kept
-    return Direction(made.matrix.clone() if shared else made.matrix, state)
+    check_direction(method, step, update)
+    gradients = {memory_of(step.gradient), memory_of(step.incoming)}
+    state = {n: t.clone() if memory_of(t) in gradients else t for n, t in update.state.items()}
+    kept = [*state.values(), *step.state.values()]
+    for data in step.data.values():
+        kept += data.values()
+    is_shared = memory_of(update.matrix) in gradients.union(map(memory_of, kept))
+    return Direction(update.matrix.clone() if is_shared else update.matrix, state)
 
 
-def check_direction(method: Method, given: Given, made: object) -> None:
+def check_direction(method: Method, step: Given, update: object) -> None:
     """Check the type of a result, and raise if a name, shape or dtype differs from the declared."""
-    if not isinstance(made, Direction):
+    if not isinstance(update, Direction):
         raise TypeError(
             f"{method!r}: direct() must return soframe.methods.Direction(matrix, state), not "
-            f"{type(made).__name__}"
+            f"{type(update).__name__}"
         )
-    require_like(method, "direct() returned a matrix", made.matrix, given.incoming)
-    check_state(method, "direct()", made.state, given.state)
+    require_like(method, "direct() returned a matrix", update.matrix, step.incoming)
+    check_state(method, "direct()", update.state, step.state)
 
 
 def check_state(
@@ -61,20 +62,24 @@ def observed_by(
     data: SecondOrder,
 ) -> Mapping[str, Tensor]:
     """Compute a method's statistics of the gradient ``[groups, out, in]``, in new memory."""
-    made = method.observe(gradient, data)
+    observed = method.observe(gradient, data)
     for factor in factors:
         if not factor.captured:
-            require_statistics(method, factor, made.get(factor.name), "observe()")
-    own = {name: tensor.to(gradient.dtype) for name, tensor in made.items()}
-    return {n: t.clone() if memory_of(t) == memory_of(gradient) else t for n, t in own.items()}
+            require_statistics(method, factor, observed.get(factor.name), "observe()")
+    statistics: dict[str, Tensor] = {}
+    for name, tensor in observed.items():
+        moment = tensor.to(gradient.dtype)
+        is_shared = memory_of(moment) == memory_of(gradient)
+        statistics[name] = moment.clone() if is_shared else moment
+    return statistics
 
 
-def require_told(method: Method, name: str, told: frozenset[str], where: str) -> None:
+def require_named(method: Method, name: str, declared: frozenset[str], where: str) -> None:
     """Raise a ValueError if `factor_names` or `state_names` of an inner method lacks a name."""
-    if name not in told:
+    if name not in declared:
         raise ValueError(
             f"{method!r}: it has {name!r} for blocks of some shapes alone, and {where}() tells "
-            f"{sorted(told)}: override {where}() to return the names for blocks of any shape"
+            f"{sorted(declared)}: override {where}() to return the names for blocks of any shape"
         )
 
 

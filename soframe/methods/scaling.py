@@ -41,7 +41,7 @@ sum of their *weights* is the average. So statistics stay linear until they are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -155,15 +155,17 @@ class Scale:
             if empty == k:
                 return Contribution()
             positions = sum(rows / max(1, counts.samples[c]) for c, rows in counts.rows.items())
-            each = _added_up(
-                [n / max(1, counts.samples[c]) / k for n in reached]
-                for c, reached in counts.group_rows.items()
-            )
-            by_degree = (1.0 / k,) * 3 if self.own_gradients else (1.0 / k, 1.0, float(k))
-            return Contribution(by_degree, (k - empty) / k, positions / k, each)
+            of_calls: list[list[float]] = []
+            for c, reached in counts.group_rows.items():
+                of_calls.append([rows / max(1, counts.samples[c]) / k for rows in reached])
+            rows_of_groups = _added_up(of_calls)
+            by_degree = (1.0 / k, 1.0, float(k))
+            if self.own_gradients:
+                by_degree = (1.0 / k, 1.0 / k, 1.0 / k)
+            return Contribution(by_degree, (k - empty) / k, positions / k, rows_of_groups)
         samples = sum(counts.samples.get(c, in_pass) for c, in_pass in passes.items())
-        each = _added_up(counts.group_rows.values())
-        return Contribution((1.0, 1.0, 1.0), samples, sum(counts.rows.values()), each)
+        rows_of_groups = _added_up(counts.group_rows.values())
+        return Contribution((1.0, 1.0, 1.0), samples, sum(counts.rows.values()), rows_of_groups)
 
     def gradient_scale(self, factor: FactorSpec, input_weight: float) -> float:
         """Return the part of ``(g / g0)^degree`` that depends on the counts of all ranks."""
@@ -172,7 +174,6 @@ class Scale:
         return 1.0
 
 
-def _added_up(each: Iterable[Sequence[float]]) -> tuple[float, ...]:
+def _added_up(lists: Collection[Sequence[float]]) -> tuple[float, ...]:
     """Add lists of equal length elementwise; empty if there are no lists."""
-    lists = list(each)
     return tuple(map(sum, zip(*lists, strict=True))) if lists else ()

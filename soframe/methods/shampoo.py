@@ -128,15 +128,15 @@ class Shampoo(Method):
         del factor, default
         return self._root
 
-    def direct(self, given: Given) -> Direction:
-        matrix = given.incoming
-        graft = None if self.graft is None else self.graft.direct(given)
-        if graft is not None and given.updates < self.graft_steps:
+    def direct(self, step: Given) -> Direction:
+        matrix = step.incoming
+        graft = None if self.graft is None else self.graft.direct(step)
+        if graft is not None and step.updates < self.graft_steps:
             return Direction(graft.matrix, graft.state)
         if self.sides != "right":
-            matrix = given.data["L"]["root"] @ matrix
+            matrix = step.data["L"]["root"] @ matrix
         if self.sides != "left":
-            matrix = matrix @ given.data["R"]["root"]
+            matrix = matrix @ step.data["R"]["root"]
         if graft is None:
             return Direction(matrix)
         return Direction(at_length(matrix, graft.matrix), graft.state)

@@ -117,26 +117,26 @@ class SOAP(Method):
         del factor, default
         return Basis()
 
-    def direct(self, given: Given) -> Direction:
-        names = factor_names(self, given.gradient.shape)
-        if self.skip_first and given.updates == 0:
-            return Direction(torch.zeros_like(given.incoming))
-        if any(name not in given.data for name in names):
-            return Direction(given.incoming.clone())
+    def direct(self, step: Given) -> Direction:
+        names = factor_names(self, step.gradient.shape)
+        if self.skip_first and step.updates == 0:
+            return Direction(torch.zeros_like(step.incoming))
+        if any(name not in step.data for name in names):
+            return Direction(step.incoming.clone())
         first, second = self.betas
-        new = into_basis(given.gradient, given.data)
-        state = {"square": second_moment(given.state["square"], new, second)}
-        alone = given.incoming is given.gradient
-        mean = new if alone else into_basis(given.incoming, given.data)
-        if "rotated_mean" in given.state:
-            mean = state["rotated_mean"] = given.state["rotated_mean"].lerp(mean, 1 - first)
+        new = into_basis(step.gradient, step.data)
+        state = {"square": second_moment(step.state["square"], new, second)}
+        alone = step.incoming is step.gradient
+        mean = new if alone else into_basis(step.incoming, step.data)
+        if "rotated_mean" in step.state:
+            mean = state["rotated_mean"] = step.state["rotated_mean"].lerp(mean, 1 - first)
         root = state["square"].sqrt().add_(self.eps)
-        matrix = _out_of(torch.div(mean, root, out=root), given.data)
+        matrix = _out_of(torch.div(mean, root, out=root), step.data)
         if self.normalise:
             matrix = matrix / (matrix.square().mean((-2, -1), keepdim=True).sqrt() + 1e-30)
         if self.correct_bias:
             # The first update has no basis, or is skipped.
-            count = max(1, given.updates + (not (names or self.skip_first)))
+            count = max(1, step.updates + (not (names or self.skip_first)))
             matrix = matrix * (math.sqrt(1 - second**count) / (1 - first**count))
         return Direction(matrix, state)
 

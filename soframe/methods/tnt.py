@@ -71,17 +71,17 @@ class TNT(Method):
             )
         return default
 
-    def direct(self, given: Given) -> Direction:
-        left, right = given.data["L"], given.data["R"]
+    def direct(self, step: Given) -> Direction:
+        left, right = step.data["L"], step.data["R"]
         # Roots first: products of tiny eigenvalues would underflow.
         rows, columns = _unit(left), _unit(right)
         trace = (_trace(left) * _trace(right)).unsqueeze(-1)  # tau, as a product of its roots
         curvature = rows.unsqueeze(-1) * columns.unsqueeze(-2) * trace
-        damping: Tensor | float = given.damping
+        damping: Tensor | float = step.damping
         if "mean_trace" in left:  # a multiple of the block's mean eigenvalue
             damping = damping * trace / (rows.shape[-1] * columns.shape[-1])
         curvature = curvature + damping
-        rotated = turned(given.incoming, left, right, back=False)
+        rotated = turned(step.incoming, left, right, back=False)
         return Direction(turned(quotient(rotated, curvature), left, right, back=True))
 
 

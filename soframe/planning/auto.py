@@ -74,7 +74,7 @@ class Auto(Strategy):
         from soframe.planning.task import Task
 
         device = "cuda" if now.blocks[0].device.type == "cuda" else "cpu"
-        work = tuple(replace(one, device=device) for one in now.work)
+        work = tuple(replace(block_work, device=device) for block_work in now.work)
         base = Option(
             CommOpt(),
             local=now.local,
@@ -83,7 +83,7 @@ class Auto(Strategy):
             statistics_every=now.statistics_every,
             solve_every=now.solve_every,
         )
-        options = [one for one in usual(work, now.ranks, base) if one.local == now.local]
+        options = [option for option in usual(work, now.ranks, base) if option.local == now.local]
         planned = plan(
             Task(now.blocks, work, now.parameters, seconds=self.passes),
             ranks=now.ranks,
@@ -93,12 +93,13 @@ class Auto(Strategy):
             options=options,
             refused=now.refused,
         )
-        chosen, others = planned.chosen, [row for row in planned.fitting if row != planned.chosen]
-        said = "; ".join(
+        chosen = planned.chosen
+        runners_up = [row for row in planned.fitting if row != chosen][:RUNNERS_UP]
+        prices = "; ".join(
             f"{row.option} {1e3 * row.timing.mean:.3g} ms, {format_bytes(row.memory['total'])}"
-            for row in (chosen, *others[:RUNNERS_UP])
+            for row in (chosen, *runners_up)
         )
-        note = f"chosen by a plan on {planned.hardware.name}, of {len(options)}: {said}; "
+        note = f"chosen by a plan on {planned.hardware.name}, of {len(options)}: {prices}; "
         note += planned.why
         log.info("soframe: %s", note)
         return _Noted(chosen.option.strategy, note)
@@ -114,11 +115,13 @@ class Auto(Strategy):
                 "strategy 'auto' measures its ranks, and these are simulated: give it a profile, "
                 "soframe.Auto(hardware=...)"
             )
-        sides = sorted({factor.size for work in now.work for factor in work.factors})
+        sides: set[int] = set()
+        for work in now.work:
+            sides.update(factor.size for factor in work.factors)
         return measure(
             now.blocks[0].device,
             backend=now.backend,
-            sides=sides or None,
+            sides=sorted(sides) or None,
             dtypes=sorted({work.dtype for work in now.work}),
             budget=self.budget,
         )

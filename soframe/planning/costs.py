@@ -76,28 +76,32 @@ def parts(placement: Placement) -> dict[Part, list[int]]:
         work, place = placement.work[members[0]], placement.blocks[members[0]]
         captured = [index for index, factor in enumerate(work.factors) if factor.captured]
         directs.append((number, place.gradient_workers))
-        gathers.append((number, {*chain.from_iterable(map(place.contributing, captured))}))
+        gathers.append((number, set(chain.from_iterable(map(place.contributing, captured)))))
         for index, factor in enumerate(work.factors):
             kind = holds if index in captured else makes
             kind.append(((number, index), place.holding(index)))
-            for member in members if factor.name not in work.unsolved else ():
-                solves[placement.blocks[member].owners[index]][number, index] += 1
-    solved = [tuple((*key, count) for key, count in sorted(own.items())) for own in solves]
-    roles = (_by_rank(directs, ranks), _by_rank(gathers, ranks))
-    places = (_by_rank(holds, ranks), _by_rank(makes, ranks))
-    found: dict[Part, list[int]] = {}
-    for rank, own in enumerate(zip(solved, *roles, *places, strict=True)):
-        found.setdefault(Part(*own), []).append(rank)
-    return found
+            if factor.name in work.unsolved:
+                continue
+            for member in members:
+                owner = placement.blocks[member].owners[index]
+                solves[owner][number, index] += 1
+    directs_of, gathers_of = _by_rank(directs, ranks), _by_rank(gathers, ranks)
+    holds_of, makes_of = _by_rank(holds, ranks), _by_rank(makes, ranks)
+    ranks_of: dict[Part, list[int]] = {}
+    for rank in ranks:
+        solved = tuple((*key, count) for key, count in sorted(solves[rank].items()))
+        part = Part(solved, directs_of[rank], gathers_of[rank], holds_of[rank], makes_of[rank])
+        ranks_of.setdefault(part, []).append(rank)
+    return ranks_of
 
 
 def _by_rank(entries: Entries[Entry], ranks: range) -> list[tuple[Entry, ...]]:
     """Return the sorted entries of each rank, from the ranks of each entry."""
-    own: list[list[Entry]] = [[] for _ in ranks]
-    for entry, some in entries:
-        for rank in some:
-            own[rank].append(entry)
-    return [tuple(sorted(each)) for each in own]
+    entries_of: list[list[Entry]] = [[] for _ in ranks]
+    for entry, its_ranks in entries:
+        for rank in its_ranks:
+            entries_of[rank].append(entry)
+    return [tuple(sorted(rank_entries)) for rank_entries in entries_of]
 
 
 class Costs:
@@ -125,27 +129,30 @@ class Costs:
     def statistics(self) -> Mapping[str, Priced]:
         """The cost of the moments of each block's calls, by the block's name."""
         shared = SharedInputs()
-        made: dict[int, Tensor] = {}
-        of_helper = {helper: block for block in self._task.blocks for helper in block.helpers}
-        found = {block.name: Priced() for block in self._task.blocks}
+        likenesses: dict[int, Tensor] = {}
+        block_of: dict[LayerHelper, Block] = {}
+        for block in self._task.blocks:
+            block_of.update(dict.fromkeys(block.helpers, block))
+        costs = {block.name: Priced() for block in self._task.blocks}
         with self._paper, torch.no_grad():
             for call in self._task.calls:
-                block = of_helper[call.helper]
-                if block.captured:
-                    # A tensor that several layers read is one here, too.
-                    inputs = tuple(made.setdefault(id(x), self._like(x)) for x in call.inputs)
-                    rows = call.helper.output_rows(self._like(call.output))
-                    run = functools.partial(self._moments, block, call.helper, inputs, rows, shared)
-                    with without_numbers(f"the statistics of {block.name!r}", REMEDY):
-                        one = self._paper.price(run, products=self._fast)
-                    before = found[block.name]
-                    host = self.hardware.hooked(type(call.helper), one.operators)
-                    found[block.name] = Priced(
-                        before.seconds + one.seconds,
-                        before.operators + one.operators,
-                        host=before.host + host,
-                    )
-        return found
+                block = block_of[call.helper]
+                if not block.captured:
+                    continue
+                # A tensor that several layers read is one here, too.
+                inputs = tuple(likenesses.setdefault(id(x), self._like(x)) for x in call.inputs)
+                rows = call.helper.output_rows(self._like(call.output))
+                run = functools.partial(self._moments, block, call.helper, inputs, rows, shared)
+                with without_numbers(f"the statistics of {block.name!r}", REMEDY):
+                    cost = self._paper.price(run, products=self._fast)
+                total = costs[block.name]
+                host = self.hardware.hooked(type(call.helper), cost.operators)
+                costs[block.name] = Priced(
+                    total.seconds + cost.seconds,
+                    total.operators + cost.operators,
+                    host=total.host + host,
+                )
+        return costs
 
     def _moments(
         self,
@@ -163,51 +170,51 @@ class Costs:
         ]
 
     def _like(self, tensor: Tensor) -> Tensor:
-        made = self._paper.new(tensor.shape, tensor.dtype)
-        return made.requires_grad_(tensor.requires_grad)
+        likeness = self._paper.new(tensor.shape, tensor.dtype)
+        return likeness.requires_grad_(tensor.requires_grad)
 
     def _data(self, block: Block, blocks: int) -> dict[str, dict[str, Tensor]]:
         """Return second-order data of some blocks side by side."""
-        shapes = {f: {n: spec.shape for n, spec in own.items()} for f, own in block.tensors.items()}
-        shapes |= {factor.name: {VALUE: factor.shape} for factor in block.unsolved}
-        return {
-            factor: {n: self._paper.new(_times(s, blocks), block.dtype) for n, s in own.items()}
-            for factor, own in shapes.items()
-        }
+        shapes: dict[str, dict[str, Sequence[int]]] = {}
+        for factor, specs in block.tensors.items():
+            shapes[factor] = {name: spec.shape for name, spec in specs.items()}
+        for unsolved in block.unsolved:
+            shapes[unsolved.name] = {VALUE: unsolved.shape}
+        data: dict[str, dict[str, Tensor]] = {}
+        for factor, tensors in shapes.items():
+            data[factor] = {}
+            for name, shape in tensors.items():
+                data[factor][name] = self._paper.new(_times(shape, blocks), block.dtype)
+        return data
 
     def solve(self, solves: Sequence[tuple[Sequence[int], int, int]]) -> Priced:
         """Return the cost of solving factors: of a stack, by index, of a number of its blocks."""
-        found = []
+        calls = []
         for stack, factor, blocks in solves:
             block = self._task.blocks[stack[0]]
             spec = block.factors[factor]
             solver = next(solver for index, _, solver in block.solved_here if index == factor)
             last = block.tensors[spec.name] if solver.continues else {}
-            shapes = {name: _times(one.shape, blocks) for name, one in last.items()}
-            shape = _times(spec.shape, blocks)
-            found.append((solver, shape, block.dtype, tuple(shapes.items())))
+            shapes = {name: _times(tensor.shape, blocks) for name, tensor in last.items()}
+            calls.append((solver, _times(spec.shape, blocks), block.dtype, tuple(shapes.items())))
 
         def make() -> Callable[[], object]:
             new = self._paper.new
-            problems = [
-                Problem(
-                    solver,
-                    new(shape, dtype),
-                    new(shape[:1], dtype),
-                    {n: new(s, dtype) for n, s in last},
-                )
-                for solver, shape, dtype, last in found
-            ]
+            problems = []
+            for solver, shape, dtype, last in calls:
+                last_data = {name: new(sizes, dtype) for name, sizes in last}
+                matrix, damping = new(shape, dtype), new(shape[:1], dtype)
+                problems.append(Problem(solver, matrix, damping, last_data))
             return lambda: solve_stacks(problems)
 
         # A solver of a user may not be hashable.
-        key = ("solve", *((repr(solver), *rest) for solver, *rest in found))
+        key = ("solve", *((repr(solver), *rest) for solver, *rest in calls))
         return self._once("a solve", key, make, "float32")
 
     def direct(self, stack: Sequence[int]) -> Priced:
         """Return the cost of the updates of a stack."""
         method = self._task.blocks[stack[0]].method
-        return self._of_stack("direct", stack, lambda given: direction_of(method, given))
+        return self._of_stack("direct", stack, lambda step: direction_of(method, step))
 
     def observe(self, stack: Sequence[int]) -> Priced:
         """Return the cost of a stack's statistics of averaged gradients."""
@@ -215,9 +222,9 @@ class Costs:
         if len(block.captured) == len(block.factors):
             return Priced()
 
-        def run(given: Given) -> object:
-            factors = block.method.factors(BlockShape(*given.gradient.shape))
-            return observed_by(block.method, factors, given.gradient, given.data)
+        def run(step: Given) -> object:
+            factors = block.method.factors(BlockShape(*step.gradient.shape))
+            return observed_by(block.method, factors, step.gradient, step.data)
 
         return self._of_stack("observe", stack, run)
 
@@ -227,8 +234,8 @@ class Costs:
         if not (block.states and block.method.rebases):
             return Priced()
 
-        def run(given: Given) -> object:
-            return block.method.rebase(given.state, given.data, given.data)
+        def run(step: Given) -> object:
+            return block.method.rebase(step.state, step.data, step.data)
 
         return self._of_stack("rebase", stack, run)
 
@@ -241,10 +248,10 @@ class Costs:
 
         def make() -> Callable[[], object]:
             gradient = self._paper.new(shape, block.dtype)
-            state = {name: self._paper.new(own, block.dtype) for name, own in states.items()}
+            state = {name: self._paper.new(sizes, block.dtype) for name, sizes in states.items()}
             data = self._data(block, len(stack))
-            given = Given(gradient, gradient, data, state, UPDATES, block.solver, DAMPING)
-            return lambda: run(given)
+            step = Given(gradient, gradient, data, state, UPDATES, block.solver, DAMPING)
+            return lambda: run(step)
 
         parts = (id(block.method), repr(block.solver))
         of_block = (*parts, block.factors, block.dtype, tuple(states.items()))
@@ -279,40 +286,41 @@ class Costs:
         solve = self.solve([(stacks[s], factor, blocks) for s, factor, blocks in part.solves])
         directs = [self.direct(stacks[stack]) for stack in part.directs]
         observes = [self.observe(stacks[stack]) for stack in part.directs]
-        gradients = [
-            size * prod(self.shape(members)) for size, members in zip(item, stacks, strict=True)
-        ]
-        places = [placement.blocks[members[0]] for members in stacks]
-        held = sum(
-            item[stack] * len(stacks[stack]) * (one.packed_numel if packed else prod(one.shape))
-            for stack, factor in part.holds
-            for one, packed in [(first[stack].factors[factor], places[stack].packed)]
-        )
-        matrices = sum(
-            item[stack] * blocks * prod(first[stack].factors[factor].shape)
-            for stack, factor, blocks in part.solves
-        )
-        gathered = [
-            self.statistics[self.work[index].name]
-            for stack in part.gathers
-            for index in stacks[stack]
-        ]
+        gathered: list[Priced] = []
+        for stack in part.gathers:
+            gathered += [self.statistics[self.work[index].name] for index in stacks[stack]]
+
+        # Bytes of running factors, and of matrices to be solved.
+        factors = matrices = 0
+        for stack, index in part.holds:
+            spec, is_packed = first[stack].factors[index], placement.blocks[stacks[stack][0]].packed
+            numel = spec.packed_numel if is_packed else prod(spec.shape)
+            factors += item[stack] * len(stacks[stack]) * numel
+        for stack, index, blocks in part.solves:
+            matrices += item[stack] * blocks * prod(first[stack].factors[index].shape)
+
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
             statistics=self._with_host(
-                sum(one.host for one in gathered),
-                sum(one.seconds for one in gathered),
+                sum(call.host for call in gathered), sum(call.seconds for call in gathered)
             ),
             # Zeros and multiplied sums, which are added to the averages.
-            average=6 * held / bandwidth + launch * len(part.holds),
-            observe=sum(one.seconds for one in observes),
+            average=6 * factors / bandwidth + launch * len(part.holds),
+            observe=sum(update.seconds for update in observes),
             # A triangle is read, and the matrix written.
             solve=solve.seconds + 1.5 * matrices / bandwidth,
-            direct=sum(one.seconds for one in directs),
+            direct=sum(update.seconds for update in directs),
             write=self._with_host(
-                self.hardware.host * len(self.work), 4 * sum(gradients) / bandwidth
+                self.hardware.host * len(self.work), 4 * self._gradients(placement) / bandwidth
             ),
         )
+
+    def _gradients(self, placement: Placement) -> int:
+        """Return the bytes of all stacks' gradients."""
+        size = 0
+        for members in placement.stacks:
+            size += ITEM_BYTES[self.work[members[0]].dtype] * prod(self.shape(members))
+        return size
 
     def _with_host(self, host: float, device: float) -> float:
         """Return the seconds of both: a GPU works while the host goes on, a CPU does not."""

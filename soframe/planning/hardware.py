@@ -166,11 +166,11 @@ class Hardware:
             return batch * self._curve(operator, dtype)(side, 3)
         rows = self.batched[key]
         batches = sorted({size for _, size, _ in rows})
-        curves = {
-            size: Curve(tuple(sorted((float(n), s) for n, b, s in rows if b == size)))
-            for size in batches
-        }
-        along = Curve(tuple((float(size), curves[size](side, 3)) for size in batches))
+        times = []  # of this side, by batch
+        for size in batches:
+            points = sorted((float(n), seconds) for n, b, seconds in rows if b == size)
+            times.append((float(size), Curve(tuple(points))(side, 3)))
+        along = Curve(tuple(times))
         if batch <= batches[-1]:
             return along(batch)
         return along(batches[-1]) * batch / batches[-1]
@@ -211,10 +211,10 @@ class Hardware:
 
     @cached_property
     def _measured(self) -> dict[str, dict[int, Curve]]:
-        found: dict[str, dict[int, Curve]] = {}
-        for one in self.collectives:
-            found.setdefault(one.operation, {})[one.ranks] = one.seconds
-        return found
+        curves: dict[str, dict[int, Curve]] = {}
+        for collective in self.collectives:
+            curves.setdefault(collective.operation, {})[collective.ranks] = collective.seconds
+        return curves
 
     def _by_links(self, operation: str, size: float, ranks: int, group: Sequence[int]) -> float:
         """Price a collective by a ring for its bytes and a tree for its latency."""
@@ -234,8 +234,12 @@ class Hardware:
         plain = dataclasses.asdict(self)
         plain["operators"] = {name: _plain(curve) for name, curve in self.operators.items()}
         plain["collectives"] = [
-            {"operation": one.operation, "ranks": one.ranks, **_plain(one.seconds)}
-            for one in self.collectives
+            {
+                "operation": collective.operation,
+                "ranks": collective.ranks,
+                **_plain(collective.seconds),
+            }
+            for collective in self.collectives
         ]
         path.write_text(json.dumps(plain, indent=1) + "\n")
 
@@ -259,14 +263,13 @@ class Hardware:
 
     @classmethod
     def _from(cls, plain: dict[str, Any]) -> Hardware:
-        operators = {name: _curve(one) for name, one in plain.pop("operators").items()}
-        batched = {
-            name: tuple((int(n), int(b), float(s)) for n, b, s in rows)
-            for name, rows in plain.pop("batched", {}).items()
-        }
+        operators = {name: _curve(curve) for name, curve in plain.pop("operators").items()}
+        batched = {}
+        for name, rows in plain.pop("batched", {}).items():
+            batched[name] = tuple((int(n), int(b), float(seconds)) for n, b, seconds in rows)
         collectives = tuple(
-            Collective(one.pop("operation"), one.pop("ranks"), _curve(one))
-            for one in plain.pop("collectives", [])
+            Collective(row.pop("operation"), row.pop("ranks"), _curve(row))
+            for row in plain.pop("collectives", [])
         )
         within, across = plain.pop("within"), plain.pop("across", None)
         return cls(

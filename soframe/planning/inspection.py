@@ -117,21 +117,18 @@ def _input(text: str) -> torch.Tensor:
 
 def as_dict(report: soframe.Report, placement: soframe.Placement) -> dict[str, Any]:
     """Return the results of `inspect` as plain values."""
-    placed = zip(placement.work, placement.blocks, strict=True)
+    blocks: dict[str, Any] = {}
+    for work, block in placement.pairs:
+        names = [factor.name for factor in work.factors]
+        blocks[work.name] = {
+            "owners": dict(zip(names, block.owners, strict=True)),
+            "gradient_workers": list(block.gradient_workers),
+            "sources": list(block.sources),
+        }
     return {
         "strategy": placement.strategy,
         "notes": list(placement.notes),
         "parameters": [asdict(row) for row in report],
-        "blocks": {
-            work.name: {
-                "owners": {
-                    factor.name: owner
-                    for factor, owner in zip(work.factors, block.owners, strict=True)
-                },
-                "gradient_workers": list(block.gradient_workers),
-                "sources": list(block.sources),
-            }
-            for work, block in placed
-        },
+        "blocks": blocks,
         "ranks": [placement.memory(rank) for rank in range(placement.world_size)],
     }

@@ -9,6 +9,7 @@ leads back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -22,25 +23,32 @@ Shape = tuple[int, int]
 
 def kind_of(model: nn.Module) -> str:
     """Return the kind of a model: a name of `soframe.Recommendation`."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if trained < sum(p.numel() for p in model.parameters()) / 2:
+    if _is_mostly_frozen(model):
         return "adapters"
     modules = list(model.modules())
-    has_norms = any(_is_norm_of_features(module) for module in modules)
-    has_tables = any(isinstance(module, nn.Embedding) for module in modules)
-    has_attention = any(_attends(m, has_tokens=has_norms or has_tables) for m in modules)
-    is_recurrent = any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in modules)
-    if is_recurrent and not has_attention:
+    has_norms = any(map(_is_norm_of_features, modules))
+    has_tables = _has_any(modules, nn.Embedding)
+    attends = partial(_attends, has_tokens=has_norms or has_tables)
+    has_attention = any(map(attends, modules))
+    if _has_any(modules, nn.RNNBase, nn.RNNCellBase) and not has_attention:
         return "recurrent"
     convolutions = [module for module in modules if isinstance(module, _ConvNd)]
-    overlap = any(_overlaps(module) for module in convolutions)
-    # A vision transformer embeds patches, by a convolution whose kernels do not overlap.
-    has_patches = not overlap and any(max(module.stride) > 1 for module in convolutions)
+    overlap = any(map(_overlaps, convolutions))
+    has_patches = _embed_patches(convolutions)
     has_tokens = has_attention or (has_norms and (has_tables or has_patches))
     mostly_convolutions = _is_most(convolutions, model)
     if has_tokens and (has_patches or not mostly_convolutions):
         return "transformer"
     return "convolutional" if overlap or mostly_convolutions else "dense"
+
+
+def _is_mostly_frozen(model: nn.Module) -> bool:
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trained < sum(p.numel() for p in model.parameters()) / 2
+
+
+def _has_any(modules: Sequence[nn.Module], *classes: type[nn.Module]) -> bool:
+    return any(isinstance(module, classes) for module in modules)
 
 
 def _is_norm_of_features(module: nn.Module) -> bool:
@@ -56,13 +64,25 @@ def _overlaps(convolution: _ConvNd) -> bool:
     return any(kernel > stride for kernel, stride in pairs)
 
 
+def _embed_patches(convolutions: Sequence[_ConvNd]) -> bool:
+    """Return whether some have strides and none overlap, as in a vision transformer."""
+    has_stride = any(max(convolution.stride) > 1 for convolution in convolutions)
+    return has_stride and not any(map(_overlaps, convolutions))
+
+
 def _is_most(convolutions: Sequence[_ConvNd], model: nn.Module) -> bool:
     """Return whether convolutions have most of the matrices' entries, tables apart."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    matrices = {id(p): p.numel() for p in model.parameters() if p.dim() > 1}
-    kernels = {id(p) for module in convolutions for p in module.parameters(recurse=False)}
-    others = sum(size for key, size in matrices.items() if key not in kernels | tables)
-    return sum(size for key, size in matrices.items() if key in kernels) > others
+    kernels: set[int] = set()
+    for module in convolutions:
+        kernels.update(map(id, module.parameters(recurse=False)))
+    in_kernels, elsewhere = 0, 0
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and id(parameter) in kernels:
+            in_kernels += parameter.numel()
+        elif parameter.dim() > 1 and id(parameter) not in tables:
+            elsewhere += parameter.numel()
+    return in_kernels > elsewhere
 
 
 def _attends(module: nn.Module, *, has_tokens: bool) -> bool:
@@ -94,21 +114,28 @@ def _has_fused(shapes: Sequence[Shape]) -> bool:
 def _are_separate(shapes: Sequence[Shape], *, has_tokens: bool) -> bool:
     """Return whether layers are those of queries, keys and values, perhaps with a way back."""
     # Three equal layers may be a perceptron's.
-    if has_tokens and len(shapes) == 3 and len({into for _, into in shapes}) == 1:
-        outs = [out for out, _ in shapes]
-        if _are_projections(outs, max(outs)):
-            return True
+    if has_tokens and _are_three_projections(shapes):
+        return True
     inputs = {into for _, into in shapes}
     for index, (width, hidden) in enumerate(shapes):
         projections = [*shapes[:index], *shapes[index + 1 :]]
+        if any(into != width for _, into in projections):
+            continue
         outs = [out for out, _ in projections]
-        from_width = all(into == width for _, into in projections)
         # Keys and values in one layer are split before they are used.
         is_split = len(outs) == 2 and not inputs.issuperset(outs)
-        enough = is_split or (len(outs) == 3 and has_tokens)
-        if from_width and enough and _are_projections(outs, hidden):
+        is_complete = is_split or (len(outs) == 3 and has_tokens)
+        if is_complete and _are_projections(outs, hidden):
             return True
     return False
+
+
+def _are_three_projections(shapes: Sequence[Shape]) -> bool:
+    """Return whether layers are those of queries, keys and values, without a way back."""
+    if len(shapes) != 3 or len({into for _, into in shapes}) > 1:
+        return False
+    outs = [out for out, _ in shapes]
+    return _are_projections(outs, max(outs))
 
 
 def _are_projections(outs: Sequence[int], queries: int) -> bool:

@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,8 +144,8 @@ def measure(
             *products(device, dtypes, half=half > 0),
             *factorisations(device, dtypes, _some(sides or SIDES)),
         ]
-        found = seconds(series, backend, device, (1 - PYTHON) * budget)
-        return _profile(device, backend, found, _python(device, PYTHON * budget))
+        samples = seconds(series, backend, device, (1 - PYTHON) * budget)
+        return _profile(device, backend, samples, _python(device, PYTHON * budget))
 
 
 def _some(sides: Sequence[int]) -> list[int]:
@@ -183,28 +184,27 @@ def products(
     sides = sides or (OF_GPU if device.type == "cuda" else OF_PRODUCTS)
 
     def product(dtype: torch.dtype, side: int) -> Call:
-        left, right = torch.randn(2, side, side, device=device).to(dtype)
-        return lambda: torch.mm(left, right)
+        first, second = torch.randn(2, side, side, device=device).to(dtype)
+        return lambda: torch.mm(first, second)
 
     def convolution(dtype: torch.dtype, channels: int) -> Call:
         inputs = torch.randn(8, channels, 14, 14, device=device).to(dtype)
         weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
         return lambda: torch.nn.functional.conv2d(inputs, weight, padding=1)
 
-    found = [
-        Series(f"{operator}:{name}", sizes, partial(make, getattr(torch, name)), power)
-        for operator, sizes, make, power in (
-            ("product", sides, product, 2.5),
-            ("convolution", CHANNELS, convolution, 2.0),
-        )
-        for name in dict.fromkeys(["float32", *dtypes] if operator == "product" else dtypes)
-    ]
+    series: list[Series] = []
+    for name in dict.fromkeys(["float32", *dtypes]):
+        make = partial(product, getattr(torch, name))
+        series.append(Series(f"product:{name}", sides, make, 2.5))
+    for name in dict.fromkeys(dtypes):
+        make = partial(convolution, getattr(torch, name))
+        series.append(Series(f"convolution:{name}", CHANNELS, make, 2.0))
     if device.type == "cuda":
         make = partial(product, torch.float32)
-        found.append(Series("product:tf32", sides, make, 2.5, precision="fast"))
+        series.append(Series("product:tf32", sides, make, 2.5, precision="fast"))
     if half and "bfloat16" not in dtypes:
-        found.append(Series("product:bfloat16", sides, partial(product, torch.bfloat16), 2.5))
-    return found
+        series.append(Series("product:bfloat16", sides, partial(product, torch.bfloat16), 2.5))
+    return series
 
 
 def factorisations(
@@ -226,15 +226,16 @@ def factorisations(
         matrix.diagonal(dim1=-2, dim2=-1).add_(0.1)
         return factorise[operator](matrix)
 
-    found = []
-    for operator in factorise:
-        for name in dict.fromkeys("float64" if one == "float64" else "float32" for one in dtypes):
-            for batch in BATCHES if device.type == "cuda" else (1,):
-                # The smallest side in any case, and others up to a quarter of a gigabyte.
-                fit = [side for side in sides if side == sides[0] or batch * side**2 <= 2**26]
-                call = partial(make, operator, getattr(torch, name), batch)
-                found.append(Series(f"{operator}:{name}", fit, call, 2.5, batch))
-    return found
+    series = []
+    batches = BATCHES if device.type == "cuda" else (1,)
+    # Half precision is factorised in float32.
+    names = dict.fromkeys(name if name == "float64" else "float32" for name in dtypes)
+    for operator, name, batch in itertools.product(factorise, names, batches):
+        # The smallest side in any case, and others up to a quarter of a gigabyte.
+        fit = [side for side in sides if side == sides[0] or batch * side**2 <= 2**26]
+        call = partial(make, operator, getattr(torch, name), batch)
+        series.append(Series(f"{operator}:{name}", fit, call, 2.5, batch))
+    return series
 
 
 def _inverse(matrix: Tensor) -> Call:
@@ -251,31 +252,12 @@ def _triangular(matrix: Tensor) -> Call:
 
 def collectives(backend: Backend, device: torch.device, sizes: Sequence[int]) -> list[Series]:
     """Return the collectives of all ranks by bytes, and from four ranks on also of pairs."""
-    ranks, rank = backend.world_size, backend.rank
+    ranks = backend.world_size
     if ranks == 1:
         return []
     everyone: Group = tuple(range(ranks))
-    pairs: list[Group] = [(one, one + 1) for one in range(0, ranks - 1, 2)]
-    wire = backend.wire_device(device)
-
-    def make(operation: str, groups: Sequence[Group], size: int) -> Call:
-        share = math.ceil(size / 4 / ranks)
-        flat, shares = torch.zeros(share * ranks, device=wire), [share] * ranks
-        others = [0 if other == rank else len(flat) // (ranks - 1) for other in everyone]
-        group = next((group for group in groups if rank in group), None)
-        roots = itertools.cycle(group or ())  # roots take turns
-        calls: dict[str, Callable[[], Handle]] = {
-            "all_reduce": lambda: backend.all_reduce(flat, PHASE),
-            "reduce": lambda: backend.reduce(flat, next(roots), group or (), PHASE),
-            "broadcast": lambda: backend.broadcast(flat, next(roots), group or (), PHASE),
-            "reduce_scatter": lambda: backend.reduce_scatter(flat, shares, PHASE),
-            "all_gather_shares": lambda: backend.all_gather_shares(flat, shares, PHASE),
-            "all_to_all": lambda: backend.all_to_all(flat[: sum(others)], others, others, PHASE)[1],
-        }
-        if group is None:  # the last of an odd number of ranks
-            return lambda: None
-        return lambda: calls[operation]().wait()
-
+    pairs: list[Group] = [(first, first + 1) for first in range(0, ranks - 1, 2)]
+    make = partial(_collective, backend, backend.wire_device(device))
     shapes: list[tuple[str, Sequence[Group]]] = [(name, [everyone]) for name in COLLECTIVES]
     if ranks >= 4:
         backend.prepare(pairs)
@@ -286,6 +268,30 @@ def collectives(backend: Backend, device: torch.device, sizes: Sequence[int]) ->
         Series(operation, sizes, partial(make, operation, groups), 1.0, groups=groups)
         for operation, groups in shapes
     ]
+
+
+def _collective(
+    backend: Backend, wire: torch.device, operation: str, groups: Sequence[Group], size: int
+) -> Call:
+    """Return a collective of some bytes, in all groups at the same time."""
+    ranks, rank = backend.world_size, backend.rank
+    group = next((group for group in groups if rank in group), ())
+    if not group:  # the last of an odd number of ranks
+        return lambda: None
+    share = math.ceil(size / 4 / ranks)
+    flat = torch.zeros(share * ranks, device=wire)
+    shares = [share for _ in range(ranks)]
+    sends = [0 if peer == rank else len(flat) // (ranks - 1) for peer in range(ranks)]
+    roots = itertools.cycle(group)  # roots take turns
+    calls: dict[str, Callable[[], Handle]] = {
+        "all_reduce": lambda: backend.all_reduce(flat, PHASE),
+        "reduce": lambda: backend.reduce(flat, next(roots), group, PHASE),
+        "broadcast": lambda: backend.broadcast(flat, next(roots), group, PHASE),
+        "reduce_scatter": lambda: backend.reduce_scatter(flat, shares, PHASE),
+        "all_gather_shares": lambda: backend.all_gather_shares(flat, shares, PHASE),
+        "all_to_all": lambda: backend.all_to_all(flat[: sum(sends)], sends, sends, PHASE)[1],
+    }
+    return lambda: calls[operation]().wait()
 
 
 # -- samples ---------------------------------------------------------------------------------------
@@ -318,34 +324,36 @@ def seconds(
     end = time.perf_counter() + budget
     points: list[_Point] = []
     other = torch.ones(CACHES // 4 if device.type == "cpu" else 0, device="cpu")
-    for index, one in enumerate(series):
-        share = left = budget / (len(series) - index)
-        least: dict[int, float] = {}  # seconds of the fewest samples, by size
-        for size in one.sizes:
-            bounds = [cost * max(1.0, size / n) ** one.power for n, cost in least.items()]
-            if len(least) >= 2 and min(bounds) > left:
+    for index, curve in enumerate(series):
+        share = remaining = budget / (len(series) - index)
+        fewest: dict[int, float] = {}  # seconds of the fewest samples, by size
+        for size in curve.sizes:
+            bounds = [cost * max(1.0, size / n) ** curve.power for n, cost in fewest.items()]
+            if len(fewest) >= 2 and min(bounds) > remaining:
                 continue
             start = time.perf_counter()
-            call = one.make(size)
-            made = time.perf_counter() - start
-            with within(one.precision):
-                _sample(backend, device, one, call, 1, other)
+            call = curve.make(size)
+            making = time.perf_counter() - start
+            with within(curve.precision):
+                _sample(backend, device, curve, call, 1, other)
                 start = time.perf_counter()
-                once = _sample(backend, device, one, call, 1, other)
+                calling = _sample(backend, device, curve, call, 1, other)
             _meet(backend, device)
-            waited = time.perf_counter() - start - once
-            made, once, waited = _of_rank_zero(backend, [made, once, waited])
-            repeats = 1 if one.groups or one.cold(device) else min(20, max(1, int(TICK / once)))
-            each = waited + repeats * once
-            samples = int(share / 2 / len(one.sizes) / rounds / each)
-            points.append(_Point(one, size, repeats, min(MOST, max(1, samples))))
-            with within(one.precision):
-                first = _sample(backend, device, one, call, repeats, other)
+            meeting = time.perf_counter() - start - calling
+            making, calling, meeting = _of_rank_zero(backend, [making, calling, meeting])
+            repeats = 1
+            if not (curve.groups or curve.cold(device)):
+                repeats = min(20, max(1, int(TICK / calling)))
+            sampling = meeting + repeats * calling
+            samples = int(share / 2 / len(curve.sizes) / rounds / sampling)
+            points.append(_Point(curve, size, repeats, min(MOST, max(1, samples))))
+            with within(curve.precision):
+                first = _sample(backend, device, curve, call, repeats, other)
             points[-1].seconds.append(first)
-            fixed = (1 + rounds) * made + 2 * (waited + once)
-            least[size] = fixed + rounds * each
-            left -= fixed + rounds * points[-1].samples * each
-        budget -= share - left
+            fixed = (1 + rounds) * making + 2 * (meeting + calling)
+            fewest[size] = fixed + rounds * sampling
+            remaining -= fixed + rounds * points[-1].samples * sampling
+        budget -= share - remaining
     for point in itertools.chain.from_iterable(itertools.repeat(points, rounds)):
         if _of_rank_zero(backend, [end - time.perf_counter()])[0] < 0:
             break
@@ -397,8 +405,8 @@ def _meet(backend: Backend, device: torch.device) -> None:
 def _of_rank_zero(backend: Backend, numbers: Sequence[float]) -> list[float]:
     vector = _on_wire(backend, numbers)
     backend.broadcast(vector, 0, tuple(range(backend.world_size)), PHASE).wait()
-    found: list[float] = vector.tolist()
-    return found
+    values: list[float] = vector.tolist()
+    return values
 
 
 def _on_wire(backend: Backend, numbers: Sequence[float]) -> Tensor:
@@ -408,16 +416,17 @@ def _on_wire(backend: Backend, numbers: Sequence[float]) -> Tensor:
 
 def _over_ranks(points: Sequence[_Point], backend: Backend) -> dict[Series, dict[int, float]]:
     """Return the median of each point over samples and ranks, for collectives of the slowest."""
-    mine = _on_wire(backend, [second for point in points for second in point.seconds])
-    every = torch.stack(backend.all_gather(mine, PHASE)).cpu()  # [ranks, samples]
-    found: dict[Series, dict[int, float]] = {}
-    parts = every.split([len(point.seconds) for point in points], dim=1)
+    samples = list(itertools.chain.from_iterable(point.seconds for point in points))
+    gathered = backend.all_gather(_on_wire(backend, samples), PHASE)
+    seconds = torch.stack(gathered).cpu()  # [ranks, samples]
+    medians: dict[Series, dict[int, float]] = {}
+    parts = seconds.split([len(point.seconds) for point in points], dim=1)
     for point, part in sorted(zip(points, parts, strict=True), key=lambda pair: pair[0].size):
         if groups := point.series.groups:
             slowest = [part[list(group)].amax(0) for group in groups]
             part = torch.stack(slowest).mean(0)  # noqa: PLW2901
-        found.setdefault(point.series, {})[point.size] = part.quantile(0.5).item()
-    return found
+        medians.setdefault(point.series, {})[point.size] = part.quantile(0.5).item()
+    return medians
 
 
 # -- the profile -----------------------------------------------------------------------------------
@@ -426,63 +435,87 @@ def _over_ranks(points: Sequence[_Point], backend: Backend) -> dict[Series, dict
 def _profile(
     device: torch.device,
     backend: Backend,
-    found: dict[Series, dict[int, float]],
+    samples: dict[Series, dict[int, float]],
     python: _Host,
 ) -> Hardware:
     cuda = device.type == "cuda"
-    operators: dict[str, Curve] = {}
-    batched: dict[str, tuple[tuple[int, int, float], ...]] = {}
     measured: list[Collective] = []
     launch = bandwidth = 0.0
-    for one, times in found.items():
-        operator = one.key.split(":")[0]
-        if one.key == "launch":
+    for series, times in samples.items():
+        if series.key == "launch":
             (launch,) = times.values()
-        elif one.key == "bandwidth":
+        elif series.key == "bandwidth":
             ((size, second),) = times.items()
             bandwidth = 2 * size / second  # read and written
-        elif one.groups:
-            measured.append(Collective(one.key, len(one.groups[0]), _curve(times, float)))
-        else:
-            if one.batch == 1:
-                operators[one.key] = _curve(times, FLOPS.get(operator, float))
-            if cuda and operator not in FLOPS:
-                rows = tuple((side, one.batch, second) for side, second in times.items())
-                batched[one.key] = batched.get(one.key, ()) + rows
-    about = {
-        "host": platform.node(),
-        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
-        "threads": torch.get_num_threads(),
-        "memory": torch.cuda.get_device_properties(device).total_memory if cuda else None,
-    }
-    every = [json.loads(text) for text in gather_texts(backend, json.dumps(about), PHASE)]
-    node = _node([one["host"] for one in every])
-    links = [_link(one) for one in measured if one.operation == "broadcast"]  # of all, of pairs
-    slots = None if cuda else len(os.sched_getaffinity(0)) / torch.get_num_threads()
+        elif series.groups:
+            measured.append(Collective(series.key, len(series.groups[0]), _curve(times, float)))
+    texts = gather_texts(backend, json.dumps(_description(device)), PHASE)
+    descriptions = [json.loads(text) for text in texts]
+    node = _node([description["host"] for description in descriptions])
+    broadcasts = [curve for curve in measured if curve.operation == "broadcast"]
+    links = list(map(_link, broadcasts))  # of all ranks, of pairs
     *calls, host = _of_rank_zero(backend, [*python.calls.values(), python.block])
+    if cuda:
+        # A GPU is behind the host in a step that reads nothing.
+        memory, slots, host = min(rank["memory"] for rank in descriptions), None, 0.0
+    else:
+        memory, slots = None, len(os.sched_getaffinity(0)) / torch.get_num_threads()
     by_helper = dict(zip(python.calls, calls, strict=True))
     return Hardware(
         name="this machine",
         device=device.type,
         source=(
-            f"soframe.planning.measure on {every[0]['device']}, torch {torch.__version__}, "
-            f"threads: {every[0]['threads']}, ranks: {backend.world_size}"
+            f"soframe.planning.measure on {descriptions[0]['device']}, torch {torch.__version__}, "
+            f"threads: {descriptions[0]['threads']}, ranks: {backend.world_size}"
         ),
         launch=launch,
         bandwidth=bandwidth,
-        operators=operators,
-        batched=batched,
+        operators=_operators(samples),
+        batched=_batched(samples) if cuda else {},
         pools=cuda,
         collectives=tuple(measured),
         node=node,
         within=links[-1] if links else Hardware.within,
         across=links[0] if node is not None else None,
-        memory=min(one["memory"] for one in every) if cuda else None,
+        memory=memory,
         slots=slots,
         hooks=by_helper["LinearHelper"] / OF_LINEAR,
         calls=by_helper,
-        host=0.0 if cuda else host,  # a GPU is behind the host in a step that reads nothing
+        host=host,
     )
+
+
+def _operators(samples: dict[Series, dict[int, float]]) -> dict[str, Curve]:
+    """Return the curves of single products, convolutions and factorisations."""
+    operators: dict[str, Curve] = {}
+    for series, times in samples.items():
+        operator, colon, _ = series.key.partition(":")
+        if colon and series.batch == 1:
+            operators[series.key] = _curve(times, FLOPS.get(operator, float))
+    return operators
+
+
+def _batched(
+    samples: dict[Series, dict[int, float]],
+) -> dict[str, tuple[tuple[int, int, float], ...]]:
+    """Return side, batch and seconds of factorisations."""
+    batched: dict[str, tuple[tuple[int, int, float], ...]] = {}
+    for series, times in samples.items():
+        operator, colon, _ = series.key.partition(":")
+        if colon and operator not in FLOPS:
+            rows = tuple((side, series.batch, second) for side, second in times.items())
+            batched[series.key] = batched.get(series.key, ()) + rows
+    return batched
+
+
+def _description(device: torch.device) -> dict[str, Any]:
+    """Return the host, the device and its memory, and the threads of this rank."""
+    name, memory = _processor(), None
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
+    threads = torch.get_num_threads()
+    return {"host": platform.node(), "device": name, "threads": threads, "memory": memory}
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

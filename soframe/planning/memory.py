@@ -13,8 +13,9 @@ from math import prod
 from soframe.comm.packing import BLOCK
 from soframe.planning.costs import Costs, Part
 from soframe.planning.pricing import Priced
+from soframe.specs import TensorSpec
 from soframe.strategies.placement import Placement
-from soframe.strategies.work import ITEM_BYTES
+from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork
 
 
 @dataclass(frozen=True)
@@ -31,128 +32,188 @@ class Transients:
         return max(self.window, self.solving, self.updating)
 
 
+@dataclass(frozen=True)
+class _Stack:
+    """A stack of a placement, with the bytes of its buffers."""
+
+    members: Sequence[int]
+    work: BlockWork  # of its first block
+    place: BlockPlacement
+    gradient: int  # bytes of its gradients
+
+    @property
+    def item(self) -> int:
+        return ITEM_BYTES[self.work.dtype]
+
+    @property
+    def is_read_in_place(self) -> bool:
+        """Whether its gradients are those of a single parameter, which are not copied."""
+        return len(self.members) == self.work.parameters == 1
+
+    def factor(self, index: int, *, packed: bool) -> int:
+        """Return the bytes of a factor of all blocks."""
+        spec = self.work.factors[index]
+        size = spec.packed_numel if packed else prod(spec.shape)
+        return self.item * len(self.members) * size
+
+    def corner(self, index: int) -> int:
+        """Return the bytes of a matrix's masked corner, which a triangle needs."""
+        spec = self.work.factors[index]
+        if spec.kind != "psd":
+            return 0
+        side = min(spec.size // 2, BLOCK)
+        return (self.item + 1) * len(self.members) * spec.groups * side**2
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The bytes of statistics, before they are in the running factors."""
+
+    window: int  # sums of calls, triangles, and what packing needs
+    triangles: int  # of a reduction
+    deferred: int  # a triangle, before it is added to its accumulator
+
+
 def transients(
     costs: Costs, placement: Placement, part: Part, rank: int, *, background: bool = False
 ) -> Transients:
     """Return the transient bytes of a rank with some part; ``background`` of its solves."""
-    stacks = placement.stacks
-    works = [placement.work[members[0]] for members in stacks]
-    places = [placement.blocks[members[0]] for members in stacks]
-    item = [ITEM_BYTES[work.dtype] for work in works]
-    directs = [costs.direct(stacks[stack]) for stack in part.directs]
-    gradients = [
-        size * prod(costs.shape(members)) for size, members in zip(item, stacks, strict=True)
-    ]
-
-    def factors(stack: int, index: int, *, packed: bool) -> int:
-        spec = works[stack].factors[index]
-        size = spec.packed_numel if packed else prod(spec.shape)
-        return item[stack] * len(stacks[stack]) * size
-
-    def folded(stack: int, index: int) -> int:
-        """Return the bytes of a matrix's masked corner, which a triangle needs."""
-        spec = works[stack].factors[index]
-        corner = min(spec.size // 2, BLOCK) ** 2 if spec.kind == "psd" else 0
-        return (item[stack] + 1) * len(stacks[stack]) * spec.groups * corner
-
-    # Sums, and triangles for a reduction.
-    gathered = [(s, i) for s in part.gathers for i, f in enumerate(works[s].factors) if f.captured]
-    sent = [
-        (stack, index)
-        for stack, index in {*gathered, *part.holds}
-        if len(places[stack].reductions[index].group) > 1 and not places[stack].deferred
-    ]
-    triangles = sum(factors(*one, packed=True) for one in sent)
-    deferred = [one for one in gathered if places[one[0]].deferred]
-    # A deferred triangle, before it is added to its accumulator.
-    settled = max((factors(*one, packed=True) for one in deferred), default=0)
-    corner = max((folded(*one) for one in (*sent, *deferred)), default=0)
-    window = sum(factors(*one, packed=False) for one in gathered) + triangles + settled + corner
-
-    # Gradients side by side (of a single parameter they are read where they are), updates and new
-    # states; then updates on the way, and those that arrive.
-    alone = [
-        len(members) == work.parameters == 1 for members, work in zip(stacks, works, strict=True)
-    ]
-    read = sum(size for size, one in zip(gradients, alone, strict=True) if not one)
-    made = sum(one.left for one in directs)
-    travelling = sum(
-        size
-        for size, place in zip(gradients, places, strict=True)
-        if len(place.gradient_workers) < placement.world_size
-    )
-    updating = read + max(_peak(directs), made + 2 * travelling)
-
-    # Statistics of gradients come before the new states replace the old ones, solves behind.
-    after = any(work.after for work in works)
-    observing = [
-        costs.observe(stacks[stack]).peak
-        + sum(
-            factors(s, i, packed=True) + folded(s, i)
-            for s, i in part.makes
-            if s == stack and places[s].packed
-        )
-        for stack in part.directs
-    ]
-    kept = read + (made + travelling if after else 0)
-    updating = triangles + max(updating, kept + max(observing, default=0))
-
-    # Matrices out of triangles and results; then results that arrive, and states that follow them.
-    kept = read + (sum(gradients) if after else 0)
-    solve = costs.solve([(stacks[s], index, blocks) for s, index, blocks in part.solves])
-    unpacked = sum(
-        item[s] * blocks * prod(works[s].factors[index].shape)
-        for s, index, blocks in part.solves
-        if places[s].packed and works[s].factors[index].kind == "psd"
-    )
-    shared = [
-        (stack, spec)
-        for stack, members in enumerate(stacks)
-        for member in members
-        for index, specs in enumerate(works[stack].second_order)
-        if len(group := placement.blocks[member].sharing(index)) > 1 and rank in group
-        for spec in specs
-    ]
-    arrived = sum(item[stack] * prod(spec.shape) for stack, spec in shared)
-    travelled = sum(item[stack] * spec.packed_numel for stack, spec in shared)
-    # Parts of several owners are joined, stack by stack. Solves that continue from the last data
-    # keep them until the end.
-    joined = [
-        sum(item[s] * prod(spec.shape) for s, spec in shared if s == stack)
-        for stack in part.directs
-    ]
-    joining = (sum if any(map(any, (work.resident for work in works))) else max)([0, *joined])
-    # The updates still hold the states of before: all that follow are new.
-    states = _peak([costs.rebase(stacks[stack]) for stack in part.directs])
-    installing = solve.left + arrived + max(travelled, joining + states)
-    solving = kept + settled + max(unpacked + solve.peak + travelled, installing)
+    stacks = [_stack(costs, placement, members) for members in placement.stacks]
+    copied = sum(stack.gradient for stack in stacks if not stack.is_read_in_place)
+    sums = _sums(stacks, part)
+    updating = sums.triangles + copied + _updating(costs, placement, stacks, part)
+    solving = sums.deferred + copied + _solving(costs, placement, stacks, part, rank)
     # The first solve is done in its step, later ones perhaps beside windows and updates.
-    beside = _beside(costs, placement, part) if background else 0
-    window, updating = window + beside, updating + beside
+    running = _background(costs, placement, part) if background else 0
+    window, updating = sums.window + running, updating + running
     return Transients(window, max(updating, solving), updating)
 
 
-def _beside(costs: Costs, placement: Placement, part: Part) -> int:
+def _stack(costs: Costs, placement: Placement, members: Sequence[int]) -> _Stack:
+    work, place = placement.work[members[0]], placement.blocks[members[0]]
+    gradient = ITEM_BYTES[work.dtype] * prod(costs.shape(members))
+    return _Stack(members, work, place, gradient)
+
+
+def _sums(stacks: Sequence[_Stack], part: Part) -> _Sums:
+    """Return the bytes of a part's sums, and of the triangles in which they are reduced."""
+    # Factors are pairs of a stack's number and an index.
+    captured: list[tuple[int, int]] = []
+    for number in part.gathers:
+        factors = enumerate(stacks[number].work.factors)
+        captured += [(number, index) for index, factor in factors if factor.captured]
+    deferred = [(number, index) for number, index in captured if stacks[number].place.deferred]
+    reduced: list[tuple[int, int]] = []
+    for number, index in {*captured, *part.holds}:
+        place = stacks[number].place
+        if len(place.reductions[index].group) > 1 and not place.deferred:
+            reduced.append((number, index))
+
+    matrices = sum(stacks[number].factor(index, packed=False) for number, index in captured)
+    triangles = sum(stacks[number].factor(index, packed=True) for number, index in reduced)
+    accumulated = [stacks[number].factor(index, packed=True) for number, index in deferred]
+    corners = [stacks[number].corner(index) for number, index in reduced + deferred]
+    largest = max(accumulated, default=0)
+    window = matrices + triangles + largest + max(corners, default=0)
+    return _Sums(window, triangles, largest)
+
+
+def _updating(costs: Costs, placement: Placement, stacks: Sequence[_Stack], part: Part) -> int:
+    """Return the bytes of updates and new states, beside gradients, or of statistics of those."""
+    # Updates and new states; then updates on the way, and those that arrive.
+    updates = [costs.direct(stacks[number].members) for number in part.directs]
+    results = sum(update.results for update in updates)
+    exchanged = 0
+    for stack in stacks:
+        if len(stack.place.gradient_workers) < placement.world_size:
+            exchanged += stack.gradient
+    computing = max(_peak(updates), results + 2 * exchanged)
+
+    # Statistics of gradients come before the new states replace the old ones, solves behind.
+    observing = 0
+    for number in part.directs:
+        stack = stacks[number]
+        size = costs.observe(stack.members).peak
+        for owner, index in part.makes:
+            if owner == number and stack.place.packed:
+                size += stack.factor(index, packed=True) + stack.corner(index)
+        observing = max(observing, size)
+    if any(stack.work.after for stack in stacks):
+        observing += results + exchanged
+    return max(computing, observing)
+
+
+def _solving(
+    costs: Costs, placement: Placement, stacks: Sequence[_Stack], part: Part, rank: int
+) -> int:
+    """Return the bytes of solves and of the data that arrive, beside gradients."""
+    # Matrices out of triangles, and results.
+    calls, unpacked = [], 0
+    for number, index, blocks in part.solves:
+        stack = stacks[number]
+        spec = stack.work.factors[index]
+        calls.append((stack.members, index, blocks))
+        if stack.place.packed and spec.kind == "psd":
+            unpacked += stack.item * blocks * prod(spec.shape)
+    solve = costs.solve(calls)
+
+    # Then second-order data that arrive, by stack, out of triangles.
+    arrived, triangles = [0] * len(stacks), 0
+    for number, stack in enumerate(stacks):
+        for spec in _received(placement, stack, rank):
+            arrived[number] += stack.item * prod(spec.shape)
+            triangles += stack.item * spec.packed_numel
+
+    # Parts of several owners are joined, stack by stack. Solves that continue from the last data
+    # keep them until the end.
+    parts = [arrived[number] for number in part.directs]
+    continues = any(any(stack.work.resident) for stack in stacks)
+    joined = sum(parts) if continues else max(parts, default=0)
+    # The updates still hold the former states: all that follow are new.
+    states = _peak([costs.rebase(stacks[number].members) for number in part.directs])
+    installing = solve.results + sum(arrived) + max(triangles, joined + states)
+    updates = 0
+    if any(stack.work.after for stack in stacks):
+        updates = sum(stack.gradient for stack in stacks)
+    return updates + max(unpacked + solve.peak + triangles, installing)
+
+
+def _received(placement: Placement, stack: _Stack, rank: int) -> list[TensorSpec]:
+    """Return the second-order tensors of a stack's blocks that reach a rank over the network."""
+    received: list[TensorSpec] = []
+    for member in stack.members:
+        for index, specs in enumerate(stack.work.second_order):
+            group = placement.blocks[member].sharing(index)
+            if len(group) > 1 and rank in group:
+                received += specs
+    return received
+
+
+def _background(costs: Costs, placement: Placement, part: Part) -> int:
     """Return the bytes of solves in the background: copies, results, and of one that runs."""
     copies, results, running = 0, 0, 0
     for stack, index, blocks in part.solves:
         members = placement.stacks[stack]
         work, place = placement.work[members[0]], placement.blocks[members[0]]
         spec, item = work.factors[index], ITEM_BYTES[work.dtype]
-        packed = place.packed and spec.kind == "psd"
         matrix = item * blocks * prod(spec.shape)
-        copies += item * blocks * spec.packed_numel if packed else matrix
         solve = costs.solve([(members, index, blocks)])
-        results += solve.left
-        running = max(running, matrix * packed + solve.peak - solve.left)
+        results += solve.results
+        working = solve.peak - solve.results
+        if place.packed and spec.kind == "psd":
+            copies += item * blocks * spec.packed_numel
+            working += matrix
+        else:
+            copies += matrix
+        running = max(running, working)
     # Each copy is freed as its results are made.
     return max(copies, results) + running
 
 
-def _peak(each: Sequence[Priced]) -> int:
+def _peak(calls: Sequence[Priced]) -> int:
     """Return the most bytes of calls, whose results stay until the last."""
-    before, most = 0, 0
-    for one in each:
-        most = max(most, before + one.peak)
-        before += one.left
+    results, most = 0, 0
+    for call in calls:
+        most = max(most, results + call.peak)
+        results += call.results
     return most

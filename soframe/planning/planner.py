@@ -61,10 +61,15 @@ class Option:
     def __str__(self) -> str:
         """Return the option in few words."""
         words = [_written(self.strategy).removeprefix("soframe.strategies.").strip("'")]
-        words += ["local gradients"] * self.local + ["staggered"] * self.stagger
-        words += [f"background {self.background}"] * bool(self.background)
+        if self.local:
+            words.append("local gradients")
+        if self.stagger:
+            words.append("staggered")
+        if self.background:
+            words.append(f"background {self.background}")
         words += [f"{key} {value}" for key, value in self._intervals() if value is not None]
-        return ", ".join([*words, *(word for word, _ in self.settings)])
+        words += [word for word, _ in self.settings]
+        return ", ".join(words)
 
     def intervals(self, usual: tuple[int, int]) -> tuple[int, int]:
         """Return the intervals of statistics and solves, with the method's ``usual`` ones."""
@@ -76,12 +81,19 @@ class Option:
 
     def call(self) -> str:
         """Return the arguments of `soframe.Preconditioner` or `soframe.Optimizer`, to be pasted."""
-        inner = [*['gradients="local"'] * self.local, *["stagger=True"] * self.stagger]
-        parts = [f"strategy={_written(self.strategy)}"]
-        parts += [f"distribution=soframe.Distribution({', '.join(inner)})"] * bool(inner)
-        parts += [f"background={self.background}"] * bool(self.background)
-        parts += [f"{key}={value}" for key, value in self._intervals() if value is not None]
-        return ", ".join([*parts, *(text for _, text in self.settings)])
+        distribution: list[str] = []
+        if self.local:
+            distribution.append('gradients="local"')
+        if self.stagger:
+            distribution.append("stagger=True")
+        arguments = [f"strategy={_written(self.strategy)}"]
+        if distribution:
+            arguments.append(f"distribution=soframe.Distribution({', '.join(distribution)})")
+        if self.background:
+            arguments.append(f"background={self.background}")
+        arguments += [f"{key}={value}" for key, value in self._intervals() if value is not None]
+        arguments += [text for _, text in self.settings]
+        return ", ".join(arguments)
 
 
 @dataclass(frozen=True)
@@ -142,12 +154,12 @@ class Plan:
     @property
     def front(self) -> list[Row]:
         """The rows than which no other, of as many samples, is both faster and smaller."""
-        found: list[Row] = []
+        front: list[Row] = []
         for row in self.rows:
-            better = [one for one in found if one.exact >= row.exact]
-            if all(row.memory["total"] < one.memory["total"] for one in better):
-                found.append(row)
-        return found
+            faster = [other for other in front if other.exact >= row.exact]
+            if all(row.memory["total"] < other.memory["total"] for other in faster):
+                front.append(row)
+        return front
 
     def peak(self, row: Row) -> int:
         """Return the most bytes of a device: in the passes, or in the step, without activations."""
@@ -238,8 +250,8 @@ class Plan:
         elif len(self.fitting) < len(self.rows):
             among = f" of the ones that fit into {self.hardware.name}"
         exact = "" if chosen.exact else "; no option with all ranks' statistics fits"
-        others = [row for row in self.fitting if row is not chosen]
-        if not others:
+        other_rows = [row for row in self.fitting if row is not chosen]
+        if not other_rows:
             return f"it is the only option{among}{exact}"
         fastest = self._fastest
         if chosen is not fastest:
@@ -248,7 +260,7 @@ class Plan:
                 f"it is the strategy of soframe.recommend; the fastest{among}, {fastest.option}, "
                 f"takes {ratio:.2f} of its time"
             )
-        next_ = min(others, key=lambda row: row.timing.mean)
+        next_ = min(other_rows, key=lambda row: row.timing.mean)
         ratio = next_.timing.mean / chosen.timing.mean
         if ratio < 1:
             return (
@@ -286,21 +298,12 @@ class Plan:
                 return "!"
             return "*" if row in front else " "
 
-        rows = [
-            (
-                f"{mark(row)} {row.option}",
-                *(f"{1e3 * s:.3g}" for s in (row.timing.mean, row.timing.longest)),
-                f"{1e3 * sum(row.timing.exposed.values()):.3g}",
-                *(_mega(row.memory[name]) for name in ("total", "held")),
-                _mega(row.traffic["total"]["bytes"]),
-                f"{row.timing.imbalance:.1f}",
-                "all" if row.exact else "fewer",
-            )
-            for row in (*fitting, *misfits)
-        ]
-        where = f"planned for {self.ranks} rank(s), {self.hardware.name}"
-        legend = LEGEND + ("\n! does not fit." if misfits else "")
-        lines = [where, format_table(HEADER, rows), legend, *(f"note: {n}" for n in self.notes)]
+        rows = [(f"{mark(row)} {row.option}", *_cells(row)) for row in (*fitting, *misfits)]
+        title = f"planned for {self.ranks} rank(s), {self.hardware.name}"
+        lines = [title, format_table(HEADER, rows), LEGEND]
+        if misfits:
+            lines.append("! does not fit.")
+        lines += [f"note: {note}" for note in self.notes]
         if fitting:
             chosen = self.chosen
             intervals = "statistics every {} and solves every {} steps".format(*chosen.intervals)
@@ -314,10 +317,23 @@ class Plan:
         times = [(n, f"{1e3 * s:.3g} ms") for n, s in {**timing.phases, **waits}.items() if s]
         times.append(("network, overlapped", f"{1e3 * timing.overlapped:.3g} ms"))
         held = [(name, f"{_mega(size)} MB") for name, size in sizes.items() if size]
-        longer = max(len(times), len(held))
-        pad = [("", "")] * longer
-        both = zip([*times, *pad][:longer], [*held, *pad][:longer], strict=True)
-        return format_table(("time", "", "memory", ""), [(*one, *other) for one, other in both])
+        pairs = itertools.zip_longest(times, held, fillvalue=("", ""))
+        rows = [(*time, *size) for time, size in pairs]
+        return format_table(("time", "", "memory", ""), rows)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """Return the cells of a row behind its option, see `HEADER`."""
+    return (
+        f"{1e3 * row.timing.mean:.3g}",
+        f"{1e3 * row.timing.longest:.3g}",
+        f"{1e3 * sum(row.timing.exposed.values()):.3g}",
+        _mega(row.memory["total"]),
+        _mega(row.memory["held"]),
+        _mega(row.traffic["total"]["bytes"]),
+        f"{row.timing.imbalance:.1f}",
+        "all" if row.exact else "fewer",
+    )
 
 
 CLOSE = 1.05
@@ -405,9 +421,12 @@ def _place(row: Row) -> tuple[float, int, str]:
 
 def together(plans: Sequence[Plan]) -> Plan:
     """Return one plan with the rows of several, of tasks that differ in settings alone."""
-    rows = sorted((row for one in plans for row in one.rows), key=_place)
-    notes = dict.fromkeys(note for one in plans for note in one.notes)
-    return replace(plans[0], rows=tuple(rows), notes=tuple(notes))
+    rows: list[Row] = []
+    notes: dict[str, None] = {}
+    for plan in plans:
+        rows += plan.rows
+        notes |= dict.fromkeys(plan.notes)
+    return replace(plans[0], rows=tuple(sorted(rows, key=_place)), notes=tuple(notes))
 
 
 def usual(work: Sequence[BlockWork], ranks: int, base: Option | None = None) -> list[Option]:
@@ -433,8 +452,8 @@ def usual(work: Sequence[BlockWork], ranks: int, base: Option | None = None) -> 
     if ranks > 4:
         one_worker += [Sharded(), Sharded(deferred=True)]
     one_worker.append(OwnerLocal())
-    found = [replace(base, strategy=strategy) for strategy in (*strategies, *one_worker)]
-    return found + [replace(base, strategy=s, local=True) for s in one_worker]
+    by_strategy = [replace(base, strategy=strategy) for strategy in (*strategies, *one_worker)]
+    return by_strategy + [replace(base, strategy=s, local=True) for s in one_worker]
 
 
 class Vary(StrEnum):
@@ -460,7 +479,7 @@ def variants(settings: Collection[Vary], solver: str | None = None) -> list[dict
     """
     solvers = ["inverse", "eigen"] if Vary.SOLVER in settings else [solver]
     dtypes = [torch.float32, torch.bfloat16] if Vary.DTYPE in settings else [None]
-    found = []
+    tasks = []
     for name, dtype in itertools.product(solvers, dtypes):
         if name == "inverse" and dtype == torch.bfloat16:
             continue
@@ -469,61 +488,65 @@ def variants(settings: Collection[Vary], solver: str | None = None) -> list[dict
             arguments["solver"] = name
         if dtype is not None:
             arguments["statistics"] = Statistics(dtype=dtype)
-        found.append(arguments)
-    return found
+        tasks.append(arguments)
+    return tasks
 
 
 def written(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Return each setting of `variants` in a word, and as a user writes it."""
-    found = []
+    words = []
     if "solver" in settings:
-        found.append((settings["solver"], f"solver={settings['solver']!r}"))
+        words.append((settings["solver"], f"solver={settings['solver']!r}"))
     if "statistics" in settings:
         dtype = str(settings["statistics"].dtype)
         word = f"{dtype.removeprefix('torch.')} factors"
-        found.append((word, f"statistics=soframe.Statistics(dtype={dtype})"))
-    return tuple(found)
+        words.append((word, f"statistics=soframe.Statistics(dtype={dtype})"))
+    return tuple(words)
 
 
 def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option]:
     """Return options together with those that differ from them in some settings."""
-    found = list(options)
+    different = list(options)
     if Vary.BACKGROUND in settings:
-        found += [replace(one, background=min(9, one.solve_every or 9)) for one in found]
+        different += [replace(o, background=min(9, o.solve_every or 9)) for o in different]
     if Vary.STAGGER in settings:
-        found += [replace(one, stagger=True) for one in found if not one.background]
+        different += [
+            replace(option, stagger=True) for option in different if not option.background
+        ]
     if Vary.INTERVALS in settings:
-        every = ((1, 1), (1, 10), (10, 10), (10, 50), (10, 100), (50, 500))
-        found = [replace(one, statistics_every=f, solve_every=k) for one in found for f, k in every]
-    return list(dict.fromkeys(found))
+        intervals = ((1, 1), (1, 10), (10, 10), (10, 50), (10, 100), (50, 500))
+        pairs = itertools.product(different, intervals)
+        different = [replace(o, statistics_every=f, solve_every=k) for o, (f, k) in pairs]
+    return list(dict.fromkeys(different))
 
 
 def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
     placement.validate()
     ranks = placement.world_size
-    found = parts(placement)
-    priced = {part: costs.arithmetic(placement, part) for part in found}
-    covered = {id(p) for block in task.blocks for p in block.parameters.values()}
-    rest = [p for p in task.parameters if id(p) not in covered]
+    ranks_of = parts(placement)
+    priced = {part: costs.arithmetic(placement, part) for part in ranks_of}
     local = None
     if option.local:
+        covered: set[int] = set()
+        for block in task.blocks:
+            covered.update(map(id, block.parameters.values()))
+        rest = [p for p in task.parameters if id(p) not in covered]
         dtypes = [(p.numel(), str(p.dtype).removeprefix("torch.")) for p in rest]
         local = LocalPlan(rest=tuple(dtypes))
     fused = costs.hardware.device == "cuda"
     of_ranks = []
     traffic: dict[str, dict[str, float]] = {}
     statistics_every, solve_every = intervals = option.intervals(task.intervals)
-    loaded = _loaded(found, priced)
-    for part, members in found.items():
-        messages: dict[str, Messages] = {kind: [] for kind in KINDS}
+    loaded = _loaded(ranks_of, priced)
+    for part, members in ranks_of.items():
+        messages: dict[str, Messages] = dict.fromkeys(KINDS, ())
         if part in loaded:
-            messages = {
-                kind: _messages(placement, members[0], kind, local, fused) for kind in KINDS
-            }
+            for kind in KINDS:
+                messages[kind] = _messages(placement, members[0], kind, local, fused)
         of_ranks.append(Rank(len(members), priced[part], messages))
-        own = _traffic(messages, statistics_every, solve_every)
-        if own["total"]["bytes"] > traffic.get("total", {"bytes": -1})["bytes"]:
-            traffic = own
+        row_traffic = _traffic(messages, statistics_every, solve_every)
+        if row_traffic["total"]["bytes"] > traffic.get("total", {"bytes": -1})["bytes"]:
+            traffic = row_traffic
     timing = _schedule(costs, task, of_ranks, ranks, option.local, option.background).timing(
         statistics_every,
         solve_every,
@@ -531,7 +554,7 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
     )
     return Row(
         option,
-        _memory(costs, placement, found, background=option.background > 0),
+        _memory(costs, placement, ranks_of, background=option.background > 0),
         traffic,
         timing,
         intervals,
@@ -567,10 +590,12 @@ def _without(costs: Costs, task: Task, ranks: int) -> float:
     return _schedule(costs, task, [rank], ranks).timing(1, 1).mean
 
 
-def _loaded(found: Mapping[Part, Sequence[int]], priced: Mapping[Part, Arithmetic]) -> list[Part]:
+def _loaded(
+    ranks_of: Mapping[Part, Sequence[int]], priced: Mapping[Part, Arithmetic]
+) -> list[Part]:
     """Return the parts with the most arithmetic, and the most common ones."""
-    by_load = sorted(found, key=lambda part: -(priced[part].solve + priced[part].direct))
-    by_ranks = sorted(found, key=lambda part: -len(found[part]))
+    by_load = sorted(ranks_of, key=lambda part: -(priced[part].solve + priced[part].direct))
+    by_ranks = sorted(ranks_of, key=lambda part: -len(ranks_of[part]))
     half = MOST_PARTS // 2
     return list(dict.fromkeys([*by_load[:half], *by_ranks[:half]]))
 
@@ -601,26 +626,26 @@ def _traffic(
     rarely = max(0.0, 1 / statistics_every - 1 / solve_every)
     weights = {"statistics": rarely, "solve": 1 / solve_every}
     weights["plain"] = 1 - sum(weights.values())
-    found: dict[str, dict[str, float]] = {}
+    traffic: dict[str, dict[str, float]] = {}
     for kind, weight in weights.items():
-        for phase, some in messages[kind]:
+        for phase, sent in messages[kind]:
             for name in (phase, "total"):
-                counts = found.setdefault(name, {"bytes": 0.0, "calls": 0.0})
-                counts["bytes"] += weight * sum(message.size for message in some)
-                counts["calls"] += weight * len(some)
-    return found or {"total": {"bytes": 0.0, "calls": 0.0}}
+                counts = traffic.setdefault(name, {"bytes": 0.0, "calls": 0.0})
+                counts["bytes"] += weight * sum(message.size for message in sent)
+                counts["calls"] += weight * len(sent)
+    return traffic or {"total": {"bytes": 0.0, "calls": 0.0}}
 
 
 def _memory(
     costs: Costs,
     placement: Placement,
-    found: Mapping[Part, Sequence[int]],
+    ranks_of: Mapping[Part, Sequence[int]],
     *,
     background: bool,
 ) -> dict[str, int]:
     """Return the bytes by category of the rank with most."""
     most: dict[str, int] = {"total": -1}
-    for part, ranks in found.items():
+    for part, ranks in ranks_of.items():
         sizes = placement.memory(ranks[0])
         short = transients(costs, placement, part, ranks[0], background=background)
         held = sizes.pop("total")
@@ -632,20 +657,21 @@ def _memory(
 
 
 def _exact(placement: Placement) -> bool:
-    return all(
-        placement.blocks[members[0]].contributing(index) == placement.blocks[members[0]].everyone
-        for members in placement.stacks
-        for index, factor in enumerate(placement.work[members[0]].factors)
-        if factor.captured
-    )
+    """Return whether all ranks contribute to the statistics of each factor."""
+    for members in placement.stacks:
+        work, place = placement.work[members[0]], placement.blocks[members[0]]
+        for index, factor in enumerate(work.factors):
+            if factor.captured and place.contributing(index) != place.everyone:
+                return False
+    return True
 
 
 def _written(strategy: Strategy) -> str:
     """Return a strategy as a user would write it."""
     names = [name for name, kind in available("strategy").items() if kind is type(strategy)]
     fields = getattr(strategy, "__dataclass_fields__", {})
-    given = [(name, getattr(strategy, name), field.default) for name, field in fields.items()]
-    changed = [f"{name}={value!r}" for name, value, default in given if value != default]
+    values = [(name, getattr(strategy, name), field.default) for name, field in fields.items()]
+    changed = [f"{name}={value!r}" for name, value, default in values if value != default]
     if names and not changed:
         return repr(names[0])
     return f"soframe.strategies.{type(strategy).__name__}({', '.join(changed)})"

@@ -52,7 +52,7 @@ class Priced:
     operators: int = 0
     flops: float = 0.0  # the FLOPs of products and convolutions
     peak: int = 0  # the most bytes that it held at once in new tensors, its results among them
-    left: int = 0  # the bytes of its results
+    results: int = 0  # the bytes of its results
     host: float = 0.0  # seconds of the host beside the operators
 
 
@@ -75,10 +75,10 @@ class Pricing(TorchDispatchMode):
         if name in ("nonzero", "_unique2"):  # as many entries as there can be
             return _all_entries(name, args[0])
         out = func(*args, **kwargs)
-        given, made = _tensors((args, kwargs)), _tensors(out)
+        arguments, results = _tensors((args, kwargs)), _tensors(out)
         if not _computes_nothing(func, name):
             self._price(func, name, args, kwargs, out)
-        self._hold(given, made)
+        self._hold(arguments, results)
         return out
 
     def _price(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
@@ -86,23 +86,24 @@ class Pricing(TorchDispatchMode):
         moved = sum(map(_bytes, tensors)) + sum(map(_bytes, results))
         seconds = moved / self._hardware.bandwidth
         if name in PRODUCTS:
-            left, right = args[-2:]
-            batch, flops = prod(left.shape[:-2]), 2.0 * prod(left.shape[-2:]) * right.shape[-1]
-            seconds = max(seconds, self._hardware.product(flops, batch, self._dtype(left)))
+            first, second = args[-2:]  # [..., n, k] and [..., k, m]
+            batch, flops = prod(first.shape[:-2]), 2.0 * prod(first.shape[-2:]) * second.shape[-1]
+            seconds = max(seconds, self._hardware.product(flops, batch, self._dtype(first)))
             self.priced.flops += batch * flops
         elif name in FACTORISATIONS:
             matrix, kind = args[0], FACTORISATIONS[name]
             side, batch = matrix.shape[-1], prod(matrix.shape[:-2])
-            one = self._hardware.factorisation(kind, side, batch, self._name(matrix))
-            seconds = max(seconds, one)
+            factorisation = self._hardware.factorisation(kind, side, batch, self._name(matrix))
+            seconds = max(seconds, factorisation)
         elif func.overloadpacket in flop_registry:
             flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
             kind = "convolution" if "convolution" in name else "product"
             seconds = max(seconds, self._hardware.product(flops, 1, self._dtype(tensors[0]), kind))
             self.priced.flops += flops
         # A foreach operator is one launch, or a few, on a GPU, and a loop on a CPU.
-        several = len(results) or len(args[0]) if name.startswith("_foreach") else 1
-        launches = several if self._hardware.device == "cpu" else 1
+        launches = 1
+        if name.startswith("_foreach") and self._hardware.device == "cpu":
+            launches = len(results) or len(args[0])
         self.priced.seconds += max(launches * self._hardware.launch, seconds)
         self.priced.operators += 1
 
@@ -113,10 +114,10 @@ class Pricing(TorchDispatchMode):
     def _name(tensor: Tensor) -> str:
         return str(tensor.dtype).removeprefix("torch.")
 
-    def _hold(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    def _hold(self, arguments: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Count the memory of new tensors for as long as they live."""
-        known = {tensor.untyped_storage()._cdata for tensor in given}
-        for tensor in made:
+        known = {tensor.untyped_storage()._cdata for tensor in arguments}
+        for tensor in results:
             storage = tensor.untyped_storage()
             if storage._cdata in known:
                 continue
@@ -192,8 +193,8 @@ class Paper:
     def price(self, code: Callable[[], object], *, products: str = "float32") -> Priced:
         """Return the cost of some code, with products of float32 in another precision."""
         with Pricing(self._hardware, products) as pricing:
-            made = code()
-            pricing.priced.left = pricing.held
-        del made
+            results = code()
+            pricing.priced.results = pricing.held
+        del results
         priced: Priced = pricing.priced
         return priced

@@ -13,6 +13,7 @@ A time without an end of its own is *exposed* where no rank computes meanwhile, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -69,8 +70,8 @@ Amounts = dict[str, float]
 class _Clock:
     """The time of all ranks and of the network, from step to step."""
 
-    def __init__(self, beside: float) -> None:
-        self._beside = beside
+    def __init__(self, *, is_crowded: bool) -> None:
+        self._is_crowded = is_crowded  # ranks compute and send on the same processors
         self.now = self.network = self.arrival = self.solved = 0.0
         self.spent: Amounts = {}
 
@@ -81,7 +82,8 @@ class _Clock:
     def send(self, seconds: float, since: float, last: float = 0.0) -> float:
         """Start messages, the first since some time and the last of them now; return their end."""
         self._spend("travelled", seconds)
-        since = (1 - self._beside) * since + self._beside * self.now
+        if self._is_crowded:
+            since = self.now
         self.network = max(max(self.network, since) + seconds, self.now + last)
         return self.network
 
@@ -109,8 +111,8 @@ class Schedule:
     ) -> None:
         self._hardware, self._parts, self._background = hardware, parts, background
         crowd = hardware.crowd(ranks)
-        self._beside = float(crowd >= 1)
-        self._passes, self._optimizer = (max(1.0, crowd) * one for one in (passes, optimizer))
+        self._is_crowded = crowd >= 1
+        self._passes, self._optimizer = max(1.0, crowd) * passes, max(1.0, crowd) * optimizer
         everyone = range(ranks)
         buckets = -(-gradients // BUCKET)
         size = gradients / buckets if buckets else 0.0
@@ -119,27 +121,27 @@ class Schedule:
         # The longest of a rank, or the work of all where more ranks compute than processors.
         self._slowest: dict[str, float] = {}
         for field in fields(Arithmetic):
-            each = [getattr(rank.arithmetic, field.name) for rank in parts]
-            total = sum(rank.count * one for rank, one in zip(parts, each, strict=True))
-            self._slowest[field.name] = max(*each, crowd * total / ranks)
-        self._network = {
-            kind: self._durations([rank.messages[kind] for rank in parts]) for kind in KINDS
-        }
+            seconds = [getattr(rank.arithmetic, field.name) for rank in parts]
+            total = sum(rank.count * time for rank, time in zip(parts, seconds, strict=True))
+            self._slowest[field.name] = max(*seconds, crowd * total / ranks)
+        self._network: dict[str, dict[str, tuple[float, float]]] = {}
+        for kind in KINDS:
+            self._network[kind] = self._durations([rank.messages[kind] for rank in parts])
 
     def _durations(self, of_ranks: Sequence[Messages]) -> dict[str, tuple[float, float]]:
         """Return the seconds of each phase's messages on the busiest rank, and of one of them."""
-        found: dict[str, tuple[float, float]] = {}
+        durations: dict[str, tuple[float, float]] = {}
         for messages in of_ranks:
-            own: dict[str, tuple[float, float]] = {}
-            for phase, some in messages:
-                for (operation, group, *_), size in some:
+            of_rank: dict[str, tuple[float, float]] = {}
+            for phase, batch in messages:
+                for (operation, group, *_), size in batch:
                     seconds = self._hardware.collective(operation, size, group)
-                    total, longest = own.get(phase, (0.0, 0.0))
-                    own[phase] = total + seconds, max(longest, seconds)
-            for phase, (total, longest) in own.items():
-                before = found.get(phase, (0.0, 0.0))
-                found[phase] = max(total, before[0]), max(longest, before[1])
-        return found
+                    total, longest = of_rank.get(phase, (0.0, 0.0))
+                    of_rank[phase] = total + seconds, max(longest, seconds)
+            for phase, (total, longest) in of_rank.items():
+                before = durations.get(phase, (0.0, 0.0))
+                durations[phase] = max(total, before[0]), max(longest, before[1])
+        return durations
 
     def timing(self, statistics_every: int, solve_every: int, turns: int = 1) -> Timing:
         """Return the time of a step, with the solves of an interval spread over some turns."""
@@ -149,20 +151,21 @@ class Schedule:
 
         def extra(kind: str) -> tuple[Amounts, float]:
             """Return what a step and its consequences add to usual steps, and its own length."""
-            steps = self._steps([usual, usual, kind, *[usual] * after])[2:]
-            added = {n: sum(s.get(n, 0.0) for s in steps) for n in {n for s in steps for n in s}}
-            longest = max(step["total"] for step in steps)
-            return {n: v - (1 + after) * base.get(n, 0.0) for n, v in added.items()}, longest
+            kinds = [usual, usual, kind, *itertools.repeat(usual, after)]
+            steps = self._steps(kinds)[2:]
+            added: Amounts = {}
+            for name in dict.fromkeys(itertools.chain.from_iterable(steps)):
+                total = sum(step.get(name, 0.0) for step in steps)
+                added[name] = total - (1 + after) * base.get(name, 0.0)
+            return added, max(step["total"] for step in steps)
 
         solving, longest = extra("solve")
         gathering, long = extra("statistics") if usual == "plain" else ({}, 0.0)
         rarely = max(0.0, 1 / statistics_every - 1 / solve_every)
-        mean = {
-            name: base.get(name, 0.0)
-            + solving.get(name, 0.0) / solve_every
-            + gathering.get(name, 0.0) * rarely
-            for name in {**base, **solving, **gathering}
-        }
+        mean: Amounts = {}
+        for name in {**base, **solving, **gathering}:
+            with_solves = base.get(name, 0.0) + solving.get(name, 0.0) / solve_every
+            mean[name] = with_solves + gathering.get(name, 0.0) * rarely
         exposed = _of(mean, "exposed ")
         solves = [(rank.count, rank.arithmetic.solve) for rank in self._parts]
         total = sum(count * seconds for count, seconds in solves)
@@ -178,14 +181,14 @@ class Schedule:
 
     def _steps(self, kinds: Sequence[str]) -> list[Amounts]:
         """Return the times of successive steps; a solve in the background lands in a later one."""
-        clock, found, lands = _Clock(self._beside), list[Amounts](), -1
+        clock, steps, lands = _Clock(is_crowded=self._is_crowded), list[Amounts](), -1
         for number, kind in enumerate(kinds):
             clock.spent, start = {}, clock.now
             if kind == "solve" and self._background:
                 lands = number + self._background
             self._step(clock, kind, landing=number == lands)
-            found.append({**clock.spent, "total": clock.now - start})
-        return found
+            steps.append({**clock.spent, "total": clock.now - start})
+        return steps
 
     def _step(self, clock: _Clock, kind: str, *, landing: bool) -> None:
         slowest, network = self._slowest, self._network[kind]
@@ -203,14 +206,14 @@ class Schedule:
             clock.compute("reduce", slowest["average"])
             seconds, _ = network.get("reduce", (0.0, 0.0))
             clock.arrival = clock.send(seconds, clock.now) if seconds else clock.now
-            clock.wait("reduce", clock.now + self._beside * seconds)
+            clock.wait("reduce", clock.now + (seconds if self._is_crowded else 0.0))
         self._exchange(clock, "gradients", network)
         clock.compute("write", slowest["write"])
         clock.compute("observe", slowest["observe"])
         begins = kind == "solve" and self._background
         if begins:
             clock.wait("reduce", clock.arrival)
-            clock.compute("solve", self._beside * slowest["solve"])
+            clock.compute("solve", slowest["solve"] if self._is_crowded else 0.0)
             clock.solved = clock.now + slowest["solve"]
         if landing:
             clock.wait("solve", clock.solved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,26 +76,33 @@ class Task:
         """
         model = unwrap(model)
         paper = Distribution(backend=Recording())
-        own = OnPaper(model, distribution=paper, kl_clip=None, **settings)
-        blocks, work, intervals = own.blocks, own.placement.work, own.intervals
-        own.close()
+        preconditioner = OnPaper(model, distribution=paper, kl_clip=None, **settings)
+        blocks, work, intervals = (
+            preconditioner.blocks,
+            preconditioner.placement.work,
+            preconditioner.intervals,
+        )
+        preconditioner.close()
         trained = tuple(p for p in model.parameters() if p.requires_grad)
         still = [p for p in model.parameters() if not p.requires_grad]
         frozen = sum(tensor.nbytes for tensor in (*still, *model.buffers()))
         task = cls(blocks, work, trained, intervals=intervals, frozen=frozen)
         if inputs is None:
             return task
-        given = tuple(tree_map(_meta, tuple(inputs)))
-        calls, kept = _calls(model, given, blocks)
-        return replace(task, model=model, inputs=given, calls=calls, activations=kept)
+        meta_inputs = tuple(tree_map(_meta, tuple(inputs)))
+        calls, activations = _calls(model, meta_inputs, blocks)
+        return replace(task, model=model, inputs=meta_inputs, calls=calls, activations=activations)
 
     def unpriced(self) -> tuple[str, ...]:
         """Return the parts that a plan leaves without a price, each with the reason."""
         captured = [block for block in self.blocks if block.captured]
         if self.inputs is None:
-            left = "statistics of calls" if captured else ""
-            left = left if self.seconds else " and ".join(filter(None, ("passes", left)))
-            return (f"no price for {left}: the inputs are unknown",) if left else ()
+            phases = [] if self.seconds else ["passes"]
+            if captured:
+                phases.append("statistics of calls")
+            return (
+                (f"no price for {' and '.join(phases)}: the inputs are unknown",) if phases else ()
+            )
         seen = {call.helper for call in self.calls}
         missed = [block.name for block in captured if seen.isdisjoint(block.helpers)]
         if not missed:
@@ -147,13 +155,13 @@ def _calls(
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
+        if storage._cdata not in known:
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
     tensors = _tensors_of(model, _meta)
-    own = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
-    helpers = [helper for block in blocks for helper in block.helpers]
+    known = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+    helpers = itertools.chain.from_iterable(block.helpers for block in blocks)
     hooks = [
         helper.module.register_forward_hook(hook(helper), with_kwargs=True) for helper in helpers
     ]
@@ -192,20 +200,22 @@ class _Attention(TorchFunctionMode):
 def _meta(tensor: Any) -> Any:
     if not isinstance(tensor, Tensor):
         return tensor
-    made = torch.empty_like(tensor, device="meta")
-    return made.requires_grad_(tensor.requires_grad)
+    copy = torch.empty_like(tensor, device="meta")
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 def _tensors_of(model: nn.Module, new: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Return parameters and buffers by name; ties are kept."""
-    made: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    return {name: made.setdefault(id(tensor), new(tensor)) for name, tensor in named}
+    return {name: copies.setdefault(id(tensor), new(tensor)) for name, tensor in named}
 
 
 def _sum(output: Any) -> Tensor:
-    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return torch.stack([x.sum() for x in found if x.is_floating_point() and x.requires_grad]).sum()
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return torch.stack(
+        [x.sum() for x in tensors if x.is_floating_point() and x.requires_grad]
+    ).sum()

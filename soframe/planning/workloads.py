@@ -239,7 +239,8 @@ def _images(batch: int) -> tuple[Tensor, ...]:
 
 
 def _tokens(batch: int, *, length: int, inputs: int = 1) -> tuple[Tensor, ...]:
-    return (torch.empty(batch, length, dtype=torch.long, device="meta"),) * inputs
+    tokens = torch.empty(batch, length, dtype=torch.long, device="meta")
+    return tuple(tokens for _ in range(inputs))
 
 
 _EACH = "; queries, keys and values have a matrix each; a usual batch"
@@ -250,8 +251,8 @@ def _text(name: str, make: Callable[[], nn.Module], length: int, batch: int, not
 
 
 WORKLOADS: dict[str, Workload] = {
-    one.name: one
-    for one in (
+    workload.name: workload
+    for workload in (
         Workload("resnet50", resnet, _images, 32, "He et al., 2016; the batch of SPD-KFAC"),
         Workload(
             "resnet101", partial(resnet, (3, 4, 23, 3)), _images, 32, "He et al., 2016; as resnet50"

@@ -226,13 +226,15 @@ def solve_stack(
     """
     try:
         if last:
-            made = solver.solve_again(matrices, damping, last)
+            solved = solver.solve_again(matrices, damping, last)
         else:
-            made = solver.solve(matrices, damping)
+            solved = solver.solve(matrices, damping)
     except LinAlgError as error:
-        made = _apart(solver, matrices, damping, error, [] if errors is None else errors)
+        solved = _apart(solver, matrices, damping, error, [] if errors is None else errors)
     # The same layout on every rank: products with other strides round differently.
-    data = {name: tensor.to(dtype or matrices.dtype).contiguous() for name, tensor in made.items()}
+    data = {
+        name: tensor.to(dtype or matrices.dtype).contiguous() for name, tensor in solved.items()
+    }
     # The factor changes in place at the next statistics; its data must not.
     data = {n: t.clone() if memory_of(t) == memory_of(matrices) else t for n, t in data.items()}
     # One number for each group and tensor: NaN or infinite where any entry is.
@@ -255,9 +257,10 @@ class Problem:
 
     def joins(self, other: Problem) -> bool:
         """Return whether both can be solved by one call."""
-        one, two = self.matrices, other.matrices
         return (
-            (one.shape[1:], one.dtype, one.device) == (two.shape[1:], two.dtype, two.device)
+            self.matrices.shape[1:] == other.matrices.shape[1:]
+            and self.matrices.dtype == other.matrices.dtype
+            and self.matrices.device == other.matrices.device
             and self.damping.dtype == other.damping.dtype
             and set(self.last or ()) == set(other.last or ())
             and self.solver == other.solver
@@ -280,9 +283,10 @@ def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], T
             together.append([number])
     results: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
     for numbers in together:
-        one = problems[numbers[0]]
         if len(numbers) == 1:
-            results[numbers[0]] = solve_stack(one.solver, one.matrices, one.damping, one.last)
+            problem = problems[numbers[0]]
+            arguments = (problem.solver, problem.matrices, problem.damping, problem.last)
+            results[numbers[0]] = solve_stack(*arguments)
         else:
             alike = [problems[number] for number in numbers]
             results.update(zip(numbers, _together(alike), strict=True))
@@ -292,10 +296,9 @@ def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], T
 def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Solve factors of one size by one call."""
     first = problems[0]
-    last = {
-        name: torch.cat([problem.last[name] for problem in problems if problem.last])
-        for name in first.last or ()
-    }
+    last: dict[str, Tensor] = {}
+    for name in first.last or ():
+        last[name] = torch.cat([problem.last[name] for problem in problems if problem.last])
     matrices = torch.cat([problem.matrices for problem in problems])
     damping = torch.cat([problem.damping for problem in problems])
     data, good = solve_stack(first.solver, matrices, damping, last)
@@ -303,12 +306,13 @@ def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tens
     parts: list[dict[str, Tensor]] = [{} for _ in problems]
     for name, tensor in data.items():
         # Copies: stacks keep their data for different times. Other lengths fail the shape check.
-        alike = len(tensor) == len(matrices)
-        # torch's stub of the function returns None.
-        split: Any = torch.split_with_sizes_copy
-        own = split(tensor, sizes) if alike else [tensor] * len(sizes)
-        for part, each in zip(parts, own, strict=True):
-            part[name] = each
+        pieces = [tensor for _ in problems]
+        if len(tensor) == len(matrices):
+            # torch's stub of the function returns None.
+            split: Any = torch.split_with_sizes_copy
+            pieces = split(tensor, sizes)
+        for part, piece in zip(parts, pieces, strict=True):
+            part[name] = piece
     return list(zip(parts, good.split(sizes), strict=True))
 
 
@@ -335,13 +339,14 @@ def retry(
     if not failed:
         return dict(data), {}
     groups, errors = torch.tensor(failed, device=matrices.device), list[str]()
-    some, shares, dtype = matrices[groups].double(), damping[groups].double(), matrices.dtype
-    new, good = solve_stack(solver, some, shares, dtype=dtype, errors=errors)
-    reasons = {
-        group: _reason({n: t[number] for n, t in new.items()}, shares[number], dtype, errors)
-        for number, (group, ok) in enumerate(zip(failed, good.tolist(), strict=True))
-        if not ok
-    }
+    dtype, shares = matrices.dtype, damping[groups].double()
+    doubles = matrices[groups].double()
+    new, good = solve_stack(solver, doubles, shares, dtype=dtype, errors=errors)
+    reasons: dict[int, str] = {}
+    for number, (group, is_good) in enumerate(zip(failed, good.tolist(), strict=True)):
+        if not is_good:
+            group_data = {name: tensor[number] for name, tensor in new.items()}
+            reasons[group] = _reason(group_data, shares[number], dtype, errors)
     return {n: tensor.index_copy(0, groups, new[n]) for n, tensor in data.items()}, reasons
 
 
@@ -358,18 +363,21 @@ def _apart(
     for matrix, share in zip(matrices.split(1), damping.split(1), strict=True):
         try:
             parts.append(solver.solve(matrix, share))
-        except LinAlgError as own:
-            parts.append(_apart(solver, matrix, share, own, errors))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        except LinAlgError as group_error:
+            parts.append(_apart(solver, matrix, share, group_error, errors))
+    data: dict[str, Tensor] = {}
+    for name in parts[0]:
+        data[name] = torch.cat([part[name] for part in parts])
+    return data
 
 
 def _largest(tensor: Tensor, groups: int) -> Tensor:
     """Return the largest absolute value of each group, ``[groups]``; NaN if any entry is."""
     if tensor.shape[:1] != (groups,):
-        whole: Tensor = torch.linalg.vector_norm(tensor, math.inf)
-        return whole.expand(groups)
-    each: Tensor = torch.linalg.vector_norm(tensor.reshape(groups, -1), math.inf, dim=1)
-    return each
+        largest: Tensor = torch.linalg.vector_norm(tensor, math.inf)
+        return largest.expand(groups)
+    largest: Tensor = torch.linalg.vector_norm(tensor.reshape(groups, -1), math.inf, dim=1)
+    return largest
 
 
 def _usable(solver: Solver, data: Mapping[str, Tensor], groups: int) -> bool | Tensor:
@@ -377,11 +385,11 @@ def _usable(solver: Solver, data: Mapping[str, Tensor], groups: int) -> bool | T
     usable = solver.usable(data)
     if isinstance(usable, Tensor) or usable or groups == 1:
         return usable
-    each = [
-        bool(solver.usable({name: tensor[group : group + 1] for name, tensor in data.items()}))
-        for group in range(groups)
-    ]
-    return torch.tensor(each, device=next(iter(data.values())).device)
+    usable_groups: list[bool] = []
+    for group in range(groups):
+        group_data = {name: tensor[group : group + 1] for name, tensor in data.items()}
+        usable_groups.append(bool(solver.usable(group_data)))
+    return torch.tensor(usable_groups, device=next(iter(data.values())).device)
 
 
 def _reason(
@@ -416,6 +424,6 @@ def mean_trace(matrix: Tensor) -> Tensor:
     return diagonal.mean(-1, dtype=torch.float64).to(diagonal.dtype)  # the sum may overflow
 
 
-def whole(matrix: Tensor) -> Tensor:
+def symmetric(matrix: Tensor) -> Tensor:
     """Return the full symmetric matrices ``[groups, n, n]``, given their lower triangles."""
     return matrix.tril() + matrix.tril(-1).mT

@@ -22,7 +22,7 @@ from torch import Tensor
 from soframe.kernels.factorisations import eigh, orthonormal
 from soframe.kernels.precision import multiply
 from soframe.registry import register
-from soframe.solvers.base import Solver, mean_trace, whole
+from soframe.solvers.base import Solver, mean_trace, symmetric
 from soframe.solvers.eigen import rayleigh
 from soframe.specs import FactorSpec, TensorSpec
 
@@ -73,7 +73,7 @@ class Basis(Solver):
     ) -> dict[str, Tensor]:
         del damping
         vectors = last["vectors"]
-        product = multiply(_graded(whole(matrix)), vectors)
+        product = multiply(_graded(symmetric(matrix)), vectors)
         if not self.ordered:
             return {"vectors": orthonormal(product)}
         order = rayleigh(vectors, product).argsort(descending=True, stable=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from soframe.kernels.factorisations import eigh
 from soframe.kernels.precision import multiply
 from soframe.registry import register
-from soframe.solvers.base import Solver, whole
+from soframe.solvers.base import Solver, symmetric
 from soframe.specs import FactorSpec, TensorSpec
 
 _SIZES = 2.0**20  # assumed bound of l_max(A) l_max(G) over the product of mean traces
@@ -73,7 +73,7 @@ class Eigen(Solver):
         if matrix.dim() == 2:
             return {"values": matrix.clamp(min=0)}
         vectors = data["vectors"]
-        return {"values": rayleigh(vectors, multiply(whole(matrix), vectors)).clamp_(min=0)}
+        return {"values": rayleigh(vectors, multiply(symmetric(matrix), vectors)).clamp_(min=0)}
 
     def apply(
         self,

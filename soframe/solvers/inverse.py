@@ -82,7 +82,8 @@ class Inverse(Solver):
         first, second = (trace.double() for trace in mean_traces)
         both = torch.ones_like(first) * damping
         pi = pi_of(first, second, both, limits.eps) if self.split == "pi" else both.new_ones(())
-        return [one.to(like.dtype) for one in share(both, pi, largest=limits.max**0.94)]
+        shares = share(both, pi, largest=limits.max**0.94)
+        return [side.to(like.dtype) for side in shares]
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         if matrix.dim() == 2:
@@ -90,8 +91,8 @@ class Inverse(Solver):
         if devices.on_gpu(matrix):
             parts = devices.batches(matrix)
             shares = damping.split([len(part) for part in parts])
-            each = [_inverse(*pair) for pair in zip(parts, shares, strict=True)]
-            return {"inverse": each[0] if len(each) == 1 else torch.cat(each)}
+            inverses = [_inverse(*pair) for pair in zip(parts, shares, strict=True)]
+            return {"inverse": inverses[0] if len(inverses) == 1 else torch.cat(inverses)}
         size = matrix.shape[-1]
         lower, info = torch.linalg.cholesky_ex(damped(matrix, damping, frame(size)))
         # NaN marks groups that are not positive definite.
@@ -113,8 +114,8 @@ class Inverse(Solver):
         right: Mapping[str, Tensor],
         damping: float,
     ) -> Tensor:
-        one = left["inverse"]
-        halved = one.unsqueeze(2) * gradient if one.dim() == 2 else one @ gradient
+        inverse = left["inverse"]
+        halved = inverse.unsqueeze(2) * gradient if inverse.dim() == 2 else inverse @ gradient
         return self.apply_right(halved, right=right, damping=damping)
 
     def apply_right(
@@ -164,8 +165,8 @@ def share(damping: Tensor, pi: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     pi = torch.minimum(torch.maximum(pi, low), high)
     first, second = root * pi, root / pi
     undamped = root <= 0
-    for one in (first, second):
-        one.clamp_(1 / largest, largest).masked_fill_(undamped, 0.0)
+    for side in (first, second):
+        side.clamp_(1 / largest, largest).masked_fill_(undamped, 0.0)
     return first, second
 
 

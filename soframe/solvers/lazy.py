@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from soframe.solvers.around import Around
-from soframe.solvers.base import replace_groups, whole
+from soframe.solvers.base import replace_groups, symmetric
 from soframe.specs import FactorSpec, TensorSpec
 
 _COLUMNS = 8
@@ -78,4 +78,4 @@ def sketch(matrix: Tensor) -> Tensor:
     columns = torch.randn(
         matrix.shape[-1], _COLUMNS, generator=generator, dtype=torch.float64, device="cpu"
     )
-    return whole(matrix) @ columns.to(matrix)
+    return symmetric(matrix) @ columns.to(matrix)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from soframe.kernels.precision import multiply
 from soframe.registry import register
-from soframe.solvers.base import replace_groups, whole
+from soframe.solvers.base import replace_groups, symmetric
 from soframe.solvers.inverse import Inverse, damped
 
 _CHUNK = 3  # iterations between two tests of the residual; each test synchronises
@@ -51,14 +51,16 @@ class NewtonSchulz(Inverse):
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         if matrix.dim() == 2:
             return super().solve(matrix, damping)
-        full = damped(whole(matrix), damping)
+        full = damped(symmetric(matrix), damping)
         # Row sums bound the largest eigenvalue, the damping is at most the smallest.
         scale = 2 / (full.abs().sum(-1).amax(-1) + damping)
         eye = torch.eye(full.shape[-1], dtype=full.dtype, device=full.device)
         inverse, converged = invert(full, scale[:, None, None] * eye, self.iterations)
         cholesky = super().solve
         return replace_groups(
-            {"inverse": inverse}, ~converged, lambda left: cholesky(matrix[left], damping[left])
+            {"inverse": inverse},
+            ~converged,
+            lambda groups: cholesky(matrix[groups], damping[groups]),
         )
 
     def solve_again(
@@ -66,10 +68,12 @@ class NewtonSchulz(Inverse):
     ) -> dict[str, Tensor]:
         if matrix.dim() == 2:
             return super().solve(matrix, damping)
-        full = damped(whole(matrix), damping)
+        full = damped(symmetric(matrix), damping)
         inverse, converged = invert(full, last["inverse"], self.iterations)
         return replace_groups(
-            {"inverse": inverse}, ~converged, lambda left: self.solve(matrix[left], damping[left])
+            {"inverse": inverse},
+            ~converged,
+            lambda groups: self.solve(matrix[groups], damping[groups]),
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from soframe.kernels.precision import multiply
 from soframe.registry import register
-from soframe.solvers.base import replace_groups, whole
+from soframe.solvers.base import replace_groups, symmetric
 from soframe.solvers.eigen import Eigen, rayleigh
 
 
@@ -59,7 +59,7 @@ class OrthogonalIteration(Eigen):
     ) -> dict[str, Tensor]:
         if matrix.dim() == 2:
             return self.solve(matrix, damping)
-        factor, vectors = whole(matrix), last["vectors"]
+        factor, vectors = symmetric(matrix), last["vectors"]
         product = multiply(factor, vectors)
         for _ in range(self.iterations):
             vectors = torch.linalg.qr(product)[0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 BUCKET_BYTES = 2**25
 """A buffer is closed at this size: it bounds the memory of packing, and a full buffer travels while
@@ -21,4 +24,18 @@ def fill(items: Iterable[tuple[Hashable, int]], limit: int | None = None) -> lis
             sizes.append(0)
         buckets[-1].append(index)
         sizes[-1] += size
-    return [bucket for buckets, _ in routes.values() for bucket in buckets]
+    filled: list[list[int]] = []
+    for buckets, _ in routes.values():
+        filled += buckets
+    return filled
+
+
+def in_buckets(
+    items: Sequence[Item], route: Callable[[Item], tuple[Hashable, int]]
+) -> list[list[Item]]:
+    """Group items by `fill`, from a function that returns the route and the bytes of each."""
+    buckets: list[list[Item]] = []
+    for indices in fill(map(route, items)):
+        bucket = [items[index] for index in indices]
+        buckets.append(bucket)
+    return buckets

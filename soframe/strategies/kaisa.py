@@ -16,6 +16,7 @@ between solves: half the memory, and only the owner unpacks them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,32 +39,35 @@ class _Grid(Strategy):
         self, name: str, work: Sequence[BlockWork], ranks: int, columns: int, *notes: str
     ) -> Placement:
         members = [tuple(range(column, ranks, columns)) for column in range(columns)]
-        totals = [b.effort + sum(self.cost(factor) for factor in b.factors) for b in work]
-        column_of = assign(totals, [0.0] * columns, [len(ranks_) for ranks_ in members])
+        costs = [list(map(self.cost, block.factors)) for block in work]
+        totals = [block.effort + sum(cost) for block, cost in zip(work, costs, strict=True)]
+        column_of = assign(totals, [0.0] * columns, list(map(len, members)))
+
         owners = [[0] * len(block.factors) for block in work]
-        for column, ranks_ in enumerate(members):
-            mine = [index for index, chosen in enumerate(column_of) if chosen == column]
+        for column, workers in enumerate(members):
+            indices = [index for index, chosen in enumerate(column_of) if chosen == column]
             if self.colocate:
-                jobs = [(index, slice(None)) for index in mine]
-                costs = [totals[index] for index in mine]
+                rows = assign([totals[index] for index in indices], [0.0] * len(workers))
+                for index, row in zip(indices, rows, strict=True):
+                    owners[index] = [workers[row] for _ in owners[index]]
             else:
-                jobs = [(i, slice(f, f + 1)) for i in mine for f in range(len(work[i].factors))]
-                costs = [self.cost(factor) for index in mine for factor in work[index].factors]
-            for (index, factors), row in zip(jobs, assign(costs, [0.0] * len(ranks_)), strict=True):
-                owned = len(owners[index][factors])
-                owners[index][factors] = [ranks_[row]] * owned
-        sources = {one: _sources(members[one], ranks, columns) for one in set(column_of)}
-        blocks = tuple(
-            BlockPlacement(
-                block.name,
-                tuple(owners[i]),
-                members[column_of[i]],
-                sources[column_of[i]],
-                packed=ranks > 1,
-            )
-            for i, block in enumerate(work)
-        )
-        return Placement(name, ranks, work=tuple(work), blocks=blocks, notes=notes)
+                column_owners = _owners([costs[index] for index in indices], workers)
+                for index, of_factors in zip(indices, column_owners, strict=True):
+                    owners[index] = of_factors
+
+        sources = {column: _sources(members[column], ranks, columns) for column in set(column_of)}
+        blocks = []
+        for block, column, block_owners in zip(work, column_of, owners, strict=True):
+            place = (tuple(block_owners), members[column], sources[column])
+            blocks.append(BlockPlacement(block.name, *place, packed=ranks > 1))
+        return Placement(name, ranks, work=tuple(work), blocks=tuple(blocks), notes=notes)
+
+
+def _owners(costs: Sequence[Sequence[float]], workers: Sequence[int]) -> list[list[int]]:
+    """Assign each factor of some blocks, by its cost, to a worker."""
+    rows = assign(list(itertools.chain.from_iterable(costs)), [0.0] * len(workers))
+    owners = map(workers.__getitem__, rows)
+    return [list(itertools.islice(owners, len(block_costs))) for block_costs in costs]
 
 
 def _sources(workers: tuple[int, ...], ranks: int, columns: int) -> tuple[int, ...]:
@@ -115,26 +119,25 @@ class HybridOpt(_Grid):
     gradient_workers: float | int = 0.5
 
     def __post_init__(self) -> None:
-        wanted = self.gradient_workers
-        whole = isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1
-        fraction = isinstance(wanted, float) and 0 < wanted <= 1
-        if not whole and not fraction:
+        workers = self.gradient_workers
+        is_number = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
+        is_fraction = isinstance(workers, float) and 0 < workers <= 1
+        if not is_number and not is_fraction:
             raise ValueError(
                 f"HybridOpt: gradient_workers must be a fraction in (0, 1] (float) or a number of "
-                f"ranks (int), not {wanted!r}"
+                f"ranks (int), not {workers!r}"
             )
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        wanted = self.gradient_workers
-        if isinstance(wanted, int):
-            if wanted > ranks:
+        if isinstance(self.gradient_workers, int):
+            workers = float(self.gradient_workers)
+            if workers > ranks:
                 raise ValueError(
-                    f"HybridOpt: gradient_workers={wanted} but there are {ranks} rank(s); "
-                    f"pass at most {ranks}, or a fraction"
+                    f"HybridOpt: gradient_workers={self.gradient_workers} but there are {ranks} "
+                    f"rank(s); pass at most {ranks}, or a fraction"
                 )
-            workers = float(wanted)
         else:
-            workers = max(1.0, ranks * wanted)
+            workers = max(1.0, ranks * self.gradient_workers)
         columns = max(1, round(ranks / workers))
         notes = []
         lengths = sorted({len(range(c, ranks, columns)) for c in range(columns)})

@@ -8,6 +8,7 @@ within the process group of the preconditioner. Ranks compare digests before the
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -108,7 +109,7 @@ class Placement:
         """The placement's SHA-256; must be equal on all ranks."""
         left_out = {"second_order", "dtype", "device", "parameters", "state", "after", "kind"}
         left_out |= {"name", "state_dtype", "factor_dtype", "elementwise"}
-        names = [one.name for one in fields(BlockWork) if one.name not in left_out]
+        names = [field.name for field in fields(BlockWork) if field.name not in left_out]
         text_of = {}
         for kind, (work, block) in zip(self.kinds, self._firsts, strict=True):
             text = repr([[getattr(work, name) for name in names], UNNAMED_PLACE(block)])
@@ -207,12 +208,13 @@ class Placement:
         return step.traffic() if self.world_size > 1 else plan.total({})
 
     def __str__(self) -> str:
-        told = any(_statistics(w, b) for w, b in self.pairs)
+        has_statistics = any(_statistics(work, block) for work, block in self.pairs)
         title = (
             f"placement {self.strategy!r} on {self.world_size} rank(s), {self.digest.hex()[:12]}"
         )
-        header: tuple[str, ...] = ("block", "groups x out x in", "owners")
-        header += ("gradient workers", "exchange", *(("statistics",) if told else ()))
+        header = ["block", "groups x out x in", "owners", "gradient workers", "exchange"]
+        if has_statistics:
+            header.append("statistics")
 
         def how(pair: tuple[BlockWork, BlockPlacement]) -> tuple[object, ...]:
             work, block = pair
@@ -221,18 +223,18 @@ class Placement:
             return (work.shape, work.factors, *how)
 
         rows = []
-        for name, own in alike(self.pairs, lambda pair: pair[0].name, how):
-            cells = [_told(pair, told) for pair in own]
-            same = [len(set(column)) == 1 for column in zip(*cells, strict=True)]
-            each = _each_of(own)[: len(same)]
-            row = (c if s else e for c, s, e in zip(cells[0], same, each, strict=True))
-            rows.append((name, *row))
-        return "\n".join([title, format_table(header, rows), *(f"note: {n}" for n in self.notes)])
+        for name, pairs in alike(self.pairs, lambda pair: pair[0].name, how):
+            columns = zip(*itertools.starmap(_cells, pairs), strict=True)
+            row = [name]
+            for column, summary in zip(columns, _common_cells(pairs), strict=True):
+                row.append(column[0] if len(set(column)) == 1 else summary)
+            rows.append(row[: len(header)])
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([title, format_table(header, rows), *notes])
 
 
-def _told(pair: tuple[BlockWork, BlockPlacement], statistics: bool) -> tuple[str, ...]:
+def _cells(work: BlockWork, block: BlockPlacement) -> tuple[str, ...]:
     """Return the cells of a block: shape, owners, gradient workers, exchange and statistics."""
-    work, block = pair
     owners = zip(work.factors, block.owners, strict=True)
     sends = [(w, _ranks(_receivers(w, block))) for w in block.gradient_workers]
     return (
@@ -240,7 +242,7 @@ def _told(pair: tuple[BlockWork, BlockPlacement], statistics: bool) -> tuple[str
         " ".join(f"{factor.name}:{owner}" for factor, owner in owners),
         _ranks(block.gradient_workers),
         " ".join(f"{worker}->{ranks}" for worker, ranks in sends if ranks) or "-",
-        *((_statistics(work, block),) if statistics else ()),
+        _statistics(work, block),
     )
 
 
@@ -248,23 +250,29 @@ def _receivers(worker: int, block: BlockPlacement) -> list[int]:
     return [rank for rank in block.exchanges[worker] if rank != worker]
 
 
-def _each_of(pairs: Sequence[tuple[BlockWork, BlockPlacement]]) -> tuple[str, ...]:
+def _common_cells(pairs: Sequence[tuple[BlockWork, BlockPlacement]]) -> tuple[str, ...]:
     """Return the cells of blocks that differ in their ranks."""
     work, block = pairs[0]
-    owners = [
-        f"{factor.name}:{_ranks(sorted({own.owners[index] for _, own in pairs}))}"
-        for index, factor in enumerate(work.factors)
-    ]
-    workers = _ranks(sorted({rank for _, own in pairs for rank in own.gradient_workers}))
+    owners = []
+    contributors: set[int] = set()
+    holders: set[int] = set()
+    for index, factor in enumerate(work.factors):
+        ranks = {place.owners[index] for _, place in pairs}
+        owners.append(f"{factor.name}:{_ranks(sorted(ranks))}")
+        for _, place in pairs:
+            contributors.update(place.contributing(index))
+            holders.update(place.holding(index))
+    workers: set[int] = set()
+    for _, place in pairs:
+        workers.update(place.gradient_workers)
     number = len(_receivers(block.gradient_workers[0], block))
-    ways = f"{len(block.gradient_workers)} of {workers}", f"each to {number}"
-    factors = range(len(work.factors))
-    both = [
-        {rank for _, own in pairs for index in factors for rank in ranks(own, index)}
-        for ranks in (BlockPlacement.contributing, BlockPlacement.holding)
-    ]
-    statistics = "=>".join(_ranks(sorted(ranks)) for ranks in both)
-    return ("x".join(map(str, work.shape)), " ".join(owners), *ways, statistics)
+    return (
+        "x".join(map(str, work.shape)),
+        " ".join(owners),
+        f"{len(block.gradient_workers)} of {_ranks(sorted(workers))}",
+        f"each to {number}",
+        f"{_ranks(sorted(contributors))}=>{_ranks(sorted(holders))}",
+    )
 
 
 Checks = Iterator[tuple[bool, str]]
@@ -279,8 +287,8 @@ def _workers(block: BlockPlacement, world_size: int) -> Checks:
     yield len(set(workers)) == len(workers), "a worker is named twice"
     yield len(block.sources) == world_size, "one source per rank"
     known = set(workers)
-    others = [rank for rank, source in enumerate(block.sources) if source not in known]
-    for rank in others[:1]:
+    strangers = [rank for rank, source in enumerate(block.sources) if source not in known]
+    for rank in strangers[:1]:
         yield False, f"source of rank {rank} is no worker"
     for worker in workers:
         source = block.sources[worker]
@@ -308,12 +316,12 @@ def _residents(work: BlockWork, block: BlockPlacement) -> Checks:
     """Yield conditions on factors of averaged gradients, unsolved factors and readers."""
     workers, names = block.gradient_workers, [factor.name for factor in work.factors]
     for index, factor in enumerate(work.factors):
-        made = bool(block.made) and block.made[index]
-        yield made != factor.captured, f"factor {factor.name}: made or reduced"
+        is_made = bool(block.made) and block.made[index]
+        yield is_made != factor.captured, f"factor {factor.name}: made or reduced"
         if work.resident and work.resident[index]:
             owned = block.owners[index] in workers
             yield owned, f"factor {factor.name} must be owned by a gradient worker"
-        if made:
+        if is_made:
             where = block.holding(index) == tuple(sorted(workers))
             yield where, f"factor {factor.name} is held by other than its makers"
         if factor.name in work.unsolved:
@@ -355,25 +363,32 @@ def _completed(work: BlockWork, block: BlockPlacement) -> BlockPlacement:
         owners.append(owner)
         contributors.append(block.contributing(index) if factor.captured else workers)
         holders.append(tuple(sorted(holding)) if factor.captured else workers)
-    everyone = (block.everyone,) * len(work.factors)
+    readers = _readers(work, contributors, workers)
+    is_made = tuple(not factor.captured for factor in work.factors)
+    # Fields are empty where all ranks do the same.
+    everyone = {block.everyone}
+    return replace(
+        block,
+        owners=tuple(owners),
+        contributors=() if everyone.issuperset(contributors) else tuple(contributors),
+        holders=() if everyone.issuperset(holders) else tuple(holders),
+        # All factors of a block share one EMA weight and one decay per accumulator.
+        deferred=block.deferred and all(map(_accumulates, work.factors)),
+        made=is_made if any(is_made) else (),
+        readers=readers if any(readers) else (),
+    )
+
+
+def _readers(
+    work: BlockWork, contributors: Sequence[tuple[int, ...]], workers: Collection[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the contributors that read each factor's data for others' statistics, not workers."""
     names = [factor.name for factor in work.factors]
     readers: list[set[int]] = [set() for _ in names]
     for index, factor in enumerate(work.factors):
         for needed in factor.needs:
             readers[names.index(needed)].update(contributors[index])
-    made = tuple(not factor.captured for factor in work.factors)
-    return replace(
-        block,
-        owners=tuple(owners),
-        contributors=() if tuple(contributors) == everyone else tuple(contributors),
-        holders=() if tuple(holders) == everyone else tuple(holders),
-        # All factors of a block share one EMA weight and one decay per accumulator.
-        deferred=block.deferred and all(_accumulates(factor) for factor in work.factors),
-        made=made if any(made) else (),
-        readers=tuple(tuple(sorted(r.difference(workers))) for r in readers)
-        if any(r.difference(workers) for r in readers)
-        else (),
-    )
+    return tuple(tuple(sorted(ranks.difference(workers))) for ranks in readers)
 
 
 def _accumulates(factor: FactorSpec) -> bool:

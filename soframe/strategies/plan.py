@@ -7,12 +7,14 @@ algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
-from soframe.strategies.buckets import fill
+from soframe.specs import FactorSpec, TensorSpec
+from soframe.strategies.buckets import in_buckets
 from soframe.strategies.local import LocalPlan
 from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork, Traffic
 
@@ -61,44 +63,53 @@ def memory(
         item = ITEM_BYTES[work.dtype]
         for index, factor in enumerate(work.factors):
             if place.holds(rank, index):
-                packed = place.packed and factor.kind == "psd"
-                numbers = factor.packed_numel if packed else prod(factor.shape)
-                usage["factors"] += ITEM_BYTES[work.factor_dtype] * numbers
+                usage["factors"] += ITEM_BYTES[work.factor_dtype] * _held(factor, place)
             if place.deferred and factor.captured and place.contributes(rank, index):
                 usage["accumulators"] += item * factor.packed_numel
         for index, specs in enumerate(work.second_order):
             if rank in place.needing(index):
-                usage["second_order"] += item * sum(prod(spec.shape) for spec in specs)
+                usage["second_order"] += item * _numel(specs)
         if rank in place.gradient_workers and work.state:
-            state = ITEM_BYTES[work.state_dtype]
-            usage["state"] += state * sum(prod(spec.shape) for spec in work.state)
+            usage["state"] += ITEM_BYTES[work.state_dtype] * _numel(work.state)
     return {**usage, "total": sum(usage.values())}
+
+
+def _held(factor: FactorSpec, place: BlockPlacement) -> int:
+    """Return the elements of a running factor."""
+    is_packed = place.packed and factor.kind == "psd"
+    return factor.packed_numel if is_packed else prod(factor.shape)
+
+
+def _numel(specs: Iterable[TensorSpec]) -> int:
+    return sum(prod(spec.shape) for spec in specs)
 
 
 def window(pairs: Pairs, stacks: Stacks, rank: int) -> int:
     """Return the bytes of the sums that a rank gathers before a step."""
-    return sum(
-        ITEM_BYTES[work.dtype] * prod(factor.shape)
-        for work, place in _in_stacks(pairs, stacks, None)
-        for index, factor in enumerate(work.factors)
-        if factor.captured and place.contributes(rank, index)
-    )
+    size = 0
+    for work, place in _in_stacks(pairs, stacks, None):
+        for index, factor in enumerate(work.factors):
+            if factor.captured and place.contributes(rank, index):
+                size += ITEM_BYTES[work.dtype] * prod(factor.shape)
+    return size
 
 
 def _in_stacks(pairs: Pairs, stacks: Stacks, used: Collection[str] | None) -> Pairs:
     """Return all blocks of stacks with a used block: a stack's tensors hold all its blocks."""
-    return [
-        pairs[index]
-        for members in stacks
-        if used is None or any(pairs[member][0].name in used for member in members)
-        for index in members
-    ]
+    blocks: list[tuple[BlockWork, BlockPlacement]] = []
+    for members in stacks:
+        if used is None or any(pairs[index][0].name in used for index in members):
+            blocks += [pairs[index] for index in members]
+    return blocks
 
 
 def total(phases: Traffic) -> Traffic:
     """Return traffic with its sum over phases under ``"total"``."""
-    whole = {key: sum(count[key] for count in phases.values()) for key in ("bytes", "calls")}
-    return {**phases, "total": whole}
+    sums = {"bytes": 0, "calls": 0}
+    for count in phases.values():
+        sums["bytes"] += count["bytes"]
+        sums["calls"] += count["calls"]
+    return {**phases, "total": sums}
 
 
 @dataclass(frozen=True)
@@ -133,10 +144,13 @@ class Step:
         """Return the collectives in the order of the step, with their phases."""
         active = [(w, p) for w, p in self.pairs if self.used is None or w.name in self.used]
         due = _named(active, self.solve)
-        before, after = ([(w, p) for w, p in due if w.after == one] for one in (False, True))
+        before = [(w, p) for w, p in due if not w.after]
+        after = [(w, p) for w, p in due if w.after]
+        eager, deferred = self.reductions(active, due)
         return [
             ("agree", self.status()),
-            *(("reduce", calls) for calls in self.reductions(active, due)),
+            ("reduce", eager),
+            ("reduce", deferred),
             ("gradients", self.averages(active)),
             ("gradients", self.parts(active, back=False)),
             ("agree", self.agreements(before)),
@@ -167,17 +181,17 @@ class Step:
     def _stacked(self, pairs: Pairs, *, owners: bool = False) -> Stacked:
         """Group blocks by stack, and by owner too for solves."""
         names = {work.name for work, _ in pairs}
-        found = []
+        groups = []
         for members in self.stacks:
             alike: dict[object, list[int]] = {}
             for index in members:
                 work, place = self.pairs[index]
                 if work.name in names:
                     alike.setdefault(place.owners if owners else (), []).append(index)
-            for own in alike.values():
-                entries = sum(prod(self.pairs[index][0].shape) for index in own)
-                found.append((*self.pairs[own[0]], len(own), entries))
-        return found
+            for indices in alike.values():
+                entries = sum(prod(self.pairs[index][0].shape) for index in indices)
+                groups.append((*self.pairs[indices[0]], len(indices), entries))
+        return groups
 
     def reductions(self, active: Pairs, due: Pairs) -> list[list[Message]]:
         """The statistics of this step, then those deferred to its solves."""
@@ -229,10 +243,12 @@ class Step:
             return _calls(parcels)
         # Parcels to all ranks share buffers, from any source.
         everyone = self.pairs[0][1].everyone
-        routes = [
-            (r._replace(root=None) if r.group == everyone else r, size) for r, size in parcels
-        ]
-        return [self._gathered([parcels[index] for index in bucket]) for bucket in fill(routes)]
+
+        def buffer(parcel: Message) -> Message:
+            shares = parcel.route.group == everyone
+            return parcel._replace(route=parcel.route._replace(root=None)) if shares else parcel
+
+        return list(map(self._gathered, in_buckets(parcels, buffer)))
 
     @staticmethod
     def _gathered(parcels: Items) -> Message:
@@ -243,20 +259,20 @@ class Step:
 
     def parts(self, pairs: Pairs, *, back: bool) -> list[Message]:
         """The parts of sharded gradients to gradient workers, or of updates back to all ranks."""
-        items: Items = []
-        carried: list[int] = []
+        items: list[tuple[Message, int]] = []  # each with the bytes that this rank sends
         for work, place in pairs:
             way = (place.gradient_workers, place.sources if back else ())
             for shards in work.shards:
                 if shards.travels(*way):
                     dtype = work.dtype if back else shards.dtype
                     route = Route("all_to_all", place.everyone, None, dtype, work.device)
-                    items.append(Message(route, ITEM_BYTES[dtype] * shards.whole))
-                    carried.append(ITEM_BYTES[dtype] * shards.carried(self.rank, *way))
-        return [
-            Message(items[bucket[0]].route, sum(carried[index] for index in bucket))
-            for bucket in fill(items)
-        ]
+                    message = Message(route, ITEM_BYTES[dtype] * shards.whole)
+                    items.append((message, ITEM_BYTES[dtype] * shards.carried(self.rank, *way)))
+        calls: list[Message] = []
+        for bucket in in_buckets(items, itemgetter(0)):
+            message, _ = bucket[0]
+            calls.append(message._replace(size=sum(carried for _, carried in bucket)))
+        return calls
 
     def averages(self, pairs: Pairs) -> list[Message]:
         """The gradients that the step averages with ``Distribution(gradients="local")``."""
@@ -281,7 +297,7 @@ class Step:
         """The inner products and norms that clips reduce."""
         sizes: list[int] = []
         if any(work.shards for work, _ in pairs):
-            # An inner product in float64, and squares in the dtype of the first block.
+            # Each clip's sum, in float64.
             sizes += [_AGREED_BYTES] * len(self.clips)
         if self.local is not None and self.local.kl_clip and pairs:
             sizes.append(_AGREED_BYTES)
@@ -289,18 +305,16 @@ class Step:
 
     def agreements(self, pairs: Pairs) -> list[Message]:
         """The traces that travel before solves, and the outcomes of solves."""
-        traces = [
-            factor.groups
-            for work, place in pairs
-            if place.traces_travel
-            for factor in work.factors
-            if factor.name not in work.unsolved
-        ]
-        jobs = sum(len(work.factors) - len(work.unsolved) for work, _ in pairs)
+        jobs, traces = 0, 0
+        for work, place in pairs:
+            solved = [factor for factor in work.factors if factor.name not in work.unsolved]
+            jobs += len(work.factors) - len(work.unsolved)
+            if place.traces_travel:
+                traces += sum(factor.groups for factor in solved)
         if not jobs:
             return []
-        traced = [_AGREED_BYTES * sum(traces)] * bool(traces)
-        return self._agreed(*traced, _OUTCOME_BYTES * _OUTCOMES * jobs)
+        sizes = [_AGREED_BYTES * traces] if traces else []
+        return self._agreed(*sizes, _OUTCOME_BYTES * _OUTCOMES * jobs)
 
 
 def _named(pairs: Pairs, names: bool | Collection[str]) -> Pairs:
@@ -312,13 +326,16 @@ def _named(pairs: Pairs, names: bool | Collection[str]) -> Pairs:
 def _weights(work: BlockWork, place: BlockPlacement) -> int:
     """Return the number of EMA weights of a block in the status."""
     captured = [factor for factor in work.factors if factor.captured]
-    unequal = any(factor.mean_over == "group rows" for factor in captured)
-    return (len(captured) + 2 if place.contributors else 2) + work.shape.groups * unequal
+    weights = len(captured) + 2 if place.contributors else 2
+    if any(factor.mean_over == "group rows" for factor in captured):
+        weights += work.shape.groups
+    return weights
 
 
 def _calls(items: Items) -> list[Message]:
     """Return each collective, in buffers as the step fills them."""
-    return [
-        Message(items[bucket[0]].route, sum(items[index].size for index in bucket))
-        for bucket in fill(items)
-    ]
+    calls: list[Message] = []
+    for bucket in in_buckets(items, lambda message: message):
+        size = sum(message.size for message in bucket)
+        calls.append(Message(bucket[0].route, size))
+    return calls

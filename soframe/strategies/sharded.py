@@ -50,17 +50,18 @@ class _Sharded(Strategy):
         wire: str | None = None,
     ) -> Placement:
         groups, notes = _groups(ranks, ranks if group is None else group)
-        totals = [b.elements + sum(self.cost(factor) for factor in b.factors) for b in work]
+        totals = [block.elements + sum(map(self.cost, block.factors)) for block in work]
         chosen = assign(totals, [0.0] * len(groups), [len(members) for members in groups])
         workers, owners = [0] * len(work), [0] * len(work)
         for number, members in enumerate(groups):
-            mine = [index for index, other in enumerate(chosen) if other == number]
+            indices = [index for index, group_number in enumerate(chosen) if group_number == number]
             loads = [0.0] * len(members)
             # Place second-order data first: the step waits for its exchange. Running factors, half
             # as large, then go to the ranks with the least load.
-            for place, index in zip(assign([totals[i] for i in mine], loads), mine, strict=True):
+            places = assign([totals[index] for index in indices], loads)
+            for place, index in zip(places, indices, strict=True):
                 workers[index] = members[place]
-            for index in sorted(mine, key=lambda index: (-totals[index], index)):
+            for index in sorted(indices, key=lambda index: (-totals[index], index)):
                 at = members.index(workers[index])
                 least = min(range(len(members)), key=lambda rank: (loads[rank], rank != at, rank))
                 highest = max(loads)
@@ -69,25 +70,23 @@ class _Sharded(Strategy):
                     least = at
                 loads[least] += totals[index] / 2
                 owners[index] = members[least]
-        blocks = tuple(
-            BlockPlacement(
+        blocks = []
+        for index, block in enumerate(work):
+            owner, worker, members = owners[index], workers[index], groups[chosen[index]]
+            contributors = tuple(members for _ in block.factors)
+            place = BlockPlacement(
                 block.name,
-                owners=(owners[index],) * len(block.factors),
-                gradient_workers=(workers[index],),
-                sources=(workers[index],) * ranks,
-                contributors=(
-                    ()
-                    if len(groups[chosen[index]]) == ranks
-                    else (groups[chosen[index]],) * len(block.factors)
-                ),
-                holders=((owners[index],),) * len(block.factors),
+                owners=tuple(owner for _ in block.factors),
+                gradient_workers=(worker,),
+                sources=tuple(worker for _ in range(ranks)),
+                contributors=() if len(members) == ranks else contributors,
+                holders=tuple((owner,) for _ in block.factors),
                 deferred=deferred,
                 packed=True,
                 wire=wire,
             )
-            for index, block in enumerate(work)
-        )
-        return Placement(name, ranks, work=tuple(work), blocks=blocks, notes=tuple(notes))
+            blocks.append(place)
+        return Placement(name, ranks, work=tuple(work), blocks=tuple(blocks), notes=tuple(notes))
 
 
 def _groups(ranks: int, size: int) -> tuple[list[tuple[int, ...]], list[str]]:

@@ -7,6 +7,7 @@ statistics step, or accumulated by each contributor and reduced when a solve nee
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
@@ -92,7 +93,7 @@ class BlockWork:
             return False
         if self.elementwise:
             return True
-        specs = [*self.state, *(spec for specs in self.second_order for spec in specs)]
+        specs = itertools.chain(self.state, *self.second_order)
         return all(factor.groups == groups for factor in self.factors) and all(
             spec.shape and spec.shape[0] == groups for spec in specs
         )
@@ -231,8 +232,8 @@ class BlockPlacement:
     @cached_property
     def traces_travel(self) -> bool:
         """Whether an owner lacks a factor of the block, so that traces are reduced for solvers."""
-        factors = range(len(self.owners))
-        return any(not self.holds(owner, factor) for owner in self.owners for factor in factors)
+        pairs = itertools.product(self.owners, range(len(self.owners)))
+        return not all(itertools.starmap(self.holds, pairs))
 
 
 UNNAMED_WORK = attrgetter(*(f.name for f in fields(BlockWork) if f.name != "name"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 
@@ -33,43 +34,26 @@ def check_backend(backend: Backend) -> None:
         AssertionError: On every rank, if a result is wrong on any.
     """
     rank, everyone = backend.rank, tuple(range(backend.world_size))
-    groups = [everyone, *(tuple(r for r in everyone if r != out) for out in everyone)]
+    # All ranks, and all but one of them.
+    groups = [everyone, *itertools.combinations(everyone, len(everyone) - 1)]
     groups = [group for group in groups if group]
     backend.prepare(groups)
     check = _Check(backend)
     for dtype in (torch.uint8, torch.int64, *_FLOATS):
-        each = [_numbers(r, dtype) for r in everyone]
-        gathered = torch.cat(backend.all_gather(each[rank].clone(), "check"))
-        check.add(f"all_gather of {dtype}", everyone, gathered, torch.cat(each))
+        tensors = [_numbers(r, dtype) for r in everyone]
+        gathered = torch.cat(backend.all_gather(tensors[rank].clone(), "check"))
+        check.add(f"all_gather of {dtype}", everyone, gathered, torch.cat(tensors))
     check.wait()
     for dtype in _FLOATS:
-        each = [_numbers(r, dtype) for r in everyone]
-        sizes = [(3 * r + 2) % 5 for r in everyone]  # uneven, and 0 for rank 1
-        whole = torch.cat([one[:size] for one, size in zip(each, sizes, strict=True)])
-        sums = [_total([one[: sum(sizes)] for one in each]).split(sizes)[r] for r in everyone]
-        mine = each[rank].clone()
-        handle = backend.all_reduce(mine, "check")
-        check.add(f"all_reduce of {dtype}", everyone, mine, _total(each), handle)
+        tensors = [_numbers(r, dtype) for r in everyone]
+        local = tensors[rank].clone()
+        handle = backend.all_reduce(local, "check")
+        check.add(f"all_reduce of {dtype}", everyone, local, _total(tensors), handle)
         for group in groups:
             for source in group:
-                check.pair(group, source, each)
-        flat = torch.zeros_like(whole)
-        flat.split(sizes)[rank].copy_(whole.split(sizes)[rank])
-        handle = backend.all_gather_shares(flat, sizes, "check")
-        check.add(f"all_gather_shares of {dtype}", everyone, flat, whole, handle)
-        mine = each[rank][: sum(sizes)].clone()
-        handle = backend.reduce_scatter(mine, sizes, "check")
-        share = mine.split(sizes)[rank]
-        check.add(f"reduce_scatter of {dtype}", (rank,), share, sums[rank], handle)
-        # Rank r sends r + s elements to rank s, and nothing to itself.
-        gives = [[(r + s) * (r != s) for s in everyone] for r in everyone]
-        sent = [one[: sum(own)].split(own) for one, own in zip(each, gives, strict=True)]
-        taken = torch.cat([parts[rank] for parts in sent])
-        got, handle = backend.all_to_all(
-            torch.cat(sent[rank]), gives[rank], [own[rank] for own in gives], "check"
-        )
-        if len(everyone) > 1:
-            check.add(f"all_to_all of {dtype}", (rank,), got, taken, handle)
+                check.pair(group, source, tensors)
+        check.shares(tensors)
+        check.all_to_all(tensors)
         check.wait()
     check.conclude()
 
@@ -93,23 +77,58 @@ class _Check:
         """Add a collective whose results must be alike on a group; None if not on this rank."""
         self._open.append((name, group, got, expected, handle or Handle()))
 
-    def pair(self, group: tuple[int, ...], source: int, each: Sequence[Tensor]) -> None:
+    def pair(self, group: tuple[int, ...], source: int, tensors: Sequence[Tensor]) -> None:
         """Broadcast within a group from a rank of it, and reduce to that rank."""
         backend, rank = self._backend, self._backend.rank
-        what = f"of {each[0].dtype} in {group}"
-        mine, handle = each[rank].clone(), None
+        what = f"of {tensors[0].dtype} in {group}"
+        local, handle = tensors[rank].clone(), None
         if rank in group:
-            handle = backend.broadcast(mine, source, group, "check")
-        expected = each[source] if rank in group else None
-        self.add(f"broadcast {what} from rank {source}", group, mine, expected, handle)
-        mine, handle = each[rank].clone(), None
+            handle = backend.broadcast(local, source, group, "check")
+        expected = tensors[source] if rank in group else None
+        self.add(f"broadcast {what} from rank {source}", group, local, expected, handle)
+        local, handle = tensors[rank].clone(), None
         try:
             if rank in group:
-                handle = backend.reduce(mine, source, group, "check")
+                handle = backend.reduce(local, source, group, "check")
         except NotImplementedError:
             return  # the strategies that need it are refused by name
-        expected = _total([each[r] for r in group]) if rank == source else None
-        self.add(f"reduce {what} to rank {source}", (source,), mine, expected, handle)
+        expected = _total([tensors[r] for r in group]) if rank == source else None
+        self.add(f"reduce {what} to rank {source}", (source,), local, expected, handle)
+
+    def shares(self, tensors: Sequence[Tensor]) -> None:
+        """Gather uneven shares of one tensor, and reduce a tensor to such shares."""
+        backend, rank, dtype = self._backend, self._backend.rank, tensors[0].dtype
+        everyone = tuple(range(backend.world_size))
+        sizes = [(3 * r + 2) % 5 for r in everyone]  # 0 for rank 1
+        joined = torch.cat([numbers[:size] for numbers, size in zip(tensors, sizes, strict=True)])
+        flat = torch.zeros_like(joined)
+        flat.split(sizes)[rank].copy_(joined.split(sizes)[rank])
+        handle = backend.all_gather_shares(flat, sizes, "check")
+        self.add(f"all_gather_shares of {dtype}", everyone, flat, joined, handle)
+        local = tensors[rank][: sum(sizes)].clone()
+        handle = backend.reduce_scatter(local, sizes, "check")
+        share = local.split(sizes)[rank]
+        expected = _total([numbers[: sum(sizes)] for numbers in tensors]).split(sizes)[rank]
+        self.add(f"reduce_scatter of {dtype}", (rank,), share, expected, handle)
+
+    def all_to_all(self, tensors: Sequence[Tensor]) -> None:
+        """Send r + s elements from each rank r to each rank s, and nothing to itself."""
+        backend, rank, dtype = self._backend, self._backend.rank, tensors[0].dtype
+        everyone = range(backend.world_size)
+
+        def size(sender: int, receiver: int) -> int:
+            return 0 if sender == receiver else sender + receiver
+
+        sends = [size(rank, receiver) for receiver in everyone]
+        receives = [size(sender, rank) for sender in everyone]
+        expected = []
+        for sender in everyone:
+            start = sum(size(sender, receiver) for receiver in range(rank))
+            expected.append(tensors[sender][start : start + receives[sender]])
+        sent = tensors[rank][: sum(sends)].clone()
+        received, handle = backend.all_to_all(sent, sends, receives, "check")
+        if len(everyone) > 1:
+            self.add(f"all_to_all of {dtype}", (rank,), received, torch.cat(expected), handle)
 
     def wait(self) -> None:
         """Wait for the collectives, the last one first, and compare their results."""
@@ -121,10 +140,10 @@ class _Check:
                 self._problems.append(f"{name} gives {got.tolist()}, not {expected.tolist()}")
             if len(group) > 1:
                 bits = self._backend.all_gather(got.view(torch.uint8), "check")
-                if others := [r for r in group if not torch.equal(bits[r], bits[group[0]])]:
+                if different := [r for r in group if not torch.equal(bits[r], bits[group[0]])]:
                     self._problems.append(
-                        f"{name}: rank(s) {others} have other bits than rank {group[0]}; let every "
-                        f"rank, the source too, go on with the numbers that were sent"
+                        f"{name}: rank(s) {different} have other bits than rank {group[0]}; let "
+                        f"every rank, the source too, go on with the numbers that were sent"
                     )
 
     def conclude(self) -> None:
@@ -169,7 +188,11 @@ def compare_weights(model: nn.Module, backend: Backend | None = None) -> None:
         RuntimeError: On every rank, if parameters differ; the message has their names.
     """
     backend = choose_backend(backend)
-    mine = {name: checksums.of_tensor(p) for name, p in model.named_parameters()}
-    every = [json.loads(text) for text in gather_texts(backend, json.dumps(mine))]
-    if names := [name for name in mine if any(own.get(name) != mine[name] for own in every)]:
+    local_sums = {name: checksums.of_tensor(p) for name, p in model.named_parameters()}
+    sums_of_ranks = [json.loads(text) for text in gather_texts(backend, json.dumps(local_sums))]
+    names = []
+    for name, checksum in local_sums.items():
+        if any(sums.get(name) != checksum for sums in sums_of_ranks):
+            names.append(name)
+    if names:
         raise RuntimeError(f"weights differ between ranks: {', '.join(names)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -103,82 +104,85 @@ class _Case:
     ) -> None:
         """Check rows, moments and packing with some of the parameters trained."""
         module = self._copy(trained)
-        made = self.helper.of(module, trained, joint=joint)
-        held = [key for one in made for key in one.parameters]
+        helpers = self.helper.of(module, trained, joint=joint)
+        held: list[str] = []
+        for helper in helpers:
+            held += helper.parameters
         assert len(held) == len(set(held)), f"{name}: blocks share a parameter: {held}"
         assert set(held) <= set(trained), f"{name}: blocks have {held}, not all of them trained"
         if every:
             assert set(held) == set(trained), f"{name}: of() leaves out {set(trained) - set(held)}"
-        for one in made:
-            for key, parameter in one.parameters.items():
+        for helper in helpers:
+            for key, parameter in helper.parameters.items():
                 same = parameter_of(module, key) is parameter
                 assert same, f"{name}: {key} is not what the module has under that name"
-            _check_packing(one, name)
-        if not made:
+            _check_packing(helper, name)
+        if not helpers:
             return
         signature = list(inspect.signature(module.forward).parameters)
-        by_keyword = made[0].inputs((), dict(zip(signature, self.inputs, strict=False)))
-        lost = len(by_keyword) != len(made[0].inputs(self.inputs, {}))
+        by_keyword = helpers[0].inputs((), dict(zip(signature, self.inputs, strict=False)))
+        lost = len(by_keyword) != len(helpers[0].inputs(self.inputs, {}))
         assert not lost, f"{name}: inputs given by keyword are lost"
-        ((calls, exact),) = self._calls_of(module, made, [self.inputs])
-        self._check_gradients(made, calls, exact, name)
-        for one in made:
-            for inputs, gradient in calls[one]:
-                rows = one.output_rows(gradient)
-                _check_moments(one, inputs, rows, name)
-                _check_taking(one, inputs, rows, name)
+        ((calls, exact),) = self._calls_of(module, helpers, [self.inputs])
+        self._check_gradients(helpers, calls, exact, name)
+        for helper in helpers:
+            for inputs, gradient in calls[helper]:
+                rows = helper.output_rows(gradient)
+                _check_moments(helper, inputs, rows, name)
+                _check_taking(helper, inputs, rows, name)
         if every:
-            both = self._calls_of(module, made, [self.inputs, _other(self.inputs)])
+            both = self._calls_of(module, helpers, [self.inputs, _other(self.inputs)])
             for which, (calls, exact) in zip(("first", "second"), both, strict=True):
-                self._check_gradients(made, calls, exact, f"{name}, the {which} of two calls")
+                self._check_gradients(helpers, calls, exact, f"{name}, the {which} of two calls")
 
     def _check_gradients(
-        self, made: Sequence[LayerHelper], calls: _Calls, exact: _Exact, name: str
+        self, helpers: Sequence[LayerHelper], calls: _Calls, exact: _Exact, name: str
     ) -> None:
         """Compare each sample's gradient from rows with the exact one."""
-        for one in made:
-            seen = calls[one]
+        for helper in helpers:
+            seen = calls[helper]
             assert seen, f"{name}: no call was seen"
-            by_rows = sum(_samples(one, inputs, g, exact[one], name) for inputs, g in seen)
+            by_rows = sum(_samples(helper, inputs, g, exact[helper], name) for inputs, g in seen)
             assert isinstance(by_rows, Tensor)
-            for n, gradient in enumerate(exact[one]):
+            for n, gradient in enumerate(exact[helper]):
                 compare(by_rows[n], gradient, f"{name}: gradient of sample {n} made of its rows")
 
     def _calls_of(
-        self, module: nn.Module, made: Sequence[LayerHelper], inputs: Sequence[Sequence[Tensor]]
+        self, module: nn.Module, helpers: Sequence[LayerHelper], inputs: Sequence[Sequence[Tensor]]
     ) -> list[tuple[_Calls, _Exact]]:
         """Return the captured calls of several forward passes, and their samples' gradients."""
-        each: list[_Calls] = [{one: [] for one in made} for _ in inputs]
-        now = 0
+        calls_of: list[_Calls] = []  # of each forward pass
 
         def sink(call: LayerCall) -> None:
-            each[now][call.helper].append((call.inputs, call.gradient))
+            calls_of[-1][call.helper].append((call.inputs, call.gradient))
 
         capture = Capture()
-        capture.listen(sink, dict.fromkeys(made, "module"), frozenset(made))
-        outputs = [self._call(module, one) for one in inputs]
-        starts = [
-            torch.randn(output.shape, dtype=output.dtype, generator=_generator(seed))
-            for seed, output in enumerate(outputs)
-        ]
-        for now, (output, start) in enumerate(zip(outputs, starts, strict=True)):  # noqa: B007
+        capture.listen(sink, dict.fromkeys(helpers, "module"), frozenset(helpers))
+        outputs = [self._call(module, arguments) for arguments in inputs]
+        starts = []
+        for seed, output in enumerate(outputs):
+            start = torch.randn(output.shape, dtype=output.dtype, generator=_generator(seed))
+            starts.append(start)
+            calls_of.append({helper: [] for helper in helpers})
             output.backward(start)
         capture.close()
         return [
-            (calls, self._exact(module, made, one, start))
-            for calls, one, start in zip(each, inputs, starts, strict=True)
+            (calls, self._exact(module, helpers, arguments, start))
+            for calls, arguments, start in zip(calls_of, inputs, starts, strict=True)
         ]
 
     def _exact(
         self,
         module: nn.Module,
-        made: Sequence[LayerHelper],
+        helpers: Sequence[LayerHelper],
         inputs: Sequence[Tensor],
         start: Tensor,
     ) -> _Exact:
         output = self._call(module, inputs)
-        exact: _Exact = {one: [] for one in made}
-        parameters = {key: p for one in made for key, p in one.parameters.items()}
+        exact: _Exact = {helper: [] for helper in helpers}
+        parameters: dict[str, Tensor] = {}
+        for helper in helpers:
+            parameters |= helper.parameters
         for n in range(output.shape[self.batch_dim]):
             alone = torch.zeros_like(start)
             alone.select(self.batch_dim, n).copy_(start.select(self.batch_dim, n))
@@ -186,8 +190,8 @@ class _Case:
                 output, list(parameters.values()), alone, retain_graph=True, materialize_grads=True
             )
             by_name = dict(zip(parameters, grads, strict=True))
-            for one in made:
-                exact[one].append(one.pack({key: by_name[key] for key in one.parameters}))
+            for helper in helpers:
+                exact[helper].append(helper.pack({key: by_name[key] for key in helper.parameters}))
         return exact
 
     def check_statistics(self, name: str) -> None:
@@ -206,26 +210,25 @@ class _Case:
             solve_every=1,
         )
         blocks = {tuple(block.parameters): block for block in preconditioner.curvature.blocks}
-        made = self.helper.of(holder.module, names)
-        missing = {tuple(one.parameters) for one in made} - set(blocks)
+        helpers = self.helper.of(holder.module, names)
+        missing = {tuple(helper.parameters) for helper in helpers} - set(blocks)
         assert not missing, f"{name}: a Preconditioner has no block of {missing}"
         output = self._call(holder.module)
         start = torch.randn(output.shape, dtype=output.dtype, generator=_generator())
         output.backward(start / samples)
-        before = {key: p.grad for key, p in holder.named_parameters() if p.grad is not None}
-        before = {key: grad.clone() for key, grad in before.items()}
+        before = _gradients(holder)
         preconditioner.step()
         preconditioner.close()
-        after = {key: p.grad for key, p in holder.named_parameters() if p.grad is not None}
+        after = _gradients(holder)
         changed = {key for key, grad in after.items() if not torch.equal(grad, before[key])}
         named = {f"module.{key}" for key in names}
-        left, taken = set(before) & named - changed, changed - named
-        assert not left, f"{name}: step() leaves {left} as it was"
+        unchanged, taken = set(before) & named - changed, changed - named
+        assert not unchanged, f"{name}: step() leaves {unchanged} as it was"
         assert not taken, f"{name}: step() changes {taken}, which names() leaves out"
-        ((calls, _),) = self._calls_of(holder.module, made, [self.inputs])
-        for one in made:
-            running = blocks[tuple(one.parameters)].running
-            a, g = _plain_factors(one, calls[one], samples)
+        ((calls, _),) = self._calls_of(holder.module, helpers, [self.inputs])
+        for helper in helpers:
+            running = blocks[tuple(helper.parameters)].running
+            a, g = _plain_factors(helper, calls[helper], samples)
             compare(running["A"], a, f"{name}: A of a Preconditioner")
             compare(running["G"], g, f"{name}: G of a Preconditioner")
 
@@ -235,17 +238,24 @@ _Calls = dict[LayerHelper, list[_Seen]]
 _Exact = dict[LayerHelper, list[Tensor]]
 
 
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the parameters' gradients by name."""
+    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {name: grad.clone() for name, grad in grads.items() if grad is not None}
+
+
 def _other(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return inputs of another call: the same numbers in another order."""
     # Keep ascending integers, which may be offsets, and masks as they are.
     other = []
-    for given in inputs:
-        turned = given.flatten().flip(0).view_as(given)
-        if given.is_floating_point():
+    for tensor in inputs:
+        turned = tensor.flatten().flip(0).view_as(tensor)
+        if tensor.is_floating_point():
             other.append(turned / 2)
         else:
-            ascending = given.dim() < 2 and bool((given.diff() >= 0).all())
-            other.append(given if given.dtype == torch.bool or ascending else turned)
+            is_ascending = tensor.dim() < 2 and bool((tensor.diff() >= 0).all())
+            stays = is_ascending or tensor.dtype == torch.bool
+            other.append(tensor if stays else turned)
     return tuple(other)
 
 
@@ -283,12 +293,16 @@ def _check_moments(
         total = fast(before.clone(), 0.5)
         compare(_lower(total), _lower(before + plain / 2), f"{name}: fast {side}, added")
     compare(helper.input_sum(inputs, rows), a.sum((1, 2)), f"{name}: fast input_sum")
-    left, right = helper.sample_moments(inputs, rows)
-    each = torch.einsum("gnto,gnti->gnoi", rows, a)
-    compare(left, (each @ each.mT).sum(1), f"{name}: fast sample_moments, left")
-    plain = (each.mT @ each).sum(1)
+    left_moment, right_moment = helper.sample_moments(inputs, rows)
+    sample_gradients = torch.einsum("gnto,gnti->gnoi", rows, a)
+    compare(
+        left_moment,
+        (sample_gradients @ sample_gradients.mT).sum(1),
+        f"{name}: fast sample_moments, left",
+    )
+    plain = (sample_gradients.mT @ sample_gradients).sum(1)
     plain = plain.diagonal(dim1=1, dim2=2) if diagonal else plain
-    compare(right, plain, f"{name}: fast sample_moments, right")
+    compare(right_moment, plain, f"{name}: fast sample_moments, right")
 
 
 def _check_taking(helper: LayerHelper, inputs: tuple[Tensor, ...], rows: Tensor, name: str) -> None:
@@ -296,14 +310,14 @@ def _check_taking(helper: LayerHelper, inputs: tuple[Tensor, ...], rows: Tensor,
     a = helper.block_rows(inputs, rows)
     units: dict[Unit | None, tuple[Unit, ...]] = {"sample": ("sample",), "row": ("sample", "row")}
     for unit in units.get(helper.unit, ()):
-        whole = unit == "sample"
-        last = rows.shape[1] if whole else rows.shape[1] * rows.shape[2]
+        by_sample = unit == "sample"
+        last = rows.shape[1] if by_sample else rows.shape[1] * rows.shape[2]
         index = torch.tensor([0, last - 1])
         taken = helper.take_rows(rows, index, unit)
         part = helper.block_rows(helper.take_inputs(inputs, index, unit), taken)
         for got, every, what in ((taken, rows, "take_rows"), (part, a, "take_inputs")):
-            wanted = every[:, index] if whole else every.flatten(1, 2)[:, index].unsqueeze(2)
-            compare(got, wanted, f"{name}: {what}, by {unit}")
+            expected = every[:, index] if by_sample else every.flatten(1, 2)[:, index].unsqueeze(2)
+            compare(got, expected, f"{name}: {what}, by {unit}")
 
 
 def _plain_factors(
@@ -349,9 +363,9 @@ def _check_packing(helper: LayerHelper, name: str) -> None:
     packed, stated = list(matrix.shape), list(helper.shape)
     assert packed == stated, f"{name}: pack gives {packed}, and `shape` is {stated}"
     back = helper.unpack(matrix)
-    for key, given in tensors.items():
+    for key, tensor in tensors.items():
         assert key in back, f"{name}: unpack loses the {key}"
-        compare(back[key], given, f"{name}: {key} after pack and unpack")
+        compare(back[key], tensor, f"{name}: {key} after pack and unpack")
     invented = set(back) - set(tensors)
     assert not invented, f"{name}: unpack invents {invented}"
     # Norms, and bounds on steps, apply to the matrix.
@@ -397,28 +411,21 @@ def check_solver(
     if tolerance is not None and not 0 < tolerance < 1:
         raise ValueError(f"check_solver: tolerance must be between 0 and 1, not {tolerance!r}")
     bound = _Bound(rtol, tolerance)
-    for out, into in sizes:
-        for condition in conditions:
-            for damping in dampings:
-                factors = {"left": _psd(2, out, condition), "right": _psd(2, into, condition)}
-                name = f"{solver!r}, {out}x{into}, condition {condition:g}, damping {damping:g}"
-                _check_solution(solver, factors, damping, name, bound)
-                for scale, may_keep in ((0.8, True), (0.1, False)):
-                    before = {side: scale * factor for side, factor in factors.items()}
-                    again = f"{name}, solved again after {scale:g} of the factors"
-                    _check_again(solver, before, factors, damping, again, bound, may_keep=may_keep)
+    for (out, into), condition, damping in itertools.product(sizes, conditions, dampings):
+        factors = {"left": _psd(2, out, condition), "right": _psd(2, into, condition)}
+        name = f"{solver!r}, {out}x{into}, condition {condition:g}, damping {damping:g}"
+        _check_solution(solver, factors, damping, name, bound)
+        for scale, may_keep in ((0.8, True), (0.1, False)):
+            before = {side: scale * factor for side, factor in factors.items()}
+            again = f"{name}, solved again after {scale:g} of the factors"
+            _check_again(solver, before, factors, damping, again, bound, may_keep=may_keep)
     for damping in dampings:
         before = {"left": 0.1 * _psd(2, 5, 10.0), "right": 0.1 * _psd(2, 7, 10.0)}
         factors = {"left": _psd(2, 5, 10.0, seed=1), "right": _psd(2, 7, 10.0, seed=1)}
         name = f"{solver!r}, damping {damping:g}, solved again in another basis"
         _check_again(solver, before, factors, damping, name, bound, may_keep=False)
-        for which in (("left",), ("right",), ("left", "right")) if solver.diagonals else ():
-            factors = {side: _psd(2, n, 100.0) for side, n in (("left", 3), ("right", 5))}
-            for side in which:
-                factors[side] = factors[side].diagonal(dim1=1, dim2=2).clone()
-                factors[side][:, 0] = 0  # an index that never occurs
-            name = f"{solver!r}, diagonal {' and '.join(which)}, damping {damping:g}"
-            _check_solution(solver, factors, damping, name, _Bound(1e-6, tolerance))
+        if solver.diagonals:
+            _check_diagonals(solver, damping, _Bound(1e-6, tolerance))
     if solver.damps_factors:
         _check_shares(solver)
     zero = torch.zeros(2, 3, 3, dtype=torch.float64)
@@ -431,6 +438,17 @@ def check_solver(
         return
     finite = all(bool(t.isfinite().all()) for t in data.values())
     assert not finite, f"{solver!r}: a factor of NaNs gives finite second-order data"
+
+
+def _check_diagonals(solver: Solver, damping: float, bound: _Bound) -> None:
+    """Compare solutions with dense ones where one factor is diagonal, or both."""
+    for diagonal in (("left",), ("right",), ("left", "right")):
+        factors = {"left": _psd(2, 3, 100.0), "right": _psd(2, 5, 100.0)}
+        for side in diagonal:
+            factors[side] = factors[side].diagonal(dim1=1, dim2=2).clone()
+            factors[side][:, 0] = 0  # an index that never occurs
+        name = f"{solver!r}, diagonal {' and '.join(diagonal)}, damping {damping:g}"
+        _check_solution(solver, factors, damping, name, bound)
 
 
 class _Problem(NamedTuple):
@@ -482,23 +500,22 @@ def _check_solution(
             data[side] = _followed(solver, side, factor, data[side], name)
     problem = _problem(solver, factors, damping)
     gradient = problem.gradient
-    given = gradient.clone()
+    gradient_before = gradient.clone()
     result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
-    assert torch.equal(gradient, given), f"{name}: apply changes the gradient"
+    assert torch.equal(gradient, gradient_before), f"{name}: apply changes the gradient"
     bound.compare(result, problem, name)
     # A single factor, of inputs, takes the whole damping; the other one is the identity.
     right = factors["right"]
     alone = solver.solve(right, solver.shares([mean_trace(right)], damping)[0])
     result = solver.apply_right(gradient, right=alone, damping=damping)
-    assert torch.equal(gradient, given), f"{name}: apply_right changes the gradient"
+    assert torch.equal(gradient, gradient_before), f"{name}: apply_right changes the gradient"
     damped = _damped(right, damping)
     expected = torch.linalg.solve(damped, gradient, left=False)
     problem = _Problem(gradient, expected, lambda x: x @ damped)
     bound.compare(result, problem, f"{name}, without a left factor")
-    single = {s: {k: t.float() for k, t in tensors.items()} for s, tensors in data.items()}
-    low = solver.apply(
-        gradient.float(), left=single["left"], right=single["right"], damping=damping
-    )
+    left = {key: tensor.float() for key, tensor in data["left"].items()}
+    right = {key: tensor.float() for key, tensor in data["right"].items()}
+    low = solver.apply(gradient.float(), left=left, right=right, damping=damping)
     assert low.dtype == torch.float32, f"{name}: apply turns float32 into {low.dtype}"
 
 
@@ -551,10 +568,10 @@ def _followed(
     """Return the data after `Solver.follow` of the very factor that was solved."""
     # The result of `follow` is defined for an unchanged factor only: the data must remain as good
     # as they were.
-    factor, given = matrix.clone(), {key: tensor.clone() for key, tensor in data.items()}
+    factor, data_before = matrix.clone(), {key: tensor.clone() for key, tensor in data.items()}
     followed = solver.follow(matrix, data)
     assert torch.equal(matrix, factor), f"{name}: follow changes the factor"
-    assert _equal(data, given), f"{name}: follow changes the data that it is given"
+    assert _equal(data, data_before), f"{name}: follow changes the data that it is given"
     if followed is None:
         return data
     assert solver.follows, (
@@ -611,12 +628,12 @@ def _check_again(
         last, data, kept = data, {}, False
         for side, matrix in now.items():
             factor = matrix.clone()
-            given = {key: tensor.clone() for key, tensor in last[side].items()}
+            data_before = {key: tensor.clone() for key, tensor in last[side].items()}
             data[side] = solver.solve_again(matrix, shares[side], last[side])
             assert torch.equal(matrix, factor), f"{name}: solve_again changes the factor"
-            assert _equal(last[side], given), f"{name}: solve_again changes the last data"
+            assert _equal(last[side], data_before), f"{name}: solve_again changes the last data"
             _check_announced(solver, side, matrix, data[side], name)
-            kept |= _equal(data[side], given)
+            kept |= _equal(data[side], data_before)
         if may_keep and kept and count == 1:
             return
         sides = {"left": data["left"], "right": data["right"]}
@@ -626,8 +643,8 @@ def _check_again(
     bound.compare(result, problem, name)
 
 
-def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+def _equal(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, expected[key]) for key, tensor in tensors.items())
 
 
 def _psd(groups: int, n: int, condition: float, seed: int = 0) -> Tensor:
@@ -665,12 +682,9 @@ def check_strategy(
     Raises:
         AssertionError: If the strategy is wrong.
     """
-    pairs = [
-        (ranks, method)
-        for method in methods
-        for ranks in (world_sizes if method == methods[0] else world_sizes[-2:])
-    ]
-    for ranks, method in pairs:
+    on_all = itertools.product(methods[:1], world_sizes)
+    on_last = itertools.product(methods[1:], world_sizes[-2:])
+    for method, ranks in itertools.chain(on_all, on_last):
         name = f"{strategy!r} of {method!r} on {ranks} rank(s)"
         for work in _works(method):
             placement = strategy.place(work, ranks)
@@ -691,7 +705,7 @@ def check_strategy(
 def _works(method: Method | str) -> list[list[BlockWork]]:
     """Return the work of several models: without a layer, with one, many different, many alike."""
     uneven = [(3 + 7 * i, 2**i) for i in range(1, 7)]
-    models = [[(5, 10), (10, 2)], [*uneven, (4, 2)], [(8, 8)] * 12]
+    models = [[(5, 10), (10, 2)], [*uneven, (4, 2)], list(itertools.repeat((8, 8), 12))]
     works: list[list[BlockWork]] = [[]]
     for sizes in models:
         layers = [nn.Linear(into, out) for into, out in sizes]
@@ -751,10 +765,10 @@ def _check_plan(preconditioner: Preconditioner, rank: int, name: str) -> None:
     placement, fused = preconditioner.placement, preconditioner.backend.fused
     expected: dict[str, dict[str, int]] = {}
     for step in range(_STEPS):
-        one = placement.traffic(
+        phases = placement.traffic(
             rank, statistics=True, solve=step % 2 == 0, fused=fused, first=step == 0
         )
-        for phase, count in one.items():
+        for phase, count in phases.items():
             total = expected.setdefault(phase, {"bytes": 0, "calls": 0})
             expected[phase] = {key: total[key] + n for key, n in count.items()}
     traffic = preconditioner.traffic()

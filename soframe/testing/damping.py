@@ -33,77 +33,79 @@ def check_damping(policy: DampingChoice) -> None:
     Raises:
         AssertionError: If the policy is wrong.
     """
-    given = copy.deepcopy(damping_policy(policy))
-    name = repr(given)
-    _check_positive(given, name)
-    _check_apart(given, name)
+    chosen = copy.deepcopy(damping_policy(policy))
+    name = repr(chosen)
+    _check_positive(chosen, name)
+    _check_apart(chosen, name)
     for count in range(len(RATIOS) + 1):
-        _check_state(given, name, RATIOS[:count])
-        own = _begun(given, RATIOS[:count])
-        own.restart()
-        problem = _difference(own, adopted(given))
+        _check_state(chosen, name, RATIOS[:count])
+        begun = _begun(chosen, RATIOS[:count])
+        begun.restart()
+        problem = _difference(begun, adopted(chosen))
         assert not problem, f"{name}: restart() does not begin anew: {problem}"
 
 
-def _check_positive(given: DampingPolicy, name: str) -> None:
-    own = _begun(given)
+def _check_positive(policy: DampingPolicy, name: str) -> None:
+    begun = _begun(policy)
     for count in range(len(RATIOS) + 1):
-        for step, damping in enumerate(_dampings(own)):
+        for step, damping in enumerate(_dampings(begun)):
             number = type(damping) in (int, float) and 0 < damping < math.inf
             assert number, f"{name}: at({step}) is {damping!r} after {count} ratios"
-        assert _dampings(own) == _dampings(own), f"{name}: at() differs from one call to the next"
+        assert _dampings(begun) == _dampings(begun), (
+            f"{name}: at() differs from one call to the next"
+        )
         if count < len(RATIOS):
-            own.observe(RATIOS[count])
+            begun.observe(RATIOS[count])
 
 
-def _check_apart(given: DampingPolicy, name: str) -> None:
+def _check_apart(original: DampingPolicy, name: str) -> None:
     """Check that a policy and its copy share no state."""
-    given = copy.deepcopy(given)
-    policies = {"the policy": given, "a copy": adopted(given), "another copy": adopted(given)}
-    for which, policy in policies.items():
-        before = {key: _seen(each) for key, each in policies.items()}
-        _run(policy, RATIOS)
-        for key, each in policies.items():
-            apart = key == which or _seen(each) == before[key]
-            assert apart, f"{name}: a ratio for {which} changes {key}: they share something"
+    policy = copy.deepcopy(original)
+    policies = {"the policy": policy, "a copy": adopted(policy), "another copy": adopted(policy)}
+    for observing, observer in policies.items():
+        before = {key: _seen(policy) for key, policy in policies.items()}
+        _run(observer, RATIOS)
+        for key, policy in policies.items():
+            is_alike = key == observing or _seen(policy) == before[key]
+            assert is_alike, f"{name}: a ratio for {observing} changes {key}: they share something"
 
 
-def _check_state(given: DampingPolicy, name: str, ratios: Sequence[float]) -> None:
-    own = _begun(given, ratios)
-    state = own.state()
+def _check_state(policy: DampingPolicy, name: str, ratios: Sequence[float]) -> None:
+    begun = _begun(policy, ratios)
+    state = begun.state()
     for key, value in state.items():
         plain = type(key) is str and type(value) in (bool, int, float)
         assert plain, f"{name}: state() has {key!r}: {value!r}, which is no plain number by name"
     saved = dict(state)
-    used = _begun(given, OTHER_RATIOS)
-    for which, resumed in (("a fresh policy", adopted(given)), ("one in use", used)):
+    used = _begun(policy, OTHER_RATIOS)
+    for which, resumed in (("a fresh policy", adopted(policy)), ("one in use", used)):
         resumed.load(dict(saved))
-        problem = _difference(resumed, copy.deepcopy(own))
+        problem = _difference(resumed, copy.deepcopy(begun))
         assert not problem, f"{name}: {which} that loads the state goes on otherwise, {problem}"
     for ratio in OTHER_RATIOS:
-        own.observe(ratio)
+        begun.observe(ratio)
     assert _numbers(state) == _numbers(saved), (
         f"{name}: a saved state changes with later ratios: {state}"
     )
 
 
-def _difference(one: DampingPolicy, other: DampingPolicy) -> str:
+def _difference(first: DampingPolicy, second: DampingPolicy) -> str:
     """Return the first difference of two policies that receive the same ratios, or nothing."""
     for count, ratio in enumerate((None, *OTHER_RATIOS, *RATIOS)):
-        for each in (one, other):
-            if ratio is not None:
-                each.observe(ratio)
-        if _seen(one) != _seen(other):
-            texts = [f"at(0) {each.at(0)!r} and the state {each.state()}" for each in (one, other)]
+        if ratio is not None:
+            first.observe(ratio)
+            second.observe(ratio)
+        if _seen(first) != _seen(second):
+            texts = [f"at(0) {p.at(0)!r} and the state {p.state()}" for p in (first, second)]
             return f"after {count} ratios: {texts[0]}, and not {texts[1]}"
     return ""
 
 
-def _begun(given: DampingPolicy, ratios: Sequence[float] = ()) -> DampingPolicy:
+def _begun(policy: DampingPolicy, ratios: Sequence[float] = ()) -> DampingPolicy:
     """Return a copy of a policy that has begun, and received ratios."""
-    own = adopted(given)
-    _run(own, ratios)
-    return own
+    begun = adopted(policy)
+    _run(begun, ratios)
+    return begun
 
 
 def _run(policy: DampingPolicy, ratios: Sequence[float]) -> None:

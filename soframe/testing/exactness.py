@@ -13,7 +13,7 @@ theorem states that EKFAC's matrix is at least as near to ``F`` as K-FAC's of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,10 +86,10 @@ def implied_curvature(preconditioner: Preconditioner, name: str) -> Tensor:
     columns = columns.double()
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(len(units), generator=generator, dtype=torch.float64).to(columns)
-    wanted = columns @ probe
+    expected = columns @ probe
     directed = _directed(preconditioner, block, probe.to(block.dtype)).double()
     tolerance = max(_LINEAR, 1e2 * torch.finfo(block.dtype).eps)
-    if not float((directed - wanted).norm()) <= tolerance * float(wanted.norm()):
+    if not float((directed - expected).norm()) <= tolerance * float(expected.norm()):
         raise ValueError(
             f"{name}: what {block.method!r} makes of gradients is not linear in them, so it stands "
             f"for no matrix; natural_gradient_cosines takes any method"
@@ -137,7 +137,7 @@ def block_errors(
             inputs,
             loss,
             targets,
-            parameters=_names(model, [block]),
+            parameters=_names(model, block),
             kind=kind,
             reduction=reduction,
         )
@@ -180,12 +180,13 @@ def natural_gradient_cosines(
     """
     blocks = list(preconditioner.blocks)
     of_last = preconditioner.metrics()["blocks"]
-    names = [_names(model, [block]) for block in blocks]
-    every = [name for of_block in names for name in of_block]
+    every: list[str] = []
+    for block in blocks:
+        every += _names(model, block)
     data = {"parameters": every, "kind": kind, "reduction": reduction}
     fisher = dense_fisher(model, inputs, loss, targets, **data)  # type: ignore[arg-type]
-    each = sample_gradients(model, inputs, loss, targets, parameters=every)
-    gradient = each.mean(0) if reduction == "mean" else each.sum(0)
+    gradients = sample_gradients(model, inputs, loss, targets, parameters=every)
+    gradient = gradients.mean(0) if reduction == "mean" else gradients.sum(0)
     directions: list[Tensor] = []
     for block in blocks:
         _require_alone(preconditioner, block)
@@ -193,10 +194,13 @@ def natural_gradient_cosines(
             raise ValueError("there is no direction yet: call step() before")
         directions += [_gradient(block, p) for p in block.parameters.values()]
     direction = torch.cat(directions).to(fisher)
-    sizes = [sum(p.numel() for p in block.parameters.values()) for block in blocks]
-    dampings = [of_last[block.name]["damping"] if damping is None else damping for block in blocks]
-    added = torch.cat([fisher.new_full((n,), d) for n, d in zip(sizes, dampings, strict=True)])
-    damped = fisher + added.diag()
+    sizes, dampings = [], []
+    for block in blocks:
+        size = sum(parameter.numel() for parameter in block.parameters.values())
+        block_damping = of_last[block.name]["damping"] if damping is None else damping
+        sizes.append(size)
+        dampings.append(fisher.new_full((size,), block_damping))
+    damped = fisher + torch.cat(dampings).diag()
     cosines: dict[str, float] = {}
     naturals, start = [], 0
     for block, size in zip(blocks, sizes, strict=True):
@@ -235,13 +239,12 @@ def _require_alone(preconditioner: Preconditioner, block: Block) -> None:
         )
 
 
-def _names(model: nn.Module, blocks: Sequence[Block]) -> list[str]:
-    """Return the names of blocks' parameters in a model, in the blocks' order."""
+def _names(model: nn.Module, block: Block) -> list[str]:
+    """Return the names of a block's parameters in a model, in the block's order."""
     names = {id(p): name for name, p in model.named_parameters()}
-    parameters = [parameter for block in blocks for parameter in block.parameters.values()]
-    if not all(id(parameter) in names for parameter in parameters):
+    if not all(id(parameter) in names for parameter in block.parameters.values()):
         raise ValueError("the preconditioner is of another model: pass the model that it was given")
-    return [names[id(parameter)] for parameter in parameters]
+    return [names[id(parameter)] for parameter in block.parameters.values()]
 
 
 def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> Tensor:
@@ -249,7 +252,7 @@ def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> T
     sizes = [parameter.numel() for parameter in block.parameters.values()]
     parts = zip(block.parameters.items(), vector.split(sizes), strict=True)
     matrix = block.layout.pack({name: part.view_as(p) for (name, p), part in parts})
-    given = Given(
+    step = Given(
         gradient=matrix,
         incoming=matrix,
         data=block.stack.data_of((block.member,)),
@@ -258,7 +261,7 @@ def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> T
         solver=block.solver,
         damping=block.damped_with(preconditioner.damping),
     )
-    direction = block.layout.unpack(block.method.direct(given).matrix)
+    direction = block.layout.unpack(block.method.direct(step).matrix)
     return torch.cat([direction[name].flatten() for name in block.parameters])
 
 
@@ -269,6 +272,6 @@ def _gradient(block: Block, parameter: nn.Parameter) -> Tensor:
     return gradient.detach().to_dense().flatten()
 
 
-def _cosine(one: Tensor, other: Tensor) -> float:
-    lengths = float(one.norm()) * float(other.norm())
-    return float(one @ other) / lengths if lengths > 0 else 0.0
+def _cosine(first: Tensor, second: Tensor) -> float:
+    lengths = float(first.norm()) * float(second.norm())
+    return float(first @ second) / lengths if lengths > 0 else 0.0

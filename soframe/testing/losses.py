@@ -43,62 +43,64 @@ def check_loss(
         AssertionError: If the loss is wrong.
         ValueError: If there are fewer than two samples, or not as many targets.
     """
-    own: Loss = KINDS["loss"].build(loss, Loss)
+    checked: Loss = KINDS["loss"].build(loss, Loss)
     if not 2 <= len(outputs) == len(targets):
         raise ValueError(
             f"check_loss needs two samples or more and as many targets, not {len(outputs)} and "
             f"{len(targets)}"
         )
-    name = repr(own)
+    name = repr(checked)
     outputs = outputs.detach().double()
-    given = outputs.clone()
+    outputs_before = outputs.clone()
     targets = targets.double() if targets.is_floating_point() else targets
-    columns = list(own.half_factor(outputs))
+    columns = list(checked.half_factor(outputs))
     shapes = {tuple(column.shape) for column in columns}
     assert shapes == {tuple(outputs.shape)}, f"{name}: half_factor() yields columns of {shapes}"
     roots = torch.stack([column.flatten(1) for column in columns], 2)
     hessians = roots @ roots.mT
     vectors = torch.randn(outputs.shape, dtype=torch.float64, generator=_generator())
-    product = own.hessian_product(outputs, vectors)
+    product = checked.hessian_product(outputs, vectors)
     expected = (hessians @ vectors.flatten(1).unsqueeze(2)).view_as(outputs)
     compare(product, expected, f"{name}: hessian_product and half_factor", rtol=RTOL)
-    if outputs.dim() > 2 and own.means is not None:
+    if outputs.dim() > 2 and checked.means is not None:
         twice = torch.cat([outputs, outputs], -1), torch.cat([vectors, 0 * vectors], -1)
-        part = own.hessian_product(*twice)[..., : outputs.shape[-1]]
-        expected = product * (0.5 if own.means else 1.0)
-        compare(part, expected, f"{name}: with twice the positions, means={own.means}", rtol=RTOL)
-    leaf = outputs.clone().requires_grad_()
-    each = [criterion(leaf[n : n + 1], targets[n : n + 1]) for n in range(len(leaf))]
-    values = torch.stack(each)
-    if own.floor is not None:
-        least = values.min().item()
-        assert least >= own.floor, (
-            f"{name}: a loss of {least:.3e} is below its floor, {own.floor:g}"
+        part = checked.hessian_product(*twice)[..., : outputs.shape[-1]]
+        expected = product * (0.5 if checked.means else 1.0)
+        compare(
+            part, expected, f"{name}: with twice the positions, means={checked.means}", rtol=RTOL
         )
-    if own.expected:
+    leaf = outputs.clone().requires_grad_()
+    sample_losses = [criterion(leaf[n : n + 1], targets[n : n + 1]) for n in range(len(leaf))]
+    values = torch.stack(sample_losses)
+    if checked.floor is not None:
+        least = values.min().item()
+        assert least >= checked.floor, (
+            f"{name}: a loss of {least:.3e} is below its floor, {checked.floor:g}"
+        )
+    if checked.expected:
         weights = torch.linspace(0.5, 1.5, len(outputs), dtype=torch.float64)
         (gradients,) = torch.autograd.grad((weights * values).sum(), leaf)
         try:
-            counts = own.counts(outputs, gradients)
+            counts = checked.counts(outputs, gradients)
         except NotImplementedError as error:
             raise AssertionError(str(error)) from error
-        found = counts.expand_as(outputs).flatten(1).T
-        compare(found, weights.expand_as(found), f"{name}: counts", rtol=RTOL)
+        sample_weights = counts.expand_as(outputs).flatten(1).T
+        compare(sample_weights, weights.expand_as(sample_weights), f"{name}: counts", rtol=RTOL)
     else:
         for n, hessian in enumerate(hessians):
-            one, target = outputs[n : n + 1], targets[n : n + 1]
-            exact = torch.func.hessian(lambda f, y=target: criterion(f, y))(one)
+            output, target = outputs[n : n + 1], targets[n : n + 1]
+            exact = torch.func.hessian(lambda f, y=target: criterion(f, y))(output)
             exact = exact.reshape(hessian.shape)
             compare(hessian, exact, f"{name}: Hessian of sample {n}", rtol=RTOL)
-    _compare_samples(own, outputs, hessians, name)
+    _compare_samples(checked, outputs, hessians, name)
     single = outputs.float()
-    for which, made in (
-        ("hessian_product", own.hessian_product(single, single)),
-        ("half_factor", next(iter(own.half_factor(single)))),
-        ("sample", own.sample(single)),
+    for which, result in (
+        ("hessian_product", checked.hessian_product(single, single)),
+        ("half_factor", next(iter(checked.half_factor(single)))),
+        ("sample", checked.sample(single)),
     ):
-        assert made.dtype == torch.float32, f"{name}: {which} turns float32 into {made.dtype}"
-    assert torch.equal(outputs, given), f"{name}: the outputs have changed"
+        assert result.dtype == torch.float32, f"{name}: {which} turns float32 into {result.dtype}"
+    assert torch.equal(outputs, outputs_before), f"{name}: the outputs have changed"
 
 
 def _compare_samples(loss: Loss, outputs: Tensor, hessians: Tensor, name: str) -> None:

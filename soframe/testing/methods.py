@@ -105,10 +105,12 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
         "statistics_every": 1,
         "solve_every": 2,
         "fisher": training.fisher,
-        **({"loss": "squared-error"} if observes else {}),
-        **({"damping": 0.1} if any(method.damped for method in methods) else {}),
-        **training.options,
     }
+    if observes:
+        settings["loss"] = "squared-error"
+    if any(method.damped for method in methods):
+        settings["damping"] = 0.1
+    settings |= training.options
     optimizer = Optimizer(
         model, copy.deepcopy(method), strategy=training.strategy, **grouped(settings)
     )
@@ -122,14 +124,7 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
         optimizer.load_state_dict(training.state["optimizer"])
     for step in range(training.begin, training.end):
         optimizer.zero_grad()
-        x, y = (one.repeat(training.copies, 1) for one in _batch(step))
-        mine = slice(rank * len(x) // ranks, (rank + 1) * len(x) // ranks)
-        size = len(x) // ranks // training.passes
-        for inputs, targets in zip(x[mine].split(size), y[mine].split(size), strict=True):
-            outputs = model(inputs)
-            if observes:
-                optimizer.observe(outputs)
-            (0.5 * (outputs - targets).square().sum(1).mean() / training.passes).backward()
+        _backward(model, optimizer if observes else None, rank, ranks, training, step)
         if ranks > 1:
             _average([parameter.grad for parameter in model.parameters()], ranks)
         optimizer.step()
@@ -145,6 +140,25 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     optimizer.close()
     return Trained(weights, copy.deepcopy(state))
+
+
+def _backward(
+    model: nn.Module,
+    observing: Optimizer | None,
+    rank: int,
+    ranks: int,
+    training: Training,
+    step: int,
+) -> None:
+    """Add the gradients of a rank's part of a batch; ``observing`` gets the outputs."""
+    x, y = (rows.repeat(training.copies, 1) for rows in _batch(step))
+    part = slice(rank * len(x) // ranks, (rank + 1) * len(x) // ranks)
+    size = len(x) // ranks // training.passes
+    for inputs, targets in zip(x[part].split(size), y[part].split(size), strict=True):
+        outputs = model(inputs)
+        if observing is not None:
+            observing.observe(outputs)
+        (0.5 * (outputs - targets).square().sum(1).mean() / training.passes).backward()
 
 
 def check_method(
@@ -195,50 +209,69 @@ def check_method(
     one_fisher = read <= {"inputs"} or chosen.empirical_only
     for fisher in ("empirical",) if one_fisher else fishers:
         name = f"{chosen!r}, fisher={fisher!r}"
-        one = Training(chosen, fisher=fisher, options=options)
-        train(0, 1, replace(one, method=_checked(chosen)))
-        whole = train(0, 1, one)
+        training = Training(chosen, fisher=fisher, options=options)
+        train(0, 1, replace(training, method=_checked(chosen)))
+        reference = train(0, 1, training)
         torch.manual_seed(0)
         for key, parameter in Net().double().named_parameters():
-            moved = not torch.equal(whole.weights[key], parameter)
+            moved = not torch.equal(reference.weights[key], parameter)
             assert moved, f"{name}: {key} has not moved in {STEPS} steps"
-        twice = train(0, 1, replace(one, copies=2))
-        _same(twice, whole, f"{name}, every sample twice", rtol)
-        _same(train(0, 1, replace(one, passes=3)), whole, f"{name}, 3 micro-batches", rtol)
+        doubled = train(0, 1, replace(training, copies=2))
+        _same(doubled, reference, f"{name}, every sample twice", rtol)
+        _same(train(0, 1, replace(training, passes=3)), reference, f"{name}, 3 micro-batches", rtol)
         patterns = {k: _variant(chosen, elementwise=False) for k, _ in Net().named_children()}
-        apart = train(0, 1, replace(one, method=patterns))
-        _same(apart, whole, f"{name}, an instance for each layer, with groups of its own", rtol)
-        first = train(0, 1, replace(one, end=MIDDLE))
-        resumed = train(0, 1, replace(one, begin=MIDDLE, state=first.state))
-        _same(resumed, whole, f"{name}, resumed", 0.0)
+        apart = train(0, 1, replace(training, method=patterns))
+        _same(apart, reference, f"{name}, an instance for each layer, with groups of its own", rtol)
+        first = train(0, 1, replace(training, end=MIDDLE))
+        resumed = train(0, 1, replace(training, begin=MIDDLE, state=first.state))
+        _same(resumed, reference, f"{name}, resumed", 0.0)
         # Statistics do not depend on the strategy: two strategies are enough for other Fishers.
         here = strategies if one_fisher or fisher == fishers[0] else strategies[1:3]
         for number in ranks:
-            runs = [replace(one, strategy=strategy) for strategy in here]
-            runs.append(replace(one, passes=2 if number < 4 else 3))
-            each = launch(_train_each, number, runs)
-            for rank, of_rank in enumerate(each):
-                for run, trained in zip(runs, of_rank, strict=True):
-                    where = (
-                        f"{name}, rank {rank} of {number}, {run.strategy!r}, {run.passes} passes"
-                    )
-                    _same(trained, whole, where, rtol)
+            runs = [replace(training, strategy=strategy) for strategy in here]
+            runs.append(replace(training, passes=2 if number < 4 else 3))
+            results = launch(_train_each, number, runs)
+            _compare_ranks(results, runs, reference, f"{name}, {number} ranks", rtol)
         if len(ranks) > 1:
-            most = max(ranks)
-            fewest = min(*ranks, most // 2)
-            with tempfile.TemporaryDirectory() as temporary:
-                folder = Path(temporary) / "sharded"
-                half = replace(one, strategy=strategies[-1], end=MIDDLE, folder=folder)
-                before = launch(_train_each, most, [half])
-                states = (before[0][0].state, folder)
-                go_on = [
-                    replace(one, strategy=strategies[0], begin=MIDDLE, state=state)
-                    for state in states
-                ]
-                after = launch(_train_each, fewest, go_on)
-            for trained, form in zip(after[0], ("a state", "a sharded checkpoint"), strict=True):
-                where = f"{name}, resumed from {form} on {fewest} of {most} ranks"
-                _same(trained, whole, where, rtol)
+            _check_resumed_on_fewer(training, reference, name, ranks, strategies, launch, rtol)
+
+
+def _compare_ranks(
+    results: Sequence[Sequence[Trained]],
+    runs: Sequence[Training],
+    reference: Trained,
+    name: str,
+    rtol: float,
+) -> None:
+    """Compare each rank's results of runs with the reference."""
+    for rank, of_rank in enumerate(results):
+        for run, trained in zip(runs, of_rank, strict=True):
+            where = f"{name}, rank {rank}, {run.strategy!r}, {run.passes} passes"
+            _same(trained, reference, where, rtol)
+
+
+def _check_resumed_on_fewer(
+    training: Training,
+    reference: Trained,
+    name: str,
+    ranks: Sequence[int],
+    strategies: Sequence[Strategy | str],
+    launch: Launch,
+    rtol: float,
+) -> None:
+    """Compare runs that are resumed on fewer ranks, from a state and from a checkpoint."""
+    most = max(ranks)
+    fewest = min(*ranks, most // 2)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "sharded"
+        half = replace(training, strategy=strategies[-1], end=MIDDLE, folder=folder)
+        before = launch(_train_each, most, [half])
+        second_half = replace(training, strategy=strategies[0], begin=MIDDLE)
+        runs = [replace(second_half, state=state) for state in (before[0][0].state, folder)]
+        after = launch(_train_each, fewest, runs)
+    for trained, form in zip(after[0], ("a state", "a sharded checkpoint"), strict=True):
+        where = f"{name}, resumed from {form} on {fewest} of {most} ranks"
+        _same(trained, reference, where, rtol)
 
 
 def _train_each(rank: int, ranks: int, trainings: Sequence[Training]) -> list[Trained]:
@@ -277,19 +310,20 @@ def _checked(method: Method) -> Method:
     """Return a copy whose `direct` and `rebase` raise if they break their contract."""
     kind = type(method)
 
-    def direct(self: Method, given: Given) -> Direction:
-        data = {f"the data of {f!r}": t for f, each in given.data.items() for t in each.values()}
-        tensors = {"the gradient": given.gradient, "the incoming gradient": given.incoming}
-        tensors |= {f"the state {name!r}": tensor for name, tensor in given.state.items()} | data
+    def direct(self: Method, step: Given) -> Direction:
+        tensors = {"the gradient": step.gradient, "the incoming gradient": step.incoming}
+        tensors |= {f"the state {name!r}": tensor for name, tensor in step.state.items()}
+        for factor, data in step.data.items():
+            tensors |= {f"the data of {factor!r}, {name!r},": t for name, t in data.items()}
         before = {name: tensor.clone() for name, tensor in tensors.items()}
-        made = kind.direct(self, given)
-        check_direction(method, given, made)
+        update = kind.direct(self, step)
+        check_direction(method, step, update)
         for name, tensor in tensors.items():
             assert torch.equal(tensor, before[name]), (
                 f"{method!r}: direct(), or a solver within it, has changed {name} in place, while "
                 f"the update may still be given up: return a new tensor (x = x * y, not x.mul_(y))"
             )
-        return made
+        return update
 
     def rebase(
         self: Method, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
@@ -317,9 +351,9 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
 
 
-def _same(one: Trained, other: Trained, name: str, rtol: float) -> None:
-    for key, weight in one.weights.items():
+def _same(trained: Trained, expected: Trained, name: str, rtol: float) -> None:
+    for key, weight in trained.weights.items():
         if rtol == 0.0:
-            assert torch.equal(weight, other.weights[key]), f"{name}: {key} differs in its bits"
+            assert torch.equal(weight, expected.weights[key]), f"{name}: {key} differs in its bits"
         else:
-            compare(weight, other.weights[key], f"{name}: {key}", rtol=rtol)
+            compare(weight, expected.weights[key], f"{name}: {key}", rtol=rtol)

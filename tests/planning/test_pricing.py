@@ -34,7 +34,7 @@ def test_a_product_has_its_price(hardware: Hardware) -> None:
     assert priced.flops == 3 * 2 * 100 * 200 * 50
     assert priced.seconds == pytest.approx(hardware.product(priced.flops / 3, 3, "float32"))
     assert priced.operators == 1
-    assert priced.peak == priced.left == 4 * 3 * 100 * 50
+    assert priced.peak == priced.results == 4 * 3 * 100 * 50
 
 
 def test_products_in_place_and_convolutions_have_theirs() -> None:
@@ -73,7 +73,7 @@ def test_memory_is_counted_for_as_long_as_it_lives() -> None:
         del big
         return small + 1
 
-    assert_equal(Paper(CPU).price(code), peak=4000 + 40, left=40)
+    assert_equal(Paper(CPU).price(code), peak=4000 + 40, results=40)
 
 
 def assert_equal(priced: object, **expected: object) -> None:
