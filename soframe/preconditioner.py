@@ -602,9 +602,7 @@ class Preconditioner(Stateful):
         # Before the first step every block is without statistics.
         idle = {block.name for block in self._blocks if self._steps > 0 and block.mass == 0}
         report = replace(self._report, memory=self.placement.fullest).with_note(
-            "no statistics so far: its modules were not called in training, and a gradient "
-            "stays as it is; skip= leaves it to the auxiliary method, if there is one",
-            idle,
+            "no statistics so far: its modules were not called in training, gradients are raw", idle
         )
         for block in self._blocks:
             if failures := block.record.failures:
