@@ -532,7 +532,7 @@ class Preconditioner(OfModel):
         blocks = self.curvature.blocks
         idle = {block.name for block in blocks if self.steps > 0 and block.mass == 0}
         report = replace(self.curvature.report, memory=self.placement.fullest).with_note(
-            "no statistics so far: its modules were not called in training", idle
+            "no statistics so far: its modules were not called in training, gradients are raw", idle
         )
         for block in blocks:
             if failures := block.record.failures:

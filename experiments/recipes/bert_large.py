@@ -13,9 +13,9 @@ another rate, such as 1e-4 at batches of 256 (Devlin et al., 2019).
         --tokenizer bert-base-uncased
     torchrun --nproc-per-node 8 -m experiments.recipes bert_large --data data/text --accumulate 256
 
-The first phase has ``--length 128 --batch-size 65536 --steps 7038 --warmup 0.2843 --lr 6e-3``; its
-weights are those of another run, which this recipe does not load. Run for a few steps on generated
-files; not run to its end.
+The first phase has ``--length 128 --batch-size 65536 --steps 7038 --warmup 0.2843 --lr 6e-3
+--output runs/bert-phase-1``; the second begins with its weights by ``--init runs/bert-phase-1``.
+Run for a few steps on generated files; neither phase was run to its end.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Settings(Common):
     batches of 256 (Devlin et al., 2019)."""
     weight_decay: float = 0.01
     """Weight decay of matrices (Devlin et al., 2019)."""
+    clip: float | None = 1.0
+    """Bound on the norm of gradients, within LAMB (apex's FusedLAMB: 1)."""
     schedule: Literal["constant", "linear", "cosine", "root", "milestones"] = "root"
     """Decay of the rate (BERT-PyTorch: a polynomial of degree 0.5)."""
     warmup: float = 0.128
@@ -81,6 +83,8 @@ class Settings(Common):
     """The token of the mask (bert-base-uncased)."""
     length: int = 512
     """Tokens of a window (second phase: 512)."""
+    positions: int = 512
+    """Positions that the model has in both phases (bert-large-uncased: 512)."""
     width: int = 1024
     """Width of the stream."""
     layers: int = 24
@@ -102,7 +106,7 @@ class BERT(nn.Module):
         super().__init__()
         width = settings.width
         self.tokens = nn.Embedding(settings.vocabulary, width)
-        self.positions = nn.Embedding(settings.length, width)
+        self.positions = nn.Embedding(settings.positions, width)
         self.norm = nn.LayerNorm(width)
         layers = (Layer(width, settings.heads, causal=False) for _ in range(settings.layers))
         self.layers = nn.Sequential(*layers)
@@ -128,7 +132,7 @@ def model(settings: Settings) -> nn.Module:
         made: nn.Module = library.BertForMaskedLM(
             library.BertConfig(
                 vocab_size=settings.vocabulary,
-                max_position_embeddings=settings.length,
+                max_position_embeddings=settings.positions,
                 hidden_size=settings.width,
                 intermediate_size=4 * settings.width,
                 num_hidden_layers=settings.layers,

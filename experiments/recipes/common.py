@@ -52,7 +52,8 @@ class Common:
     weight_decay: float = 0.0
     """Weight decay; AdamW and soframe.Optimizer apply it to matrices alone."""
     clip: float | None = None
-    """Bound on the norm of gradients, for first-order optimizers; None for no clip."""
+    """Bound on the norm of gradients, for first-order optimizers, and of LAMB's behind soframe;
+    None for no clip."""
     schedule: Literal["constant", "linear", "cosine", "root", "milestones"] = "linear"
     """Decay of the rate after the warm-up: to zero on a line, half a cosine or the square root of
     a line, or to a tenth at each milestone."""
@@ -64,6 +65,10 @@ class Common:
     """Damping of a soframe.Preconditioner; None for soframe's default."""
     kl_clip: float | None = None
     """Bound of its KL clip, of a step at the peak of the rate; None for soframe's default."""
+    decay: float | None = None
+    """Decay of its running factors; None for soframe's default."""
+    solver: str | None = None
+    """Solver of soframe, such as `eigen`; None for its default."""
     statistics_every: int | None = None
     """Steps between statistics; None for soframe's default."""
     solve_every: int | None = None
@@ -74,10 +79,16 @@ class Common:
     """`cpu`, `cuda`, or `auto` for CUDA where it is available."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Floating type of autocast; fp16 scales the loss."""
+    tf32: bool = False
+    """Multiply float32 matrices in TensorFloat-32 on GPUs."""
+    channels_last: bool = False
+    """Keep images, and the kernels of convolutions, with the channels last."""
     processes: int = 1
     """Local processes over Gloo on CPUs; for GPUs use torchrun."""
     workers: int = 0
     """Processes of the data loader, for each rank."""
+    init: Path | None = None
+    """Output folder of another run: the model begins with the weights of its last checkpoint."""
     resume: bool = False
     """Go on from the last checkpoint of `output`, if it has one."""
     save_every: int | None = None
@@ -89,7 +100,7 @@ class Common:
 
     #: Settings that may differ between a run and its continuation.
     FREE: ClassVar = frozenset(
-        {"data", "output", "device", "processes", "workers", "resume", "save_every"}
+        {"data", "output", "device", "processes", "workers", "init", "resume", "save_every"}
         | {"evaluate_every", "tensorboard", "strategy", "accumulate"}
     )
 
@@ -136,7 +147,7 @@ class Common:
         return shapes.get(self.schedule, 0.5 * (1 - math.cos(math.pi * left)))
 
 
-PASSED = ("method", "strategy", "statistics_every", "solve_every")
+PASSED = ("method", "solver", "strategy", "statistics_every", "solve_every")
 """Settings that soframe takes by the same names."""
 
 Built = tuple[torch.optim.Optimizer, soframe.Preconditioner | None]
@@ -165,8 +176,9 @@ def optimizer(model: nn.Module, settings: Common, **more: Any) -> Built:
     if not own:
         return made, None
     chosen: dict[str, Any] = {"optimizer": made}
-    if settings.damping is not None:
-        chosen["damping"] = settings.damping
+    for setting in ("damping", "decay"):
+        if (value := getattr(settings, setting)) is not None:
+            chosen[setting] = value
     if settings.kl_clip is not None:
         chosen["kl_clip"] = settings.kl_clip / settings.rate**2  # soframe bounds updates
     return made, soframe.Preconditioner(model, **{**chosen, **more})
@@ -196,7 +208,8 @@ def first_order(model: nn.Module, settings: Common, name: str) -> torch.optim.Op
         return torch.optim.AdamW(groups, lr=settings.rate, betas=settings.betas)
     from experiments.libraries import require
 
+    clip = {} if settings.clip is None else {"pre_norm": True, "max_grad_norm": settings.clip}
     lamb: torch.optim.Optimizer = require("pytorch_optimizer").Lamb(
-        groups, lr=settings.rate, betas=settings.betas
+        groups, lr=settings.rate, betas=settings.betas, **clip
     )
     return lamb

@@ -184,8 +184,14 @@ class Run:
     def __init__(self, recipe: ModuleType, settings: Common, place: Place) -> None:
         self.recipe, self.settings, self.place = cast(Any, recipe), settings, place
         last = self._last_checkpoint()
+        if settings.tf32:
+            torch.set_float32_matmul_precision("high")
         _seed(settings.seed)
         self.model: nn.Module = self.recipe.model(settings).to(place.device)
+        if settings.channels_last:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if settings.init is not None and last is None:
+            self._begin_with(settings.init)
         self.train, self.test = self.recipe.data(settings)
         self._count_steps()
         self.forward = self.model
@@ -328,7 +334,11 @@ class Run:
             self.logger.step()
 
     def _moved(self, batch: list[Tensor]) -> list[Tensor]:
-        return [tensor.to(self.place.device, non_blocking=True) for tensor in batch]
+        moved = [tensor.to(self.place.device, non_blocking=True) for tensor in batch]
+        if self.settings.channels_last:
+            images = torch.channels_last
+            moved = [t.contiguous(memory_format=images) if t.dim() == 4 else t for t in moved]
+        return moved
 
     def _autocast(self) -> torch.autocast:
         dtype = torch.float16 if self.settings.amp == "fp16" else torch.bfloat16
@@ -410,6 +420,17 @@ class Run:
                 f"another --output"
             )
         return last
+
+    def _begin_with(self, folder: Path) -> None:
+        """Load the weights of another run's last checkpoint."""
+        last = checkpoint.latest(folder, process_group=self.place.control)
+        if last is None:
+            raise ValueError(f"--init: {folder} has no checkpoint")
+        weights = checkpoint.read(last, process_group=self.place.control)["model"]
+        try:
+            self.model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ValueError(f"--init: {folder} is of another model: {error}") from error
 
     def _fixed(self) -> dict[str, str]:
         """Return the settings that a continuation has to share, as text."""

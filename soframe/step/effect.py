@@ -161,7 +161,7 @@ class Effect:
         return (
             f"gradients without statistics: the backward passes since the last step have reached "
             f"the parameters of {_names(blocks)}, and no hook saw how, on any rank, so that these "
-            f"gradients stay as they are, or meet old curvature. {self._remedies(blocks)}."
+            f"gradients stay raw and unclipped, or meet old curvature. {self._remedies(blocks)}."
         )
 
     def _remedies(self, blocks: Sequence[Block]) -> str:
@@ -195,8 +195,8 @@ class Effect:
             f"means than backward() (torch.autograd.grad, torch.func, a stack that owns the "
             f"parameters); the modules' weights are used without calling the modules, as by a "
             f"penalty; gradients were not zeroed after the last step; or the loss is of the "
-            f"model's derivatives alone. Layers for which this must be so are left out "
-            f"by skip=[{', '.join(repr(b.name) for b in blocks[:_SHOWN])}]"
+            f"model's derivatives alone. Where this must be so, leave layers out, or to the "
+            f"auxiliary method, by skip=[{', '.join(repr(b.name) for b in blocks[:_SHOWN])}]"
         )
 
     def _without_gradients(self, blocks: Sequence[Block]) -> str:

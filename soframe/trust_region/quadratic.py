@@ -133,17 +133,18 @@ def _at_least_single(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.itemsize < torch.float32.itemsize else tensor
 
 
+@torch.no_grad()
 def inner_products(directions: Sequence[Direction]) -> Tensor:
     """Return the inner products of every two of k directions, ``[k, k]``, float64, on the CPU."""
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
     # Few parts share parameters: each group of directions has rows and columns of its own.
     products: dict[Any, Tensor] = {}
     for tensors in zip(*directions, strict=True):
-        present = {i: t.detach().reshape(-1) for i, t in enumerate(tensors) if t is not None}
+        present = {i: t.reshape(-1) for i, t in enumerate(tensors) if t is not None}
         if present:
             rows = torch.stack([*present.values()])
-            product, key = (rows @ rows.T).double(), ((*present,), rows.device)
-            products[key] = products[key] + product if key in products else product
+            product, key = rows @ rows.T, ((*present,), rows.device)
+            products[key] = products[key].add_(product) if key in products else product.double()
     for (which, _), product in products.items():
         at = torch.tensor(which, device="cpu")
         total[at.unsqueeze(1), at] += product.cpu()

@@ -150,7 +150,7 @@ def functional(model: nn.Module, step: int = 0) -> None:
 
 def uncalled(model: nn.Module, step: int = 0) -> None:
     """The last layer's weights, without the layer."""
-    hidden = model.first(batch(step)).tanh()
+    hidden = model.first(batch(step).to(model.last.weight)).tanh()
     F.linear(hidden, model.last.weight, model.last.bias).square().mean().backward()
 
 
@@ -184,6 +184,37 @@ def test_skipped_as_the_error_says() -> None:
     uncalled(model)
     own.step()
     assert unused(own) == {"head"}
+
+
+def test_a_layer_that_is_not_called_keeps_its_gradient() -> None:
+    """As a parameter without a block does: beside updates that are clipped, and it is reported."""
+    model = Network().double()
+    uncalled(model)
+    raw = model.last.weight.grad.clone()
+    others = model.first.weight.grad.clone()
+    model.zero_grad()
+    own = build(model, kl_clip=1e-12)
+    uncalled(model)
+    with pytest.warns(UserWarning, match=rf"{LOST}.*unclipped"):
+        own.step()
+    torch.testing.assert_close(model.last.weight.grad, raw)
+    assert model.first.weight.grad.norm() < 1e-3 * others.norm()
+    assert unused(own) == {"last", "head"}
+
+
+def test_the_auxiliary_method_moves_a_layer_that_is_not_called() -> None:
+    model = Network().double()
+    settings = {"lr": 0.01, "auxiliary_lr": 0.02, "auxiliary_weight_decay": 0.1}
+    optimizer = soframe.Optimizer(model, "kfac", skip=["last"], **settings)  # type: ignore[arg-type]
+    weight = model.last.weight.detach().clone().requires_grad_()
+    adamw = torch.optim.AdamW([weight], lr=0.02, weight_decay=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        uncalled(model, step)
+        weight.grad = model.last.weight.grad.clone()
+        adamw.step()
+        optimizer.step()
+        torch.testing.assert_close(model.last.weight.detach(), weight.detach())
 
 
 def test_an_output_in_whose_place_something_else_is() -> None:

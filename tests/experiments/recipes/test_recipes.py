@@ -11,7 +11,8 @@ import torch
 
 import soframe
 from experiments.libraries import MissingLibraryError
-from experiments.recipes import NAMES, loop
+from experiments.recipes import NAMES, common, loop
+from experiments.recipes.ranks import Place
 from soframe.planning import workloads
 from tests.compatibility.families import imported_timm
 from tests.experiments.recipes import files
@@ -130,6 +131,71 @@ def test_kfac_in_front_of_lamb(tmp_path):
     optimizer, _ = bert.optimizer(bert.model(settings), settings)
     assert isinstance(optimizer, library.Lamb)
     assert math.isfinite(loop.run(bert, settings).figures["loss"])
+
+
+def test_lamb_clips_the_global_norm():
+    pytest.importorskip("pytorch_optimizer")
+    moments = []
+    for length in (0.5, 1000.0):
+        model = torch.nn.Linear(3, 2)
+        lamb = common.first_order(model, recipe("bert_large").Settings(), "lamb")
+        count = sum(p.numel() for p in model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, length / math.sqrt(count))
+        lamb.step()
+        moments.append(torch.cat([s["exp_avg"].flatten() for s in lamb.state.values()]).norm())
+    torch.testing.assert_close(moments[0] / (1 - 0.9), torch.tensor(0.5))
+    torch.testing.assert_close(moments[1] / (1 - 0.9), torch.tensor(1.0), rtol=1e-4, atol=0)
+
+
+def test_the_second_phase_begins_with_the_weights_of_the_first(tmp_path):
+    bert = recipe("bert_large")
+    first = settings_of("bert_large", tmp_path, positions=16, output=tmp_path / "first", length=8)
+    loop.run(bert, first)
+    place = Place(0, 1, torch.device("cpu"))
+    trained = loop.Run(bert, replace(first, resume=True), place).model.state_dict()
+    second = replace(first, length=16, init=first.output, output=tmp_path / "second")
+    begun = loop.Run(bert, second, place)
+    assert begun.step == 0
+    for name, weight in begun.model.state_dict().items():
+        torch.testing.assert_close(weight, trained[name])
+    assert loop.run(bert, second).finished
+    resumed = loop.Run(bert, replace(second, init=tmp_path / "gone", resume=True), place)
+    assert resumed.step == second.steps  # the run's own checkpoint, and not the first phase's
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"width": 8}, "is of another model"), ({"init": "nothing"}, "nothing has no checkpoint")],
+)
+def test_weights_of_another_model_are_refused(tmp_path, changes, message):
+    bert = recipe("bert_large")
+    first = settings_of("bert_large", tmp_path, positions=16, output=tmp_path / "first", steps=1)
+    loop.run(bert, first)
+    folder = tmp_path / changes.pop("init", "first")
+    second = replace(first, init=folder, output=tmp_path / "second", **changes)
+    with pytest.raises(ValueError, match=f"--init: .*{message}"):
+        loop.run(bert, second)
+
+
+def test_settings_of_the_machine_reach_the_model(tmp_path, monkeypatch):
+    precision = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precision.append)
+    settings = settings_of("resnet50", tmp_path, channels_last=True, tf32=True)
+    run = loop.Run(recipe("resnet50"), settings, Place(0, 1, torch.device("cpu")))
+    assert precision == ["high"]
+    (images, classes), *_ = map(run._moved, run._test_batches())
+    kernel = next(run.model.parameters())
+    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in (kernel, images))
+    assert classes.dim() == 1
+    run.advance()
+
+
+def test_solver_and_decay_reach_soframe(tmp_path):
+    settings = settings_of("resnet32", tmp_path, solver="eigen", decay=0.8)
+    _, preconditioner = common.optimizer(recipe("resnet32").model(settings), settings)
+    assert preconditioner.decay == 0.8
+    assert {type(block.solver) for block in preconditioner.blocks} == {soframe.solvers.Eigen}
 
 
 def parameters(model):
