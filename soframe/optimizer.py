@@ -30,6 +30,7 @@ from soframe.blocks import home, sharding
 from soframe.blocks.block import Block
 from soframe.blocks.registration import Choice, plain_name, unwrap
 from soframe.blocks.report import Report
+from soframe.blocks.stack import Stack
 from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model
 from soframe.checks.numbers import require_numbers
@@ -41,7 +42,7 @@ from soframe.registry import KINDS, describe
 from soframe.setup.choosing import methods
 from soframe.state import checksums
 from soframe.state.bound import OfModel
-from soframe.step import moving
+from soframe.step import fused_adam, moving
 from soframe.step.moving import Ball, Constraint, Move, WeightDecayKind
 from soframe.strategies.placement import Placement
 
@@ -150,6 +151,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._names: dict[int, str] = {}
         self._method_names: dict[str, str] = {}  # by the description of a method
         self._radii: dict[str, Tensor] = {}
+        self._stacks: Sequence[Stack] = ()
+        self._fused: list[Stack] = []  # of these, those of Adam
+        self._moves: list[Move] = []  # of the param groups, at this step
+        self._group_of: dict[int, int] = {}  # the number of each parameter's group, by identity
         self._moved: Mapping[str, Tensor] = {}
         self._new: list[dict[str, Any]] = []
         self._placed: Placement | None = None
@@ -370,18 +375,34 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._warn_of_new()
         return loss
 
+    def moves(self, stacks: Sequence[Stack]) -> Sequence[Stack]:
+        """Return the stacks that torch's fused kernel moves in this step.
+
+        :meta private:
+        """
+        if self._stacks is not stacks:
+            backend = self.preconditioner.backend
+            self._stacks = stacks
+            self._fused = [stack for stack in stacks if fused_adam.serves(stack, backend)]
+        complete = fused_adam.complete
+        return [stack for stack in self._fused if complete(stack, self._group_of, self._moves)]
+
     def _move(self, good: Tensor | None) -> None:
         """Move all parameters along their updates, which are stored as gradients."""
         where, kept = self.preconditioner.home, set[int]()
+        for stack in self.preconditioner.apart:
+            fused_adam.move(stack, self._group_of, self._moves, good)
+            kept.update(map(id, stack.parameters))
         rates = {id(p): g["lr"] for g in self.param_groups if g["constraint"] for p in g["params"]}
         for ball in self._constrained() if rates else ():
             first, *_ = ids = [id(p) for p in ball.matrices.values()]
             ball.move(where, self._radii[ball.key], float(rates[first]))
             kept.update(ids)
-        for group in self.param_groups:
+        for group, move in zip(self.param_groups, self._moves, strict=True):
             # A parameter that was frozen after its backward pass still has a gradient.
             free = [p for p in group["params"] if p.requires_grad and id(p) not in kept]
-            moving.descend(free, where, Move.of(group), good)
+            if free:
+                moving.descend(free, where, move, good)
 
     def selects(self) -> bool:
         """Return whether weights can stay where they are without the host.
@@ -398,8 +419,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
         :meta private:
         """
-        for group in self.param_groups:
-            Move.of(group)
+        self._moves = [Move.of(group) for group in self.param_groups]
         members = [list(map(id, group["params"])) for group in self.param_groups]
         settings = self._settings_of_methods()
         same = self._placed is self.preconditioner.placement and self._read == (members, settings)
@@ -425,6 +445,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 group_of.setdefault(id(parameter), []).append(number)
+        self._group_of = {key: numbers[0] for key, numbers in group_of.items()}
         made: dict[tuple[int, str], Method] = {}
         texts = list(map(repr, settings))
         for block in self.preconditioner.blocks:

@@ -24,7 +24,7 @@ from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
-from soframe.blocks.stack import Solved
+from soframe.blocks.stack import Solved, Stack
 from soframe.capture.counting import declare
 from soframe.capture.untraced import untraced
 from soframe.comm.stages import PHASE
@@ -164,13 +164,14 @@ class Preconditioner(OfModel):
             self.close()  # no caller gets this object, and its hooks would stay
             raise
         stages.look_over(self.curvature.registration)
-        self._engine = Engine(
-            self.curvature,
-            clipping=self._clipping,
-            grouping=grouping(optimizer),
-            measuring=self._measuring,
-        )
-        parts.refresh.warn_of_settings(self.curvature.blocks, stacklevel=2)
+        with self.home.shaped(parts.model.parameters()):
+            self._engine = Engine(
+                self.curvature,
+                clipping=self._clipping,
+                grouping=grouping(optimizer),
+                measuring=self._measuring,
+            )
+        parts.refresh.warn_of_settings(self.curvature.blocks, stacklevel=3)
 
     def _require_read(self) -> None:
         """Raise a ValueError if no block reads a setting, which would be ignored silently."""
@@ -382,6 +383,14 @@ class Preconditioner(OfModel):
         :meta private:
         """
         return self._engine.verdict.good
+
+    @property
+    def apart(self) -> Sequence[Stack]:
+        """The stacks whose gradients the last step left alone, for the optimizer to move.
+
+        :meta private:
+        """
+        return self._engine.apart
 
     @property
     def counters(self) -> dict[str, int]:

@@ -449,12 +449,12 @@ def test_a_weight_without_a_sphere_is_refused(value: float, problem: str) -> Non
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
-        ("weight_decay", 0.1, "param group 'SGD.*could not change it"),
-        ("weight_decay", math.inf, "param group 'SGD.*weight_decay must be finite"),
-        ("lr", math.nan, "param group 'SGD.*lr must be finite"),
-        ("lr", -0.1, "param group 'SGD.*lr must be finite .* not negative"),
-        ("constraint", "box", "param group 'SGD.*constraint must be"),
-        ("weight_decay_kind", "l2", "param group 'SGD.*weight_decay_kind must be"),
+        ("weight_decay", 0.1, "param group 'sgd.*could not change it"),
+        ("weight_decay", math.inf, "param group 'sgd.*weight_decay must be finite"),
+        ("lr", math.nan, "param group 'sgd.*lr must be finite"),
+        ("lr", -0.1, "param group 'sgd.*lr must be finite .* not negative"),
+        ("constraint", "box", "param group 'sgd.*constraint must be"),
+        ("weight_decay_kind", "l2", "param group 'sgd.*weight_decay_kind must be"),
     ],
 )
 def test_settings_of_groups_are_checked_at_each_step(name: str, value: Any, problem: str) -> None:

@@ -444,7 +444,9 @@ def test_moments_of_parameters_that_are_frozen_at_construction_are_not_loaded() 
     with pytest.warns(UserWarning, match=r"moments of 2\.bias, 2\.weight.*freeze them afterwards"):
         other.load_state_dict(optimizer.state_dict())
     expected = kit.train(model, alternate, [6], optimizer)
-    assert torch.equal(kit.train(again, alternate, [6], other), expected)
+    # Frozen parts keep a stack from the fused kernel, whose last bits differ.
+    resumed = kit.train(again, alternate, [6], other)
+    torch.testing.assert_close(resumed, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

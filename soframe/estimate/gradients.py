@@ -73,6 +73,7 @@ class AveragedGradients:
 
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
         self._backend, self._home = placed.backend, home
+        self._apart: Sequence[Stack] = ()
         self._present: Sequence[float] = ()
         self._gathered: Gradients | None = None
         self._stacks = placed.stacks
@@ -127,11 +128,16 @@ class AveragedGradients:
         """Store the flags of `present`, summed over ranks."""
         self._present = present
 
+    def leave(self, stacks: Sequence[Stack]) -> None:
+        """Leave the gradients of stacks where they are, in this step: they get no update."""
+        self._apart = stacks
+
     def own(self) -> list[Tensor]:
         """Return all gradients of this rank, before `raw`, in few tensors."""
         self._gathered = self.now()
         matrices = [gradient.matrix for gradient in self._gathered.values()]
-        return [*(m for m in matrices if m is not None), *self._home.of(self._rest)]
+        rest = [p for stack in self._apart for p in stack.parameters] + self._rest
+        return [*(m for m in matrices if m is not None), *self._home.of(rest)]
 
     def raw(self) -> Gradients:
         """Average the gradients; return the ones of all blocks that have any."""
@@ -140,7 +146,10 @@ class AveragedGradients:
 
     def now(self) -> dict[Stack, Gradient]:
         """Return the gradients that are in their home now."""
-        used = {stack: members for stack in self._stacks if (members := stack.used())}
+        used: dict[Stack, Sequence[int]] = {}
+        for stack in self._stacks:
+            if stack not in self._apart and (members := stack.used()):
+                used[stack] = members
         matrices = _gathered(used)
         return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
 

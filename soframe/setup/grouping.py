@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from soframe.blocks.block import Block
+from soframe.blocks.stack import Stack
 
 
 @runtime_checkable
@@ -17,6 +18,9 @@ class Grouping(Protocol):
 
     def check_settings(self) -> None:
         """Raise a ValueError if a setting is out of range."""
+
+    def moves(self, stacks: Sequence[Stack]) -> Sequence[Stack]:
+        """Return the stacks whose weights it moves by their gradients, without an update."""
 
     def selects(self) -> bool:
         """Return whether weights stay in a step whose gradients the device alone finds bad."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from soframe.blocks.stack import Stack
 from soframe.comm.agreement import (
     fingerprint,
     require_all_ranks,
@@ -48,6 +49,7 @@ class Engine:
 
     Attributes:
         verdict: Whether the last step counts.
+        apart: The stacks of the last step whose weights the optimizer moves by their gradients.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Engine:
         self._curvature, self._parts = curvature, curvature.parts
         self._clipping, self._grouping, self._measuring = clipping, grouping, measuring
         self.verdict = Verdict(self._parts.backend)
+        self.apart: Sequence[Stack] = ()
         self._connect(rebuilt=False)
 
     def _connect(self, *, rebuilt: bool) -> None:
@@ -132,6 +135,14 @@ class Engine:
             raise
         curvature.end_step(plan)
         self.begin()
+
+    def _part_stacks(self) -> None:
+        """Choose the stacks that get no update in this step, as the optimizer moves them."""
+        self.apart = ()
+        # Norms of updates are measured on updates.
+        if self._grouping is not None and not self._measuring.norms:
+            self.apart = self._grouping.moves(self._curvature.placed.stacks)
+        self._gradients.leave(self.apart)
 
     def begin(self, late: Collection[str] = ()) -> None:
         """Begin an empty window; for ``late`` see `Accumulator.late`."""
@@ -228,6 +239,7 @@ class Engine:
             )
             if self._grouping is not None:
                 self._grouping.check_settings()
+            self._part_stacks()
             # The values that decide which collectives are entered. The interval is the next step's:
             # it decides which blocks have weights in the next report.
             common: dict[str, object] = {
@@ -350,8 +362,11 @@ class Engine:
             and len({stack.like.device for stack in stacks}) == 1
             and all(len(stack.like.captured) == len(stack.like.factors) for stack in stacks)
             and all(update.blocks[0].record.updates > 0 for update in updates)
+            and all(block.record.updates > 0 for stack in self.apart for block in stack.blocks)
         )
         if not selects:
             return verdict.read(plan, always_large=curvature.relatively_damped)
-        verdict.leave(updates)
+        blocks = [block for update in updates for block in update.blocks]
+        blocks += [block for stack in self.apart for block in stack.blocks]
+        verdict.leave(blocks)
         return plan

@@ -113,12 +113,12 @@ class Verdict:
         bad, large = flags if moderate else add_over_ranks(self._backend, flags)
         return self.agree(plan, bad=bad, large=large, local=flags[0] > 0)
 
-    def leave(self, updates: Sequence[Update]) -> None:
-        """Leave the flags on the device, which selects the new tensors."""
+    def leave(self, blocks: Sequence[Block]) -> None:
+        """Leave the flags on the device, which selects the new tensors of the blocks."""
         assert self._queued is not None
         flags, self._queued = self._queued.flags, None
         self.good = flags.moderate
-        self._unread = flags, [block for update in updates for block in update.blocks]
+        self._unread = flags, blocks
 
     def _judge(self, *, skipped: bool, moderate: bool, local: bool) -> None:
         """Count an update that is skipped; ``local`` if gradients of this rank are a cause."""

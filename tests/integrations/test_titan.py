@@ -146,7 +146,7 @@ def loop(case: Case) -> str:
     """The guide's code for a case."""
     text, own = code("A loop like torchtitan's")
     if case.early:
-        first = 'preconditioner = soframe.Preconditioner(model, lr=0.1, strategy="sharded")\n'
+        first = 'preconditioner = soframe.Preconditioner(model, strategy="sharded")\n'
         return first + replaced(text, "preconditioner =", "preconditioner =")
     if case.own:
         building, loading, saving = own.split("\n\n")

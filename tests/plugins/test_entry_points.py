@@ -85,7 +85,7 @@ def test_installed_components_are_listed_and_used_by_name(installed):
             return preconditioner
 
         mine = step(model, **names)
-        assert [block.name for block in mine._blocks] == ["0", "1"], mine.report()
+        assert [block.name for block in mine.blocks] == ["0", "1"], mine.report()
         assert mine.placement.strategy == "last-rank"
         assert "half-kfac / dense-inverse" in str(mine.report())
         step(twin, solver=soframe.solvers.Inverse("full"))
@@ -95,7 +95,7 @@ def test_installed_components_are_listed_and_used_by_name(installed):
         # A component without options or a repr of its own is the same one after a restart.
         again = soframe.Preconditioner(twin, **grouped({"kl_clip": None, **names}))
         again.load_state_dict(mine.state_dict())
-        assert all(block.solved for block in again._blocks)
+        assert all(block.solved for block in again.blocks)
         print("fine")
         """,
         installed,
@@ -115,7 +115,7 @@ def test_a_trust_region_takes_an_installed_loss_and_damping_by_name(installed):
         x, y = torch.randn(6, 4).double(), torch.randn(6, 2).double()
 
         def trained(model, loss, damping):
-            own = soframe.TrustRegion(model, loss, damping=damping, fisher="type-2")
+            own = soframe.TrustRegion(model, loss, damping=damping, statistics=soframe.Statistics(fisher="type-2"))
             dampings = []
             for _ in range(4):
                 own.step(lambda: (model(x) - y).square().sum() / 6)

@@ -270,7 +270,8 @@ def test_the_printed_table_where_nothing_is_exchanged():
 
 
 @pytest.mark.parametrize(
-    "module", ["preconditioner", "step.statistics", "step.solves", "step.gradients"]
+    "module",
+    ["step.engine", "estimate.statistics", "estimate.solves", "estimate.gradients"],
 )
 def test_the_step_knows_no_strategy_by_name(module):
     """Names stand in docstrings and as the default of an argument; classes are not imported."""

@@ -1,0 +1,151 @@
+"""Adam by torch's fused kernel: moments, weight decay and step in one pass over the memory.
+
+A `soframe.Optimizer` moves the weights of the stacks that this serves by itself: their gradients
+are neither gathered nor overwritten. The plain twin is `soframe.methods.AdamW` with
+`soframe.step.moving.descend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soframe.blocks.home import PlainGrad
+from soframe.blocks.stack import Stack
+from soframe.comm.base import Backend
+from soframe.methods.adam import AdamW
+from soframe.step.moving import Move
+
+STATES = ("mean", "square")
+
+
+def serves(stack: Stack, backend: Backend) -> bool:
+    """Return whether a stack's method is Adam, and every rank makes its whole update."""
+    like = stack.like
+    if type(like.method) is not AdamW or type(like.home) is not PlainGrad or like.shards:
+        return False
+    if like.dtype != like.state_dtype or like.device.type not in ("cpu", "cuda"):
+        return False
+    if any(p.dtype != like.dtype or not p.is_contiguous() for p in stack.parameters):
+        return False
+    if set(stack.place.gradient_workers) != set(range(backend.world_size)):
+        return False
+    # The kernel reads memory from end to end: moments are to lie as parameters do.
+    parts = stack.parts(torch.empty(stack.shape_of(stack.all), dtype=like.dtype, device="cpu"))
+    return parts is not None and all(part.is_contiguous() for part in parts)
+
+
+def complete(stack: Stack, group_of: Mapping[int, int], moves: Sequence[Move]) -> bool:
+    """Return whether all parameters of a stack have plain gradients, and moves that it knows.
+
+    Args:
+        stack: The stack.
+        group_of: The number of the param group of each parameter, by identity.
+        moves: The settings of each group.
+    """
+    known = [_is_known(settings) for settings in moves]
+    for parameter in stack.parameters:
+        gradient = parameter.grad
+        if gradient is None or not parameter.requires_grad or gradient.is_sparse:
+            return False
+        if gradient.dtype != parameter.dtype or not gradient.is_contiguous():
+            return False
+        number = group_of.get(id(parameter))  # None before groups follow a changed model
+        if number is None or not known[number]:
+            return False
+    return True
+
+
+def _is_known(settings: Move) -> bool:
+    """Return whether the kernel knows a move: without a constraint, and with decoupled decay."""
+    decoupled = settings.weight_decay == 0 or settings.kind == "decoupled"
+    return settings.constraint is None and decoupled
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Parameters that one call of the kernel moves, with their gradients and moments."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    means: list[Tensor] = field(default_factory=list)
+    squares: list[Tensor] = field(default_factory=list)
+
+
+def move(
+    stack: Stack,
+    group_of: Mapping[int, int],
+    moves: Sequence[Move],
+    good: Tensor | None = None,
+) -> None:
+    """Move the weights of a stack, and count the updates of its blocks.
+
+    Args:
+        stack: The stack, see `serves` and `complete`.
+        group_of: The number of the param group of each parameter, by identity.
+        moves: The settings of each group, without a constraint and with decoupled decay.
+        good: Whether the step counts, a bool scalar on the device: weights and moments stay
+            unless it is true. None if it does.
+    """
+    alike = stack.alike(stack.all)
+    for members in alike:
+        if not stack.blocks[members[0]].record.updates:
+            stack.set_state(members, stack.state_of(members))  # zeros
+    means, squares = (_by_parameter(stack, name) for name in STATES)
+    for members in alike:
+        blocks = [stack.blocks[member] for member in members]
+        batches: dict[tuple[int, bool], _Batch] = {}
+        for block in blocks:
+            for parameter in block.parameters.values():
+                number = group_of[id(parameter)]
+                decays = moves[number].decay_vectors or parameter.dim() > 1
+                batch = batches.setdefault((number, decays), _Batch())
+                assert parameter.grad is not None
+                batch.weights.append(parameter.detach())
+                batch.gradients.append(parameter.grad)
+                batch.means.append(means[id(parameter)])
+                batch.squares.append(squares[id(parameter)])
+        method = blocks[0].acting or blocks[0].method
+        assert isinstance(method, AdamW)
+        count = blocks[0].record.updates + 1
+        for (number, decays), batch in batches.items():
+            _step(batch, method, moves[number], count, decays, good)
+        for block in blocks:
+            block.record.updates += 1
+
+
+def _by_parameter(stack: Stack, name: str) -> dict[int, Tensor]:
+    """Return views of a state of the stack by the identity of their parameter."""
+    parts = stack.parts(stack.state[name])
+    assert parts is not None
+    return {id(p): part for p, part in zip(stack.parameters, parts, strict=True)}
+
+
+def _step(
+    batch: _Batch, method: AdamW, move: Move, count: int, decays: bool, good: Tensor | None
+) -> None:
+    """Call the kernel; it reads the number of the update, and does nothing if ``found_inf``."""
+    device = batch.weights[0].device
+    number = torch.full((), float(count), dtype=torch.float32, device=device)
+    kernel: Any = torch._fused_adamw_
+    kernel(
+        batch.weights,
+        batch.gradients,
+        batch.means,
+        batch.squares,
+        [],
+        [number] * len(batch.weights),
+        lr=move.lr,
+        beta1=method.betas[0],
+        beta2=method.betas[1],
+        weight_decay=move.weight_decay if decays else 0.0,
+        eps=method.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None,
+        found_inf=None if good is None else good.logical_not().float(),
+    )

@@ -1,0 +1,183 @@
+"""Adam by torch's kernel beside its plain twin: the method's update, then the move of the weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.step import fused_adam
+from tests import kit
+from tests.curvature import randn
+
+
+class Parts(nn.Module):
+    """A table, a convolution, a norm, and layers with and without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.conv = nn.Conv1d(4, 6, 3)
+        self.norm = nn.LayerNorm(6)
+        self.plain = nn.Linear(6, 5, bias=False)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.conv(self.table(tokens).mT).mT
+        out: Tensor = self.head(self.plain(self.norm(rows)).tanh())
+        return out
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(7, (5, 6), generator=generator)
+    out: Tensor = model(tokens)
+    return (out - randn(*out.shape, seed=step)).square().mean()
+
+
+def train(monkeypatch: pytest.MonkeyPatch, fused: bool, **settings: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Parts().double()
+    own = soframe.Optimizer(model, settings.pop("method", "adamw"), **settings)
+    with monkeypatch.context() as patch:
+        if not fused:
+            patch.setattr(fused_adam, "serves", lambda stack, backend: False)
+        kit.train(model, loss_of, range(5), own)
+        assert bool(own.preconditioner.apart) == fused
+    return dict(model.state_dict())
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"lr": 0.01},
+    "decay": {"lr": 0.01, "weight_decay": 0.3},
+    "decay of vectors": {"lr": 0.01, "weight_decay": 0.3, "decay_vectors": True},
+    "auxiliary": {"method": "muon", "lr": 0.02, "auxiliary_lr": 0.01, "weight_decay": 0.1},
+    "betas": {"method": soframe.methods.AdamW(betas=(0.5, 0.7), eps=1e-3), "lr": 0.01},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_kernel_equals_its_twin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SETTINGS[name]
+    plain = train(monkeypatch, fused=False, **settings)
+    fused = train(monkeypatch, fused=True, **settings)
+    for key, weight in plain.items():
+        torch.testing.assert_close(fused[key], weight, rtol=1e-11, atol=1e-13)
+
+
+def test_gradients_stay_what_they_are() -> None:
+    """As in torch's optimizers: they are neither gathered nor overwritten."""
+    model = Parts()
+    own = soframe.Optimizer(model, "adamw", lr=0.01)
+    loss_of(model.double(), 0).backward()
+    own = soframe.Optimizer(model, "adamw", lr=0.01)
+    before = [p.grad.clone() for p in model.parameters()]
+    own.step()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+
+
+def test_groups_have_rates_and_betas_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = Parts().double()
+        first = [*model.table.parameters(), *model.conv.parameters()]
+        rest = [p for p in model.parameters() if all(p is not q for q in first)]
+        groups = [{"params": first, "lr": 0.03, "betas": (0.5, 0.9)}, {"params": rest}]
+        own = soframe.Optimizer(model, "adamw", lr=0.01, param_groups=groups)
+        with monkeypatch.context() as patch:
+            if not fused:
+                patch.setattr(fused_adam, "serves", lambda stack, backend: False)
+            kit.train(model, loss_of, range(2), own)
+            own.param_groups[0]["lr"] = 0.005
+            kit.train(model, loss_of, range(2, 4), own)
+        weights.append(model.state_dict())
+    for key, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][key], weight, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("change", ["cautious", "frozen", "missing", "norms"])
+def test_steps_that_the_kernel_cannot_take_are_the_twins(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turns with the kernel: states are shared by both."""
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = Parts().double()
+        own = soframe.Optimizer(model, "adamw", lr=0.01, weight_decay=0.1)
+        with monkeypatch.context() as patch:
+            if not fused:
+                patch.setattr(fused_adam, "serves", lambda stack, backend: False)
+            kit.train(model, loss_of, range(2), own)
+            if change == "cautious":
+                own.param_groups[0]["weight_decay_kind"] = "cautious"
+            if change == "norms":
+                own.preconditioner.measure(norms=True)
+            model.zero_grad()
+            loss_of(model, 2).backward()
+            if change == "frozen":
+                model.head.bias.requires_grad_(False)
+            if change == "missing":
+                model.head.bias.grad = None
+            own.step()
+            assert not own.preconditioner.apart
+            model.head.bias.requires_grad_(True)
+            own.param_groups[0]["weight_decay_kind"] = "decoupled"
+            own.preconditioner.measure(norms=False)
+            kit.train(model, loss_of, range(3, 5), own)
+        ends.append(copy.deepcopy(model.state_dict()))
+    for key, weight in ends[0].items():
+        torch.testing.assert_close(ends[1][key], weight, rtol=1e-11, atol=1e-13)
+
+
+def test_a_bad_batch_changes_nothing() -> None:
+    model = Parts().double()
+    own = soframe.Optimizer(model, "adamw", lr=0.01)
+    kit.train(model, loss_of, range(2), own)
+    before = copy.deepcopy(model.state_dict())
+    states = {b.name: {k: t.clone() for k, t in b.state.items()} for b in own.preconditioner.blocks}
+    model.zero_grad()
+    (loss_of(model, 2) * torch.nan).backward()
+    own.step()
+    assert own.preconditioner.counters["skipped_updates"] == 1
+    for block in own.preconditioner.blocks:
+        assert block.state.updates == 2
+        assert all(torch.equal(block.state[k], t) for k, t in states[block.name].items())
+    assert all(torch.equal(model.state_dict()[k], w) for k, w in before.items())
+
+
+def test_a_flag_of_the_device_selects() -> None:
+    """What a GPU finds bad leaves weights and moments; the host counts the update a step later."""
+    model = Parts().double()
+    own = soframe.Optimizer(model, "adamw", lr=0.01)
+    kit.train(model, loss_of, range(2), own)
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model, 2).backward()
+    (stack,) = own.preconditioner.apart
+    fused_adam.move(stack, own._group_of, own._moves, torch.tensor(False))
+    assert all(torch.equal(model.state_dict()[k], w) for k, w in before.items())
+    fused_adam.move(stack, own._group_of, own._moves, torch.tensor(True))
+    assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
+
+
+def test_a_state_that_was_loaded_is_not_written_by_later_steps() -> None:
+    model = nn.Linear(3, 2)  # a stack of one block keeps the tensors that it is given
+    own = soframe.Optimizer(model, "adamw", lr=0.01)
+
+    def loss(net: nn.Module, step: int) -> Tensor:
+        out: Tensor = net(torch.full((4, 3), 1.0 + step)).square().mean()
+        return out
+
+    kit.train(model, loss, range(2), own)
+    state = own.preconditioner.state_dict()
+    kept = copy.deepcopy(state["blocks"])
+    own.preconditioner.load_state_dict(state)
+    kit.train(model, loss, range(2), own)
+    for name, block in kept.items():
+        for key, tensor in block["state"].items():
+            assert torch.equal(state["blocks"][name]["state"][key], tensor)
