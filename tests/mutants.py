@@ -26,7 +26,7 @@ import tempfile
 import time
 import tomllib
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,10 +281,25 @@ def matches(entry: dict[str, str], mutant: Mutant) -> bool:
     return all(entry[key] == getattr(mutant, key) for key in ("file", "source", "change"))
 
 
+def chosen(files: Iterable[str], paths: Sequence[str]) -> list[str]:
+    """Return the files of the table that are among these paths, or in one of them.
+
+    Raises:
+        SystemExit: If a path has none.
+    """
+    found = []
+    for path in map(Path, paths):
+        within = [file for file in files if path in (Path(file), *Path(file).parents)]
+        if not within:
+            raise SystemExit(f"mutants.toml has no tests for {path}")
+        found += within
+    return list(dict.fromkeys(found))
+
+
 def main() -> None:
     """Try the mutants of the command line, and exit with 1 if one survives unaccepted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--file", action="append", help="source files; by default all of the table")
+    parser.add_argument("--file", action="append", help="source files or folders; by default all")
     parser.add_argument("--sample", type=int, default=100, help="mutants to draw; 0 for all")
     parser.add_argument("--each", type=int, help="mutants to draw from each file, instead")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
@@ -293,7 +308,7 @@ def main() -> None:
     tests, accepted = load()
     draws = random.Random(options.seed)
     mutants = []
-    for file in options.file or tests:
+    for file in chosen(tests, options.file or ["soframe"]):
         of_file = generate(file, (ROOT / file).read_text(encoding="utf-8"))
         if options.each is not None:
             of_file = draws.sample(of_file, min(options.each, len(of_file)))

@@ -48,6 +48,17 @@ def test_operators(text: str, changes: list[str]) -> None:
     assert [m.change for m in mutants.generate("one.py", text)] == changes
 
 
+def test_files_are_chosen_by_folder() -> None:
+    files = ["soframe/a/one.py", "soframe/a/two.py", "soframe/b.py"]
+    assert mutants.chosen(files, ["soframe"]) == files
+    assert mutants.chosen(files, ["soframe/b.py", "soframe/a", "soframe/a/one.py"]) == [
+        "soframe/b.py",
+        *files[:2],
+    ]
+    with pytest.raises(SystemExit, match="no tests for soframe/c"):
+        mutants.chosen(files, ["soframe/b.py", "soframe/c"])
+
+
 @pytest.mark.slow
 def test_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A mutant that a test notices dies; equivalent ones survive, unless they are accepted."""

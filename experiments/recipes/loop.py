@@ -189,7 +189,7 @@ class Run:
         _seed(settings.seed)
         self.model: nn.Module = self.recipe.model(settings).to(place.device)
         if settings.channels_last:
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.model.to(memory_format=torch.channels_last)
         if settings.init is not None and last is None:
             self._begin_with(settings.init)
         self.train, self.test = self.recipe.data(settings)

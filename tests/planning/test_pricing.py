@@ -186,6 +186,28 @@ def test_activations_are_those_that_autograd_saves() -> None:
     assert task.activations == 4 * 7 * (6 + 5)
 
 
+class Attending(nn.Module):
+    """Four heads of two for the queries, and fewer for keys and values; it has one sequence."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.first, self.last, self.heads = nn.Linear(8, 8), nn.Linear(8, 3), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.first(x).view(1, 5, 4, 2).transpose(1, 2)
+        key = query[:, : self.heads] * 2
+        attended = nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+        return self.last(attended.transpose(1, 2).reshape(1, 5, 8))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_on_paper_saves_no_scores_and_a_key_for_each_head(heads: int) -> None:
+    task = Task.of(Attending(heads), (torch.rand(1, 5, 8),), method="kfac")
+    # Inputs, queries, what was attended to, and keys: as values, too, where they are repeated.
+    matrices = 3 + (1 if heads == 4 else 2)
+    assert task.activations // 4 - matrices * 5 * 8 in range(4 * 5, 2 * 5 * 8)  # and logarithms
+
+
 def test_a_plan_leaves_no_tensors_without_numbers_behind() -> None:
     model, images = convolutional(), torch.rand(4, 3, 8, 8)
     Costs(Task.of(model, (images,), method="kfac"), CPU).statistics  # noqa: B018
