@@ -152,7 +152,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._method_names: dict[str, str] = {}  # by the description of a method
         self._radii: dict[str, Tensor] = {}
         self._stacks: Sequence[Stack] = ()
-        self._fused: list[Stack] = []  # of these, those of Adam
+        self._adam: dict[Stack, fused_adam.Adam] = {}  # of these, those of Adam
         self._moves: list[Move] = []  # of the param groups, at this step
         self._group_of: dict[int, int] = {}  # the number of each parameter's group, by identity
         self._moved: Mapping[str, Tensor] = {}
@@ -383,15 +383,19 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         if self._stacks is not stacks:
             backend = self.preconditioner.backend
             self._stacks = stacks
-            self._fused = [stack for stack in stacks if fused_adam.serves(stack, backend)]
+            self._adam = {
+                stack: fused_adam.Adam(stack)
+                for stack in stacks
+                if fused_adam.serves(stack, backend)
+            }
         complete = fused_adam.complete
-        return [stack for stack in self._fused if complete(stack, self._group_of, self._moves)]
+        return [stack for stack in self._adam if complete(stack, self._group_of, self._moves)]
 
     def _move(self, good: Tensor | None) -> None:
         """Move all parameters along their updates, which are stored as gradients."""
         where, kept = self.preconditioner.home, set[int]()
         for stack in self.preconditioner.apart:
-            fused_adam.move(stack, self._group_of, self._moves, good)
+            self._adam[stack].move(self._group_of, self._moves, good)
             kept.update(map(id, stack.parameters))
         rates = {id(p): g["lr"] for g in self.param_groups if g["constraint"] for p in g["params"]}
         for ball in self._constrained() if rates else ():

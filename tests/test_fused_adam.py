@@ -1,4 +1,4 @@
-"""Adam by torch's kernel beside its plain twin: the method's update, then the move of the weights."""
+"""Adam by torch's kernel beside its twin: the update of the method, then the move of weights."""
 
 from __future__ import annotations
 
@@ -159,9 +159,10 @@ def test_a_flag_of_the_device_selects() -> None:
     before = copy.deepcopy(model.state_dict())
     loss_of(model, 2).backward()
     (stack,) = own.preconditioner.apart
-    fused_adam.move(stack, own._group_of, own._moves, torch.tensor(False))
+    adam = fused_adam.Adam(stack)
+    adam.move(own._group_of, own._moves, torch.tensor(False))
     assert all(torch.equal(model.state_dict()[k], w) for k, w in before.items())
-    fused_adam.move(stack, own._group_of, own._moves, torch.tensor(True))
+    adam.move(own._group_of, own._moves, torch.tensor(True))
     assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
 
 

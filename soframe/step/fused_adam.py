@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from soframe.blocks.block import Block
 from soframe.blocks.home import PlainGrad
 from soframe.blocks.stack import Stack
 from soframe.comm.base import Backend
@@ -67,55 +68,101 @@ def _is_known(settings: Move) -> bool:
 
 
 @dataclass(eq=False)
-class _Batch:
-    """Parameters that one call of the kernel moves, with their gradients and moments."""
+class Batch:
+    """Parameters that one call of the kernel moves, with views of their moments.
 
-    weights: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
+    Attributes:
+        group: The number of their param group.
+        decays: Whether they decay.
+        parameters: The parameters.
+        means: Their first moments.
+        squares: Their second moments.
+    """
+
+    group: int
+    decays: bool
+    parameters: list[nn.Parameter] = field(default_factory=list)
     means: list[Tensor] = field(default_factory=list)
     squares: list[Tensor] = field(default_factory=list)
 
 
-def move(
-    stack: Stack,
-    group_of: Mapping[int, int],
-    moves: Sequence[Move],
-    good: Tensor | None = None,
-) -> None:
-    """Move the weights of a stack, and count the updates of its blocks.
+class Adam:
+    """Moves the weights of a stack by the kernel, see `serves` and `complete`.
 
     Args:
-        stack: The stack, see `serves` and `complete`.
-        group_of: The number of the param group of each parameter, by identity.
-        moves: The settings of each group, without a constraint and with decoupled decay.
-        good: Whether the step counts, a bool scalar on the device: weights and moments stay
-            unless it is true. None if it does.
+        stack: The stack.
     """
-    alike = stack.alike(stack.all)
-    for members in alike:
-        if not stack.blocks[members[0]].record.updates:
-            stack.set_state(members, stack.state_of(members))  # zeros
-    means, squares = (_by_parameter(stack, name) for name in STATES)
-    for members in alike:
-        blocks = [stack.blocks[member] for member in members]
-        batches: dict[tuple[int, bool], _Batch] = {}
-        for block in blocks:
-            for parameter in block.parameters.values():
-                number = group_of[id(parameter)]
-                decays = moves[number].decay_vectors or parameter.dim() > 1
-                batch = batches.setdefault((number, decays), _Batch())
-                assert parameter.grad is not None
-                batch.weights.append(parameter.detach())
-                batch.gradients.append(parameter.grad)
-                batch.means.append(means[id(parameter)])
-                batch.squares.append(squares[id(parameter)])
-        method = blocks[0].acting or blocks[0].method
-        assert isinstance(method, AdamW)
-        count = blocks[0].record.updates + 1
-        for (number, decays), batch in batches.items():
-            _step(batch, method, moves[number], count, decays, good)
-        for block in blocks:
-            block.record.updates += 1
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._made_of: tuple[object, ...] = ()
+        self._batches: list[tuple[list[Block], list[Batch]]] = []
+
+    def move(
+        self, group_of: Mapping[int, int], moves: Sequence[Move], good: Tensor | None = None
+    ) -> None:
+        """Move the weights, and count the updates of the blocks.
+
+        Args:
+            group_of: The number of the param group of each parameter, by identity.
+            moves: The settings of each group, without a constraint and with decoupled decay.
+            good: Whether the step counts, a bool scalar on the device: weights and moments stay
+                unless it is true. None if it does.
+        """
+        stack = self._stack
+        alike = stack.alike(stack.all)
+        for members in alike:
+            if not stack.blocks[members[0]].record.updates:
+                stack.set_state(members, stack.state_of(members))  # zeros
+        decays = tuple(settings.decay_vectors for settings in moves)
+        made_of = (*(stack.state[name] for name in STATES), alike, group_of, decays)
+        if not _same(made_of, self._made_of):
+            self._made_of, self._batches = made_of, self._batch(alike, group_of, moves)
+        for blocks, batches in self._batches:
+            method = blocks[0].acting or blocks[0].method
+            assert isinstance(method, AdamW)
+            for batch in batches:
+                _step(batch, method, moves[batch.group], blocks[0].record.updates + 1, good)
+            for block in blocks:
+                block.record.updates += 1
+
+    def _batch(
+        self,
+        alike: Sequence[Sequence[int]],
+        group_of: Mapping[int, int],
+        moves: Sequence[Move],
+    ) -> list[tuple[list[Block], list[Batch]]]:
+        """Return the blocks that are alike, with their parameters by group and decay."""
+        stack = self._stack
+        means, squares = (_by_parameter(stack, name) for name in STATES)
+        batched: list[tuple[list[Block], list[Batch]]] = []
+        for members in alike:
+            blocks = [stack.blocks[member] for member in members]
+            batches: dict[tuple[int, bool], Batch] = {}
+            for block in blocks:
+                for parameter in block.parameters.values():
+                    group = group_of[id(parameter)]
+                    decays = moves[group].decay_vectors or parameter.dim() > 1
+                    batch = batches.setdefault((group, decays), Batch(group, decays))
+                    batch.parameters.append(parameter)
+                    batch.means.append(means[id(parameter)])
+                    batch.squares.append(squares[id(parameter)])
+            batched.append((blocks, list(batches.values())))
+        return batched
+
+
+def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    """Return whether views of one are views of the other: tensors and dicts by identity."""
+    if len(one) != len(other):
+        return False
+    mean, square, alike, group_of, decays = one
+    return (
+        mean is other[0]
+        and square is other[1]
+        and alike == other[2]
+        and group_of is other[3]
+        and decays == other[4]
+    )
 
 
 def _by_parameter(stack: Stack, name: str) -> dict[int, Tensor]:
@@ -125,24 +172,22 @@ def _by_parameter(stack: Stack, name: str) -> dict[int, Tensor]:
     return {id(p): part for p, part in zip(stack.parameters, parts, strict=True)}
 
 
-def _step(
-    batch: _Batch, method: AdamW, move: Move, count: int, decays: bool, good: Tensor | None
-) -> None:
+def _step(batch: Batch, method: AdamW, move: Move, count: int, good: Tensor | None) -> None:
     """Call the kernel; it reads the number of the update, and does nothing if ``found_inf``."""
-    device = batch.weights[0].device
+    device = batch.parameters[0].device
     number = torch.full((), float(count), dtype=torch.float32, device=device)
     kernel: Any = torch._fused_adamw_
     kernel(
-        batch.weights,
-        batch.gradients,
+        batch.parameters,
+        [parameter.grad for parameter in batch.parameters],
         batch.means,
         batch.squares,
         [],
-        [number] * len(batch.weights),
+        [number] * len(batch.parameters),
         lr=move.lr,
         beta1=method.betas[0],
         beta2=method.betas[1],
-        weight_decay=move.weight_decay if decays else 0.0,
+        weight_decay=move.weight_decay if batch.decays else 0.0,
         eps=method.eps,
         amsgrad=False,
         maximize=False,

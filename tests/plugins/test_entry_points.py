@@ -115,7 +115,8 @@ def test_a_trust_region_takes_an_installed_loss_and_damping_by_name(installed):
         x, y = torch.randn(6, 4).double(), torch.randn(6, 2).double()
 
         def trained(model, loss, damping):
-            own = soframe.TrustRegion(model, loss, damping=damping, statistics=soframe.Statistics(fisher="type-2"))
+            statistics = soframe.Statistics(fisher="type-2")
+            own = soframe.TrustRegion(model, loss, damping=damping, statistics=statistics)
             dampings = []
             for _ in range(4):
                 own.step(lambda: (model(x) - y).square().sum() / 6)
