@@ -294,6 +294,15 @@ class LayerHelper(WeightAndBias, ABC):
             )
         return rows
 
+    def sample_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows whose products over positions are the gradients of samples.
+
+        Returns:
+            ``[groups, batch, shared, out]`` and ``[groups, batch, shared, in]``, with the sides of
+            the gradient matrix; by default ``output_rows`` and `block_rows`.
+        """
+        return output_rows, self.block_rows(inputs, output_rows)
+
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:
