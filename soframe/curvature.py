@@ -50,8 +50,9 @@ class Curvature:
     """The curvature of a loss in the parameters of a model, as a method approximates it.
 
     By block it is the method's own matrix, ``A ⊗ G`` for K-FAC, with zeros between blocks. It is
-    symmetric and positive semi-definite. A damping is added to its eigenvalues: ``inverse(damping)``
-    is ``(A ⊗ G + damping I)^-1`` exactly, whatever the solver does in training.
+    symmetric and positive semi-definite. A damping is added to its eigenvalues, so that
+    ``inverse(damping)`` is ``(A ⊗ G + damping I)^-1`` exactly, whatever the solver does in
+    training.
 
     Vectors are dicts: the name of each parameter that has a block, as in ``named_parameters``, and
     a tensor ``[..., *shape]``; leading dimensions are several vectors.
@@ -182,6 +183,9 @@ class Curvature:
                 saves.
             every: The number of batches between two sums over ranks, and saves.
 
+        Returns:
+            The curvature.
+
         Raises:
             ValueError: If a loss or statistics are not finite (which batch), the loader is empty,
                 or the data do not reach a block; on every rank.
@@ -310,6 +314,9 @@ class Curvature:
 
         A finished curvature may come from other ranks, and under another strategy; `fit` goes on
         from an unfinished one on as many ranks, under the same strategy.
+
+        Returns:
+            The curvature.
 
         Raises:
             ValueError: If there is none, or it is damaged, or of another model or method.

@@ -61,8 +61,11 @@ def self_influence(
 ) -> Tensor:
     """Return the influence of training samples on their own losses, ``[samples of this rank]``.
 
-    Mislabelled and atypical samples have the largest. Arguments and errors are those of `scores`;
-    several ranks need ``strategy="comm-opt"``, as each multiplies vectors of its own.
+    Mislabelled and atypical samples have the largest. Arguments are those of `scores`; several
+    ranks need ``strategy="comm-opt"``, as each multiplies vectors of its own.
+
+    Raises:
+        ValueError: If there are no training samples, or see `Curvature.gradients`.
     """
     root, lengths = curvature.inverse(damping).sqrt(), []
     for batch in train:

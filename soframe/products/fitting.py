@@ -119,6 +119,8 @@ class Fit:
                     self._solve(gathering)
                     self.progress = Progress()
         finally:
+            # After an error the next fit begins anew; what was saved goes on once it is loaded.
+            self.progress = Progress()
             self._rest()
 
     def go_on(self, progress: Progress, weights: dict[str, dict[str, list[float]]]) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
-from soframe.comm.agreement import fingerprint, require_common
-from soframe.comm.agreement import add_over_ranks
+from soframe.comm.agreement import add_over_ranks, fingerprint, require_common
 from soframe.comm.fused import Parcel, deliver
 from soframe.methods.spectrum import Spectrum
 from soframe.products.vectors import Coordinates, Vector
@@ -43,10 +42,10 @@ def spectra_of(placed: PlacedBlocks) -> dict[Block, Spectrum]:
             continue
         data = block.stack.data_of((block.member,))
         for factor in block.factors:
-            if factor.kind in ("psd", "diagonal") and "values" not in data[factor.name]:
-                if factor.name in block.running:
-                    matrix = block.running.matrix(factor)
-                    data[factor.name] = Eigen().solve(matrix, matrix.new_zeros(factor.groups))
+            solved = factor.kind in ("psd", "diagonal")
+            if solved and "values" not in data[factor.name] and factor.name in block.running:
+                matrix = block.running.matrix(factor)
+                data[factor.name] = Eigen().solve(matrix, matrix.new_zeros(factor.groups))
         spectrum = block.method.spectrum(block.shape, data)
         # The values may be a running factor, which changes in place.
         found[block] = replace(spectrum, values=spectrum.values.clone())

@@ -8,7 +8,7 @@ brings, so that the mean of the gradients is the gradient of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class Rows:
 
     def dot(self, matrices: Tensor) -> Tensor:
         """Return inner products with ``[vectors, groups, out, in]``: ``[vectors, samples]``."""
-        groups, samples, positions, out = self.left.shape
+        _, samples, positions, out = self.left.shape
         if len(matrices) * positions < out:
             # [vectors, groups, samples * positions, out]
             products = self.right.flatten(1, 2) @ matrices.mT

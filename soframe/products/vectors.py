@@ -51,11 +51,14 @@ class Coordinates:
         return {
             name: reason
             for name, reason in self.left_out.items()
-            if reason != FROZEN and not reason.startswith("skipped by ")
+            if reason != FROZEN and "skipped by " not in reason
         }
 
     def leading(self, vector: Vector) -> torch.Size:
-        """Check a vector, and return its leading dimensions.
+        """Check a vector.
+
+        Returns:
+            Its leading dimensions.
 
         Raises:
             ValueError: If names are unknown or missing, or shapes do not fit.
