@@ -12,8 +12,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
-from soframe.capture.hooks import Capture
 from soframe.comm.agreement import gather_texts
 from soframe.layers.base import LayerHelper
 from soframe.methods.base import Method
@@ -197,7 +195,8 @@ class Curvature:
                 "soframe.Curvature(model, ...) to fit"
             )
         self._spectra = None
-        self._fit.run(loader, loss, every, lambda: folder is None or self.save(folder))
+        with building.silent(self._parts._model.modules()):
+            self._fit.run(loader, loss, every, lambda: folder is None or self.save(folder))
         with torch.no_grad():
             self._spectra = spectra_of(self._parts._placed)
         if folder is not None:
@@ -286,7 +285,7 @@ class Curvature:
             ValueError: If a module mixes samples, or its calls do not show whose rows are whose.
         """
         parts = self._parts
-        with _silent(parts._capture):
+        with building.silent(parts._model.modules()):
             return sample_gradients(
                 parts._model, parts._placed, self._coordinates, loss, batch, parts._precision
             )
@@ -426,13 +425,3 @@ def _require_served(
             "a Curvature is of a whole model, and Distribution(pipeline=...) splits it into "
             "stages: fit it to a model on each rank, or by Curvature.of(preconditioner)"
         )
-
-
-@contextmanager
-def _silent(capture: Capture) -> Iterator[None]:
-    """Let a capture see no calls meanwhile."""
-    enabled, capture.enabled = capture.enabled, False
-    try:
-        yield
-    finally:
-        capture.enabled = enabled

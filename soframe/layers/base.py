@@ -299,7 +299,11 @@ class LayerHelper(WeightAndBias, ABC):
 
         Returns:
             ``[groups, batch, shared, out]`` and ``[groups, batch, shared, in]``, with the sides of
-            the gradient matrix; by default ``output_rows`` and `block_rows`.
+            the gradient matrix; by default ``output_rows`` and `block_rows`. For one-hot rows the
+            latter may be their indices, ``[1, batch, shared, 1]``, integers.
+
+        Raises:
+            ValueError: If rows do not show which samples they are of.
         """
         return output_rows, self.block_rows(inputs, output_rows)
 

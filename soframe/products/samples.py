@@ -62,6 +62,52 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Lookups:
+    """The gradients of samples in a table, as rows of outputs and the indices that they are of.
+
+    Attributes:
+        left: ``[1, samples, positions, out]``.
+        indices: ``[1, samples, positions, 1]``, of the columns of the gradient matrix.
+        size: The number of columns.
+    """
+
+    left: Tensor
+    indices: Tensor
+    size: int
+
+    def dense(self) -> Tensor:
+        """Return the gradients, ``[samples, 1, out, in]``."""
+        _, samples, _, out = self.left.shape
+        offsets = torch.arange(samples, device=self.indices.device).view(-1, 1) * self.size
+        columns = self.left.new_zeros(samples * self.size, out)
+        places = (self.indices[0, :, :, 0] + offsets).flatten()
+        columns.index_add_(0, places, self.left.flatten(0, 2))
+        return columns.view(samples, 1, self.size, out).mT
+
+    def dot(self, matrices: Tensor) -> Tensor:
+        """Return inner products with ``[vectors, 1, out, in]``: ``[vectors, samples]``."""
+        columns = matrices[:, 0].mT  # [vectors, in, out]
+        chosen = columns[:, self.indices[0, :, :, 0]]  # [vectors, samples, positions, out]
+        return (chosen * self.left).sum((2, 3))
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Gradients that are the sum of two, such as of a table that is a head, too."""
+
+    first: Rows | Lookups | Dense
+    second: Rows | Lookups | Dense
+
+    def dense(self) -> Tensor:
+        """Return the gradients, ``[samples, groups, out, in]``."""
+        return self.first.dense() + self.second.dense()
+
+    def dot(self, matrices: Tensor) -> Tensor:
+        """Return inner products with ``[vectors, groups, out, in]``: ``[vectors, samples]``."""
+        return self.first.dot(matrices) + self.second.dot(matrices)
+
+
+@dataclass(frozen=True)
 class Dense:
     """The gradients of samples in a block, ``[samples, groups, out, in]``."""
 
@@ -76,6 +122,10 @@ class Dense:
         return matrices.flatten(1) @ self.matrices.flatten(1).T
 
 
+Gradients = Rows | Lookups | Dense | Sum
+"""The gradients of samples in a block."""
+
+
 @dataclass(frozen=True, eq=False)
 class SampleGradients:
     """The gradients of the samples of a batch.
@@ -85,7 +135,7 @@ class SampleGradients:
         samples: The number of samples.
     """
 
-    blocks: Mapping[Block, Rows | Dense]
+    blocks: Mapping[Block, Gradients]
     samples: int
     coordinates: Coordinates
 
@@ -146,7 +196,9 @@ class _Collected:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._block_of = {helper: block for block in blocks for helper in block.helpers}
-        self._rows: dict[Block, list[Rows]] = {block: [] for block in blocks}
+        self._rows: dict[Block, list[tuple[Tensor, Tensor]]] = {block: [] for block in blocks}
+        # Of tables, whose rows of inputs are indices.
+        self._lookups: dict[Block, list[tuple[Tensor, Tensor]]] = {block: [] for block in blocks}
         self.samples = 0
 
     def add(self, call: LayerCall) -> None:
@@ -163,24 +215,29 @@ class _Collected:
                 f"call it with [samples, ...] (expand what all samples share), or skip it"
             )
         left, right = helper.sample_rows(call.inputs, rows)
-        self._rows[block].append(Rows(left * size, right))
+        calls = self._rows if right.is_floating_point() else self._lookups
+        calls[block].append((left * size, right))
 
-    def gradients(self) -> dict[Block, Rows | Dense]:
+    def gradients(self) -> dict[Block, Gradients]:
         """Return the gradients by block; zeros for a block that was not called."""
-        found: dict[Block, Rows | Dense] = {}
-        for block, calls in self._rows.items():
-            if not calls:
-                zeros = torch.zeros(
-                    self.samples, *block.shape, dtype=block.dtype, device=block.device
-                )
-                found[block] = Dense(zeros)
-                continue
-            rows = Rows(
-                torch.cat([call.left for call in calls], 2),
-                torch.cat([call.right for call in calls], 2),
-            )
-            found[block] = rows if rows.pays else Dense(rows.dense())
-        return found
+        return {block: self._of(block) for block in self._rows}
+
+    def _of(self, block: Block) -> Gradients:
+        parts: list[Rows | Lookups | Dense] = []
+        if self._rows[block]:
+            rows = Rows(*_joined(self._rows[block]))
+            parts.append(rows if rows.pays else Dense(rows.dense()))
+        if self._lookups[block]:
+            parts.append(Lookups(*_joined(self._lookups[block]), block.shape.in_features))
+        if not parts:
+            shape = (self.samples, *block.shape)
+            return Dense(torch.zeros(shape, dtype=block.dtype, device=block.device))
+        return parts[0] if len(parts) == 1 else Sum(*parts)
+
+
+def _joined(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Concatenate the positions of calls, dimension 2."""
+    return torch.cat([left for left, _ in calls], 2), torch.cat([right for _, right in calls], 2)
 
 
 def _require_apart(model: nn.Module) -> None:

@@ -282,6 +282,22 @@ def build(
 _hooked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Capture]] = weakref.WeakKeyDictionary()
 
 
+@contextmanager
+def silent(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let preconditioners of these modules take no statistics meanwhile."""
+    enabled: list[Capture] = []
+    for module in modules:
+        capture = _hooked[module]() if module in _hooked else None
+        if capture is not None and capture.enabled:
+            capture.enabled = False
+            enabled.append(capture)
+    try:
+        yield
+    finally:
+        for capture in enabled:
+            capture.enabled = True
+
+
 def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
     """Remove the hooks of older preconditioners of these modules, with a warning."""
     reference, modules = weakref.ref(capture), list(modules)

@@ -134,7 +134,12 @@ def rows_of(kind: Kind, part: Part, data: Sequence[Batch]) -> tuple[Tensor, Tens
             gradient = gradient.movedim(part.channel % gradient.dim(), -1) * len(batch[1])
             groups = len(rows)
             # [groups, rows, out]
-            right.append(gradient.reshape(rows.shape[1], groups, -1).transpose(0, 1))
+            outputs = gradient.reshape(rows.shape[1], groups, -1).transpose(0, 1)
+            padding = getattr(layer, "padding_idx", None)
+            if padding is not None:  # has no row
+                kept = inputs.flatten() != padding
+                left[-1], outputs = rows[:, kept], outputs[:, kept]
+            right.append(outputs)
         handle = layer.register_forward_hook(keep)
     handle.remove()
     return torch.cat(left, 1), torch.cat(right, 1)
@@ -463,6 +468,13 @@ KINDS: dict[str, Callable[[], Kind]] = {
     ),
     "Embedding": lambda: one(
         nn.Embedding(5, 3),
+        lambda n: _indices(n, 4, 5),
+        Mean(),
+        rows=across,
+        channel=-1,
+    ),
+    "Embedding, padding": lambda: one(
+        nn.Embedding(5, 3, padding_idx=0),
         lambda n: _indices(n, 4, 5),
         Mean(),
         rows=across,

@@ -357,6 +357,33 @@ def test_samples_that_cannot_be_told_apart_are_refused() -> None:
         routed.gradients(data[0], loss)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_have_gradients_of_samples(mode: str) -> None:
+    model = fill(nn.Sequential(nn.EmbeddingBag(5, 3, mode=mode, padding_idx=1), nn.Linear(3, 2)))
+    kind = Kind(model, lambda n: torch.arange(4 * n).view(n, 4) ** 2 % 5)
+    batch = kind.data()[0]
+    found = soframe.Curvature(model).gradients(batch, loss)
+    assert len(found) == len(batch[1])
+    torch.testing.assert_close(found.dense(), kind.gradients(batch))
+    vector = vectors(kind, 9)
+    flat = torch.stack(
+        [(vector[n][:, None] * g).flatten(2).sum(2) for n, g in found.dense().items()]
+    )
+    torch.testing.assert_close(found.dot(vector), flat.sum(0))
+
+
+def test_a_fit_during_training_adds_nothing_to_its_statistics() -> None:
+    model, data = network(), batches(6, 5)
+    options: dict[str, Any] = {"solver": "eigen", "layers": "all", "statistics_every": 1}
+    preconditioner = soframe.Preconditioner(model, **options)
+    cross_entropy(model, data[0])[1].backward()
+    curvature = soframe.Curvature(model).fit(data, cross_entropy)
+    preconditioner.step()
+    wanted = soframe.Curvature(model).fit(data[:1], cross_entropy)
+    close(soframe.Curvature.of(preconditioner), wanted)
+    assert curvature.trace() != pytest.approx(wanted.trace())
+
+
 # -- methods of users ------------------------------------------------------------------------------
 
 
