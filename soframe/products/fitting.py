@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -163,7 +163,9 @@ class Fit:
             )
         for _ in islice(batches, self.progress.batches):
             pass  # counted before the fit was interrupted
-        shown = _shown(batches, loader, self.progress.batches)
+        shown = batches
+        if self._placed.rank == 0 and sys.stderr.isatty():
+            shown = _shown(batches, loader, self.progress.batches)
         unfinished = True
         while unfinished:
             unfinished = self._window(shown, loss, every)
@@ -209,11 +211,11 @@ class Fit:
         first = self.progress.batches
         for batch in islice(batches, every):
             outputs, value = loss(self._model, batch)
-            if not isinstance(value, Tensor) or value.numel() != 1:
+            if value.numel() != 1:
                 raise TypeError("loss(model, batch) returns (outputs, the mean loss, a scalar)")
             self._fisher.observe(outputs, self._capture, self._samples, first + len(losses))
             if not self._fisher.probed:
-                value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                value.backward()
             losses.append(value.detach().reshape(()))
         if losses:
             # Read once for the window: the host waits for the device.
@@ -240,13 +242,13 @@ class Fit:
             if block not in self._statistics.due:
                 continue
             totals = weights_of(block, numbers, some_contribute=bool(place.contributors))
+            if totals is None:
+                continue
             of_block = self.weights.setdefault(block.name, {})
-            for factor in block.captured if totals else ():
-                if factor.name not in block.record.gathered:
-                    continue
-                number = totals.factors[block.captured.index(factor)]
-                each = totals.groups if factor.mean_over == "group rows" else [number]
-                of_block[factor.name] = list(each)
+            for factor, number in zip(block.captured, totals.factors, strict=True):
+                if factor.name in block.record.gathered:
+                    of_groups = factor.mean_over == "group rows"
+                    of_block[factor.name] = list(totals.groups) if of_groups else [number]
 
     def _sums_so_far(self) -> dict[tuple[Block, FactorSpec], Tensor]:
         """Return the factors of this pass times their weights, of those that this rank holds."""
@@ -325,12 +327,10 @@ def kept(model: nn.Module) -> Iterator[None]:
 
 def _shown(batches: Iterator[Any], loader: Iterable[Any], done: int) -> Iterator[Any]:
     """Show the progress on a terminal, where tqdm is installed."""
-    if not sys.stderr.isatty():
-        return batches
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:
         return batches
-    total = len(loader) if hasattr(loader, "__len__") else None
+    total = len(loader) if isinstance(loader, Sized) else None
     shown: Iterator[Any] = iter(tqdm(batches, "curvature", total, initial=done, leave=False))
     return shown

@@ -52,12 +52,8 @@ class Rows:
         if len(matrices) * positions < out:
             # [vectors, groups, samples * positions, out]
             products = self.right.flatten(1, 2) @ matrices.mT
-            return (
-                (products * self.left.flatten(1, 2))
-                .sum((1, 3))
-                .unflatten(1, (samples, positions))
-                .sum(2)
-            )
+            by_row: Tensor = (products * self.left.flatten(1, 2)).sum((1, 3))
+            return by_row.view(-1, samples, positions).sum(2)
         return Dense(self.dense()).dot(matrices)
 
 
@@ -185,7 +181,7 @@ def sample_gradients(
     try:
         with kept(model), torch.enable_grad():
             _, value = loss(model, batch)
-            value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            value.backward()
     finally:
         capture.close()
     return SampleGradients(collected.gradients(), collected.samples, coordinates)

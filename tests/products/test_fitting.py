@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -432,3 +434,19 @@ def test_scipy_takes_the_operators() -> None:
     torch.testing.assert_close(torch.linalg.eigvalsh(dense), curvature.eigenvalues())
     column = curvature.to_scipy() @ eye[:, 3]
     torch.testing.assert_close(torch.from_numpy(column), dense[:, 3])
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+
+    def tqdm(batches: Iterator[Batch], *shown: Any, **options: Any) -> Iterator[Batch]:
+        told.append((*shown, options["initial"]))
+        return batches
+
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=tqdm))
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shows=terminal: shows)
+        soframe.Curvature(network()).fit(batches(3, 2), cross_entropy)
+    assert told == [("curvature", 2, 0)]
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    soframe.Curvature(network()).fit(batches(3, 2), cross_entropy)
