@@ -49,8 +49,7 @@ class Curvature:
 
     By block it is the method's own matrix, ``A ⊗ G`` for K-FAC, with zeros between blocks. It is
     symmetric and positive semi-definite. A damping is added to its eigenvalues, so that
-    ``inverse(damping)`` is ``(A ⊗ G + damping I)^-1`` exactly, whatever the solver does in
-    training.
+    ``inverse(damping)`` is ``(A ⊗ G + damping I)^-1`` exactly, for any solver.
 
     Vectors are dicts: the name of each parameter that has a block, as in ``named_parameters``, and
     a tensor ``[..., *shape]``; leading dimensions are several vectors.
@@ -309,7 +308,7 @@ class Curvature:
         return checkpoint.save(folder, state, sharded=True, keep=1)
 
     def load(self, folder: str | os.PathLike[str]) -> Self:
-        """Load what `save` has saved last; every rank must call.
+        """Load the last file of `save`; every rank must call.
 
         A finished curvature may come from other ranks, and under another strategy; `fit` goes on
         from an unfinished one on as many ranks, under the same strategy.
@@ -318,34 +317,34 @@ class Curvature:
             The curvature.
 
         Raises:
-            ValueError: If there is none, or it is damaged, or of another model or method.
+            ValueError: If the folder has none, or it is damaged, or of another model or method.
         """
         from soframe import checkpoint
 
         path = checkpoint.latest(folder)
         if path is None or self._fit is None:
-            raise ValueError(f"there is no curvature in {folder} that this object could load")
-        meaning = _read_text(path)
-        said = json.loads(meaning)
-        batches, places = said["progress"].pop("batches"), said.pop("places")
+            raise ValueError(f"{folder} has no curvature that this object could load")
+        meaning = json.loads(_read_text(path))
+        progress, places = meaning["progress"], meaning["places"]
+        batches = progress.pop("batches")
         if any(batches) and places != self._places():
             raise ValueError(
                 f"the curvature in {folder} is of a fit that goes on, on {len(batches)} rank(s) "
                 f"under {places}, and here are {self._places()}: resume it with the same"
             )
         checkpoint.load(self._parts, path, key=KEY)
-        unfinished = bool(said["progress"]["gathering"])
+        unfinished = bool(progress["gathering"])
         mine = batches[self._parts.backend.rank] if unfinished else 0
-        self._fit.go_on(Progress(mine, **said["progress"]), said["weights"])
+        self._fit.go_on(Progress(mine, **progress), meaning["weights"])
         self._spectra = None if unfinished else spectra_of(self._parts._placed)
         return self
 
     def _places(self) -> str:
-        """Return what must be the same where an unfinished fit goes on."""
+        """Return the strategy and ranks, with which alone an unfinished fit goes on."""
         return f"{self._parts._strategy!r} on {self._parts.world_size} rank(s)"
 
     def _meaning(self) -> str:
-        """Return what the tensors mean, as JSON; every rank must call."""
+        """Return the meaning of the tensors, as JSON; every rank must call."""
         fit, parts = self._fit, self._parts
         progress = Progress() if fit is None else fit.progress
         weights = {} if fit is None else fit.weights
@@ -368,14 +367,14 @@ class Curvature:
             }
             for block in parts._blocks
         }
-        said = {
+        meaning = {
             "fisher": parts._fisher.kind,
             "blocks": blocks,
             "weights": weights,
             "progress": {**asdict(progress), "batches": every},
             "places": self._places(),
         }
-        return json.dumps(said)
+        return json.dumps(meaning)
 
 
 KEY, MEANING = "curvature", "meaning"

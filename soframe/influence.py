@@ -43,16 +43,16 @@ def scores(
         ``[queries, training samples of this rank]``.
 
     Raises:
-        ValueError: If there are no queries or training samples, or see `Curvature.gradients`.
+        ValueError: If queries or training samples are missing, or see `Curvature.gradients`.
     """
     inverse = curvature.inverse(damping)
     solved = [inverse @ curvature.gradients(batch, loss).dense() for batch in queries]
     if not solved:
-        raise ValueError("there are no queries")
+        raise ValueError("queries has no batches")
     vectors = {name: torch.cat([part[name] for part in solved]) for name in solved[0]}
     columns = [curvature.gradients(batch, loss).dot(vectors) for batch in train]
     if not columns:
-        raise ValueError("there are no training samples")
+        raise ValueError("train has no batches")
     return torch.cat(columns, 1)
 
 
@@ -65,7 +65,7 @@ def self_influence(
     ranks need ``strategy="comm-opt"``, as each multiplies vectors of its own.
 
     Raises:
-        ValueError: If there are no training samples, or see `Curvature.gradients`.
+        ValueError: If training samples are missing, or see `Curvature.gradients`.
     """
     root, lengths = curvature.inverse(damping).sqrt(), []
     for batch in train:
@@ -73,7 +73,7 @@ def self_influence(
         squares = [tensor.flatten(1).square().sum(1) for tensor in vectors.values()]
         lengths.append(torch.stack(squares).sum(0))
     if not lengths:
-        raise ValueError("there are no training samples")
+        raise ValueError("train has no batches")
     return torch.cat(lengths)
 
 

@@ -119,7 +119,7 @@ class Fit:
                     self._solve(gathering)
                     self.progress = Progress()
         finally:
-            # After an error the next fit begins anew; what was saved goes on once it is loaded.
+            # After an error the next fit begins anew, unless a saved one is loaded before.
             self.progress = Progress()
             self._rest()
 
@@ -236,7 +236,7 @@ class Fit:
         return len(losses)
 
     def _note(self, weights: Sequence[float]) -> None:
-        """Note what each factor of this pass is a mean over."""
+        """Note the number of samples or rows of each factor of this pass."""
         numbers = iter(weights)
         for block, place in self._placed:
             if block not in self._statistics.due:
@@ -288,7 +288,7 @@ class Fit:
             )
         if idle:
             raise ValueError(
-                f"the data never reach {', '.join(idle)}, so that there is no curvature of it: "
+                f"the data never reach {', '.join(idle)}, so that it has no curvature: "
                 f"leave it out (skip=[...]), or fit to data that do"
             )
 
@@ -303,7 +303,7 @@ class Fit:
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Leave the gradients and buffers of a model as they were, whatever happens within."""
+    """Leave the gradients and buffers of a model as they were, after an error too."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     buffers = [

@@ -35,7 +35,7 @@ def spectra_of(placed: PlacedBlocks) -> dict[Block, Spectrum]:
         ValueError: If its solver has computed no eigenvalues, and this rank lacks the factor.
     """
     if unsolved := [block.name for block in placed.blocks if not block.solved]:
-        raise RuntimeError(f"there is no curvature yet of {', '.join(unsolved)}: fit it to data")
+        raise RuntimeError(f"no curvature yet of {', '.join(unsolved)}: fit it to data")
     found = {}
     for block, place in placed:
         if placed.rank not in place.gradient_workers:
@@ -171,7 +171,7 @@ class Operator:
         blocks = [block for block in self.placed.blocks if name in (None, block.name)]
         if not blocks:
             known = ", ".join(block.name for block in self.placed.blocks)
-            raise ValueError(f"there is no block {name!r}; there are {known}")
+            raise ValueError(f"{name!r} is no block; the blocks are {known}")
         return blocks
 
     def _sum(self, function: Any, name: str | None) -> float:

@@ -2,8 +2,8 @@
 
 The gradient of a sample in a block is ``W_n = sum_t g_{n,t} a_{n,t}^T``, with inputs ``a`` and
 output gradients ``g`` at the positions t of sample n. The rows of all calls are kept, or the
-gradients where those are smaller. Of a mean over N samples ``g`` is N times what the backward pass
-brings, so that the mean of the gradients is the gradient of the loss.
+gradients where those are smaller. Of a mean over N samples ``g`` is N times the gradient of
+the backward pass, so that the mean of the gradients is the gradient of the loss.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class _Collected:
             raise ValueError(
                 f"{block.name}: a call of {type(helper.module).__name__} has {rows.shape[1]} rows "
                 f"in a batch of {self.samples} samples, and does not show which sample each is of: "
-                f"call it with [samples, ...] (expand what all samples share), or skip it"
+                f"call it with [samples, ...] (expand tensors without a batch), or skip it"
             )
         left, right = helper.sample_rows(call.inputs, rows)
         calls = self._rows if right.is_floating_point() else self._lookups

@@ -85,8 +85,8 @@ class Coordinates:
                 )
             if found is not None and leading != found:
                 raise ValueError(
-                    f"the leading dimensions of {name} are {list(leading)}, and those of the names "
-                    f"before it {list(found)}: pass the same for all"
+                    f"{name} has the leading dimensions {list(leading)}, and the names before it "
+                    f"{list(found)}: pass the same for all"
                 )
             found = leading
         return torch.Size() if found is None else found
@@ -111,7 +111,7 @@ class Coordinates:
         return found
 
     def vector(self, matrices: Matrices, like: Vector | None = None) -> dict[str, Tensor]:
-        """Undo `matrices`, in the dtypes and on the devices of another vector, if there is one."""
+        """Undo `matrices`, in the dtypes and on the devices of another vector, if one is passed."""
         found: dict[str, Tensor] = {}
         for block, matrix in matrices.items():
             leading = matrix.shape[:-3]

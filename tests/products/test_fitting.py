@@ -234,7 +234,7 @@ def test_a_saved_curvature_says_what_it_is(tmp_path: Path) -> None:
     assert path.parent == tmp_path
     with pytest.raises(ValueError, match="another choice of layers"):
         soframe.Curvature(model).load(tmp_path)
-    with pytest.raises(ValueError, match="no curvature in"):
+    with pytest.raises(ValueError, match="has no curvature"):
         soframe.Curvature(model).load(tmp_path / "none")
 
 
@@ -323,7 +323,7 @@ def test_settings_without_a_meaning_are_refused() -> None:
     curvature = soframe.Curvature(model).fit(batches(3), cross_entropy)
     with pytest.raises(ValueError, match="at least 0"):
         curvature.inverse(-1.0)
-    with pytest.raises(ValueError, match="no block 'head'; there are 0, 2, 3"):
+    with pytest.raises(ValueError, match="'head' is no block; the blocks are 0, 2, 3"):
         curvature.trace("head")
 
 
