@@ -64,11 +64,14 @@ def shared(
         worker = place.sources[backend.rank]
         group = place.exchanges[worker]
         if len(group) > 1:
-            spec = TensorSpec((*leading, *block.shape))
-            parcel = Parcel(worker, group, (spec,), dtype=block.dtype, device=block.device)
-            if worker == backend.rank:
-                parcel.tensors = [results[block]]
-            parcels[block] = parcel
+            parcels[block] = Parcel(
+                worker,
+                group,
+                (TensorSpec((*leading, *block.shape)),),
+                dtype=block.dtype,
+                device=block.device,
+                tensors=[results[block]] if worker == backend.rank else None,
+            )
     deliver(backend, list(parcels.values()), "exchange", fused=backend.fused)
     found = dict(results)
     for block, parcel in parcels.items():

@@ -7,7 +7,7 @@ import hashlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -285,17 +285,12 @@ _hooked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Capture]] = weakref.We
 @contextmanager
 def silent(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let preconditioners of these modules take no statistics meanwhile."""
-    enabled: list[Capture] = []
-    for module in modules:
-        capture = _hooked[module]() if module in _hooked else None
-        if capture is not None and capture.enabled:
-            capture.enabled = False
-            enabled.append(capture)
-    try:
+    with ExitStack() as paused:
+        for module in modules:
+            capture = _hooked[module]() if module in _hooked else None
+            if capture is not None and capture.enabled:
+                paused.enter_context(capture.paused())
         yield
-    finally:
-        for capture in enabled:
-            capture.enabled = True
 
 
 def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
