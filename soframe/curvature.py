@@ -334,8 +334,8 @@ class Curvature:
             )
         checkpoint.load(self._parts, path, key=KEY)
         unfinished = bool(progress["gathering"])
-        mine = batches[self._parts.backend.rank] if unfinished else 0
-        self._fit.go_on(Progress(mine, **progress), meaning["weights"])
+        counted = batches[self._parts.backend.rank] if unfinished else 0
+        self._fit.go_on(Progress(counted, **progress), meaning["weights"])
         self._spectra = None if unfinished else spectra_of(self._parts._placed)
         return self
 

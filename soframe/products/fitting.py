@@ -163,12 +163,12 @@ class Fit:
             )
         for _ in islice(batches, self.progress.batches):
             pass  # counted before the fit was interrupted
-        shown = batches
+        progress = batches
         if self._placed.rank == 0 and sys.stderr.isatty():
-            shown = _shown(batches, loader, self.progress.batches)
+            progress = _shown(batches, loader, self.progress.batches)
         unfinished = True
         while unfinished:
-            unfinished = self._window(shown, loss, every)
+            unfinished = self._window(progress, loss, every)
             reduced()
 
     @property
@@ -184,8 +184,8 @@ class Fit:
         except Exception as raised:  # of any kind: all ranks raise together
             error = raised
         failed, more = float(error is not None), float(number == every)
-        own = [failed, more, *self._statistics.weights()]
-        failed, more, *weights = add_over_ranks(self._placed.backend, own)
+        numbers = [failed, more, *self._statistics.weights()]
+        failed, more, *weights = add_over_ranks(self._placed.backend, numbers)
         require_no_failure(self._placed.backend, error, failed)
         earlier = self._sums_so_far()
         if progress.weights:
@@ -252,12 +252,12 @@ class Fit:
 
     def _sums_so_far(self) -> dict[tuple[Block, FactorSpec], Tensor]:
         """Return the factors of this pass times their weights, of those that this rank holds."""
-        found = {}
+        sums = {}
         for block in self._placed.blocks:
             for factor in block.factors:
                 if factor.name in block.record.gathered and factor.name in block.running:
-                    found[block, factor] = block.running.matrix(factor) * self._each(block, factor)
-        return found
+                    sums[block, factor] = block.running.matrix(factor) * self._each(block, factor)
+        return sums
 
     def _add(self, sums: Mapping[tuple[Block, FactorSpec], Tensor]) -> None:
         """Add sums to factors, which are divided by the weights of these sums, too."""
@@ -332,5 +332,5 @@ def _shown(batches: Iterator[Any], loader: Iterable[Any], done: int) -> Iterator
     except ImportError:
         return batches
     total = len(loader) if isinstance(loader, Sized) else None
-    shown: Iterator[Any] = iter(tqdm(batches, "curvature", total, initial=done, leave=False))
-    return shown
+    progress: Iterator[Any] = iter(tqdm(batches, "curvature", total, initial=done, leave=False))
+    return progress

@@ -36,7 +36,7 @@ def spectra_of(placed: PlacedBlocks) -> dict[Block, Spectrum]:
     """
     if unsolved := [block.name for block in placed.blocks if not block.solved]:
         raise RuntimeError(f"no curvature yet of {', '.join(unsolved)}: fit it to data")
-    found = {}
+    spectra = {}
     for block, place in placed:
         if placed.rank not in place.gradient_workers:
             continue
@@ -48,8 +48,8 @@ def spectra_of(placed: PlacedBlocks) -> dict[Block, Spectrum]:
                 data[factor.name] = Eigen().solve(matrix, matrix.new_zeros(factor.groups))
         spectrum = block.method.spectrum(block.shape, data)
         # The values may be a running factor, which changes in place.
-        found[block] = replace(spectrum, values=spectrum.values.clone())
-    return found
+        spectra[block] = replace(spectrum, values=spectrum.values.clone())
+    return spectra
 
 
 def shared(
@@ -73,11 +73,11 @@ def shared(
                 tensors=[results[block]] if worker == backend.rank else None,
             )
     deliver(backend, list(parcels.values()), "exchange", fused=backend.fused)
-    found = dict(results)
+    received = dict(results)
     for block, parcel in parcels.items():
         assert parcel.tensors is not None
-        (found[block],) = parcel.tensors
-    return {block: found[block] for block in placed.blocks}
+        (received[block],) = parcel.tensors
+    return {block: received[block] for block in placed.blocks}
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +138,8 @@ class Operator:
 
     def eigenvalues(self, block: str | None = None) -> Tensor:
         """Return the eigenvalues, ascending, of one block or of all; every rank must call."""
-        found = {b: self._of(spectrum.values) for b, spectrum in self.spectra.items()}
-        values = shared(self.placed, found)
+        powers = {b: self._of(spectrum.values) for b, spectrum in self.spectra.items()}
+        values = shared(self.placed, powers)
         chosen = [values[b].flatten().cpu() for b in self._blocks(block)]
         return torch.cat(chosen).sort().values
 
@@ -150,11 +150,11 @@ class Operator:
         """
         from scipy.sparse.linalg import LinearOperator
 
-        some = next(iter(self.placed.blocks))
-        dtype = np.dtype(str(some.dtype).removeprefix("torch."))
+        first = next(iter(self.placed.blocks))
+        dtype = np.dtype(str(first.dtype).removeprefix("torch."))
 
         def multiply(columns: Any) -> Any:
-            entries = torch.from_numpy(np.array(columns.T, dtype=dtype)).to(some.device)
+            entries = torch.from_numpy(np.array(columns.T, dtype=dtype)).to(first.device)
             product = self @ self.coordinates.unflat(entries)
             return self.coordinates.flat(product).cpu().numpy().T
 

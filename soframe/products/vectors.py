@@ -74,22 +74,22 @@ class Coordinates:
                 f"the vector lacks {', '.join(missing)}: it has a tensor for each parameter that "
                 f"has a block; pass zeros where it is zero"
             )
-        found: torch.Size | None = None
+        common: torch.Size | None = None
         for name, shape in self.shapes.items():
-            given = vector[name].shape
-            leading = given[: max(0, len(given) - len(shape))]
-            if given != leading + shape:
+            actual = vector[name].shape
+            leading = actual[: max(0, len(actual) - len(shape))]
+            if actual != leading + shape:
                 raise ValueError(
-                    f"{name} has the shape {list(shape)}, and the vector {list(given)}: pass "
+                    f"{name} has the shape {list(shape)}, and the vector {list(actual)}: pass "
                     f"[..., *shape]"
                 )
-            if found is not None and leading != found:
+            if common is not None and leading != common:
                 raise ValueError(
                     f"{name} has the leading dimensions {list(leading)}, and the names before it "
-                    f"{list(found)}: pass the same for all"
+                    f"{list(common)}: pass the same for all"
                 )
-            found = leading
-        return torch.Size() if found is None else found
+            common = leading
+        return torch.Size() if common is None else common
 
     def matrices(self, vector: Vector) -> dict[Block, Tensor]:
         """Return the gradient matrices of a vector in the dtype of their blocks.
@@ -98,7 +98,7 @@ class Coordinates:
             ValueError: See `leading`.
         """
         leading = self.leading(vector)
-        found = {}
+        matrices = {}
         for block, names in self.names.items():
             # [vectors, *shape]
             flat = {
@@ -107,12 +107,12 @@ class Coordinates:
             }
             packed: Tensor = torch.vmap(block.layout.pack)(flat)
             matrix = packed.to(device=block.device, dtype=block.dtype)
-            found[block] = matrix.reshape(*leading, *block.shape)
-        return found
+            matrices[block] = matrix.reshape(*leading, *block.shape)
+        return matrices
 
     def vector(self, matrices: Matrices, like: Vector | None = None) -> dict[str, Tensor]:
         """Undo `matrices`, in the dtypes and on the devices of another vector, if one is passed."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for block, matrix in matrices.items():
             leading = matrix.shape[:-3]
             unpacked: Mapping[str, Tensor] = torch.vmap(block.layout.unpack)(
@@ -120,10 +120,10 @@ class Coordinates:
             )
             for key, tensor in unpacked.items():
                 name = self.names[block][key]
-                found[name] = tensor.reshape(*leading, *self.shapes[name])
+                tensors[name] = tensor.reshape(*leading, *self.shapes[name])
                 if like is not None:
-                    found[name] = found[name].to(like[name])
-        return {name: found[name] for name in self.shapes}
+                    tensors[name] = tensors[name].to(like[name])
+        return {name: tensors[name] for name in self.shapes}
 
     def flat(self, vector: Vector) -> Tensor:
         """Concatenate the entries of vectors ``[..., *shape]``: ``[..., size]``."""

@@ -94,3 +94,30 @@ def test_all_ranks_raise_the_error_of_one() -> None:
     summaries = [failure.summary for failure in raised.value.failures]
     assert len(summaries) == 2
     assert all("the loss of batch 0 " in summary for summary in summaries)
+
+
+def goes_on(rank: int, ranks: int, folder: str) -> Any:
+    model, data = network(), batches(5, 4, 6)
+    mine = [data[number] for number in SHARES[rank]]
+    seen: list[Batch] = []
+
+    def dies(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        seen.append(batch)
+        if len(seen) == 2:  # the second batch of rank 0, the first of rank 1 in its second pass
+            raise RuntimeError("out of time")
+        return cross_entropy(model, batch)
+
+    with pytest.raises(RuntimeError, match="out of time"):
+        soframe.Curvature(model, "ekfac", strategy="mem-opt").fit(
+            mine, dies, folder=folder, every=1
+        )
+    again = soframe.Curvature(model, "ekfac", strategy="mem-opt").load(folder)
+    return values_of(again.fit(mine, cross_entropy))
+
+
+def test_an_interrupted_fit_goes_on_where_each_rank_was(tmp_path: Path) -> None:
+    alone = soframe.Curvature(network(), "ekfac").fit(batches(5, 4, 6), cross_entropy)
+    for found in run_ranks(goes_on, 2, str(tmp_path)):
+        torch.testing.assert_close(found, values_of(alone), rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match=r"goes on, on 2 rank.*resume it with the same"):
+        soframe.Curvature(network(), "ekfac").load(tmp_path)
