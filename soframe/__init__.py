@@ -26,6 +26,7 @@ from soframe.blocks.home import GradientHome, PlainGrad
 from soframe.blocks.report import Report
 from soframe.clips import Clip
 from soframe.comm import Backend
+from soframe.curvature import Curvature
 from soframe.layers import LayerHelper
 from soframe.losses import Loss
 from soframe.methods import Method
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 # Type checkers see plain imports; at run time these modules load on first access.
 if TYPE_CHECKING:
     from soframe import checkpoint as checkpoint
+    from soframe import influence as influence
     from soframe import testing as testing
     from soframe import trust_region as trust_region
     from soframe.planning.recommendation import Recommendation as Recommendation
@@ -53,7 +55,7 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import rarely used modules on first access: DCP, component checks, advice, extensions."""
-        if name in ("checkpoint", "testing", "trust_region"):
+        if name in ("checkpoint", "influence", "testing", "trust_region"):
             return importlib.import_module(f"soframe.{name}")
         if name in ("StochasticTrustRegion", "TrustRegion"):
             return getattr(importlib.import_module("soframe.trust_region"), name)
@@ -67,6 +69,7 @@ __all__ = [
     "Backend",
     "Clip",
     "Clips",
+    "Curvature",
     "Cut",
     "Distribution",
     "FactorSpec",
@@ -91,6 +94,7 @@ __all__ = [
     "available",
     "clips",
     "comm",
+    "influence",
     "layers",
     "losses",
     "methods",

@@ -29,8 +29,8 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from soframe.comm.agreement import gather_texts
+from soframe.comm.base import Backend
 from soframe.comm.stages import STAGES
-from soframe.preconditioner import Preconditioner
+from soframe.curvature import Curvature
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.checksums import seal
@@ -70,7 +71,40 @@ _DTYPES = {
 }
 
 
-def part(preconditioner: Preconditioner) -> dict[str, Any]:
+class Owner(Protocol):
+    """Whose state a checkpoint has: a preconditioner, or a fitted curvature."""
+
+    @property
+    def backend(self) -> Backend:
+        """The communication backend."""
+
+    @property
+    def curvature(self) -> Curvature:
+        """The curvature."""
+
+    @property
+    def stage(self) -> str:
+        """The stages of a pipeline on this rank, as text."""
+
+    def land(self, call: str) -> None:
+        """Install all background solves."""
+
+    def header(self) -> dict[str, Any]:
+        """Return the state without its tensors."""
+
+    def check_header(self, saved: Any) -> None:
+        """Raise ValueError unless a state can be loaded."""
+
+    def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
+        """Raise on all ranks if one cannot load its state."""
+
+    def load_checked(
+        self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
+    ) -> None:
+        """Take a state that ``check`` returns, or raises."""
+
+
+def part(preconditioner: Owner) -> dict[str, Any]:
     """Return the part of the state that this rank writes, to be saved under a key of its own.
 
     Call it on every rank: the ranks exchange checksums, and deferred statistics are reduced into
@@ -102,7 +136,7 @@ def part(preconditioner: Preconditioner) -> dict[str, Any]:
 
 
 def load(
-    preconditioner: Preconditioner,
+    preconditioner: Owner,
     checkpoint_id: str | os.PathLike[str] | None = None,
     *,
     key: str = "preconditioner",
@@ -178,7 +212,7 @@ def load(
     preconditioner.load_checked(check_tensors)
 
 
-def _of_stage(preconditioner: Preconditioner, found: dict[str, Any]) -> dict[str, Any]:
+def _of_stage(preconditioner: Owner, found: dict[str, Any]) -> dict[str, Any]:
     """Name a part after its pipeline stages: DCP keeps one header under each name."""
     return {f"stages {preconditioner.stage}": found} if preconditioner.stage else found
 

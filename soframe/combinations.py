@@ -12,6 +12,7 @@ from typing import Any
 
 from soframe.blocks.block import Block
 from soframe.schedules import Interval
+from soframe.solvers.around import Around
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement
 
@@ -125,7 +126,10 @@ def refused(blocks: Sequence[Block], placement: Placement, *, solve_every: Inter
 
 def _reads_solver(block: Block) -> bool:
     """Whether a factor is solved by the user's solver, or by one of its class."""
-    return any(type(solver) is type(block.solver) for _, _, solver in block.solved_here)
+    # A method may put another solver around the user's.
+    solvers = [solver for _, _, solver in block.solved_here]
+    solvers += [solver.solver for solver in solvers if isinstance(solver, Around)]
+    return any(type(solver) is type(block.solver) for solver in solvers)
 
 
 READ_BY: Mapping[str, Callable[[Block], bool]] = {

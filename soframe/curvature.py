@@ -1,7 +1,14 @@
 """The curvature of a model: its blocks, their statistics, running factors and second-order data.
 
-A window is everything since the last step. The passes of a window add statistics to it; a step then
-folds them into running factors, solves the blocks that are due, and computes updates::
+Fitted to data, or followed in training, it is a matrix over the parameters, for products::
+
+    curvature = soframe.Curvature(model, method="ekfac")
+    curvature.fit(loader, lambda model, batch: loss_of(model, batch))
+    direction = curvature.inverse(damping=1e-3) @ gradients
+
+A training step uses it by windows: a window is everything since the last step. Passes add
+statistics to it; the step folds them into running factors, solves the blocks that are due, and
+computes updates::
 
     curvature.begin()                     # a window
     ...                                   # forward and backward passes
@@ -15,16 +22,23 @@ folds them into running factors, solves the blocks that are due, and computes up
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import os
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.registration import Registration
+from soframe.blocks.registration import Choice, Registration
 from soframe.blocks.report import Report, warn_of_lost_blocks
 from soframe.blocks.stack import Solved
 from soframe.blocks.watch import Watch
+from soframe.capture.counting import declare
 from soframe.capture.hooks import Capture
 from soframe.estimate import averages
 from soframe.estimate.gradients import Gradients
@@ -33,9 +47,16 @@ from soframe.estimate.statistics import Accumulator
 from soframe.estimate.updates import Update, precondition
 from soframe.kernels.devices import keep_memory
 from soframe.kernels.precision import within
-from soframe.methods.scaling import Scale
+from soframe.layers.base import LayerHelper
+from soframe.methods.base import Method
+from soframe.methods.scaling import OfMeans, Scale
+from soframe.products.fitting import Fit, LossOf
+from soframe.products.operator import Operator, Spectra, spectra_of
+from soframe.products.samples import SampleGradients, sample_gradients
+from soframe.products.vectors import Coordinates, Vector
+from soframe.settings import Distribution, Statistics, flat
 from soframe.setup import building, choosing
-from soframe.setup.parts import Parts
+from soframe.setup.parts import Parts, parts_of
 from soframe.state.bound import OfModel
 from soframe.state.transfer import hand_over
 from soframe.strategies.base import Strategy
@@ -43,43 +64,115 @@ from soframe.strategies.placement import Placement
 
 
 class Curvature(OfModel):
-    """The curvature of a model.
+    """The curvature of a loss in the parameters of a model, as a method approximates it.
+
+    By block it is the method's own matrix, ``A ⊗ G`` for K-FAC, with zeros between blocks. It is
+    symmetric and positive semi-definite. A damping is added to its eigenvalues, so that
+    ``inverse(damping)`` is ``(A ⊗ G + damping I)^-1`` exactly, for any solver.
+
+    Vectors are dicts: the name of each parameter that has a block, as in ``named_parameters``, and
+    a tensor ``[..., *shape]``; leading dimensions are several vectors.
+
+    `Preconditioner.curvature` is the curvature of training, at its last step: of factors that the
+    solver does not decompose, such as ``"inverse"``, the present averages are decomposed.
+
+    Args:
+        model: The model; DistributedDataParallel and compiled wrappers are looked through.
+        method: The curvature method, as for `soframe.Preconditioner`: ``"kfac"``,
+            ``"kfac-reduce"``, ``"ekfac"``, ``"foof"``, or a method with `Method.spectrum`.
+        solver: The solver of its factors.
+        strategy: The ranks that solve and hold the blocks. Under ``"comm-opt"`` each rank has all
+            data, and may multiply vectors of its own.
+        statistics: The choice of Fisher, loss, rows and dtype. Losses are means over each batch.
+        distribution: How ranks communicate.
+        layers: As for `soframe.Preconditioner`; all layers by default.
+        skip: Patterns on names of modules to leave out.
 
     Attributes:
-        parts: The parts that its settings describe.
-        strategy: The distribution strategy that it has settled on.
-        steps: The number of completed steps.
-        capture: Records calls of layers.
-        registration: The blocks of the model, with its other parameters.
-        placement: The owners, gradient workers and receivers of each block.
-        placed: The blocks with their places and stacks.
-        statistics: The sums of the window under way.
-        watch: Sees whether parameters are frozen, thawed or replaced.
-        report: Every parameter, with its block or why it has none.
-        dampings: Dampings of single blocks, which may be gone for a while.
-        counts: The numbers of factorisations that were retried in float64, and that failed.
-        relatively_damped: Whether the damping of any block is relative to its curvature.
-        on_paper: Whether the model is on the meta device, and can only be planned.
+        left_out: Why parameters have no block, by name; one warning names those that are trained
+            and not skipped.
+
+    Raises:
+        ValueError: If a setting is out of range, the method defines no products, or the model has
+            nothing that has a curvature.
     """
 
-    parts: Parts
-    strategy: Strategy
-    steps: int
-    capture: Capture
-    registration: Registration
-    placement: Placement
-    placed: PlacedBlocks
-    statistics: Accumulator
-    watch: Watch
-    report: Report
-    dampings: dict[str, float | None]
-    counts: dict[str, int]
-    relatively_damped: bool
-    on_paper: bool
+    parts: Parts  # the parts that its settings describe
+    strategy: Strategy  # that it has settled on
+    steps: int  # completed ones
+    capture: Capture  # records calls of layers
+    registration: Registration  # the blocks of the model, with its other parameters
+    placement: Placement  # the owners, gradient workers and receivers of each block
+    placed: PlacedBlocks  # the blocks with their places and stacks
+    statistics: Accumulator  # the sums of the window under way
+    watch: Watch  # sees whether parameters are frozen, thawed or replaced
+    dampings: dict[str, float | None]  # of single blocks, which may be gone for a while
+    counts: dict[str, int]  # of factorisations that were retried in float64, and that failed
+    _report: Report
+    _fit: Fit | None = None  # None in training
+    relatively_damped: bool  # whether the damping of any block is relative to its curvature
+    on_paper: bool  # whether the model is on the meta device, and can only be planned
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Choice = "kfac",
+        solver: Choice = "eigen",
+        strategy: str | type[Strategy] | Strategy = "comm-opt",
+        *,
+        statistics: Statistics | None = None,
+        distribution: Distribution | None = None,
+        layers: Mapping[str, type[LayerHelper] | Literal["all"]] | Literal["all"] | None = "all",
+        skip: Sequence[str] = (),
+    ) -> None:
+        ranks = Distribution() if distribution is None else distribution
+        chosen = Statistics() if statistics is None else statistics
+        _require_served(method, chosen, ranks)
+        backend, stages = choosing.choose_backends(ranks.backend, None)
+        with choosing.starting(lambda: backend, stages):
+            settings = {
+                "method": method,
+                "solver": solver,
+                "strategy": strategy,
+                "optimizer": None,
+                "damping": 1.0,  # of solves, which products do not use
+                "decay": 0.0,
+                "statistics_every": 1,
+                "solve_every": 2,
+                "background": 0,
+                "layers": layers,
+                "skip": skip,
+                "auxiliary": None,
+                "grad_scaler": None,
+                "statistics": statistics,
+                "distribution": distribution,
+            }
+            # A preconditioner may train the same model.
+            parts = parts_of(model, flat(settings), backend, stages, beside=True, means=True)
+        self._open(parts)
+        stages.look_over(self.registration)
+        self._fit = Fit(
+            parts.model,
+            self.placed,
+            self.capture,
+            parts.fisher,
+            self.statistics,
+            parts.solves,
+            samples=parts.samples,
+        )
+        if lost := self._coordinates.lost:
+            reasons = "; ".join(f"{name}: {why}" for name, why in lost.items())
+            warnings.warn(f"soframe: the curvature leaves parameters out. {reasons}", stacklevel=2)
 
     @classmethod
     def of(cls, parts: Parts) -> Self:
-        """Register the model of the parts, place its blocks and hook its layers."""
+        """Return a curvature of parts that were made for training.
+
+        :meta private:
+
+        Returns:
+            It: the model is registered, its blocks are placed, and its layers hooked.
+        """
         curvature = cls.__new__(cls)
         curvature._open(parts)
         return curvature
@@ -88,6 +181,8 @@ class Curvature(OfModel):
         self.parts, self.steps, self.dampings = parts, 0, {}
         self._choices, self.strategy = parts.choices, parts.strategy
         self.counts = {"retried_solves": 0, "failed_solves": 0}
+        self._spectra: Spectra | None = None
+        self._spectra_of = -1  # the number of steps at which they were taken
         self.capture = Capture(
             probing=parts.fisher.probed,
             model=parts.model,
@@ -131,7 +226,7 @@ class Curvature(OfModel):
 
         Every rank of the copies of this stage must call.
         """
-        former, statistics, report = self.placed, self.statistics, self.report
+        former, statistics, report = self.placed, self.statistics, self._report
         # Install background solves in the old blocks, whose state moves below.
         self.land("Preconditioner.step()")
         self.dampings.update((block.name, block.record.damping) for block in former.blocks)
@@ -146,9 +241,9 @@ class Curvature(OfModel):
             if block.name not in names and block.record.damping is None:
                 block.damp(self.dampings.get(block.name))
         self.placed.errors.extend(former.errors)
-        warn_of_lost_blocks(report, self.report, stacklevel=9)
+        warn_of_lost_blocks(report, self._report, stacklevel=9)
         if report.solver:
-            self.report = replace(self.report, solver=report.solver)
+            self._report = replace(self._report, solver=report.solver)
         self.statistics.resume(statistics)
         self._listen()
 
@@ -174,17 +269,16 @@ class Curvature(OfModel):
         # A choice by size stays when the model changes, with the data that it made.
         self._choices = replace(choices, solver=registration.solver)
         self.registration, self.placement = registration, placement
-        self.report = registration.report
+        self._report = registration.report
+        self._known: Coordinates | None = None
         self.placed = PlacedBlocks(registration.blocks, placement, parts.backend)
         self.watch = Watch(parts.model)
         self.relatively_damped = any(block.relatively_damped for block in self.blocks)
         self.on_paper = any(block.device.type == "meta" for block in self.blocks)
-        scale = Scale(
-            scaling=parts.scaling,
-            loss_average=parts.loss_average,
-            world_size=parts.backend.world_size,
-            own_gradients=parts.fisher.probed,
-        )
+        size, probed = parts.backend.world_size, parts.fisher.probed
+        scale = Scale(parts.scaling, parts.loss_average, size, probed)
+        if parts.means:
+            scale = OfMeans(loss_average="sum", world_size=size, own_gradients=probed)
         self.statistics = Accumulator(
             self.placed,
             scale=scale,
@@ -200,11 +294,221 @@ class Curvature(OfModel):
         """Take the calls that the capture records from now on."""
         self.statistics.listen(self.parts.stages.roots(self.parts.model))
 
+    # -- fit ----------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        loss: LossOf,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        every: int = 1000,
+    ) -> Self:
+        """Fit it to data: factors become means over all samples of all batches and ranks.
+
+        Call it on every rank, with the rank's own share of the data; the numbers of batches may
+        differ. EKFAC takes two passes over the data: its scale belongs to the bases of the first.
+        Weights, gradients and buffers of the model are as before afterwards; put it in eval mode
+        where dropout and batch statistics are to be off. A fit begins anew, unless an interrupted
+        one was loaded (`load`): then it skips the batches that are counted already, so that the
+        loader has to give the same batches in the same order.
+
+        Args:
+            loader: The batches. Methods with several passes need a DataLoader or a list.
+            loss: ``loss(model, batch)`` runs the forward pass of the model that it is given, and
+                returns the outputs and the mean loss over the batch.
+            folder: Where to save it (`save`), every so many batches and at the end; None for no
+                saves.
+            every: The number of batches between two sums over ranks, and saves.
+
+        Returns:
+            The curvature.
+
+        Raises:
+            ValueError: If a loss or statistics are not finite (which batch), the loader is empty,
+                or the data do not reach a block; on every rank.
+            RuntimeError: If factors could not be solved, or another rank has failed.
+        """
+        fitting, self._spectra = self.fitting, None
+        with building.silent(self.parts.model.modules()):
+            fitting.run(loader, loss, every, lambda: folder is None or self.save(folder))
+        with torch.no_grad():
+            self._spectra = spectra_of(self.placed)
+        if folder is not None:
+            self.save(folder)
+        return self
+
+    def count(self, terms: int | Tensor | None = None, *, rows: Tensor | None = None) -> None:
+        """Declare loss terms and padding, before the model is called.
+
+        See `Preconditioner.count`.
+        """
+        parts, capture = self.parts, self.capture
+        parts.stages.require_uncounted()
+        choosing.check_count(terms is not None, parts.samples, parts.scaling)
+        if capture.enabled:
+            capture.say(declare(terms, rows))
+
+    # -- products -----------------------------------------------------------------------------
+
+    def __matmul__(self, vector: Vector) -> dict[str, Tensor]:
+        """Multiply vectors by the curvature; see `inverse` for its inverse.
+
+        Every rank must call.
+
+        Args:
+            vector: Name -> ``[..., *shape]``.
+
+        Returns:
+            Name -> ``[..., *shape]``.
+
+        Raises:
+            ValueError: If names or shapes do not fit.
+            RuntimeError: If it is not fitted.
+        """
+        return self._operator() @ vector
+
+    def inverse(self, damping: float) -> Operator:
+        """Return ``(C + damping I)^-1``, for products, traces, and samples by its `Operator.sqrt`.
+
+        Args:
+            damping: At least zero; with zero, directions without curvature give zero.
+        """
+        return self._operator(damping, -1.0)
+
+    def trace(self, block: str | None = None) -> float:
+        """Return the trace of one block, or of all; every rank must call."""
+        return self._operator().trace(block)
+
+    def logdet(self, damping: float = 0.0, block: str | None = None) -> float:
+        """Return ``log det (C + damping I)`` of one block, or of all; every rank must call."""
+        return self._operator(damping).logdet(block)
+
+    def eigenvalues(self, block: str | None = None) -> Tensor:
+        """Return the eigenvalues of one block, or of all, ascending; every rank must call."""
+        return self._operator().eigenvalues(block)
+
+    def to_scipy(self) -> Any:
+        """Return it as a ``LinearOperator`` of scipy; see `Operator.to_scipy`."""
+        return self._operator().to_scipy()
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Why parameters have no block, by name."""
+        return self._coordinates.left_out
+
+    @property
+    def names(self) -> Mapping[Block, Mapping[str, str]]:
+        """For each block, the names in the model by the names in the block.
+
+        :meta private:
+        """
+        return self._coordinates.names
+
+    @property
+    def _coordinates(self) -> Coordinates:
+        if self._known is None:
+            self._known = Coordinates(self.parts.model, self.blocks, self._report)
+        return self._known
+
+    def _operator(self, damping: float = 0.0, power: float = 1.0) -> Operator:
+        if not damping >= 0:
+            raise ValueError(f"damping must be at least 0, not {damping!r}")
+        if self._fit is None and self._spectra_of != self.steps:
+            _require_products(block.method for block in self.blocks)
+            with torch.no_grad():
+                averages.settle(self.placed, self.placed.members(self.placed.captured))
+                self._spectra = spectra_of(self.placed)
+            self._spectra_of = self.steps
+        if self._spectra is None:
+            raise RuntimeError("this curvature is not fitted: call fit() or load() before")
+        return Operator(self.placed, self._coordinates, self._spectra, damping, power)
+
+    # -- samples ------------------------------------------------------------------------------
+
+    def gradients(self, batch: Any, loss: LossOf) -> SampleGradients:
+        """Return the gradient of each sample of a batch, by one backward pass.
+
+        The mean of the gradients is the gradient of ``loss``, a mean over the batch. Gradients and
+        buffers of the model are as before afterwards.
+
+        Args:
+            batch: The batch.
+            loss: As for `fit`.
+
+        Raises:
+            ValueError: If a module mixes samples, or its calls do not show whose rows are whose.
+        """
+        model, precision = self.parts.model, self.parts.precision
+        with building.silent(model.modules()):
+            return sample_gradients(model, self.placed, self._coordinates, loss, batch, precision)
+
+    # -- files --------------------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Save factors and second-order data by layer, with their meaning; every rank must call.
+
+        Within a fit it has the batches so far. It is a sharded checkpoint
+        (`soframe.checkpoint.save`): ``curvature`` has the tensors, named such as
+        ``fc/factors/A``, and ``meaning`` a JSON text with the parameters of each block, and side,
+        kind, degree and weight of each factor.
+
+        Returns:
+            The folder of the checkpoint, within ``folder``.
+        """
+        from soframe import fitted
+
+        return fitted.save(self, folder)
+
+    def load(self, folder: str | os.PathLike[str]) -> Self:
+        """Load the last file of `save`; every rank must call.
+
+        A finished curvature may come from other ranks, and under another strategy; `fit` goes on
+        from an unfinished one on as many ranks, under the same strategy.
+
+        Returns:
+            The curvature.
+
+        Raises:
+            ValueError: If the folder has none, or it is damaged, or of another model or method.
+        """
+        from soframe import fitted
+
+        fitted.load(self, folder)
+        return self
+
+    @property
+    def fitting(self) -> Fit:
+        """The fit under way.
+
+        :meta private:
+
+        Raises:
+            RuntimeError: If it is the curvature of a preconditioner.
+        """
+        if self._fit is None:
+            raise RuntimeError(
+                "this is the curvature of a preconditioner, which has its own statistics: build a "
+                "soframe.Curvature(model, ...) to fit"
+            )
+        return self._fit
+
+    def adopt(self) -> None:
+        """Take the second-order data that are there, unless a fit is under way.
+
+        :meta private:
+        """
+        unfinished = bool(self.fitting.progress.gathering)
+        self._spectra = None if unfinished else spectra_of(self.placed)
+
     # -- blocks -------------------------------------------------------------------------------
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """The blocks, in the order of their first modules in the model."""
+        """The blocks, in the order of their first modules in the model.
+
+        :meta private:
+        """
         return self.placed.blocks
 
     @property
@@ -254,6 +558,10 @@ class Curvature(OfModel):
             for block in self.blocks:
                 block.damp(self.dampings.get(block.name))
         self.placed.errors.clear()
+
+    def report(self) -> Report:
+        """Return the planned bytes, and every parameter with its block, or why it has none."""
+        return replace(self._report, memory=self.placement.fullest)
 
     # -- in a step ----------------------------------------------------------------------------
 
@@ -328,3 +636,32 @@ class Curvature(OfModel):
         self.capture.close()
         self.parts.solves.close()
         self.arrive()
+
+
+def _has_products(method: Method) -> bool:
+    return type(method).spectrum is not Method.spectrum
+
+
+def _require_products(methods: Iterable[Method]) -> None:
+    """Raise a ValueError if a method defines no products."""
+    for method in methods:
+        if not _has_products(method):
+            raise ValueError(
+                f"{method!r} defines no products with a curvature: choose method='kfac', "
+                f"'kfac-reduce', 'ekfac' or 'foof', or let the method implement spectrum()"
+            )
+
+
+def _require_served(method: Choice, statistics: Statistics, distribution: Distribution) -> None:
+    """Raise a ValueError for methods and settings without products."""
+    _require_products(choosing.methods(method))
+    if statistics.scaling != "fisher" or statistics.loss_average != "local":
+        raise ValueError(
+            "a Curvature is the mean over samples of data whose losses are means over each batch: "
+            "leave scaling= and loss_average= of Statistics out"
+        )
+    if distribution.pipeline is not None:
+        raise ValueError(
+            "a Curvature is of a whole model, and Distribution(pipeline=...) splits it into "
+            "stages: fit it to a model on each rank, or take preconditioner.curvature"
+        )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,6 @@ from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
 from soframe.blocks.stack import Solved, Stack
-from soframe.capture.counting import declare
 from soframe.capture.untraced import untraced
 from soframe.comm.stages import PHASE
 from soframe.curvature import Curvature
@@ -228,11 +226,7 @@ class Preconditioner(OfModel):
                 or the scaling is ``"kaisa"``, which does not count; or a schedule runs the forward
                 passes; or see `soframe.capture.counting.declare`.
         """
-        parts, capture = self._parts, self.curvature.capture
-        parts.stages.require_uncounted()
-        choosing.check_count(terms is not None, parts.samples, parts.scaling)
-        if capture.enabled:
-            capture.say(declare(terms, rows))
+        self.curvature.count(terms, rows=rows)
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -540,7 +534,7 @@ class Preconditioner(OfModel):
         # Before the first step every block is without statistics.
         blocks = self.curvature.blocks
         idle = {block.name for block in blocks if self.steps > 0 and block.mass == 0}
-        report = replace(self.curvature.report, memory=self.placement.fullest).with_note(
+        report = self.curvature.report().with_note(
             "no statistics so far: its modules were not called in training, gradients are raw", idle
         )
         for block in blocks:

@@ -28,8 +28,8 @@ since a reentrant checkpoint runs backward passes of its own inside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -334,6 +334,15 @@ class Capture:
         if enabled:
             self._precede()
         self.counting, self.idle = counting, idle
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Capture no calls meanwhile."""
+        enabled, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = enabled
 
     def fail(self, error: Exception) -> None:
         """Keep an error, perhaps of this rank alone, for the step, where ranks agree on it."""

@@ -146,7 +146,7 @@ class AveragedGradients:
 
     def now(self) -> dict[Stack, Gradient]:
         """Return the gradients that are in their home now."""
-        used: dict[Stack, Sequence[int]] = {}
+        used: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
             if stack not in self._apart and (members := stack.used()):
                 used[stack] = members

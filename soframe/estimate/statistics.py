@@ -199,7 +199,7 @@ class Accumulator:
         block = self._block_of[helper]
         self._pass_once(block, call)
         if block.takes_samples:
-            call = _batch_first(call)
+            call = batch_first(call)
         if call.is_ragged and (block.takes_samples or helper.unit != "row"):
             raise ValueError(
                 f"{type(helper).__name__} under {block.method!r} takes whole samples, and a nested "
@@ -482,7 +482,7 @@ class Accumulator:
         used: dict[Block, Weights] = {}
         for block, place in self._placed:
             if block in self.due:
-                total = _weights_of(block, numbers, some_contribute=bool(place.contributors))
+                total = weights_of(block, numbers, some_contribute=bool(place.contributors))
                 # A block that no rank used keeps its factors.
                 if total is not None:
                     used[block] = total
@@ -605,7 +605,7 @@ class Accumulator:
         self._shared.forget()
 
 
-def _weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool) -> Weights | None:
+def weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool) -> Weights | None:
     """Take a block's part of the sums of `Accumulator.weights`; None if no rank used the block."""
     divisors = [next(numbers) for _ in block.captured] if some_contribute else []
     inputs, outputs = next(numbers), next(numbers)
@@ -647,7 +647,7 @@ def _reaching(
     return rows, reached.tolist()
 
 
-def _batch_first(call: LayerCall) -> LayerCall:
+def batch_first(call: LayerCall) -> LayerCall:
     """Return a call ``[T, N, ...]`` as ``[N, T, ...]``, where the root shows N samples."""
     size, gradient = call.batch.root.size, call.gradient
     if call.helper.unit != "row" or call.batch.rows is not None or gradient.dim() < 3:

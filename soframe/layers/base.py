@@ -294,6 +294,19 @@ class LayerHelper(WeightAndBias, ABC):
             )
         return rows
 
+    def sample_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows whose products over positions are the gradients of samples.
+
+        Returns:
+            ``[groups, batch, shared, out]`` and ``[groups, batch, shared, in]``, with the sides of
+            the gradient matrix; by default ``output_rows`` and `block_rows`. For one-hot rows the
+            latter may be their indices, ``[1, batch, shared, 1]``, integers.
+
+        Raises:
+            ValueError: If rows do not show which samples they are of.
+        """
+        return output_rows, self.block_rows(inputs, output_rows)
+
     def take_inputs(
         self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
     ) -> tuple[Tensor, ...]:

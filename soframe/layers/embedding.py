@@ -39,7 +39,7 @@ class EmbeddingHelper(LayerHelper):
     unit: ClassVar[Unit | None] = "row"
     _rowless = frozenset(
         {"input_key", "input_moment", "input_sum", "mean_moment"}
-        | {"squared_gradients", "sample_moments"}
+        | {"squared_gradients", "sample_moments", "sample_rows"}
     )
 
     @classmethod
@@ -102,6 +102,12 @@ class EmbeddingHelper(LayerHelper):
     ) -> tuple[Tensor, ...]:
         (x,) = inputs
         return (x[index],) if unit == "sample" else (x.flatten()[index],)
+
+    def sample_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output rows, zeros for padding, and the indices of the table."""
+        mask = self.mask(inputs, output_rows)
+        rows = output_rows if mask is None else output_rows * mask.unsqueeze(3)
+        return rows, _rows(inputs[0]).unsqueeze(0).unsqueeze(3)
 
     def input_moment(
         self,
@@ -193,6 +199,7 @@ class EmbeddingBagHelper(EmbeddingHelper):
     module: nn.EmbeddingBag  # type: ignore[assignment]  # has the same attributes
     unit: ClassVar[Unit | None] = "sample"
     _rowless = EmbeddingHelper._rowless
+    sample_rows = LayerHelper.sample_rows  # a bag has a row of several indices
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:

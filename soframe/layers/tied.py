@@ -39,6 +39,9 @@ class TiedHeadHelper(LinearHelper):
         """Keep the diagonal of the side of the table's rows, as the embedding does."""
         return replace(spec, kind="diagonal") if spec.side == "right" else spec
 
+    def sample_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.input_rows(*inputs).to(output_rows.dtype), output_rows
+
     def sample_moments(
         self, inputs: tuple[Tensor, ...], output_rows: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from soframe.methods.normuon import NormaliseRows, NorMuon
 from soframe.methods.orthogonal import KFACMuon, MatchRMS, Muon, NewtonMuon, Orthogonalise
 from soframe.methods.shampoo import Shampoo
 from soframe.methods.soap import SOAP, SOAPMuon, SOAPNorMuon
+from soframe.methods.spectrum import Spectrum
 from soframe.methods.tnt import TNT
 
 __all__ = [
@@ -52,4 +53,5 @@ __all__ = [
     "SOAPMuon",
     "SOAPNorMuon",
     "Shampoo",
+    "Spectrum",
 ]

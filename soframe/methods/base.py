@@ -29,6 +29,7 @@ from soframe.kernels.samples import sample_moments
 from soframe.layers.base import LayerHelper, widened
 from soframe.layers.layout import BlockShape
 from soframe.layers.sharing import SharedInputs
+from soframe.methods.spectrum import Spectrum
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 
@@ -272,6 +273,9 @@ class Method(ABC):
         super().__init_subclass__(**arguments)
         if "direct" in vars(cls) and "elementwise" not in vars(cls):
             cls.elementwise = False
+        # An update of its own belongs to another curvature.
+        if {"direct", "precondition"} & vars(cls).keys() and "spectrum" not in vars(cls):
+            cls.spectrum = Method.spectrum  # type: ignore[method-assign]
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a param group may change, by their names there."""
@@ -465,6 +469,24 @@ class Method(ABC):
             ValueError: If the method has no such form; this is the default.
         """
         raise ValueError(f"{self!r} has no form for fisher='forward-only'; K-FAC has")
+
+    def spectrum(self, shape: BlockShape, data: SecondOrder) -> Spectrum:
+        """Return the curvature of a block by its eigenvalues, for `soframe.Curvature`.
+
+        Args:
+            shape: The shape of the gradient matrix.
+            data: The second-order data, as for `direct`.
+
+        Returns:
+            The spectrum of the undamped curvature; products add a damping to its eigenvalues.
+
+        Raises:
+            NotImplementedError: If the method defines no curvature; this is the default.
+        """
+        raise NotImplementedError(
+            f"{self!r} defines no products with a curvature: choose method='kfac', 'kfac-reduce', "
+            f"'ekfac' or 'foof', or let the method implement spectrum()"
+        )
 
     def tied(self) -> Method | None:
         """Return the method of a table that is the weight of an embedding and of its head.

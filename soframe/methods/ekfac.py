@@ -14,7 +14,7 @@ restarts after each solve. Until the first estimate the product of eigenvalues i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from soframe.kernels.samples import squared_gradients
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Addend, Call, Direction, Given
 from soframe.methods.kfac import KFAC
+from soframe.methods.spectrum import Spectrum
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.solvers.eigen import quotient, turned
-from soframe.specs import VALUE, FactorSpec
+from soframe.specs import VALUE, FactorSpec, SecondOrder
 
 
 @register("method", "ekfac")
@@ -94,6 +95,10 @@ class EKFAC(KFAC):
         curvature = step.data["S"][VALUE] + _damping(step)
         rotated = turned(step.incoming, left, right, back=False)
         return Direction(turned(quotient(rotated, curvature), left, right, back=True))
+
+    def spectrum(self, shape: BlockShape, data: SecondOrder) -> Spectrum:
+        product = super().spectrum(shape, data)
+        return replace(product, values=data["S"][VALUE]) if "S" in data else product
 
 
 def _damping(step: Given) -> Tensor | float:

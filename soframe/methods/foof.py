@@ -15,6 +15,7 @@ from torch import Tensor
 
 from soframe.layers.base import BlockShape
 from soframe.methods.base import MAX_SIZE, Addend, Call, Method
+from soframe.methods.spectrum import Spectrum, kronecker
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder
@@ -43,6 +44,11 @@ class FOOF(Method):
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
     ) -> Tensor:
         return solver.apply_right(gradient, right=data["A"], damping=damping)
+
+    def spectrum(self, shape: BlockShape, data: SecondOrder) -> Spectrum:
+        like = next(iter(data["A"].values()))
+        ones = like.new_ones(shape.groups, shape.out_features)
+        return kronecker({"values": ones}, data["A"])
 
     def forward_only(self) -> Method:
         return self

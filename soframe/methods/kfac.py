@@ -17,6 +17,7 @@ from torch import Tensor
 from soframe.layers.base import BlockShape
 from soframe.methods.base import MAX_SIZE, Addend, Call, Method
 from soframe.methods.foof import FOOF
+from soframe.methods.spectrum import Spectrum, kronecker
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.solvers.rooted import Rooted
@@ -55,6 +56,9 @@ class KFAC(Method):
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
     ) -> Tensor:
         return solver.apply(gradient, left=data["G"], right=data["A"], damping=damping)
+
+    def spectrum(self, shape: BlockShape, data: SecondOrder) -> Spectrum:
+        return kronecker(data["G"], data["A"])
 
     # Not of a subclass, which defines another curvature.
 
@@ -107,6 +111,9 @@ class TiedKFAC(Method):
         self, gradient: Tensor, data: SecondOrder, solver: Solver, damping: float
     ) -> Tensor:
         return solver.apply(gradient, left=data["L"], right=data["R"], damping=damping)
+
+    def spectrum(self, shape: BlockShape, data: SecondOrder) -> Spectrum:
+        return kronecker(data["L"], data["R"])
 
 
 @register("method", "kfac-reduce")

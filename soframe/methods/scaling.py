@@ -174,6 +174,23 @@ class Scale:
         return 1.0
 
 
+@dataclass(frozen=True)
+class OfMeans(Scale):
+    """The scale of batches with a mean loss each, whose samples all count alike."""
+
+    def call(
+        self,
+        module: nn.Module,
+        samples: int,
+        batch: int,
+        shared: int,
+        grad_scale: float,
+        users: int = 1,
+    ) -> CallScale:
+        # The loss of a batch is the sum over its samples, divided by their number.
+        return super().call(module, samples, batch, shared, grad_scale / max(1, samples), users)
+
+
 def _added_up(lists: Collection[Sequence[float]]) -> tuple[float, ...]:
     """Add lists of equal length elementwise; empty if there are no lists."""
     return tuple(map(sum, zip(*lists, strict=True))) if lists else ()

@@ -6,7 +6,8 @@ import gc
 import hashlib
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 from torch.optim import Optimizer
@@ -213,6 +214,17 @@ def build(
 
 # Weak on both sides: neither a module nor a capture is kept alive by this table.
 _hooked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Capture]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def silent(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let preconditioners of these modules take no statistics meanwhile."""
+    with ExitStack() as paused:
+        for module in modules:
+            capture = _hooked[module]() if module in _hooked else None
+            if capture is not None and capture.enabled:
+                paused.enter_context(capture.paused())
+        yield
 
 
 def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:

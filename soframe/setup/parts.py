@@ -56,6 +56,7 @@ class Parts:
         choices: The choices of the first registration.
         beside: Whether the hooks of another curvature may stay on the model.
         common: Further settings that all ranks must share.
+        means: Whether factors are fitted as means over data, rather than followed in training.
     """
 
     model: nn.Module
@@ -79,6 +80,7 @@ class Parts:
     choices: Choices
     beside: bool = False
     common: tuple[object, ...] = ()
+    means: bool = False
 
 
 def parts_of(
@@ -89,6 +91,7 @@ def parts_of(
     *,
     beside: bool = False,
     common: tuple[object, ...] = (),
+    means: bool = False,
 ) -> Parts:
     """Check settings, by their own names, and return the parts that they describe.
 
@@ -99,6 +102,7 @@ def parts_of(
         stages: The stages of a pipeline.
         beside: Whether the hooks of another curvature may stay on the model.
         common: Further settings that all ranks must share.
+        means: Whether factors are fitted as means over data.
 
     Returns:
         The parts.
@@ -182,6 +186,7 @@ def parts_of(
         choices=choices,
         beside=beside,
         common=common,
+        means=means,
     )
 
 

@@ -1,0 +1,86 @@
+"""Influence of training samples on the losses of queries, by products with an inverse curvature.
+
+The score of a training sample t for a query q is ``g_q^T (C + damping I)^-1 g_t``, with the
+gradients of their own losses (Koh and Liang, 2017; with EKFAC, Grosse et al., 2023). It is
+positive if training on t lowers the loss of q: of a model trained on N samples, one more copy of t
+changes it by about ``-score / N``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soframe.curvature import Curvature
+from soframe.products.fitting import LossOf
+
+
+def scores(
+    curvature: Curvature,
+    queries: Iterable[Any],
+    train: Iterable[Any],
+    loss: LossOf,
+    *,
+    damping: float,
+) -> Tensor:
+    """Return the influence of training samples on queries.
+
+    Queries are kept in memory, as vectors over all parameters; training samples are streamed. On
+    several ranks all take the same queries, and each its own share of the training samples.
+
+    Args:
+        curvature: A fitted curvature.
+        queries: Batches of queries.
+        train: Batches of training samples.
+        loss: ``loss(model, batch) -> (outputs, mean loss)``; of queries too.
+        damping: Added to the eigenvalues of the curvature. Scores depend on it more than on the
+            method: a fraction of the mean eigenvalue, such as 0.1, is a start.
+
+    Returns:
+        ``[queries, training samples of this rank]``.
+
+    Raises:
+        ValueError: If queries or training samples are missing, or see `Curvature.gradients`.
+    """
+    inverse = curvature.inverse(damping)
+    solved = [inverse @ curvature.gradients(batch, loss).dense() for batch in queries]
+    if not solved:
+        raise ValueError("queries has no batches")
+    vectors = {name: torch.cat([part[name] for part in solved]) for name in solved[0]}
+    columns = [curvature.gradients(batch, loss).dot(vectors) for batch in train]
+    if not columns:
+        raise ValueError("train has no batches")
+    return torch.cat(columns, 1)
+
+
+def self_influence(
+    curvature: Curvature, train: Iterable[Any], loss: LossOf, *, damping: float
+) -> Tensor:
+    """Return the influence of training samples on their own losses, ``[samples of this rank]``.
+
+    Mislabelled and atypical samples have the largest. Arguments are those of `scores`; several
+    ranks need ``strategy="comm-opt"``, as each multiplies vectors of its own.
+
+    Raises:
+        ValueError: If training samples are missing, or see `Curvature.gradients`.
+    """
+    root, lengths = curvature.inverse(damping).sqrt(), []
+    for batch in train:
+        vectors = root @ curvature.gradients(batch, loss).dense()
+        squares = [tensor.flatten(1).square().sum(1) for tensor in vectors.values()]
+        lengths.append(torch.stack(squares).sum(0))
+    if not lengths:
+        raise ValueError("train has no batches")
+    return torch.cat(lengths)
+
+
+def top(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Return the highest scores of each query and the indices of their samples, ``[queries, k]``.
+
+    ``top(-scores, k)`` has the samples that raise a query's loss most.
+    """
+    highest = scores.topk(min(number, scores.shape[-1]), dim=-1)
+    return highest.values, highest.indices

@@ -1,0 +1,1 @@
+"""Products with a curvature, its fit to data, and the gradients of single samples."""

@@ -1,0 +1,318 @@
+"""The factors of a curvature as plain means over data.
+
+Statistics are sums until they are used (`soframe.methods.scaling`), so that a mean over all data is
+one window of the statistics, however many batches and ranks it has. It is reduced every so many
+batches, into factors that are the means so far: these can be saved, and the sums go on from them.
+Ranks may have different numbers of batches, as nothing is sent for a batch.
+
+Factors whose statistics need second-order data, such as EKFAC's scale, take another pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block
+from soframe.blocks.placed import PlacedBlocks
+from soframe.capture.counting import Samples
+from soframe.capture.fisher import Fisher
+from soframe.capture.hooks import Capture
+from soframe.comm.agreement import add_over_ranks, require_no_failure
+from soframe.estimate.averages import settle, store
+from soframe.estimate.solves import Solves
+from soframe.estimate.statistics import Accumulator, weights_of
+from soframe.kernels.precision import within
+from soframe.specs import FactorSpec
+
+LossOf = Callable[[nn.Module, Any], tuple[Any, Tensor]]
+"""``(model, batch) -> (outputs, loss)``: the forward pass, and the mean loss of the batch."""
+
+Gathering = Mapping[str, Sequence[str]]
+"""The factors that take statistics in a pass, by the name of their block."""
+
+
+@dataclass
+class Progress:
+    """How far a fit has come; empty before and after one.
+
+    Attributes:
+        batches: The batches of this rank in the pass under way that are in the factors.
+        gathering: The factors of the pass under way.
+        weights: The weights of their means, over all ranks: see `Accumulator.weights`.
+    """
+
+    batches: int = 0
+    gathering: Gathering = field(default_factory=dict)
+    weights: Sequence[float] = ()
+
+
+class Fit:
+    """Fits the factors of blocks to data.
+
+    Attributes:
+        progress: How far it has come, to be saved with the factors.
+        weights: The number of samples or rows that each factor is a mean over, by block and name;
+            of each group where groups have rows of their own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placed: PlacedBlocks,
+        capture: Capture,
+        fisher: Fisher,
+        statistics: Accumulator,
+        solves: Solves,
+        *,
+        samples: Samples,
+    ) -> None:
+        self._model, self._placed, self._capture = model, placed, capture
+        self._fisher, self._statistics, self._solves = fisher, statistics, solves
+        self._samples = samples
+        self.progress = Progress()
+        self.weights: dict[str, dict[str, list[float]]] = {}
+        self._rest()
+
+    def run(
+        self, loader: Iterable[Any], loss: LossOf, every: int, reduced: Callable[[], object]
+    ) -> None:
+        """Take as many passes over the data as the factors need, and solve after each.
+
+        ``reduced`` is called whenever the factors have the statistics of ``every`` batches more.
+        """
+        if not self.progress.gathering:
+            self._begin_anew()
+        try:
+            with kept(self._model), torch.enable_grad():
+                while gathering := self.progress.gathering or self._wanted():
+                    self.progress.gathering = gathering
+                    self._pass(loader, loss, every, reduced)
+                    self._require_statistics(gathering)
+                    self._solve(gathering)
+                    self.progress = Progress()
+        finally:
+            # After an error the next fit begins anew, unless a saved one is loaded before.
+            self.progress = Progress()
+            self._rest()
+
+    def go_on(self, progress: Progress, weights: dict[str, dict[str, list[float]]]) -> None:
+        """Go on from loaded factors."""
+        self.progress, self.weights = progress, weights
+        self._rest()
+
+    def _rest(self) -> None:
+        """Let the layers' hooks do nothing."""
+        self._statistics.begin((), 0)
+        self._capture.reset()
+
+    def _begin_anew(self) -> None:
+        """Drop all factors and second-order data."""
+        self.weights = {}
+        for stack in self._placed.stacks:
+            stack.clear()
+        for block in self._placed.blocks:
+            block.record.masses.clear()
+            block.record.solved, block.record.pending = False, 0.0
+
+    def _wanted(self) -> Gathering:
+        """Return the factors without statistics that could take them now."""
+        wanted = {}
+        for block in self._placed.blocks:
+            able = block.gatherable() - block.record.masses.keys()
+            if able:
+                wanted[block.name] = sorted(able)
+        return wanted
+
+    def _pass(
+        self, loader: Iterable[Any], loss: LossOf, every: int, reduced: Callable[[], object]
+    ) -> None:
+        """Take the statistics of the batches that come after the ones which were counted."""
+        batches = iter(loader)
+        if batches is loader and self._is_later_pass:
+            raise ValueError(
+                "this method takes another pass over the data, and the loader is an iterator, "
+                "which is used up: pass a DataLoader or a list"
+            )
+        for _ in islice(batches, self.progress.batches):
+            pass  # counted before the fit was interrupted
+        progress = batches
+        if self._placed.rank == 0 and sys.stderr.isatty():
+            progress = _shown(batches, loader, self.progress.batches)
+        unfinished = True
+        while unfinished:
+            unfinished = self._window(progress, loss, every)
+            reduced()
+
+    @property
+    def _is_later_pass(self) -> bool:
+        return any(block.solved for block in self._placed.blocks)
+
+    def _window(self, batches: Iterator[Any], loss: LossOf, every: int) -> bool:
+        """Take the statistics of some batches; return whether a rank has more."""
+        progress, number, error = self.progress, 0, None
+        self._begin_window()
+        try:
+            number = self._run(batches, loss, every)
+        except Exception as raised:  # of any kind: all ranks raise together
+            error = raised
+        failed, more = float(error is not None), float(number == every)
+        numbers = [failed, more, *self._statistics.weights()]
+        failed, more, *weights = add_over_ranks(self._placed.backend, numbers)
+        require_no_failure(self._placed.backend, error, failed)
+        earlier = self._sums_so_far()
+        if progress.weights:
+            weights = [new + old for new, old in zip(weights, progress.weights, strict=True)]
+        with torch.no_grad():
+            self._statistics.fold(weights, 0.0, step=0)
+            settle(self._placed, self._placed.members(self._placed.captured))
+            self._note(weights)
+            self._add(earlier)
+        self.progress = replace(progress, batches=progress.batches + number, weights=weights)
+        return more > 0
+
+    def _begin_window(self) -> None:
+        gathering = self.progress.gathering
+        self._capture.reset()
+        self._statistics.begin([b for b in self._placed.blocks if b.name in gathering], 0)
+        for block in self._placed.blocks:
+            block.record.gathered = frozenset(gathering.get(block.name, ()))
+
+    def _run(self, batches: Iterator[Any], loss: LossOf, every: int) -> int:
+        """Run forward and backward passes of at most so many batches; return their number."""
+        losses: list[Tensor] = []
+        first = self.progress.batches
+        for batch in islice(batches, every):
+            outputs, value = loss(self._model, batch)
+            if value.numel() != 1:
+                raise TypeError("loss(model, batch) returns (outputs, the mean loss, a scalar)")
+            self._fisher.observe(outputs, self._capture, self._samples, first + len(losses))
+            if not self._fisher.probed:
+                value.backward()
+            losses.append(value.detach().reshape(()))
+        if losses:
+            # Read once for the window: the host waits for the device.
+            finite = torch.stack(losses).isfinite().tolist()
+            if not all(finite):
+                number = first + finite.index(False)
+                raise ValueError(
+                    f"the loss of batch {number} (of this pass, from 0) is "
+                    f"{float(losses[number - first])}: mend the data or the model, or leave the "
+                    f"batch out"
+                )
+        self._statistics.require_counted()
+        if not all(bool(largest.isfinite().all()) for largest in self._statistics.largest()):
+            raise ValueError(
+                f"the statistics of batches {first} to {first + len(losses) - 1} are not finite, "
+                f"though their losses are: compute in float32 or bfloat16, or scale the loss"
+            )
+        return len(losses)
+
+    def _note(self, weights: Sequence[float]) -> None:
+        """Note the number of samples or rows of each factor of this pass."""
+        numbers = iter(weights)
+        for block, place in self._placed:
+            if block not in self._statistics.due:
+                continue
+            totals = weights_of(block, numbers, some_contribute=bool(place.contributors))
+            if totals is None:
+                continue
+            of_block = self.weights.setdefault(block.name, {})
+            for factor, number in zip(block.captured, totals.factors, strict=True):
+                if factor.name in block.record.gathered:
+                    of_groups = factor.mean_over == "group rows"
+                    of_block[factor.name] = list(totals.groups) if of_groups else [number]
+
+    def _sums_so_far(self) -> dict[tuple[Block, FactorSpec], Tensor]:
+        """Return the factors of this pass times their weights, of those that this rank holds."""
+        sums = {}
+        for block in self._placed.blocks:
+            for factor in block.factors:
+                if factor.name in block.record.gathered and factor.name in block.running:
+                    sums[block, factor] = block.running.matrix(factor) * self._each(block, factor)
+        return sums
+
+    def _add(self, sums: Mapping[tuple[Block, FactorSpec], Tensor]) -> None:
+        """Add sums to factors, which are divided by the weights of these sums, too."""
+        for block, place in self._placed:
+            for factor in block.factors:
+                if (block, factor) in sums:
+                    weights = self._each(block, factor)
+                    earlier = sums[block, factor] / weights.where(weights > 0, 1.0)
+                    mean = store(
+                        block.running.matrix(factor) + earlier, factor, packed=place.packed
+                    )
+                    block.stack.set_factor(factor.name, (block.member,), mean)
+
+    def _each(self, block: Block, factor: FactorSpec) -> Tensor:
+        """Return the weights of a factor, ``[groups or 1, 1, ...]``."""
+        weights = self.weights[block.name][factor.name]
+        tensor = torch.tensor(weights, dtype=block.dtype, device=block.device)
+        return tensor.view(-1, *(1 for _ in factor.shape[1:]))
+
+    def _require_statistics(self, gathering: Gathering) -> None:
+        """Raise unless all factors of a pass have statistics now."""
+        blocks = [block for block in self._placed.blocks if block.name in gathering]
+        idle = [b.name for b in blocks if not set(gathering[b.name]) <= b.record.masses.keys()]
+        if len(idle) == len(blocks):
+            raise ValueError(
+                "no layer has statistics of these data: the loader is empty, or loss(model, "
+                "batch) calls another model than the one that it is given, or under no_grad()"
+            )
+        if idle:
+            raise ValueError(
+                f"the data never reach {', '.join(idle)}, so that it has no curvature: "
+                f"leave it out (skip=[...]), or fit to data that do"
+            )
+
+    def _solve(self, gathering: Gathering) -> None:
+        """Solve the blocks that have new factors, once all that they need are there."""
+        due = [b for b in self._placed.blocks if b.name in gathering and not b.solved and b.tensors]
+        with within("full"), torch.no_grad():
+            self._solves.update(self._placed, due, damping=1.0, counters=Counter())
+        if failed := [block.name for block in due if not block.solved]:
+            raise RuntimeError(f"the factors of {', '.join(failed)} could not be solved")
+
+
+@contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Leave the gradients and buffers of a model as they were, after an error too."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.no_grad():
+            for module, name, buffer, values in buffers:
+                buffer.copy_(values)
+                module._buffers[name] = buffer
+
+
+def _shown(batches: Iterator[Any], loader: Iterable[Any], done: int) -> Iterator[Any]:
+    """Show the progress on a terminal, where tqdm is installed."""
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return batches
+    total = len(loader) if isinstance(loader, Sized) else None
+    progress: Iterator[Any] = iter(tqdm(batches, "curvature", total, initial=done, leave=False))
+    return progress

@@ -1,0 +1,137 @@
+"""Vectors over the parameters of a model: tensors by name, or gradient matrices by block.
+
+A vector is a dict, as from ``named_parameters``: the name of each parameter that has a block, and a
+tensor ``[..., *shape]``. Leading dimensions are several vectors, the same for all names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block
+from soframe.blocks.report import FROZEN, Report
+
+Vector = Mapping[str, Tensor]
+Matrices = Mapping[Block, Tensor]
+"""The gradient matrices ``[..., groups, out, in]`` of a vector, by block."""
+
+
+class Coordinates:
+    """The names and shapes of the parameters of a curvature.
+
+    Attributes:
+        names: For each block, the names in the model by the names in the block.
+        shapes: The shapes of the parameters by name, in the order of the model.
+        left_out: Why the other parameters have no block, by name.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], report: Report) -> None:
+        of_parameter = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.names = {
+            block: {key: of_parameter[id(p)] for key, p in block.parameters.items()}
+            for block in blocks
+        }
+        covered = {name for names in self.names.values() for name in names.values()}
+        self.shapes = {
+            name: parameter.shape for name, parameter in model.named_parameters() if name in covered
+        }
+        self.left_out = {row.parameter: row.reason for row in report if row.block is None}
+
+    @property
+    def size(self) -> int:
+        """The number of entries of a vector."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """The parameters of `left_out` that are neither frozen nor skipped by the user."""
+        return {
+            name: reason
+            for name, reason in self.left_out.items()
+            if reason != FROZEN and "skipped by " not in reason
+        }
+
+    def leading(self, vector: Vector) -> torch.Size:
+        """Check a vector.
+
+        Returns:
+            Its leading dimensions.
+
+        Raises:
+            ValueError: If names are unknown or missing, or shapes do not fit.
+        """
+        if unknown := [name for name in vector if name not in self.shapes]:
+            reasons = [f"{name} ({self.left_out.get(name, 'no parameter')})" for name in unknown]
+            raise ValueError(
+                f"the curvature has no block for {', '.join(reasons)}: leave these names out of "
+                f"the vector, or give them a block (layers='all', skip=())"
+            )
+        if missing := [name for name in self.shapes if name not in vector]:
+            raise ValueError(
+                f"the vector lacks {', '.join(missing)}: it has a tensor for each parameter that "
+                f"has a block; pass zeros where it is zero"
+            )
+        common: torch.Size | None = None
+        for name, shape in self.shapes.items():
+            actual = vector[name].shape
+            leading = actual[: max(0, len(actual) - len(shape))]
+            if actual != leading + shape:
+                raise ValueError(
+                    f"{name} has the shape {list(shape)}, and the vector {list(actual)}: pass "
+                    f"[..., *shape]"
+                )
+            if common is not None and leading != common:
+                raise ValueError(
+                    f"{name} has the leading dimensions {list(leading)}, and the names before it "
+                    f"{list(common)}: pass the same for all"
+                )
+            common = leading
+        return torch.Size() if common is None else common
+
+    def matrices(self, vector: Vector) -> dict[Block, Tensor]:
+        """Return the gradient matrices of a vector in the dtype of their blocks.
+
+        Raises:
+            ValueError: See `leading`.
+        """
+        leading = self.leading(vector)
+        matrices = {}
+        for block, names in self.names.items():
+            # [vectors, *shape]
+            flat = {
+                key: vector[name].detach().reshape(-1, *self.shapes[name])
+                for key, name in names.items()
+            }
+            packed: Tensor = torch.vmap(block.layout.pack)(flat)
+            matrix = packed.to(device=block.device, dtype=block.dtype)
+            matrices[block] = matrix.reshape(*leading, *block.shape)
+        return matrices
+
+    def vector(self, matrices: Matrices, like: Vector | None = None) -> dict[str, Tensor]:
+        """Undo `matrices`, in the dtypes and on the devices of another vector, if one is passed."""
+        tensors: dict[str, Tensor] = {}
+        for block, matrix in matrices.items():
+            leading = matrix.shape[:-3]
+            unpacked: Mapping[str, Tensor] = torch.vmap(block.layout.unpack)(
+                matrix.reshape(-1, *block.shape)
+            )
+            for key, tensor in unpacked.items():
+                name = self.names[block][key]
+                tensors[name] = tensor.reshape(*leading, *self.shapes[name])
+                if like is not None:
+                    tensors[name] = tensors[name].to(like[name])
+        return {name: tensors[name] for name in self.shapes}
+
+    def flat(self, vector: Vector) -> Tensor:
+        """Concatenate the entries of vectors ``[..., *shape]``: ``[..., size]``."""
+        leading = self.leading(vector)
+        return torch.cat([vector[name].reshape(*leading, -1) for name in self.shapes], -1)
+
+    def unflat(self, entries: Tensor) -> dict[str, Tensor]:
+        """Undo `flat`."""
+        parts = entries.split([shape.numel() for shape in self.shapes.values()], -1)
+        pairs = zip(self.shapes.items(), parts, strict=True)
+        return {name: part.reshape(*part.shape[:-1], *shape) for (name, shape), part in pairs}

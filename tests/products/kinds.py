@@ -1,0 +1,492 @@
+"""Kinds of layers with a dense curvature: Kronecker products written out by Jacobians, in float64.
+
+The rows of a layer's inputs are derivatives of its outputs: of ``y_o = W_o a + b_o`` the derivative
+in ``W_o`` is ``a``, for every layer that is linear in its weight. Layers inside a function, such as
+the projections of attention, come from a *twin*: the same computation of plain linear layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev
+
+from soframe.layers import ExpertsHelper
+from tests.curvature import fill, randn
+
+Batch = tuple[Any, Tensor]
+Vector = Mapping[str, Tensor]
+SIZES = (5, 5, 3)
+"""The samples of the batches; the last is smaller."""
+
+
+def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Half the squared error, summed over the entries of a sample; the mean over samples."""
+    inputs, targets = batch
+    outputs = model(inputs)
+    return outputs, (outputs - targets).square().flatten(1).sum(1).mean() / 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block, or some of its groups, as a layer of the twin.
+
+    Attributes:
+        module: The name of the layer in the twin.
+        take: From a vector the gradient matrix ``[groups, out, in]``, with the bias as last column.
+        rows: From the layer's weight the matrix ``[groups, out, in]``.
+        channel: The dimension of outputs that has the features.
+    """
+
+    module: str
+    take: Callable[[Vector], Tensor]
+    rows: Callable[[Tensor], Tensor] = lambda weight: weight.flatten(1).unsqueeze(0)
+    channel: int = 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model of one kind of layers.
+
+    Attributes:
+        model: The model, in eval mode.
+        inputs: Makes inputs of so many samples.
+        parts: Its blocks.
+        twin: The same computation of plain layers; the model itself by default.
+        layers: The choice of helpers.
+        apart: Whether its calls show the rows of each sample.
+    """
+
+    model: nn.Module
+    inputs: Callable[[int], Any]
+    parts: Sequence[Part] = ()
+    twin: nn.Module | None = None
+    layers: Any = "all"
+    apart: bool = True
+    dense: Callable[[Kind, Sequence[Batch]], list[Tensor]] | None = field(default=None)
+
+    def data(self) -> list[Batch]:
+        """Return batches with targets of the outputs' shape."""
+        batches = []
+        for number, size in enumerate(SIZES):
+            inputs = self.inputs(size + 10 * number)[-size:]
+            with torch.no_grad():
+                targets = randn(*self.model(inputs).shape, seed=100 + number)
+            batches.append((inputs, targets))
+        return batches
+
+    def matrices(self, data: Sequence[Batch]) -> list[Tensor]:
+        """Return the dense curvature ``[groups, out * in, out * in]`` of each part."""
+        if self.dense is not None:
+            return self.dense(self, data)
+        found = []
+        for part in self.parts:
+            inputs, gradients = rows_of(self, part, data)
+            samples = sum(len(targets) for _, targets in data)
+            # [groups, in, in] and [groups, out, out]
+            left = torch.einsum("gri,grj->gij", inputs, inputs) / samples
+            right = torch.einsum("gri,grj->gij", gradients, gradients) / gradients.shape[1]
+            pairs = zip(right, left, strict=True)
+            found.append(torch.stack([torch.kron(g, a) for g, a in pairs]))
+        return found
+
+    def gradients(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the gradient of each sample, ``[samples, *shape]``, one by one."""
+        inputs, targets = batch
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        plain = copy.deepcopy(self.model)
+
+        def value(weights: Any, x: Tensor, y: Tensor) -> Tensor:
+            outputs = functional_call(plain, weights, (x,))
+            return (outputs - y).square().sum() / 2
+
+        pairs = zip(inputs.split(1), targets.split(1), strict=True)
+        each = [grad(value)(parameters, x, y) for x, y in pairs]
+        return {name: torch.stack([one[name] for one in each]) for name in parameters}
+
+
+def rows_of(kind: Kind, part: Part, data: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+    """Return the rows of inputs ``[groups, rows, in]`` and of output gradients, of all data."""
+    twin = copy.deepcopy(kind.model if kind.twin is None else kind.twin)
+    layer = twin.get_submodule(part.module)
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def keep(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        output.retain_grad()
+        calls.append((args[0].detach(), output))
+
+    left, right = [], []
+    handle = layer.register_forward_hook(keep)
+    for batch in data:
+        calls.clear()
+        loss(twin, batch)[1].backward()
+        handle.remove()  # not in the calls below
+        for inputs, output in calls:
+            gradient = output.grad
+            assert gradient is not None
+            rows = _input_rows(layer, part, inputs)
+            left.append(rows)
+            gradient = gradient.movedim(part.channel % gradient.dim(), -1) * len(batch[1])
+            groups = len(rows)
+            # [groups, rows, out]
+            outputs = gradient.reshape(rows.shape[1], groups, -1).transpose(0, 1)
+            padding = getattr(layer, "padding_idx", None)
+            if padding is not None:  # has no row
+                kept = inputs.flatten() != padding
+                left[-1], outputs = rows[:, kept], outputs[:, kept]
+            right.append(outputs)
+        handle = layer.register_forward_hook(keep)
+    handle.remove()
+    return torch.cat(left, 1), torch.cat(right, 1)
+
+
+def _input_rows(layer: nn.Module, part: Part, inputs: Tensor) -> Tensor:
+    """Return the rows of a call, ``[groups, rows, in]``, as derivatives of its outputs."""
+    weight = layer.get_parameter("weight").detach()
+
+    def call(weight: Tensor) -> Tensor:
+        return functional_call(layer, {"weight": weight}, (inputs,))
+
+    # [outputs..., *weight]
+    jacobian = jacrev(call)(weight)
+    dims = jacobian.dim() - weight.dim()
+    jacobian = jacobian.movedim(part.channel % dims, dims - 1).flatten(0, dims - 2)
+    rows, channels = jacobian.shape[:2]
+    # [rows, channels, groups, out, in]
+    matrices = torch.vmap(torch.vmap(part.rows))(jacobian)
+    groups = matrices.shape[2]
+    first = [matrices[:, group * channels // groups, group, 0] for group in range(groups)]
+    found = torch.stack(first)
+    if getattr(layer, "bias", None) is not None:
+        found = torch.cat([found, torch.ones(groups, rows, 1, dtype=found.dtype)], 2)
+    return found
+
+
+def taking(
+    weight: str, bias: str | None, rows: Callable[[Tensor], Tensor], part: slice = slice(None)
+) -> Callable[[Vector], Tensor]:
+    """Return how a vector becomes a matrix: rows of a weight, and of a bias as last column."""
+
+    def take(vector: Vector) -> Tensor:
+        matrix = rows(vector[weight][part])
+        if bias is None:
+            return matrix
+        return torch.cat([matrix, vector[bias][part].reshape(*matrix.shape[:2], 1)], 2)
+
+    return take
+
+
+def one(
+    layer: nn.Module,
+    inputs: Callable[[int], Any],
+    *after: nn.Module,
+    rows: Callable[[Tensor], Tensor] = Part.rows,
+    channel: int = 1,
+) -> Kind:
+    """Return the kind of a single layer, ``0`` in a Sequential."""
+    bias = "0.bias" if getattr(layer, "bias", None) is not None else None
+    part = Part("0", taking("0.weight", bias, rows), rows, channel)
+    return Kind(fill(nn.Sequential(layer, *after)).eval(), inputs, [part])
+
+
+def grouped(groups: int) -> Callable[[Tensor], Tensor]:
+    """Return the rows of a convolution's weight ``[out, in / groups, ...]``."""
+    return lambda weight: weight.reshape(groups, len(weight) // groups, -1)
+
+
+def transposed(groups: int) -> Callable[[Tensor], Tensor]:
+    """Return the rows of a transposed convolution's weight ``[in, out / groups, ...]``."""
+    return lambda weight: (
+        weight.reshape(groups, len(weight) // groups, *weight.shape[1:]).transpose(1, 2).flatten(2)
+    )
+
+
+def features(weight: Tensor) -> Tensor:
+    """Return the rows of a norm's weight: a group for each feature."""
+    return weight.reshape(-1, 1, 1)
+
+
+def across(weight: Tensor) -> Tensor:
+    """Return the rows of a table's weight ``[in, out]``."""
+    return weight.T.unsqueeze(0)
+
+
+class Mean(nn.Module):
+    """The mean over positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class Attention(nn.Module):
+    """Self-attention of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x, x, x, need_weights=False)[0]
+        return output
+
+
+class AttentionTwin(nn.Module):
+    """The same of four linear layers."""
+
+    def __init__(self, model: Attention) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(4, 4).double() for _ in range(4))
+        inner = model.inner
+        with torch.no_grad():
+            pairs = zip(inner.in_proj_weight.split(4), inner.in_proj_bias.split(4), strict=True)
+            for layer, (weight, bias) in zip((self.q, self.k, self.v), pairs, strict=True):
+                layer.weight.copy_(weight)
+                layer.bias.copy_(bias)
+            self.out.weight.copy_(inner.out_proj.weight)
+            self.out.bias.copy_(inner.out_proj.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(2, (2, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = ((q @ k.mT) / 2**0.5).softmax(-1) @ v
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+def attention() -> Kind:
+    model = Attention()
+    fill(model).eval()
+    whole = ("inner.in_proj_weight", "inner.in_proj_bias", Part.rows)
+    parts = [
+        Part(name, taking(*whole, slice(4 * i, 4 * i + 4)), channel=-1)
+        for i, name in enumerate("qkv")
+    ]
+    out = taking("inner.out_proj.weight", "inner.out_proj.bias", Part.rows)
+    parts.append(Part("out", out, channel=-1))
+    return Kind(model, lambda n: randn(n, 3, 4, seed=n), parts, AttentionTwin(model))
+
+
+class Cell(nn.Module):
+    """An LSTM cell over a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(len(x), 2), x.new_zeros(len(x), 2)
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return state[0]
+
+
+class CellTwin(nn.Module):
+    """The same of two linear layers."""
+
+    def __init__(self, model: Cell) -> None:
+        super().__init__()
+        self.ih, self.hh = nn.Linear(3, 8).double(), nn.Linear(2, 8).double()
+        with torch.no_grad():
+            for name, layer in (("ih", self.ih), ("hh", self.hh)):
+                layer.weight.copy_(model.cell.get_parameter(f"weight_{name}"))
+                layer.bias.copy_(model.cell.get_parameter(f"bias_{name}"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, c = x.new_zeros(len(x), 2), x.new_zeros(len(x), 2)
+        for step in x.unbind(1):
+            i, f, g, o = (self.ih(step) + self.hh(h)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        return h
+
+
+def lstm() -> Kind:
+    model = Cell()
+    fill(model).eval()
+    parts = [
+        Part(name, taking(f"cell.weight_{name}", f"cell.bias_{name}", Part.rows), channel=-1)
+        for name in ("ih", "hh")
+    ]
+    return Kind(model, lambda n: randn(n, 3, 3, seed=n), parts, CellTwin(model))
+
+
+class Reused(nn.Module):
+    """A layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(self.layer(x).tanh())
+        return output
+
+
+def reused() -> Kind:
+    model = Reused()
+    fill(model).eval()
+    part = Part("layer", taking("layer.weight", "layer.bias", Part.rows))
+    return Kind(model, lambda n: randn(n, 3, seed=n), [part])
+
+
+class Tied(nn.Module):
+    """A table that is the weight of the head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.table(x).mean(1).tanh())
+        return output
+
+
+def tied() -> Kind:
+    model = Tied()
+    fill(model).eval()
+    table = Part("table", lambda vector: vector["table.weight"].T.unsqueeze(0))
+
+    def dense(kind: Kind, data: Sequence[Batch]) -> list[Tensor]:
+        """L ⊗ R over their mean trace, of the outer products of all uses (docs/methods.md)."""
+        use = Part("table", table.take, across, channel=-1)
+        indices, columns = rows_of(kind, use, data)
+        inner, outer = rows_of(kind, Part("head", table.take, channel=-1), data)
+        samples = sum(len(targets) for _, targets in data)
+        # Outer products [in, out] of all uses, of which the table's have the inputs as indices.
+        lefts = torch.cat([columns[0], inner[0]])
+        rights = torch.cat([indices[0], outer[0]])
+        products = torch.einsum("ro,ri->roi", lefts, rights)
+        left = torch.einsum("roi,rpi->op", products, products) / samples / 5
+        right = (products.square().sum((0, 1)) / samples / 3).diag()
+        mean = left.trace() / 3
+        return [torch.kron(left, right).unsqueeze(0) / mean]
+
+    return Kind(model, lambda n: _indices(n, 4, 5), [table], dense=dense)
+
+
+class Kernels(nn.Module):
+    """Two matrices, one for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.zeros(2, 2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kernel.mT
+
+
+class KernelsHelper(ExpertsHelper):
+    """The helper of `Kernels`."""
+
+    parameter = "kernel"
+
+
+class Routed(nn.Module):
+    """Samples by turns to two experts, with rows of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Kernels()
+
+    def forward(self, x: Tensor) -> Tensor:
+        expert, place = torch.arange(len(x)) % 2, torch.arange(len(x)) // 2
+        given = x.new_zeros(2, len(x), 3).index_put((expert, place), x)
+        output: Tensor = self.experts(given)[expert, place]
+        return output
+
+
+class RoutedTwin(nn.Module):
+    """The same of two linear layers."""
+
+    def __init__(self, model: Routed) -> None:
+        super().__init__()
+        self.even, self.odd = (nn.Linear(3, 2, bias=False).double() for _ in range(2))
+        with torch.no_grad():
+            self.even.weight.copy_(model.experts.kernel[0])
+            self.odd.weight.copy_(model.experts.kernel[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = x.new_zeros(len(x), 2)
+        outputs = outputs.index_put((torch.arange(0, len(x), 2),), self.even(x[::2]))
+        return outputs.index_put((torch.arange(1, len(x), 2),), self.odd(x[1::2]))
+
+
+def experts() -> Kind:
+    model = Routed()
+    fill(model).eval()
+    parts = [
+        Part(name, lambda vector, i=i: vector["experts.kernel"][i : i + 1])
+        for i, name in enumerate(("even", "odd"))
+    ]
+    layers = {"experts": KernelsHelper}
+    twin = RoutedTwin(model)
+    return Kind(model, lambda n: randn(n, 3, seed=n), parts, twin, layers, apart=False)
+
+
+def _indices(samples: int, positions: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(samples)
+    return torch.randint(size, (samples, positions), generator=generator)
+
+
+def _normed() -> nn.Module:
+    norm = nn.BatchNorm2d(2)
+    with torch.no_grad():
+        norm.running_mean.copy_(torch.tensor([0.5, -1.0]))  # type: ignore[union-attr]
+        norm.running_var.copy_(torch.tensor([2.0, 0.5]))  # type: ignore[union-attr]
+    return norm
+
+
+def _images(*shape: int) -> Callable[[int], Tensor]:
+    return lambda n: randn(n, *shape, seed=n)
+
+
+KINDS: dict[str, Callable[[], Kind]] = {
+    "Linear": lambda: one(nn.Linear(3, 2), _images(3)),
+    "Linear, positions": lambda: one(nn.Linear(3, 2), _images(4, 3), channel=-1),
+    "Linear, no bias": lambda: one(nn.Linear(3, 4, bias=False), _images(3)),
+    "Conv1d": lambda: one(nn.Conv1d(2, 3, 2), _images(2, 4)),
+    "Conv2d": lambda: one(nn.Conv2d(2, 3, 2, padding=1), _images(2, 3, 3)),
+    "Conv3d": lambda: one(nn.Conv3d(1, 2, 2), _images(1, 3, 3, 2)),
+    "Conv2d, grouped": lambda: one(nn.Conv2d(4, 6, 2, groups=2), _images(4, 3, 3), rows=grouped(2)),
+    "Conv2d, dilated, strided": lambda: one(
+        nn.Conv2d(2, 2, 2, dilation=2, stride=2), _images(2, 5, 5)
+    ),
+    "Conv1d, circular": lambda: one(
+        nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"), _images(2, 4)
+    ),
+    "ConvTranspose2d": lambda: one(
+        nn.ConvTranspose2d(2, 3, 2, stride=2), _images(2, 2, 2), rows=transposed(1)
+    ),
+    "ConvTranspose1d, grouped": lambda: one(
+        nn.ConvTranspose1d(4, 4, 2, groups=2), _images(4, 3), rows=transposed(2)
+    ),
+    "Embedding": lambda: one(
+        nn.Embedding(5, 3),
+        lambda n: _indices(n, 4, 5),
+        Mean(),
+        rows=across,
+        channel=-1,
+    ),
+    "Embedding, padding": lambda: one(
+        nn.Embedding(5, 3, padding_idx=0),
+        lambda n: _indices(n, 4, 5),
+        Mean(),
+        rows=across,
+        channel=-1,
+    ),
+    "LayerNorm": lambda: one(nn.LayerNorm(4), _images(3, 4), rows=features, channel=-1),
+    "RMSNorm": lambda: one(nn.RMSNorm(4), _images(4), rows=features, channel=-1),
+    "GroupNorm": lambda: one(nn.GroupNorm(2, 4), _images(4, 3), rows=features),
+    "BatchNorm2d, eval": lambda: one(_normed(), _images(2, 2, 3), rows=features),
+    "MultiheadAttention": attention,
+    "LSTMCell": lstm,
+    "a layer called twice": reused,
+    "table and head tied": tied,
+    "experts": experts,
+}

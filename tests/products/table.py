@@ -1,0 +1,106 @@
+"""Errors of products with a curvature, for each kind of layers, against dense float64 matrices.
+
+python -m tests.products.table
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import soframe
+from tests.curvature import randn
+from tests.products.kinds import KINDS, Batch, Kind, Vector, loss
+
+DAMPING = 0.3
+COLUMNS = (
+    "product",
+    "inverse",
+    "root",
+    "trace",
+    "logdet",
+    "eigenvalues",
+    "gradients",
+    "influence",
+)
+
+
+def vectors(kind: Kind, number: int = 2) -> dict[str, Tensor]:
+    """Return random vectors ``[number, *shape]``."""
+    named = kind.model.named_parameters()
+    return {name: randn(number, *p.shape, seed=i) for i, (name, p) in enumerate(named)}
+
+
+def taken(kind: Kind, vector: Vector) -> list[Tensor]:
+    """Return vectors ``[number, *shape]`` as ``[number, groups, out * in]``, by part."""
+    number = len(next(iter(vector.values())))
+    rows = [{name: tensor[i] for name, tensor in vector.items()} for i in range(number)]
+    return [torch.stack([part.take(row).flatten(1) for row in rows]) for part in kind.parts]
+
+
+def errors(curvature: soframe.Curvature, kind: Kind, data: list[Batch]) -> dict[str, float]:
+    """Return the largest relative error of each operation."""
+    dense = kind.matrices(data)
+    damped = [c + DAMPING * torch.eye(c.shape[-1], dtype=c.dtype) for c in dense]
+    inverses = [torch.linalg.inv(c) for c in damped]
+    values = torch.cat([torch.linalg.eigvalsh(c).flatten() for c in dense])
+    vector, inverse = vectors(kind), curvature.inverse(DAMPING)
+    given = taken(kind, vector)
+    root = inverse.sqrt()
+    found = {
+        "product": _error(taken(kind, curvature @ vector), _times(dense, given)),
+        "inverse": _error(taken(kind, inverse @ vector), _times(inverses, given)),
+        # S is symmetric, and S S^T the inverse.
+        "root": _error(taken(kind, root @ (root @ vector)), _times(inverses, given)),
+        "trace": _error([_double(curvature.trace())], [values.sum()]),
+        "logdet": _error(
+            [_double(curvature.logdet(DAMPING))],
+            [torch.stack([torch.linalg.slogdet(c)[1].sum() for c in damped]).sum()],
+        ),
+        "eigenvalues": _error([curvature.eigenvalues()], [values.sort().values]),
+    }
+    if not kind.apart:
+        return found
+    query, train = data[0], data[1:]
+    own = [kind.gradients(batch) for batch in data]
+    found["gradients"] = max(
+        float((tensor - own[0][name]).abs().max() / own[0][name].abs().max())
+        for name, tensor in curvature.gradients(query, loss).dense().items()
+    )
+    scores = soframe.influence.scores(curvature, [query], train, loss, damping=DAMPING)
+    solved = _times(inverses, taken(kind, own[0]))
+    parts = zip(solved, *(taken(kind, gradients) for gradients in own[1:]), strict=True)
+    wanted = sum(torch.einsum("qgp,tgp->qt", q, torch.cat(t)) for q, *t in parts)
+    assert isinstance(wanted, Tensor)
+    found["influence"] = _error([scores], [wanted])
+    return found
+
+
+def _double(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
+
+
+def _times(matrices: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+    pairs = zip(matrices, given, strict=True)
+    return [torch.einsum("gpr,ngr->ngp", matrix, rows) for matrix, rows in pairs]
+
+
+def _error(found: list[Tensor], wanted: list[Tensor]) -> float:
+    pairs = zip(found, wanted, strict=True)
+    return max(float(((f - w).abs().max() / w.abs().max()).detach()) for f, w in pairs)
+
+
+def main() -> None:
+    """Print the table."""
+    print(f"{'':<26}" + "".join(f"{column:>13}" for column in COLUMNS))
+    for name, build in KINDS.items():
+        kind = build()
+        data = kind.data()
+        curvature = soframe.Curvature(kind.model, layers=kind.layers).fit(data, loss)
+        of_kind = errors(curvature, kind, data)
+        cells = [f"{of_kind[c]:.0e}" if c in of_kind else "refused" for c in COLUMNS]
+        print(f"{name:<26}" + "".join(f"{cell:>13}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

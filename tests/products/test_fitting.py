@@ -1,0 +1,452 @@
+"""Fits: means over data, in windows, by passes, after an interruption; and what they leave."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.methods import KFAC, Call
+from soframe.methods.spectrum import Spectrum
+from tests.curvature import fill, randn
+from tests.products.kinds import KINDS, Batch, Kind, Part, loss, rows_of
+from tests.products.table import taken, vectors
+
+CLASSES = 3
+STATISTICS: dict[str, soframe.Statistics] = {
+    "empirical": soframe.Statistics(),
+    "forward-only": soframe.Statistics(fisher="forward-only"),
+    "type-2": soframe.Statistics(fisher="type-2", loss="cross-entropy"),
+    "monte-carlo": soframe.Statistics(fisher="monte-carlo", loss="cross-entropy"),
+}
+
+
+def network() -> nn.Module:
+    return fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, CLASSES)))
+
+
+def batches(*sizes: int) -> list[Batch]:
+    data = []
+    for seed, size in enumerate(sizes):
+        labels = torch.arange(size) * (seed + 1) % CLASSES
+        data.append((randn(size, 3, seed=seed), labels))
+    return data
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    outputs = model(batch[0])
+    return outputs, nn.functional.cross_entropy(outputs, batch[1])
+
+
+def values_of(curvature: soframe.Curvature) -> list[Tensor]:
+    return [curvature.eigenvalues(block) for block in curvature.blocks]
+
+
+def close(one: soframe.Curvature, other: soframe.Curvature) -> None:
+    """Check that two curvatures have the same spectra and products."""
+    torch.testing.assert_close(values_of(one), values_of(other), rtol=1e-11, atol=1e-13)
+    model = one._parts._model
+    vector = {n: randn(*p.shape, seed=i) for i, (n, p) in enumerate(model.named_parameters())}
+    found, wanted = one.inverse(0.1) @ vector, other.inverse(0.1) @ vector
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+# -- the definition --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Linear, positions", "Conv2d, grouped", "Embedding", "LayerNorm"])
+def test_ekfac_has_the_squares_of_rotated_sample_gradients(name: str) -> None:
+    kind = KINDS[name]()
+    data = kind.data() + kind.data()
+    curvature = soframe.Curvature(kind.model, "ekfac").fit(data, loss)
+    wanted = ekfac_of(kind, kind.parts[0], data)
+    vector = vectors(kind)
+    (found,), (given,) = taken(kind, curvature @ vector), taken(kind, vector)
+    product = torch.einsum("gpr,ngr->ngp", wanted, given)
+    torch.testing.assert_close(found, product, rtol=1e-10, atol=1e-12)
+
+
+def ekfac_of(kind: Kind, part: Part, data: list[Batch]) -> Tensor:
+    """Return ``(Q_G ⊗ Q_A) diag(S) (Q_G ⊗ Q_A)^T`` of each group."""
+    inputs, gradients = rows_of(kind, part, data)
+    each = [taken(kind, kind.gradients(batch))[0] for batch in data]
+    samples = torch.cat(each).unflatten(2, (gradients.shape[2], inputs.shape[2]))
+    found = []
+    for group in range(len(inputs)):
+        _, right = torch.linalg.eigh(inputs[group].T @ inputs[group])
+        _, left = torch.linalg.eigh(gradients[group].T @ gradients[group])
+        scale = (left.T @ samples[:, group] @ right).square().mean(0)
+        basis = torch.kron(left, right)
+        found.append(basis @ scale.flatten().diag() @ basis.T)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "kfac-reduce"])
+@pytest.mark.parametrize("fisher", ["empirical", "type-2", "monte-carlo"])
+def test_each_fisher_and_method_fits_what_a_step_of_training_has(fisher: str, method: str) -> None:
+    data = batches(7)
+    model = network()
+    preconditioner = soframe.Preconditioner(
+        model,
+        method,
+        "eigen",
+        layers="all",
+        statistics=STATISTICS[fisher],
+        statistics_every=1,
+        solve_every=2,
+    )
+    for _ in range(2 if method == "ekfac" else 1):  # the scale comes with the second step
+        torch.manual_seed(1)
+        model.zero_grad()
+        outputs, value = cross_entropy(model, data[0])
+        preconditioner.observe(outputs)
+        value.backward()
+        preconditioner.step()
+    trained = preconditioner.curvature
+    preconditioner.close()
+    curvature = soframe.Curvature(model, method, statistics=STATISTICS[fisher])
+    torch.manual_seed(1)
+    if (fisher, method) != ("monte-carlo", "ekfac"):  # whose second pass draws anew
+        close(curvature.fit(data, cross_entropy), trained)
+    else:
+        curvature.fit(data, cross_entropy)
+        assert curvature.trace() == pytest.approx(trained.trace(), rel=0.5)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_the_curvature_of_a_preconditioner_does_not_change_with_training(solver: str) -> None:
+    model, data = network(), batches(6, 6)
+    preconditioner = soframe.Preconditioner(
+        model, solver=solver, layers="all", statistics_every=1, solve_every=1, decay=0.5
+    )
+    with pytest.raises(RuntimeError, match="fit it to data"):
+        preconditioner.curvature
+
+    def step(batch: Batch) -> None:
+        model.zero_grad()
+        cross_entropy(model, batch)[1].backward()
+        preconditioner.step()
+
+    step(data[0])
+    curvature = preconditioner.curvature
+    close(curvature, soframe.Curvature(model).fit(data[:1], cross_entropy))
+    before = values_of(curvature)
+    step(data[1])
+    torch.testing.assert_close(values_of(curvature), before, rtol=0, atol=0)
+    assert preconditioner.curvature.trace() != pytest.approx(curvature.trace())
+
+
+def test_statistics_of_training_see_nothing_of_sample_gradients() -> None:
+    model, data = network(), batches(6)
+    preconditioner = soframe.Preconditioner(
+        model, solver="eigen", layers="all", statistics_every=1, solve_every=1
+    )
+    wanted = soframe.Curvature(model).fit(data, cross_entropy)
+    cross_entropy(model, data[0])[1].backward()
+    preconditioner.step()
+    model.zero_grad()
+    cross_entropy(model, data[0])[1].backward()
+    preconditioner.curvature.gradients(batches(6, 6)[1], cross_entropy)
+    preconditioner.step()
+    close(preconditioner.curvature, wanted)
+
+
+# -- windows and passes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["Linear, positions", "experts", "MultiheadAttention", "Embedding"]
+)
+def test_windows_of_any_length_give_the_same_means(name: str) -> None:
+    kind = KINDS[name]()
+    data = kind.data()
+    method = "kfac" if name == "experts" else "ekfac"
+    whole = soframe.Curvature(kind.model, method, layers=kind.layers).fit(data, loss)
+    windows = soframe.Curvature(kind.model, method, layers=kind.layers).fit(data, loss, every=1)
+    close(windows, whole)
+
+
+def test_a_second_fit_begins_anew() -> None:
+    model, data = network(), batches(5, 5, 2)
+    curvature = soframe.Curvature(model, "ekfac")
+    curvature.fit(data[:1], cross_entropy).fit(data[1:], cross_entropy)
+    close(curvature, soframe.Curvature(model, "ekfac").fit(data[1:], cross_entropy))
+
+
+class Killed(BaseException):
+    """Ends a fit."""
+
+
+@pytest.mark.parametrize(
+    ("method", "runs"),
+    [("kfac", 1), ("kfac", 2), ("ekfac", 1), ("ekfac", 3), ("ekfac", 4), ("ekfac", 5)],
+)
+def test_an_interrupted_fit_goes_on(method: str, runs: int, tmp_path: Path) -> None:
+    model, data = network(), batches(5, 4, 3)
+    seen: list[int] = []
+
+    def dies(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        if len(seen) == runs:
+            raise Killed
+        return counts(model, batch)
+
+    def counts(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        seen.append(len(batch[1]))
+        return cross_entropy(model, batch)
+
+    curvature = soframe.Curvature(model, method)
+    with pytest.raises(Killed):
+        curvature.fit(data, dies, folder=tmp_path, every=1)
+    again = soframe.Curvature(model, method).load(tmp_path)
+    with pytest.raises(RuntimeError, match="not fitted"):
+        again.trace()
+    again.fit(data, counts, folder=tmp_path, every=2)
+    assert seen == [5, 4, 3] * (2 if method == "ekfac" else 1)
+    whole = soframe.Curvature(model, method).fit(data, cross_entropy)
+    close(again, whole)
+    close(soframe.Curvature(model, method).load(tmp_path), whole)
+
+
+def test_a_saved_curvature_says_what_it_is(tmp_path: Path) -> None:
+    model, data = network(), batches(5, 4)
+    curvature = soframe.Curvature(model, skip=["^0$"]).fit(data, cross_entropy)
+    path = curvature.save(tmp_path)
+    loaded = soframe.Curvature(model, skip=["^0$"]).load(tmp_path)
+    torch.testing.assert_close(values_of(loaded), values_of(curvature), rtol=0, atol=0)
+    head = json.loads(curvature._meaning())["blocks"]["3"]
+    assert head["parameters"] == {"weight": "3.weight", "bias": "3.bias"}
+    assert head["factors"]["A"] == {
+        "side": "right",
+        "kind": "psd",
+        "degree": 0,
+        "mean over": "samples",
+        "weight": [9.0],
+    }
+    assert path.parent == tmp_path
+    with pytest.raises(ValueError, match="another choice of layers"):
+        soframe.Curvature(model).load(tmp_path)
+    with pytest.raises(ValueError, match="has no curvature"):
+        soframe.Curvature(model).load(tmp_path / "none")
+
+
+# -- what a fit leaves alone -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fit_leaves_weights_gradients_and_buffers(fails: bool) -> None:
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)))
+    data = batches(5, 4)
+    cross_entropy(model, data[0])[1].backward()
+    model[0].bias.grad = None  # type: ignore[union-attr]
+    before = copy.deepcopy(model.state_dict())
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    own = [p.grad for p in model.parameters()]
+
+    def last(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        outputs, value = cross_entropy(model, batch)
+        return outputs, value * float("nan") if fails and len(batch[1]) == 4 else value
+
+    curvature = soframe.Curvature(model)
+    if fails:
+        with pytest.raises(ValueError, match="batch 1"):
+            curvature.fit(data, last)
+    else:
+        curvature.fit(data, last)
+    model.eval()
+    curvature.fit(data, cross_entropy).gradients(data[0], cross_entropy)
+    assert all(a is b.grad for a, b in zip(own, model.parameters(), strict=True))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(gradient, parameter.grad)  # type: ignore[arg-type]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def generated() -> Iterator[Batch]:
+    yield from batches(5, 4)
+
+
+def under_no_grad(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        outputs, value = cross_entropy(model, batch)
+    return outputs, value.requires_grad_()
+
+
+def test_faults_of_data_are_errors_with_a_remedy() -> None:
+    curvature = soframe.Curvature(network())
+    with pytest.raises(ValueError, match="loader is empty"):
+        curvature.fit([], cross_entropy)
+    with pytest.raises(ValueError, match=r"under no_grad\(\)"):
+        curvature.fit(batches(3), under_no_grad)
+    data = batches(3, 3)
+    data[1][0][0, 0] = float("nan")
+    with pytest.raises(ValueError, match="the loss of batch 1 "):
+        curvature.fit(data, cross_entropy)
+    with pytest.raises(RuntimeError, match="not fitted"):
+        curvature.trace()
+    with pytest.raises(TypeError, match="returns"):
+        curvature.fit(batches(3), lambda model, batch: (None, model(batch[0])))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pass a DataLoader or a list"):
+        soframe.Curvature(network(), "ekfac").fit(generated(), cross_entropy)
+    assert curvature.fit(generated(), cross_entropy).trace() > 0
+    two = nn.ModuleDict({"used": nn.Linear(3, CLASSES), "idle": nn.Linear(3, 2)}).double()
+
+    def of_used(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        return cross_entropy(model["used"], batch)
+
+    with pytest.raises(ValueError, match=r"never reach idle.*skip"):
+        soframe.Curvature(two).fit(batches(3), of_used)
+
+
+def test_settings_without_a_meaning_are_refused() -> None:
+    model = network()
+    for method in ("muon", "soap", "shampoo", "eva", "adamw", "kfac-muon"):
+        with pytest.raises(ValueError, match="method='kfac'"):
+            soframe.Curvature(model, method)
+    for statistics in (
+        soframe.Statistics(scaling="kaisa"),
+        soframe.Statistics(loss_average="global"),
+    ):
+        with pytest.raises(ValueError, match="leave scaling= and loss_average="):
+            soframe.Curvature(model, statistics=statistics)
+    curvature = soframe.Curvature(model).fit(batches(3), cross_entropy)
+    with pytest.raises(ValueError, match="at least 0"):
+        curvature.inverse(-1.0)
+    with pytest.raises(ValueError, match="'head' is no block; the blocks are 0, 2, 3"):
+        curvature.trace("head")
+
+
+def test_names_and_shapes_of_vectors_are_checked() -> None:
+    model = network()
+    with pytest.warns(UserWarning, match=r"leaves parameters out.*2\.weight"):
+        curvature = soframe.Curvature(model, layers=None).fit(batches(3), cross_entropy)
+    assert set(curvature.left_out) == {"2.weight", "2.bias"}
+    vector = {n: p.detach() for n, p in model.named_parameters() if not n.startswith("2")}
+    assert set(curvature @ vector) == set(vector)
+    for changed, message in (
+        ({"2.weight": randn(4)}, r"no block for 2.weight \(.*layers='all'"),
+        ({"head": randn(4)}, r"no block for head \(no parameter\)"),
+        ({"0.bias": randn(3)}, r"0.bias has the shape \[4\], and the vector \[3\]"),
+        ({"0.bias": randn(2, 4)}, "pass the same for all"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            curvature @ {**vector, **changed}
+    del vector["0.weight"]
+    with pytest.raises(ValueError, match=r"lacks 0.weight.*zeros"):
+        curvature @ vector
+
+
+def test_samples_that_cannot_be_told_apart_are_refused() -> None:
+    mixed = fill(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)))
+    curvature = soframe.Curvature(mixed).fit(batches(5), cross_entropy)
+    with pytest.raises(ValueError, match=r"1 normalises.*model.eval\(\)"):
+        curvature.gradients(batches(5)[0], cross_entropy)
+    kind = KINDS["experts"]()
+    data = kind.data()
+    routed = soframe.Curvature(kind.model, layers=kind.layers).fit(data, loss)
+    with pytest.raises(ValueError, match=r"KernelsHelper.*skip"):
+        routed.gradients(data[0], loss)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_have_gradients_of_samples(mode: str) -> None:
+    model = fill(nn.Sequential(nn.EmbeddingBag(5, 3, mode=mode, padding_idx=1), nn.Linear(3, 2)))
+    kind = Kind(model, lambda n: torch.arange(4 * n).view(n, 4) ** 2 % 5)
+    batch = kind.data()[0]
+    found = soframe.Curvature(model).gradients(batch, loss)
+    assert len(found) == len(batch[1])
+    torch.testing.assert_close(found.dense(), kind.gradients(batch))
+    vector = vectors(kind, 9)
+    flat = torch.stack(
+        [(vector[n][:, None] * g).flatten(2).sum(2) for n, g in found.dense().items()]
+    )
+    torch.testing.assert_close(found.dot(vector), flat.sum(0))
+
+
+def test_a_fit_during_training_adds_nothing_to_its_statistics() -> None:
+    model, data = network(), batches(6, 5)
+    options: dict[str, Any] = {"solver": "eigen", "layers": "all", "statistics_every": 1}
+    preconditioner = soframe.Preconditioner(model, **options)
+    cross_entropy(model, data[0])[1].backward()
+    curvature = soframe.Curvature(model).fit(data, cross_entropy)
+    preconditioner.step()
+    wanted = soframe.Curvature(model).fit(data[:1], cross_entropy)
+    close(preconditioner.curvature, wanted)
+    assert curvature.trace() != pytest.approx(wanted.trace())
+
+
+# -- methods of users ------------------------------------------------------------------------------
+
+
+class Halved(KFAC):
+    """K-FAC times a half."""
+
+    def spectrum(self, shape: Any, data: Any) -> Spectrum:
+        whole = super().spectrum(shape, data)
+        return Spectrum(whole.values / 2, whole.left, whole.right)
+
+
+class Other(KFAC):
+    """Another update, which belongs to another curvature."""
+
+    def precondition(self, gradient: Tensor, *others: Any, **more: Any) -> Tensor:
+        return gradient.clone()
+
+
+class Unchanged(KFAC):
+    """Other statistics for the same curvature."""
+
+    def statistics(self, call: Call) -> Any:
+        return super().statistics(call)
+
+
+def test_methods_of_users_define_their_own_products() -> None:
+    model, data = network(), batches(5)
+    whole = soframe.Curvature(model).fit(data, cross_entropy).trace()
+    halved = soframe.Curvature(model, Halved()).fit(data, cross_entropy)
+    assert halved.trace() == pytest.approx(whole / 2)
+    unchanged = soframe.Curvature(model, Unchanged()).fit(data, cross_entropy)
+    assert unchanged.trace() == pytest.approx(whole)
+    with pytest.raises(ValueError, match=r"implement spectrum\(\)"):
+        soframe.Curvature(model, Other())
+
+
+def test_scipy_takes_the_operators() -> None:
+    model, data = network(), batches(9)
+    curvature = soframe.Curvature(model).fit(data, cross_entropy)
+    size = sum(p.numel() for p in model.parameters())
+    eye = torch.eye(size, dtype=torch.float64).numpy()
+    dense = torch.from_numpy(curvature.to_scipy() @ eye)
+    inverse = torch.from_numpy(curvature.inverse(0.5).to_scipy() @ eye)
+    damped = dense + 0.5 * torch.eye(size)
+    torch.testing.assert_close(inverse @ damped, torch.eye(size, dtype=torch.float64))
+    torch.testing.assert_close(torch.linalg.eigvalsh(dense), curvature.eigenvalues())
+    column = curvature.to_scipy() @ eye[:, 3]
+    torch.testing.assert_close(torch.from_numpy(column), dense[:, 3])
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+
+    def tqdm(batches: Iterator[Batch], *shown: Any, **options: Any) -> Iterator[Batch]:
+        told.append((*shown, options["initial"]))
+        return batches
+
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=tqdm))
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shows=terminal: shows)
+        soframe.Curvature(network()).fit(batches(3, 2), cross_entropy)
+    assert told == [("curvature", 2, 0)]
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    soframe.Curvature(network()).fit(batches(3, 2), cross_entropy)

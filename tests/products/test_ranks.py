@@ -1,0 +1,123 @@
+"""A curvature on two ranks, with unequal shares of the data: that of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from tests.curvature import randn
+from tests.distributed.harness import RankError, run_ranks
+from tests.products.kinds import KINDS, Batch, loss
+from tests.products.test_fitting import batches, close, cross_entropy, network, values_of
+
+SHARES = ((0, 2), (1,))
+"""The batches of each rank: one has more."""
+DAMPING = 0.2
+
+
+def vector_of(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {name: randn(2, *p.shape, seed=i) for i, (name, p) in enumerate(named)}
+
+
+def results(curvature: soframe.Curvature, model: nn.Module, data: list[Batch], of_loss: Any) -> Any:
+    """Return what the ranks have in common, and this rank's scores."""
+    vector, inverse = vector_of(model), curvature.inverse(DAMPING)
+    common = (
+        values_of(curvature),
+        curvature @ vector,
+        inverse.sqrt() @ vector,
+        [curvature.trace(), curvature.trace(curvature.blocks[-1]), curvature.logdet(DAMPING)],
+    )
+    query = [data[0]]
+    shares = [soframe.influence.scores(curvature, query, data, of_loss, damping=DAMPING)]
+    return common, shares
+
+
+def on_rank(rank: int, ranks: int, strategy: str, method: str, folder: str) -> Any:
+    model, data = network(), batches(5, 4, 6)
+    curvature = soframe.Curvature(model, method, strategy=strategy)
+    mine = [data[number] for number in SHARES[rank]]
+    curvature.fit(mine, cross_entropy, folder=folder, every=1)
+    found = results(curvature, model, data, cross_entropy)
+    if strategy != "comm-opt":
+        vector = vector_of(model)
+        vector["0.bias"] = vector["0.bias"] + rank
+        with pytest.raises(ValueError, match="comm-opt"):
+            curvature @ vector
+    return found
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac"])
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
+def test_two_ranks_are_one_process(strategy: str, method: str, tmp_path: Path) -> None:
+    model, data = network(), batches(5, 4, 6)
+    alone = soframe.Curvature(model, method).fit(data, cross_entropy)
+    wanted = results(alone, model, data, cross_entropy)
+    for found in run_ranks(on_rank, 2, strategy, method, str(tmp_path)):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    close(soframe.Curvature(model, method).load(tmp_path), alone)
+
+
+def of_kind(rank: int, ranks: int, name: str) -> Any:
+    kind = KINDS[name]()
+    data = kind.data()
+    curvature = soframe.Curvature(kind.model, strategy="mem-opt", layers=kind.layers)
+    curvature.fit([data[number] for number in SHARES[rank]], loss)
+    return values_of(curvature), curvature @ vector_of(kind.model)
+
+
+@pytest.mark.parametrize("name", ["Conv2d, grouped", "MultiheadAttention", "experts", "LayerNorm"])
+def test_kinds_of_layers_on_two_ranks(name: str) -> None:
+    kind = KINDS[name]()
+    alone = soframe.Curvature(kind.model, layers=kind.layers).fit(kind.data(), loss)
+    wanted = values_of(alone), alone @ vector_of(kind.model)
+    for found in run_ranks(of_kind, 2, name):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def fails(rank: int, ranks: int) -> None:
+    data = batches(5, 4, 6)
+    if rank == 1:
+        data[1][0][:] = float("nan")
+    soframe.Curvature(network()).fit([data[number] for number in SHARES[rank]], cross_entropy)
+
+
+def test_all_ranks_raise_the_error_of_one() -> None:
+    with pytest.raises(RankError) as raised:
+        run_ranks(fails, 2)
+    summaries = [failure.summary for failure in raised.value.failures]
+    assert len(summaries) == 2
+    assert all("the loss of batch 0 " in summary for summary in summaries)
+
+
+def goes_on(rank: int, ranks: int, folder: str) -> Any:
+    model, data = network(), batches(5, 4, 6)
+    mine = [data[number] for number in SHARES[rank]]
+    seen: list[Batch] = []
+
+    def dies(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        seen.append(batch)
+        if len(seen) == 2:  # the second batch of rank 0, the first of rank 1 in its second pass
+            raise RuntimeError("out of time")
+        return cross_entropy(model, batch)
+
+    with pytest.raises(RuntimeError, match="out of time"):
+        soframe.Curvature(model, "ekfac", strategy="mem-opt").fit(
+            mine, dies, folder=folder, every=1
+        )
+    again = soframe.Curvature(model, "ekfac", strategy="mem-opt").load(folder)
+    return values_of(again.fit(mine, cross_entropy))
+
+
+def test_an_interrupted_fit_goes_on_where_each_rank_was(tmp_path: Path) -> None:
+    alone = soframe.Curvature(network(), "ekfac").fit(batches(5, 4, 6), cross_entropy)
+    for found in run_ranks(goes_on, 2, str(tmp_path)):
+        torch.testing.assert_close(found, values_of(alone), rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match=r"goes on, on 2 rank.*resume it with the same"):
+        soframe.Curvature(network(), "ekfac").load(tmp_path)
