@@ -91,7 +91,7 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
         loss: Loss | None = None,
         before_backward: Callable[[Forward], object] = lambda forward: None,
     ) -> tuple[list[Forward], float]:
-        """Run closures and their backward passes, with ``before_backward`` in between; return the loss."""
+        """Run closures, ``before_backward`` and backward passes; return also the sum of losses."""
         parameters = param_groups.trainable(self.param_groups)
         forwards: list[Forward] = []
         total = 0.0
