@@ -49,7 +49,7 @@ class _Grid(Strategy):
             if self.colocate:
                 rows = assign([totals[index] for index in indices], [0.0] * len(workers))
                 for index, row in zip(indices, rows, strict=True):
-                    owners[index] = [workers[row] for _ in owners[index]]
+                    owners[index] = list(itertools.repeat(workers[row], len(costs[index])))
             else:
                 column_owners = _owners([costs[index] for index in indices], workers)
                 for index, of_factors in zip(indices, column_owners, strict=True):
