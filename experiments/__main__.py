@@ -115,7 +115,9 @@ def train(
             if not equals:
                 raise ValueError(f"--set takes NAME=VALUE, not {setting!r}")
             chosen[name] = _parsed(value)
-        budget = {"seconds": seconds if seconds or steps else 10.0, "steps": steps}
+        if not (seconds or steps):
+            seconds = 10.0
+        budget = {"seconds": seconds, "steps": steps}
         config = tuning.configure(workload_name, optimizer, chosen, seed=seed, **budget)
         records = _run([config], processes, as_json=as_json)
     if as_json:

@@ -199,6 +199,6 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return (
-        value if value is None or isinstance(value, bool | int | float | str) else describe(value)
-    )
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return describe(value)

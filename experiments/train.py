@@ -213,7 +213,9 @@ class Run:
         if self.worker.world_size > 1:
             dist.all_reduce(totals)
         loss, correct, seconds = totals.tolist()
-        accuracy = correct / size(test) if test is not None and self.workload.classifies else None
+        accuracy = None
+        if test is not None and self.workload.classifies:
+            accuracy = correct / size(test)
         mean = self.workload.scale * loss / size(measured)
         return Row(len(self.step_seconds), seconds, mean, accuracy)
 

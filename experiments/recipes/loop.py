@@ -195,7 +195,9 @@ class Run:
         scaled = settings.amp == "fp16"
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=scaled)
         make = getattr(recipe, "optimizer", common.optimizer)
-        more = {"grad_scaler": self.scaler} if scaled and settings.optimizer == "soframe" else {}
+        more: dict[str, Any] = {}
+        if scaled and settings.optimizer == "soframe":
+            more["grad_scaler"] = self.scaler
         built: common.Built = make(self.model, settings, **more)
         self.optimizer, self.preconditioner = built
         set_lr(self.optimizer, 1.0)  # notes the peak in each group

@@ -166,7 +166,9 @@ def _trainer(settings: Settings, place: Place, interrupt: Interrupt) -> Any:
         about = loop.description(__name__, settings, place, net)
         write_json(settings.output / "run.json", about)
     by_soframe = settings.optimizer == "soframe"
-    clip = 0.0 if by_soframe or settings.clip is None else settings.clip
+    clip = settings.clip or 0.0
+    if by_soframe:
+        clip = 0.0
     chosen_optimizer, _ = optimizer(net, settings)
 
     class Watch(library.TrainerCallback):  # type: ignore[misc,name-defined]
