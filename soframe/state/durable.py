@@ -12,7 +12,6 @@ is done. A save that is killed leaves the earlier checkpoints as they were.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -104,7 +103,9 @@ def save(
             _write(unfinished / STATE, lambda file: torch.save(entries, file))
 
     def finish() -> None:
-        files = dict(itertools.chain.from_iterable(map(dict.items, digests)))
+        files: dict[str, Any] = {}
+        for of_rank in digests:
+            files |= of_rank
         plain = {"format": FORMAT, "version": VERSION, "sharded": sharded, "files": files}
         manifest = json.dumps(checksums.seal(plain), indent=1)
         _write(unfinished / MANIFEST, lambda file: file.write(manifest.encode()))

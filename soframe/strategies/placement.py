@@ -8,7 +8,6 @@ within the process group of the preconditioner. Ranks compare digests before the
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -224,7 +223,7 @@ class Placement:
 
         rows = []
         for name, pairs in alike(self.pairs, lambda pair: pair[0].name, how):
-            columns = zip(*itertools.starmap(_cells, pairs), strict=True)
+            columns = zip(*(_cells(work, block) for work, block in pairs), strict=True)
             row = [name]
             for column, summary in zip(columns, _common_cells(pairs), strict=True):
                 row.append(column[0] if len(set(column)) == 1 else summary)

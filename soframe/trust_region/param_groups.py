@@ -143,8 +143,10 @@ def slope_and_metric(
     metric = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
     lengths = torch.zeros_like(metric)
     for decay in dict.fromkeys(decays):
-        decayed = [of_tensor == decay for of_tensor in decays]
-        rows = [list(itertools.compress(row, decayed)) for row in (gradients, *directions)]
+        rows: list[list[Tensor | None]] = []  # of the parameters with this decay
+        for row in (gradients, *directions):
+            pairs = zip(row, decays, strict=True)
+            rows.append([tensor for tensor, of_tensor in pairs if of_tensor == decay])
         products = inner_products(rows)
         slope += products[0, 1:]
         metric += (damping + decay) * products[1:, 1:]

@@ -98,13 +98,13 @@ def jacobian_products(
     ends = [output for output in outputs if output.requires_grad]
     if not ends or not moved:
         return [tuple(map(torch.zeros_like, outputs)) for _ in directions]
-    moves = [list(map(v.__getitem__, moved)) for v in directions]
+    moves = [_selected(direction, moved) for direction in directions]
     cotangents = [fixed(end).requires_grad_() for end in ends]
     try:
         with torch.enable_grad():
             gradients = torch.autograd.grad(
                 ends,
-                list(map(inputs.__getitem__, moved)),
+                [inputs[index] for index in moved],
                 cotangents,
                 create_graph=True,
                 materialize_grads=True,
@@ -144,6 +144,10 @@ def _gradient(slope: Tensor, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
         slope, cotangents, retain_graph=True, materialize_grads=True
     )
     return gradients
+
+
+def _selected(direction: Direction, indices: Sequence[int]) -> list[Tensor | None]:
+    return [direction[index] for index in indices]
 
 
 def _moved(directions: Sequence[Direction]) -> list[int]:
