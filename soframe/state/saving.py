@@ -251,14 +251,15 @@ def history(blocks: Sequence[Block]) -> dict[str, dict[str, dict[str, int]]]:
 
     Blocks that missed their last turn are under ``"missed"``.
     """
-    missed = {b.name: {"turn": b.record.missed} for b in blocks if b.record.missed}
-    return {
-        "statistics": {
-            b.name: dict(b.record.statistics_at) for b in blocks if b.record.statistics_at
-        },
-        "solves": {b.name: dict(b.record.solved_at) for b in blocks if b.record.solved_at},
-        **({"missed": missed} if missed else {}),
-    }
+    steps: dict[str, dict[str, dict[str, int]]] = {"statistics": {}, "solves": {}}
+    for block in blocks:
+        if block.record.statistics_at:
+            steps["statistics"][block.name] = dict(block.record.statistics_at)
+        if block.record.solved_at:
+            steps["solves"][block.name] = dict(block.record.solved_at)
+        if block.record.missed:
+            steps.setdefault("missed", {})[block.name] = {"turn": block.record.missed}
+    return steps
 
 
 def load_history(saved: Mapping[str, Any], blocks: Sequence[Block]) -> None:

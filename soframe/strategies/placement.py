@@ -402,12 +402,15 @@ def _statistics(work: BlockWork, block: BlockPlacement) -> str:
         way = f"{_ranks(block.contributing(index))}=>{_ranks(block.holding(index))}"
         ways.setdefault(way, []).append(factor.name)
     everyone = _ranks(block.everyone)
-    words = [
-        *(w if len(ways) == 1 else f"{'+'.join(names)}:{w}" for w, names in ways.items()),
-        *(["deferred"] if block.deferred else []),
-        *(["packed"] if block.packed else []),
-        *([block.wire] if block.wire else []),
-    ]
+    words = list(ways)
+    if len(ways) > 1:
+        words = [f"{'+'.join(names)}:{way}" for way, names in ways.items()]
+    if block.deferred:
+        words.append("deferred")
+    if block.packed:
+        words.append("packed")
+    if block.wire:
+        words.append(block.wire)
     simply = f"{everyone}=>{everyone}"
     return "" if words in ([simply], [simply, "packed"]) else " ".join(words)
 
