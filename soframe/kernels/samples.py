@@ -77,12 +77,10 @@ def moments_by_grams(
     """Compute the same without the gradients: ``W W^T = g^T (a a^T) g`` for rows a and g."""
     inputs = torch.matmul(rows, rows.mT)  # [groups, batch, shared, shared]
     outputs = torch.matmul(output_rows, output_rows.mT)
-    inputs_by_outputs, outputs_by_inputs = (
-        torch.matmul(inputs, output_rows),
-        torch.matmul(outputs, rows),
-    )
-    left = _products(output_rows.flatten(1, 2), inputs_by_outputs.flatten(1, 2), diagonal[0])
-    return left, _products(rows.flatten(1, 2), outputs_by_inputs.flatten(1, 2), diagonal[1])
+    mixed_outputs = torch.matmul(inputs, output_rows)  # [groups, batch, shared, out]
+    mixed_inputs = torch.matmul(outputs, rows)  # [groups, batch, shared, in]
+    left = _products(output_rows.flatten(1, 2), mixed_outputs.flatten(1, 2), diagonal[0])
+    return left, _products(rows.flatten(1, 2), mixed_inputs.flatten(1, 2), diagonal[1])
 
 
 def moments_by_samples(

@@ -182,8 +182,8 @@ class AttentionHelper(LayerHelper):
             return (x.reshape(positions, batch, x.shape[-1]).transpose(0, 1), reaches)
 
         def like() -> tuple[Tensor, ...]:
-            zeros = torch.empty(1, dtype=meta.dtype, device=meta.device)
-            return (zeros.expand(batch, positions, into), reaches)
+            element = torch.empty(1, dtype=meta.dtype, device=meta.device)
+            return (element.expand(batch, positions, into), reaches)
 
         return InnerCall(
             edge=GradientEdge(node, 0),
