@@ -66,7 +66,7 @@ BOUNDS: dict[str, dict[str, float]] = {
         "pronouns": 27.7,
         "repeated": 0.5,
         "functions above 15": 41,
-        "functions above 10": 144,
+        "functions above 10": 143,
     },
     "experiments": {
         "comprehensions": 40.3,

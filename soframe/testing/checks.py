@@ -431,6 +431,11 @@ def check_solver(
     zero = torch.zeros(2, 3, 3, dtype=torch.float64)
     factors = {"left": zero, "right": _psd(2, 4, 10.0)}
     _check_solution(solver, factors, 0.1, f"{solver!r}, zero factor", bound)
+    _solve_nan(solver)
+
+
+def _solve_nan(solver: Solver) -> None:
+    """Raise unless a factor of NaNs is an error, or gives data that are not finite."""
     bad = torch.full((1, 3, 3), float("nan"))
     try:
         data = solver.solve(bad, torch.ones(1))
