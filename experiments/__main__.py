@@ -71,8 +71,8 @@ def demo(
                 title = f"[bold]{workload(name).title}[/bold], {processes} process(es)"
                 display.console().print(title)
             records = _run(configs, processes, as_json=as_json)
-            said = demonstration.sentences(name, records)
-            parts.append(_report(name, records, said, output, as_json=as_json))
+            sentences = demonstration.sentences(name, records)
+            parts.append(_report(name, records, sentences, output, as_json=as_json))
     if as_json:
         display.print_json({"processes": processes, "seed": seed, "workloads": parts})
     else:
@@ -115,7 +115,9 @@ def train(
             if not equals:
                 raise ValueError(f"--set takes NAME=VALUE, not {setting!r}")
             chosen[name] = _parsed(value)
-        budget = {"seconds": seconds if seconds or steps else 10.0, "steps": steps}
+        if not (seconds or steps):
+            seconds = 10.0
+        budget = {"seconds": seconds, "steps": steps}
         config = tuning.configure(workload_name, optimizer, chosen, seed=seed, **budget)
         records = _run([config], processes, as_json=as_json)
     if as_json:
@@ -255,7 +257,7 @@ def _run(configs: Sequence[RunConfig], processes: int, *, as_json: bool) -> list
 
 
 def _report(
-    name: str, records: list[RunRecord], said: list[str], output: Path, *, as_json: bool
+    name: str, records: list[RunRecord], sentences: list[str], output: Path, *, as_json: bool
 ) -> dict[str, Any]:
     """Draw and print the runs of a workload, and return them as data."""
     problem, targets = workload(name), records[0].targets
@@ -264,7 +266,7 @@ def _report(
     if not as_json:
         screen = display.console()
         screen.print(display.comparison(problem, records))
-        for sentence in said:
+        for sentence in sentences:
             screen.print(sentence, highlight=False)
         screen.print(f"Plot: {plot}\n", soft_wrap=True)
     runs = [{"label": record.label, **record.as_dict()} for record in records]
@@ -273,7 +275,7 @@ def _report(
         "targets": targets,
         "runs": runs,
         "plot": str(plot),
-        "summary": said,
+        "summary": sentences,
     }
 
 

@@ -81,8 +81,8 @@ def _chunk(pool: Pool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         index[number::CLASSES] = digits[drawn]
     images = _background(generator)
     for _ in range(FRAGMENTS):
-        others = torch.randint(len(drawn_from), (_CHUNK,), generator=generator)
-        ink = _placed(_fragments(drawn_from[others], generator), generator, low=0.4, high=0.7)
+        indices = torch.randint(len(drawn_from), (_CHUNK,), generator=generator)
+        ink = _placed(_fragments(drawn_from[indices], generator), generator, low=0.4, high=0.7)
         images = _painted(images, ink, generator)
     digits = _placed(drawn_from[index], generator, low=0.6, high=0.9)
     images = _painted(images, digits, generator)

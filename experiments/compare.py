@@ -115,18 +115,16 @@ def compare(plan: Plan, screen: Console) -> tuple[Table, dict[str, Any]]:
         The table, and the content of the JSON.
     """
     tuned = {name: _settle(plan, name, screen) for name in plan.optimizers}
-    contenders = [
-        (mark, tuning.configure(plan.workload, name, settings, **plan.fields, **way))
-        for name, (settings, mark, _) in tuned.items()
-        for way in plan.ways(name)
-    ]
+    contenders: list[tuple[str, RunConfig]] = []
+    for name, (settings, mark, _) in tuned.items():
+        for way in plan.ways(name):
+            config = tuning.configure(plan.workload, name, settings, **plan.fields, **way)
+            contenders.append((mark, config))
     groups = []
     for processes in plan.processes:
-        configs = [
-            config.but(seed=seed, stop_at_target=False)
-            for seed in plan.seeds
-            for _, config in contenders
-        ]
+        configs: list[RunConfig] = []
+        for seed in plan.seeds:
+            configs += [config.but(seed=seed, stop_at_target=False) for _, config in contenders]
         records = runs.kept(
             configs,
             plan.output / "runs",
@@ -190,26 +188,27 @@ def _report(
     problem = workload(plan.workload)
     table = tables.summary(problem, groups, plan.budget)
     paths = {suffix: plan.output / f"{plan.name}.{suffix}" for suffix in SUFFIXES}
-    every = [record for group in groups for record in group.records]
+    rows: list[dict[str, Any]] = []
+    for group in groups:
+        about = {"label": group.label, "settings_from": group.tuning}
+        rows += [{**about, **record.as_dict()} for record in group.records]
+    first = groups[0].records[0]
+    source = None
+    if problem.source:
+        source = {"path": str(problem.source), "sha256": problem.digest}
     content = {
         "workload": plan.workload,
-        "source": {"path": str(problem.source), "sha256": problem.digest}
-        if problem.source
-        else None,
+        "source": source,
         "title": problem.title,
         "loss": problem.loss_name,
         "budget": plan.budget,
         "seeds": plan.seeds,
         "processes": plan.processes,
-        "targets": every[0].targets,
-        "environment": environment(every[0].config.threads),
+        "targets": first.targets,
+        "environment": environment(first.config.threads),
         "tuning": {name: asdict(outcome) for name, outcome in outcomes.items() if outcome},
         "table": table.as_dict(),
-        "runs": [
-            {"label": group.label, "settings_from": group.tuning, **record.as_dict()}
-            for group in groups
-            for record in group.records
-        ],
+        "runs": rows,
         "files": {suffix: str(path) for suffix, path in paths.items()},
     }
     write_json(paths["json"], content)
@@ -225,10 +224,11 @@ def _report(
 def _named(groups: Sequence[Group]) -> dict[str, Sequence[RunRecord]]:
     """Return runs by their name in the legend, with the origin of the settings."""
     several = len({group.processes for group in groups}) > 1
-    return {
-        f"{group.label}{f', {_ranks(group.processes)}' * several} ({group.tuning})": group.records
-        for group in groups
-    }
+    named: dict[str, Sequence[RunRecord]] = {}
+    for group in groups:
+        label = f"{group.label}, {_ranks(group.processes)}" if several else group.label
+        named[f"{label} ({group.tuning})"] = group.records
+    return named
 
 
 def _title(plan: Plan, title: str) -> str:
@@ -239,4 +239,4 @@ def _title(plan: Plan, title: str) -> str:
 
 
 def _ranks(*counts: int) -> str:
-    return f"{' and '.join(map(str, counts))} rank{'s' * (counts != (1,))}"
+    return f"{' and '.join(map(str, counts))} {'rank' if counts == (1,) else 'ranks'}"

@@ -122,7 +122,6 @@ class RunConfig:
     clock: ClockName = "wall"
 
     def __post_init__(self) -> None:
-        own = method_of(self.optimizer) is not None
         for name, known in (
             ("schedule", get_args(ScheduleName)),
             ("clock", get_args(ClockName)),
@@ -141,13 +140,18 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:  # NaN included
                 raise ValueError(f"{name} must be positive, not {value}")
+        self._require_taken()
+
+    def _require_taken(self) -> None:
+        """Raise a ValueError if an argument is given that the optimizer does not take."""
+        by_soframe = method_of(self.optimizer) is not None
         trust = self.optimizer in TRUST_REGIONS
         for name, taken in (
-            ("strategy", own or self.optimizer in ("kfac", "trust-region")),
+            ("strategy", by_soframe or self.optimizer in ("kfac", "trust-region")),
             ("preconditioner", self.optimizer == "kfac"),
-            ("options", own or trust or self.optimizer in PEERS),
-            ("method", own),
-            ("modules", own or self.optimizer == "soap"),
+            ("options", by_soframe or trust or self.optimizer in PEERS),
+            ("method", by_soframe),
+            ("modules", by_soframe or self.optimizer == "soap"),
         ):
             value = getattr(self, name)
             if value not in (None, {}, "comm-opt") and not taken:

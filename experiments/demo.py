@@ -74,18 +74,18 @@ def sentences(name: str, records: Sequence[RunRecord]) -> list[str]:
     ran = {record.config.optimizer for record in records}
     if COMPOSED in ran:
         return [verdict(records, min(TARGETS[name]), COMPOSED)]
-    said = [verdict(records, min(workload(name).targets))]
+    lines = [verdict(records, min(workload(name).targets))]
     if "trust-region" in ran:
-        said.append(verdict(records, min(TARGETS[name]), "trust-region"))
+        lines.append(verdict(records, min(TARGETS[name]), "trust-region"))
     placed: dict[tuple[int, ...], list[str]] = {}
     for record in records:
         if record.config.optimizer == "kfac" and record.processes > 1:
             placed.setdefault(record.gradient_workers, []).append(record.config.strategy)
     for workers, strategies in placed.items():
         if len(strategies) > 1:
-            each = "/".join(str(count) for count in sorted(set(workers)))
-            said.append(
+            numbers = "/".join(str(count) for count in sorted(set(workers)))
+            lines.append(
                 f"On {records[0].processes} processes {' and '.join(strategies)} are the same "
-                f"placement: each block has {each} gradient worker(s)."
+                f"placement: each block has {numbers} gradient worker(s)."
             )
-    return said
+    return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import platform
@@ -60,10 +61,10 @@ MARGIN = 1.2  # below the lowest loss, in a panel that is cut
 
 def console(*, to_stderr: bool = False, width: int = 100) -> Console:
     """Return a console on the standard output, or the error output where JSON has the other one."""
-    made = Console(file=sys.stderr if to_stderr else sys.stdout)
-    if not made.is_terminal:
-        made.width = max(made.width, width)  # no terminal, no edge to wrap at
-    return made
+    screen = Console(file=sys.stderr if to_stderr else sys.stdout)
+    if not screen.is_terminal:
+        screen.width = max(screen.width, width)  # no terminal, no edge to wrap at
+    return screen
 
 
 def print_json(value: object) -> None:
@@ -109,7 +110,7 @@ def trials(
 
         def tell(trial: Trial) -> None:
             done.append(trial)
-            best = min(done, key=lambda each: each.rank)
+            best = min(done, key=lambda finished: finished.rank)
             status = f"trial {len(done)}/{number}, best loss {best.loss:.4g}"
             shown.update(task, completed=len(done), status=status)
 
@@ -123,20 +124,22 @@ def table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 ) -> Table:
     """Return a table, its first columns at the left and the others at the right."""
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
         # On a narrow terminal cells are wrapped rather than cut.
         justify: Any = "left" if index < left else "right"
-        made.add_column(column, justify=justify, overflow="fold")
+        table.add_column(column, justify=justify, overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        table.add_row(*row)
+    return table
 
 
 def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
     """Return the table of several runs of one workload."""
     columns = ["optimizer", *(f"to {target:g}\nsteps / s" for target in records[0].targets)]
-    columns += ["last\nloss", *(["test\nacc."] if workload.classifies else [])]
+    columns.append("last\nloss")
+    if workload.classifies:
+        columns.append("test\nacc.")
     columns += ["ms/\nstep", "sent per\nstep, rank", "curvature\npeak, rank"]
     rows = []
     for record in records:
@@ -156,7 +159,7 @@ def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
 
 def aligned(title: str, lines: Sequence[Sequence[str]]) -> str:
     """Return cells as text, in columns: the head first; the first of each line is at the left."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [f"\n{title}"]
     for first, *rest in lines:
         padded = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
@@ -200,21 +203,15 @@ def loss_bands(workload: Workload, groups: Mapping[str, Sequence[RunRecord]], ti
     for (label, records), style in zip(groups.items(), styles, strict=True):
         drawn = [record for record in records if not record.diverged]
         lost = [record for record in records if record.diverged]
-        style["label"] = label + (f", {len(lost)} of {len(records)} diverged" if lost else "")
+        style["label"] = label
+        if lost:
+            style["label"] += f", {len(lost)} of {len(records)} diverged"
         if records[0].processes != ranks[0]:
             # Their curves against steps coincide with those on fewer ranks.
             style["linestyle"] = (0, (4, 2 * ranks.index(records[0].processes)))
         for axes, of in ((left, "step"), (right, "seconds")):
-            grid, losses = _on_grid(drawn, of)
-            axes.plot(grid, losses.mean(axis=0), **style)
-            if len(drawn) > 1:
-                low, high = losses.min(axis=0), losses.max(axis=0)
-                axes.fill_between(grid, low, high, color=style["color"], alpha=0.2, linewidth=0)
-            for record in lost:
-                points = [getattr(row, of) for row in record.rows]
-                thin = {**style, "linewidth": 0.8, "label": "_"}
-                axes.plot(points, [row.loss for row in record.rows], **thin)
-    every = [record for records in groups.values() for record in records]
+            _draw_band(axes, of, drawn, lost, style)
+    every = list(itertools.chain.from_iterable(groups.values()))
     _finish(workload, every, every[0].targets, left, right)
     figure.suptitle(title, fontsize=12)
     handles, labels = left.get_legend_handles_labels()
@@ -223,13 +220,35 @@ def loss_bands(workload: Workload, groups: Mapping[str, Sequence[RunRecord]], ti
     return figure
 
 
+def _draw_band(
+    axes: Axes,
+    of: str,
+    drawn: Sequence[RunRecord],
+    lost: Sequence[RunRecord],
+    style: Mapping[str, Any],
+) -> None:
+    """Draw the mean of runs in their band, and each run that diverged."""
+    grid, losses = _on_grid(drawn, of)
+    axes.plot(grid, losses.mean(axis=0), **style)
+    if len(drawn) > 1:
+        low, high = losses.min(axis=0), losses.max(axis=0)
+        axes.fill_between(grid, low, high, color=style["color"], alpha=0.2, linewidth=0)
+    for record in lost:
+        points = [getattr(row, of) for row in record.rows]
+        thin = {**style, "linewidth": 0.8, "label": "_"}
+        axes.plot(points, [row.loss for row in record.rows], **thin)
+
+
 def _on_grid(records: Sequence[RunRecord], of: str) -> tuple[Array, Array]:
     """Return points, and the losses `(runs, points)` there.
 
     Steps end where a run does. Seconds run to the end of the slowest run: a faster one that has
     ended keeps its last loss.
     """
-    curves = [([getattr(row, of) for row in r.rows], [row.loss for row in r.rows]) for r in records]
+    curves: list[tuple[list[float], list[float]]] = []
+    for record in records:
+        points = [getattr(row, of) for row in record.rows]
+        curves.append((points, [row.loss for row in record.rows]))
     if not curves:
         return np.empty(0), np.empty((1, 0))
     grid = np.unique(np.concatenate([points for points, _ in curves]))
@@ -253,7 +272,8 @@ def _finish(
     right: Axes,
 ) -> None:
     """Add scales, names and targets."""
-    losses = [row.loss for record in records for row in record.rows if math.isfinite(row.loss)]
+    rows = itertools.chain.from_iterable(record.rows for record in records)
+    losses = [row.loss for row in rows if math.isfinite(row.loss)]
     low, high = min(losses, default=0.0), max(losses, default=0.0)
     # A part of a decade has too few powers of ten, and their multiples, to read losses at.
     logarithmic = low >= 0 and high > NARROW * low

@@ -54,7 +54,9 @@ def sources() -> str:
     imported.
     """
     packages = [Path(soframe.__file__).parent, ROOT / "experiments"]
-    paths = {path.resolve() for folder in packages for path in folder.rglob("*.py")}
+    paths: set[Path] = set()
+    for folder in packages:
+        paths.update(path.resolve() for path in folder.rglob("*.py"))
     installed = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "").resolve()
@@ -78,8 +80,8 @@ def _checkout() -> tuple[str | None, bool | None]:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    found = git("rev-parse", "--show-toplevel", "HEAD")
-    top, _, commit = (found or "").partition("\n")
+    output = git("rev-parse", "--show-toplevel", "HEAD")
+    top, _, commit = (output or "").partition("\n")
     if Path(top) != ROOT:  # no repository, or another one around this folder
         return None, None
     return commit, bool(git("status", "--porcelain", "--untracked-files=no"))

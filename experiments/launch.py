@@ -113,9 +113,10 @@ def launch(
                     )
                 _wait(group, listen, timeout)
             finally:
-                for process in group.processes if group else ():
-                    process.kill()
-                    process.join()
+                if group:
+                    for process in group.processes:
+                        process.kill()
+                        process.join()
         return [results[rank] for rank in range(world_size)]
 
     return call

@@ -6,6 +6,7 @@ emulates at a tenth of the speed. A fair comparison of seconds stays in the para
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -67,9 +68,10 @@ class Together(torch.optim.Optimizer):
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
-        every = [p for part in parts for group in part.param_groups for p in group["params"]]
-        super().__init__(every, {})
-        self.param_groups = [group for part in parts for group in part.param_groups]
+        groups = list(itertools.chain.from_iterable(part.param_groups for part in parts))
+        parameters = itertools.chain.from_iterable(group["params"] for group in groups)
+        super().__init__(list(parameters), {})
+        self.param_groups = groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "the training loop calls backward itself"
@@ -86,9 +88,9 @@ def muon_with_adamw(
     weight_decay: float = 0.0,
 ) -> Together:
     """Return the usual treatment: hidden matrices by Muon, all else by AdamW."""
-    matrices, others = split(model)
+    matrices, outer = split(model)
     adamw = torch.optim.AdamW(
-        others, lr=adamw_lr, betas=adamw_betas, weight_decay=weight_decay, fused=True
+        outer, lr=adamw_lr, betas=adamw_betas, weight_decay=weight_decay, fused=True
     )
     return Together(Muon(matrices, lr, momentum, weight_decay), adamw)
 
@@ -101,10 +103,15 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     outside: list[nn.Module] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if isinstance(head := getattr(model, "head", None), nn.Module):
         outside.append(head)
-    excluded = {id(p) for module in outside for p in module.parameters()}
+    excluded: set[int] = set()
+    for module in outside:
+        excluded.update(map(id, module.parameters()))
     matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    outer: list[nn.Parameter] = []
     for parameter in model.parameters():
         hidden = parameter.ndim == 2 and id(parameter) not in excluded
-        (matrices if hidden else others).append(parameter)
-    return matrices, others
+        if hidden:
+            matrices.append(parameter)
+        else:
+            outer.append(parameter)
+    return matrices, outer

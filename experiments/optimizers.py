@@ -48,8 +48,8 @@ def build_optimizer(
                 raise ValueError(
                     "trust-region cannot run: it has no name for the loss of this workload"
                 )
-            own = {"full_batch": full_batch, "strategy": config.strategy, **options}
-            return soframe.TrustRegion(model, loss=likelihood, **grouped({**common, **own}))
+            arguments = {"full_batch": full_batch, "strategy": config.strategy, **options}
+            return soframe.TrustRegion(model, loss=likelihood, **grouped({**common, **arguments}))
         case "stochastic-trust-region":
             return soframe.StochasticTrustRegion(model, **common, **options)
         case "muon":
@@ -88,24 +88,25 @@ def _published_muon(
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
     """Return `muon_with_adamw` as pytorch_optimizer has it, which orthogonalises in bfloat16."""
-    matrices, others = split(model)
+    matrices, outer_parameters = split(model)
     hidden = {"params": matrices, "lr": lr, "momentum": momentum, "use_muon": True}
-    outer = {"params": others, "lr": adamw_lr, "betas": tuple(adamw_betas), "eps": 1e-8}
+    outer = {"params": outer_parameters, "lr": adamw_lr, "betas": tuple(adamw_betas), "eps": 1e-8}
     groups = [{**g, "weight_decay": weight_decay} for g in (hidden, {**outer, "use_muon": False})]
-    made: torch.optim.Optimizer = require("pytorch_optimizer").Muon(groups)
-    return made
+    muon: torch.optim.Optimizer = require("pytorch_optimizer").Muon(groups)
+    return muon
 
 
 def _peer(
     model: nn.Module, config: RunConfig, common: dict[str, Any], options: dict[str, Any]
 ) -> torch.optim.Optimizer:
     package = require("pytorch_optimizer")
-    made: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
     if config.optimizer in UNTUNED_PEERS:
         kinds = (package.Prodigy, package.DAdaptAdam, package.ScheduleFreeAdamW)
         # With the defaults of their library: lr= of the run is not used.
-        made = dict(zip(UNTUNED_PEERS, kinds, strict=True))[config.optimizer](model.parameters())
-        return made
+        by_name = dict(zip(UNTUNED_PEERS, kinds, strict=True))
+        optimizer = by_name[config.optimizer](model.parameters())
+        return optimizer
     if config.optimizer == "soap":
         adamw_lr = options.pop("adamw_lr", None)
         if (adamw_lr is None) != (config.modules is None):
@@ -113,14 +114,14 @@ def _peer(
                 "modules= leaves parameters to AdamW, of options['adamw_lr']: give both"
             )
         inner, outer = _within(model, config.modules)
-        made = package.SOAP(inner, betas=config.betas, **common, **options)
+        optimizer = package.SOAP(inner, betas=config.betas, **common, **options)
         if not outer:
-            return made
+            return optimizer
         decay = config.weight_decay
         rest = torch.optim.AdamW(outer, lr=adamw_lr, weight_decay=decay, fused=True)
-        return Together(made, rest)
+        return Together(optimizer, rest)
     graft = require("pytorch_optimizer.optimizer.utils.graft")
-    made = package.ScalableShampoo(
+    optimizer = package.ScalableShampoo(
         model.parameters(),
         betas=config.betas,
         decoupled_weight_decay=True,
@@ -130,17 +131,15 @@ def _peer(
         **common,
         **options,
     )
-    return made
+    return optimizer
 
 
 def _within(model: nn.Module, pattern: str | None) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Split parameters as `soframe.Optimizer` does by a pattern on names of modules."""
-    matching = {
-        id(parameter)
-        for name, module in model.named_modules()
-        for parameter in module.parameters(recurse=False)
-        if pattern is None or first_match([pattern], name, type(module).__name__) is not None
-    }
+    matching: set[int] = set()
+    for name, module in model.named_modules():
+        if pattern is None or first_match([pattern], name, type(module).__name__) is not None:
+            matching.update(map(id, module.parameters(recurse=False)))
     every = list(model.parameters())
     inner = [parameter for parameter in every if id(parameter) in matching]
     return inner, [parameter for parameter in every if id(parameter) not in matching]
@@ -182,13 +181,11 @@ def settings_of(
     optimizer: torch.optim.Optimizer, preconditioner: soframe.Preconditioner | None
 ) -> dict[str, Any]:
     """Return the settings in force, defaults included, ready for JSON."""
-    settings: dict[str, Any] = {
-        "optimizer": type(optimizer).__name__,
-        "groups": [
-            {name: _plain(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ],
-    }
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        plain = {name: _plain(value) for name, value in group.items() if name != "params"}
+        groups.append(plain)
+    settings: dict[str, Any] = {"optimizer": type(optimizer).__name__, "groups": groups}
     if preconditioner is not None:
         # One line for each setting, between a first and a last line of brackets.
         lines = (line.strip().partition(": ") for line in repr(preconditioner).splitlines()[1:-1])
@@ -202,6 +199,6 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return (
-        value if value is None or isinstance(value, bool | int | float | str) else describe(value)
-    )
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return describe(value)

@@ -146,8 +146,12 @@ def verdict(records: Sequence[RunRecord], target: float, optimizer: str = "kfac"
     held_out = workload(first.config.workload).held_out
     measured = f"{'held-out' if held_out else 'training'} loss of {target:g}"
     row = first.reached(target)
-    others = [r for r in records if r.config.optimizer in FIRST_ORDER]
-    hits = [(other, hit) for other in others if (hit := other.reached(target)) is not None]
+    hits: list[tuple[RunRecord, Row]] = []
+    for record in records:
+        if record.config.optimizer in FIRST_ORDER:
+            hit = record.reached(target)
+            if hit is not None:
+                hits.append((record, hit))
     other, fastest = min(hits, key=lambda pair: pair[1].seconds, default=(None, None))
     if row is None:
         if other is None or fastest is None:

@@ -66,13 +66,13 @@ def race(
         raise ValueError(f"runs that are compared have one number of threads, not {threads}")
     with numerics(threads.pop()):
         every = [Run(ALONE, config) for config in configs]
-        while not all(one.finished() for one in every):
-            for one in every:
-                one.advance(one.rows[-1].seconds + turn)
-            on_turn([one.record() for one in every])
-        for one in every:
-            one.close()
-        return [one.record() for one in every]
+        while not all(run.finished() for run in every):
+            for run in every:
+                run.advance(run.rows[-1].seconds + turn)
+            on_turn([run.record() for run in every])
+        for run in every:
+            run.close()
+        return [run.record() for run in every]
 
 
 def turns(
@@ -97,18 +97,18 @@ def turns(
         raise ValueError(f"turns of {turn} steps do not make up a period of {period}")
     with numerics(configs[0].threads):
         every = [Run(worker, config) for config in configs]
-        for one in every:
-            one.take(turn)  # warms up, and solves for the first time
+        for run in every:
+            run.take(turn)  # warms up, and solves for the first time
         times: list[list[float]] = [[] for _ in configs]
         for _ in range(cycles):
             seconds = [0.0 for _ in every]
             for _ in range(period // turn):
-                for index, one in enumerate(every):
-                    seconds[index] += one.take(turn)
+                for index, run in enumerate(every):
+                    seconds[index] += run.take(turn)
             for index, total in enumerate(seconds):
                 times[index].append(total / period)
-        for one in every:
-            one.close()
+        for run in every:
+            run.close()
         return times
 
 

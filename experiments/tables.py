@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import re
 import statistics
@@ -124,7 +125,7 @@ class Table:
     def terminal(self) -> rich.table.Table:
         """Return the table for a console."""
         heads = [f"{a}\n{b}" for a, b in zip(self.heads, self.statistics, strict=True)]
-        rows = [[str(cell) for cell in row] for row in self.rows]
+        rows = [list(map(str, row)) for row in self.rows]
         return display.table(self.title, heads, rows, left=2)
 
     def markdown(self) -> str:
@@ -132,8 +133,8 @@ class Table:
         heads = [
             f"{a}<br>{b}" if b else a for a, b in zip(self.heads, self.statistics, strict=True)
         ]
-        rule = [":--"] * 2 + ["--:"] * (len(heads) - 2)
-        rows = [[str(cell).replace("|", "\\|") for cell in row] for row in self.rows]
+        rule = [":--", ":--", *itertools.repeat("--:", len(heads) - 2)]
+        rows = [list(map(_escaped, row)) for row in self.rows]
         lines = [f"| {' | '.join(line)} |" for line in (heads, rule, *rows)]
         return "\n".join([f"**{self.title}**", "", *lines, "", " ".join(self.notes), ""])
 
@@ -151,7 +152,7 @@ class Table:
                 r"\centering",
                 rf"\caption{{{caption}}}",
                 rf"\label{{tab:{re.sub('[^A-Za-z0-9-]', '-', label)}}}",
-                rf"\begin{{tabular}}{{ll{'r' * (len(self.heads) - 2)}}}",
+                rf"\begin{{tabular}}{{{'ll'.ljust(len(self.heads), 'r')}}}",
                 r"\toprule",
                 row(self.heads),
                 row(self.statistics),
@@ -201,20 +202,9 @@ def summary(workload: Workload, groups: Sequence[Group], budget: str) -> Table:
         groups: Its rows.
         budget: The length of a run, for the caption.
     """
-    every = [record for group in groups for record in group.records]
-    seeds = sorted({record.config.seed for record in every})
-    several = len(seeds) > 1
-    mean = "mean" if several else ""
-    columns = []
-    for target in every[0].targets:
-        columns += [
-            _Column(f"steps to {target:g}", mean, _at(target, lambda row: row.step)),
-            _Column(f"s to {target:g}", mean, _at(target, lambda row: row.seconds)),
-        ]
-    columns.append(_Column("last loss", mean, _last(lambda record: record.last.loss)))
-    if workload.classifies:
-        columns.append(_Column("accuracy, %", mean, _last(_percent)))
-    columns.append(_Column("ms/step", "median", _milliseconds))
+    seeds, ranks = _seeds(groups), {group.processes for group in groups}
+    targets = groups[0].records[0].targets
+    columns = _columns(workload, targets, "mean" if len(seeds) > 1 else "")
 
     heads, below = ["optimizer", "settings"], ["", ""]
     rows: list[list[str | Measured]] = [[group.label, group.tuning] for group in groups]
@@ -225,19 +215,41 @@ def summary(workload: Workload, groups: Sequence[Group], budget: str) -> Table:
         for row, cell in zip(rows, cells, strict=True):
             row.append(cell)
 
-    if len({group.processes for group in groups}) > 1:
+    if len(ranks) > 1:
         add("ranks", "", [str(group.processes) for group in groups])
     lost = [len(group.records) - len(group.converged) for group in groups]
     if any(lost):
         add("diverged", "seeds", [f"{n} of {len(seeds)}" for n in lost])
     for column in columns:
         add(column.head, column.statistic, [column.cell(group) for group in groups])
-    if any(group.processes > 1 for group in groups):
+    if max(ranks) > 1:
         add("sent/step", "maximum", [bytes_text(_sent(group)) for group in groups])
     add("memory", "maximum", [bytes_text(_curvature(group)) for group in groups])
     title = f"{workload.title}: {workload.loss_name}"
-    notes = _notes(groups, seeds, budget, every[0].targets, lost=any(lost))
+    notes = _notes(groups, seeds, budget, targets, lost=any(lost))
     return Table(title, tuple(heads), tuple(below), tuple(map(tuple, rows)), notes)
+
+
+def _seeds(groups: Sequence[Group]) -> list[int]:
+    seeds: set[int] = set()
+    for group in groups:
+        seeds.update(record.config.seed for record in group.records)
+    return sorted(seeds)
+
+
+def _columns(workload: Workload, targets: Sequence[float], mean: str) -> list[_Column]:
+    """Return the columns of losses and times; ``mean`` names the statistic over seeds."""
+    columns = []
+    for target in targets:
+        columns += [
+            _Column(f"steps to {target:g}", mean, _at(target, lambda row: row.step)),
+            _Column(f"s to {target:g}", mean, _at(target, lambda row: row.seconds)),
+        ]
+    columns.append(_Column("last loss", mean, _last(lambda record: record.last.loss)))
+    if workload.classifies:
+        columns.append(_Column("accuracy, %", mean, _last(_percent)))
+    columns.append(_Column("ms/step", "median", _milliseconds))
+    return columns
 
 
 def _notes(
@@ -264,11 +276,10 @@ def _notes(
         )
     if lost:
         notes.append("Seeds whose loss is no longer finite count as diverged, not in means.")
-    notes.append(
-        "ms/step: median over the steps of a run, mean over seeds."
-        if len(seeds) > 1
-        else "ms/step: median over the steps."
-    )
+    if len(seeds) > 1:
+        notes.append("ms/step: median over the steps of a run, mean over seeds.")
+    else:
+        notes.append("ms/step: median over the steps.")
     sent = "Bytes sent in a step by the busiest rank; peak" if max(ranks) > 1 else "Peak"
     notes.append(f"{sent} of the memory of second-order data on a rank.")
     if any("trials" in group.tuning for group in groups):
@@ -280,11 +291,11 @@ def _notes(
 
 
 def _at(target: float, value: Callable[[Any], float]) -> Callable[[RunRecord], float | None]:
-    def found(record: RunRecord) -> float | None:
+    def at_target(record: RunRecord) -> float | None:
         row = record.reached(target)
         return None if row is None else value(row)
 
-    return found
+    return at_target
 
 
 def _last(value: Callable[[RunRecord], float | None]) -> Callable[[RunRecord], float | None]:
@@ -344,3 +355,8 @@ def tidy(groups: Sequence[Group]) -> str:
                 evaluation = (row.step, row.seconds, row.loss, row.accuracy)
                 writer.writerow((*which, record.processes, config.seed, *evaluation, *costs))
     return text.getvalue()
+
+
+def _escaped(cell: str | Measured) -> str:
+    """Return a cell of Markdown."""
+    return str(cell).replace("|", "\\|")

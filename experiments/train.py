@@ -9,6 +9,7 @@ The clock runs during steps only; evaluations are outside.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import time
@@ -82,7 +83,9 @@ def run(
     return replace(
         ranks[0],  # it kept the clock
         sent_bytes_per_step=busiest.sent_bytes_per_step,
-        curvature_bytes=tuple(size for record in ranks for size in record.curvature_bytes),
+        curvature_bytes=tuple(
+            itertools.chain.from_iterable(record.curvature_bytes for record in ranks)
+        ),
     )
 
 
@@ -163,14 +166,14 @@ class Run:
 
     def record(self) -> RunRecord:
         """Return the record of this rank, so far; before the first step its time is NaN."""
-        each = statistics.median(self.step_seconds) if self.step_seconds else math.nan
+        seconds = statistics.median(self.step_seconds) if self.step_seconds else math.nan
         return RunRecord(
             config=self.config,
             processes=self.worker.world_size,
             parameters=sum(p.numel() for p in self.model.parameters()),
             targets=self.targets,
             rows=tuple(self.rows),
-            milliseconds_per_step=1e3 * each,
+            milliseconds_per_step=1e3 * seconds,
             sent_bytes_per_step=self._sent_bytes_per_step(),
             curvature_bytes=(self.curvature_bytes,),
             gradient_workers=self._gradient_workers(),
@@ -210,15 +213,17 @@ class Run:
         if self.worker.world_size > 1:
             dist.all_reduce(totals)
         loss, correct, seconds = totals.tolist()
-        accuracy = correct / size(test) if test is not None and self.workload.classifies else None
+        accuracy = None
+        if test is not None and self.workload.classifies:
+            accuracy = correct / size(test)
         mean = self.workload.scale * loss / size(measured)
         return Row(len(self.step_seconds), seconds, mean, accuracy)
 
     def _sum(self, mean: Callable[..., Tensor], examples: Source) -> float:
         """Return this rank's part of a sum over examples."""
-        own = torch.arange(self.worker.rank, size(examples), self.worker.world_size)
+        indices = torch.arange(self.worker.rank, size(examples), self.worker.world_size)
         total = 0.0
-        for part in own.split(self.workload.at_once or AT_ONCE):
+        for part in indices.split(self.workload.at_once or AT_ONCE):
             total += float(mean(self.model, *take(examples, part))) * len(part)
         return total
 
@@ -227,8 +232,8 @@ class Run:
         """Put averaged iterates into the model, where an optimizer has any."""
         # The schedule-free optimizers have a mode of evaluation.
         modes: Any = self.optimizer if hasattr(self.optimizer, "eval") else None
-        own = isinstance(self.optimizer, soframe.StochasticTrustRegion)
-        with self.optimizer.averaged() if own else contextlib.nullcontext():  # type: ignore[attr-defined]
+        has_average = isinstance(self.optimizer, soframe.StochasticTrustRegion)
+        with self.optimizer.averaged() if has_average else contextlib.nullcontext():  # type: ignore[attr-defined]
             if modes:
                 modes.eval()
             yield
@@ -236,8 +241,8 @@ class Run:
                 modes.train()
 
     def _batch_size(self, examples: int) -> int:
-        own = self.config.optimizer == "trust-region" and self.workload.whole
-        size = self.config.batch_size or (None if own else self.workload.batch_size)
+        takes_all = self.config.optimizer == "trust-region" and self.workload.whole
+        size = self.config.batch_size or (None if takes_all else self.workload.batch_size)
         processes = self.worker.world_size
         size = size or examples // processes * processes
         if size % processes:
@@ -320,8 +325,8 @@ class Run:
         if self.preconditioner is not None:
             for phase, traffic in self.preconditioner.traffic().items():
                 if phase != "total":
-                    each = traffic["bytes"] / len(self.step_seconds)
-                    sent[phase] = sent.get(phase, 0.0) + each
+                    per_step = traffic["bytes"] / len(self.step_seconds)
+                    sent[phase] = sent.get(phase, 0.0) + per_step
         return sent
 
 

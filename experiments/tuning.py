@@ -141,8 +141,8 @@ class Tuned:
     @property
     def mark(self) -> str:
         """The number of trials and their length, for tables and legends."""
-        each = f"{self.steps} steps" if self.seconds is None else f"{self.seconds:g} s"
-        return f"{len(self.trials)} trials of {each}"
+        length = f"{self.steps} steps" if self.seconds is None else f"{self.seconds:g} s"
+        return f"{len(self.trials)} trials of {length}"
 
     def soonest(self, target: float) -> Trial:
         """Return the trial that was at a target first, as far as is known; else the best.
@@ -152,8 +152,8 @@ class Tuned:
         """
         if target not in self.targets:
             raise ValueError(f"no target {target:g}, but {self.targets}")
-        wanted = self.targets.index(target) + 1
-        there = [trial for trial in self.trials if trial.reached >= wanted]
+        number = self.targets.index(target) + 1
+        there = [trial for trial in self.trials if trial.reached >= number]
         return min(there, key=lambda trial: trial.seconds or math.inf, default=self.best)
 
     def save(self, path: Path, workload_name: str, optimizer: str) -> None:
@@ -223,7 +223,7 @@ def tune(
     if (seconds is None) == (steps is None):
         raise ValueError("a trial has a budget in seconds or in steps")
     space = {**space, "schedule": space.get("schedule", SCHEDULES)}
-    found: list[Trial] = []
+    finished: list[Trial] = []
 
     def objective(suggest: Any) -> float:
         drawn: dict[str, Any] = {}
@@ -246,7 +246,7 @@ def tune(
             length = timed["schedule_seconds"] * record.last.step / max(record.last.seconds, 1e-9)
             drawn["schedule_steps"] = max(1, round(float(f"{length:.2g}")))
         trial = Trial.of(drawn, record)
-        found.append(trial)
+        finished.append(trial)
         on_trial(trial)
         if trial.seconds is None:
             return 1.0 + math.atan(trial.loss)  # in the order of the ranks, and finite
@@ -254,7 +254,7 @@ def tune(
 
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(1, trials // 2))
     optuna.create_study(sampler=sampler).optimize(objective, n_trials=trials)
-    ordered = tuple(sorted(found, key=lambda trial: trial.rank))
+    ordered = tuple(sorted(finished, key=lambda trial: trial.rank))
     search = f"Optuna {optuna.__version__}, TPE, {trials} trials"
     return Tuned(tuple(targets), seconds, seed, search, ordered, steps)
 
@@ -293,7 +293,7 @@ def configure(
     """
     of_run: dict[str, Any] = {}
     arguments: dict[str, Any] = {"preconditioner": {}, "options": {}, "method": {}}
-    known = {each.name for each in fields_of(RunConfig)}
+    known = {field.name for field in fields_of(RunConfig)}
     for name, value in settings.items():
         prefix, dot, argument = name.partition(".")
         if prefix not in (arguments if dot else known):

@@ -114,8 +114,8 @@ class Workload:
 
 def half_square(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return half the squared error, summed over features: a Gaussian of unit variance."""
-    found: Tensor = (model(inputs) - targets).square().sum() / (2 * len(inputs))
-    return found
+    value: Tensor = (model(inputs) - targets).square().sum() / (2 * len(inputs))
+    return value
 
 
 def cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -179,9 +179,9 @@ def _problem(name: str) -> Workload:
 
     def task(seed: int, dtype: torch.dtype) -> Task:
         with models.own_randomness():
-            made: Task = make(seed)
+            task_of_seed: Task = make(seed)
         assert dtype == torch.float32, "the small problems have no other precision"
-        return made
+        return task_of_seed
 
     return Workload(title, task, batch_size, whole=batch_size is None)
 
@@ -248,8 +248,8 @@ def _task_of(
 
 def _has_examples(examples: object) -> bool:
     if isinstance(examples, tuple):
-        tensors = all(isinstance(each, Tensor) and each.ndim > 0 for each in examples)
-        return tensors and len({len(each) for each in examples}) == 1
+        tensors = all(isinstance(tensor, Tensor) and tensor.ndim > 0 for tensor in examples)
+        return tensors and len({len(tensor) for tensor in examples}) == 1
     items = hasattr(examples, "__getitem__") and hasattr(examples, "__len__")
     return items and not isinstance(examples, Tensor)  # (inputs, targets) is one set, not two
 

@@ -26,10 +26,11 @@ each rank reads the tensors that its own placement gives it.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -122,15 +123,15 @@ def part(preconditioner: Owner) -> dict[str, Any]:
     tensors: dict[str, Tensor] = {}
     for block, place in preconditioner.curvature.placed:
         header["blocks"][block.name]["solved"] = block.solved
-        wanted, found = state.present(preconditioner.curvature.placed, block, place)
-        for entry in wanted:
+        block_entries, present = state.present(preconditioner.curvature.placed, block, place)
+        for entry in block_entries:
             if backend.rank == entry.source:
-                tensor = state.lasting(entry.path, found[entry.path])
+                tensor = state.lasting(entry.path, present[entry.path])
                 tensors["/".join((block.name, *entry.path))] = tensor
     # DCP keeps one header, so it has the checksums of all ranks.
-    mine = {name: [str(t.dtype), checksums.of_tensor(t)] for name, t in tensors.items()}
+    sums = {name: [str(t.dtype), checksums.of_tensor(t)] for name, t in tensors.items()}
     header[TENSORS] = {}
-    for theirs in gather_texts(backend, json.dumps(mine)):
+    for theirs in gather_texts(backend, json.dumps(sums)):
         header[TENSORS].update(json.loads(theirs))
     return _of_stage(preconditioner, {HEADER: json.dumps(seal(header)), **tensors})
 
@@ -160,12 +161,12 @@ def load(
             rank; then no rank changes.
     """
 
-    def read_into(wanted: dict[str, Any]) -> None:
+    def read_into(tensors: dict[str, Any]) -> None:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*to load in a single process")
                 dcp_load(
-                    {key: _of_stage(preconditioner, wanted)},
+                    {key: _of_stage(preconditioner, tensors)},
                     storage_reader=storage_reader or reader_of(checkpoint_id),
                     checkpoint_id=checkpoint_id,
                     planner=PlainPlanner(),
@@ -190,31 +191,31 @@ def load(
         preconditioner.check_header(saved)
 
     def check_tensors() -> tuple[dict[str, Any], dict[str, Tensor]]:
-        for name, tensor in wanted.items():
+        for name, tensor in tensors.items():
             if checksums.of_tensor(tensor) != saved[TENSORS][name][1]:
                 raise ValueError(f"the checkpoint is damaged: {name} has another checksum")
-        state.check(saved, wanted, preconditioner.curvature.placed, everywhere=False)
-        return saved, wanted
+        state.check(saved, tensors, preconditioner.curvature.placed, everywhere=False)
+        return saved, tensors
 
     # Errors of DCP are raised on all ranks, and all ranks check the header before DCP goes on.
     first: dict[str, Any] = {HEADER: ""}
     read_into(first)
     preconditioner.agree_on_state(check_header, lambda: first[HEADER])
-    wanted: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for block, place in preconditioner.curvature.placed:
         for entry in entries_saved(block, place, saved["blocks"][block.name]):
             if preconditioner.backend.rank in entry.holders:
                 name = "/".join((block.name, *entry.path))
                 # Keep the saved dtype until the checksums are compared.
                 dtype = _DTYPES[saved[TENSORS][name][0]]
-                wanted[name] = torch.empty(entry.spec.shape, dtype=dtype, device="cpu")
-    read_into({**first, **wanted})
+                tensors[name] = torch.empty(entry.spec.shape, dtype=dtype, device="cpu")
+    read_into({**first, **tensors})
     preconditioner.load_checked(check_tensors)
 
 
-def _of_stage(preconditioner: Owner, found: dict[str, Any]) -> dict[str, Any]:
+def _of_stage(preconditioner: Owner, contents: dict[str, Any]) -> dict[str, Any]:
     """Name a part after its pipeline stages: DCP keeps one header under each name."""
-    return {f"stages {preconditioner.stage}": found} if preconditioner.stage else found
+    return {f"stages {preconditioner.stage}": contents} if preconditioner.stage else contents
 
 
 class Whole:
@@ -261,36 +262,43 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             settings; if two have blocks of one name.
     """
     parts = list(states)
-    if not parts or any(STAGES not in one for one in parts):
-        raise ValueError("merge() takes the states of the stages of a pipeline, one of each")
-    for one in parts:
-        checksums.verify(one)
+    _require_one_run(parts)
     first = parts[0]
-    for key in ("version", "step", "owed_statistics", "scaling", "damping"):
-        if any(one.get(key) != first.get(key) for one in parts):
-            raise ValueError(
-                f"these states are of different runs or steps: {key} is "
-                f"{', '.join(str(one.get(key)) for one in parts)}"
-            )
     blocks: dict[str, Any] = {}
     history: dict[str, dict[str, Any]] = {}
     dampings: dict[str, float] = {}
-    for one in parts:
-        dampings.update(one.get("dampings", {}))
-        if both := sorted(set(blocks) & set(one["blocks"])):
+    for stage_state in parts:
+        dampings.update(stage_state.get("dampings", {}))
+        if both := sorted(set(blocks) & set(stage_state["blocks"])):
             raise ValueError(
                 f"two stages have blocks of the name(s) {', '.join(both)}: let modules have the "
                 f"names that they have in the whole model"
             )
-        blocks.update(one["blocks"])
-        for kind, of_blocks in one["history"].items():
+        blocks.update(stage_state["blocks"])
+        for kind, of_blocks in stage_state["history"].items():
             history.setdefault(kind, {}).update(of_blocks)
-    counters = {
-        name: (max if name.startswith("skipped") else sum)(one["counters"][name] for one in parts)
-        for name in first["counters"]
-    }
-    whole = {key: value for key, value in first.items() if key not in (STAGES, "late")}
-    if late := [name for one in parts for name in one.get("late", ())]:
-        whole["late"] = late
-    merged = {"blocks": blocks, "history": history, "counters": counters, "dampings": dampings}
-    return seal({**whole, **merged})
+    counters: dict[str, Any] = {}
+    for name in first["counters"]:
+        counts = [stage_state["counters"][name] for stage_state in parts]
+        counters[name] = max(counts) if name.startswith("skipped") else sum(counts)
+    merged = {key: value for key, value in first.items() if key not in (STAGES, "late")}
+    late = list(itertools.chain.from_iterable(part.get("late", ()) for part in parts))
+    if late:
+        merged["late"] = late
+    merged |= {"blocks": blocks, "history": history, "counters": counters, "dampings": dampings}
+    return seal(merged)
+
+
+def _require_one_run(parts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ValueError unless states are undamaged, of stages, and of one step of one run."""
+    if not parts or not all(STAGES in stage_state for stage_state in parts):
+        raise ValueError("merge() takes the states of the stages of a pipeline, one of each")
+    for stage_state in parts:
+        checksums.verify(stage_state)
+    for key in ("version", "step", "owed_statistics", "scaling", "damping"):
+        values = [stage_state.get(key) for stage_state in parts]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"these states are of different runs or steps: {key} is "
+                f"{', '.join(map(str, values))}"
+            )

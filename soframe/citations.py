@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -70,7 +72,7 @@ PAPERS: dict[str, dict[str, tuple[str, ...]]] = {
 def entries() -> dict[str, str]:
     """Return the BibTeX entries of `references.bib`, by key."""
     text = Path(__file__).with_name("references.bib").read_text(encoding="utf-8")
-    return {found[1]: found[0] for found in re.finditer(r"@\w+\{(\w+),\n(?:  .*\n)*\}", text)}
+    return {match[1]: match[0] for match in re.finditer(r"@\w+\{(\w+),\n(?:  .*\n)*\}", text)}
 
 
 def fields(entry: str) -> dict[str, str]:
@@ -81,8 +83,11 @@ def fields(entry: str) -> dict[str, str]:
 
 def cite(*names: str) -> dict[str, str]:
     """Return the BibTeX entries of components by registered names and, last, of soframe, by key."""
-    known = {name: keys for of_kind in PAPERS.values() for name, keys in of_kind.items()}
+    known: dict[str, Sequence[str]] = {}
+    for of_kind in PAPERS.values():
+        known |= of_kind
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(f"no references for {unknown}; there are: {', '.join(sorted(known))}")
-    keys = [key for name in names for key in known[name] if key != "soframe"]
+    keys = dict.fromkeys(itertools.chain.from_iterable(known[name] for name in names))
+    keys.pop("soframe", None)
     return {key: entries()[key] for key in (*keys, "soframe")}

@@ -276,10 +276,10 @@ def metrics(
 @app.command()
 def components(as_json: AsJson = False) -> None:
     """List the registered components by kind, including plug-ins."""
-    registered = {
-        kind: {_name(key): _name(component) for key, component in soframe.available(kind).items()}
-        for kind in KINDS
-    }
+    registered: dict[str, dict[str, str]] = {}
+    for kind in KINDS:
+        classes = soframe.available(kind)
+        registered[kind] = {_name(key): _name(c) for key, c in classes.items()}
     if as_json:
         _print_json(registered)
         return

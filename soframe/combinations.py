@@ -116,8 +116,8 @@ def refused(blocks: Sequence[Block], placement: Placement, *, solve_every: Inter
         block, place = blocks[first], placement.blocks[first]
         of = Placed(block, place, placement.strategy, every)
         for find, message in BLOCKS:
-            if found := find(of):
-                return message.format(block=block, strategy=placement.strategy, found=found)
+            if value := find(of):
+                return message.format(block=block, strategy=placement.strategy, found=value)
     return None
 
 
@@ -146,7 +146,7 @@ READ_BY: Mapping[str, Callable[[Block], bool]] = {
 
 
 def require_read(
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     defaults: Mapping[str, Any],
     blocks: Sequence[Block],
     total: Callable[[Sequence[float]], Sequence[float]] = lambda counts: counts,
@@ -154,18 +154,19 @@ def require_read(
     """Raise a ValueError unless some block reads each setting that was chosen."""
     # None and defaults are not chosen. `total` sums numbers of readers over other parts of a model.
     read_by = dict(READ_BY)
-    if given.get("fisher") == "forward-only":  # the forward-only Fisher does not read outputs
+    if settings.get("fisher") == "forward-only":  # the forward-only Fisher does not read outputs
         read_by["fisher"] = read_by["rows"]
     readers = total([float(sum(map(reads, blocks))) for reads in read_by.values()])
     unread = [
         name
         for name, count in zip(read_by, readers, strict=True)
-        if count == 0 and _chosen(given.get(name), defaults[name])
+        if count == 0 and _chosen(settings.get(name), defaults[name])
     ]
     if unread:
         they = "it" if len(unread) == 1 else "them"
+        values = ", ".join(f"{name}={settings[name]!r}" for name in unread)
         raise ValueError(
-            f"{', '.join(f'{name}={given[name]!r}' for name in unread)} would change nothing: no "
+            f"{values} would change nothing: no "
             f"method of this model reads {they}. Leave {they} out, or choose a method that does, "
             f"such as 'kfac'"
         )

@@ -142,7 +142,8 @@ class Registry:
         """Return whether a module type is itself a key, optional ones included."""
         name = f"{module_type.__module__}.{module_type.__qualname__}"
         return any(
-            key in of for key in (module_type, name) for of in (self._optional, self._components)
+            module_type in components or name in components
+            for components in (self._optional, self._components)
         )
 
     def build(self, choice: Any, base: type) -> Any:

@@ -201,11 +201,11 @@ class Shards:
         """Return the other ranks that have the parts which a rank lacks, in order."""
         if self.holds_all(rank):
             return []
-        mine = self.copies[rank]
+        copy_of_rank = self.copies[rank]
         return [
             other
             for other, copy in enumerate(self.copies)
-            if copy == mine and other != rank and self.numel(other) > 0
+            if copy == copy_of_rank and other != rank and self.numel(other) > 0
         ]
 
     def receivers(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
@@ -227,7 +227,8 @@ class Shards:
     def senders(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
         """Return the ranks that a rank receives from; for the arguments see `receivers`."""
         if back:
-            return [back[rank]] if back[rank] != rank and self.numel(rank) else []
+            arrives = back[rank] != rank and self.numel(rank) > 0
+            return [back[rank]] if arrives else []
         return self.sources(rank) if rank in workers else []
 
     def travels(self, workers: Sequence[int], back: Sequence[int] = ()) -> bool:
@@ -254,11 +255,11 @@ class Shards:
             sizes[cut.dim] = stop - start
         return tuple(sizes)
 
-    def part(self, whole: Tensor, rank: int) -> Tensor:
+    def part(self, tensor: Tensor, rank: int) -> Tensor:
         """Return the part of a whole tensor, of as many elements as ``shape``, of a rank."""
         if not self.shape:
-            return whole.reshape(())
-        part = whole.reshape(self.shape)
+            return tensor.reshape(())
+        part = tensor.reshape(self.shape)
         for cut in self._cuts:
             start, stop = cut.ranges[rank]
             part = part.narrow(cut.dim, start, stop - start)
@@ -272,4 +273,4 @@ class Shards:
     def none(cls, shape: tuple[int, ...], ranks: int, dtype: str) -> Shards:
         """Return the shards of a tensor that each of several ranks holds whole."""
         size = shape[0] if shape else 1
-        return cls(shape, 0, ((0, size),) * ranks, tuple(range(ranks)), dtype)
+        return cls(shape, 0, tuple((0, size) for _ in range(ranks)), tuple(range(ranks)), dtype)

@@ -21,32 +21,35 @@ def alike(
     items: Iterable[T], name: Callable[[T], str], key: Callable[[T], Hashable]
 ) -> list[tuple[str, list[T]]]:
     """Group items with equal keys whose names differ in numbers, as ``"layers.*.out (12)"``."""
-    groups: dict[Hashable, list[T]] = {}
+    groups: dict[tuple[str, Hashable], list[T]] = {}
     for item in items:
         groups.setdefault((re.sub(r"\d+", "*", name(item)), key(item)), []).append(item)
-    return [
-        (name(own[0]) if len(own) == 1 else f"{found[0]} ({len(own)})", own)  # type: ignore[index]
-        for found, own in groups.items()
-    ]
+    named = []
+    for pattern, members in groups.items():
+        label = name(members[0]) if len(members) == 1 else f"{pattern[0]} ({len(members)})"
+        named.append((label, members))
+    return named
 
 
 def parse_bytes(text: int | str) -> int:
     """Return a number of bytes, such as ``"2GiB"``, ``"500 MB"`` or a plain number."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([kKMGT]?)(i?)B?\s*", str(text))
-    number = float(found[1]) if found and found[1].count(".") < 2 else 0.0
-    if found is None or number <= 0:
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kKMGT]?)(i?)B?\s*", str(text))
+    number = 0.0
+    if match is not None and match[1].count(".") < 2:
+        number = float(match[1])
+    if match is None or number <= 0:
         raise ValueError(f"{text!r} is no number of bytes, such as 2000000000, '2GB' or '1.5GiB'")
-    base = 1024 if found[3] else 1000
-    return int(number * base ** " KMGT".index(found[2].upper() or " "))
+    base = 1024 if match[3] else 1000
+    return int(number * base ** " KMGT".index(match[2].upper() or " "))
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return left-aligned columns under a header and a rule, without a final newline."""
-    table = [tuple(header), *(tuple(row) for row in rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    table = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("".ljust(width, "-") for width in widths))
     return "\n".join(lines)

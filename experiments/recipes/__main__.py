@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(", ".join(f"{name}: {n} tokens" for name, n in tokens.write(settings).items()))
             return 0
         module = sys.modules[type(settings).__module__]
-        own: Callable[[Any], Outcome] | None = getattr(module, "run", None)
-        outcome = run(module, settings) if own is None else own(settings)
+        run_module: Callable[[Any], Outcome] | None = getattr(module, "run", None)
+        outcome = run(module, settings) if run_module is None else run_module(settings)
         return 0 if outcome.finished else INTERRUPTED
     except KeyboardInterrupt:  # before the first step, or the second one
         return INTERRUPTED

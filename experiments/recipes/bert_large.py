@@ -129,7 +129,7 @@ class BERT(nn.Module):
 def model(settings: Settings) -> nn.Module:
     if settings.model_code == "transformers":
         library = require("transformers")
-        made: nn.Module = library.BertForMaskedLM(
+        bert: nn.Module = library.BertForMaskedLM(
             library.BertConfig(
                 vocab_size=settings.vocabulary,
                 max_position_embeddings=settings.positions,
@@ -139,7 +139,7 @@ def model(settings: Settings) -> nn.Module:
                 num_attention_heads=settings.heads,
             )
         )
-        return made
+        return bert
     return BERT(settings)
 
 
@@ -171,8 +171,8 @@ def optimizer(model: nn.Module, settings: Settings, **more: Any) -> Built:
     if settings.optimizer != "soframe":
         return common.optimizer(model, settings)
     # The head has a side of the vocabulary's size (BERT-PyTorch skips it and its transform).
-    own = settings.model_code == "own"
-    more["skip"] = ("^head$", "^transform") if own else ("^cls",)
+    is_own_model = settings.model_code == "own"
+    more["skip"] = ("^head$", "^transform") if is_own_model else ("^cls",)
     if settings.strategy == "hybrid-opt":
         more["strategy"] = soframe.strategies.HybridOpt(gradient_workers=0.5)
     return common.optimizer(model, settings, **more)

@@ -142,9 +142,9 @@ class Common:
             return (step + 1) / (grown + 1)
         if self.schedule == "milestones":
             return float(0.1 ** sum(epoch >= milestone for milestone in self.milestones))
-        left = (steps - step) / max(steps - grown, 1)
-        shapes = {"linear": left, "root": math.sqrt(left), "constant": 1.0}
-        return shapes.get(self.schedule, 0.5 * (1 - math.cos(math.pi * left)))
+        remaining = (steps - step) / max(steps - grown, 1)
+        shapes = {"linear": remaining, "root": math.sqrt(remaining), "constant": 1.0}
+        return shapes.get(self.schedule, 0.5 * (1 - math.cos(math.pi * remaining)))
 
 
 PASSED = ("method", "solver", "strategy", "statistics_every", "solve_every")
@@ -165,23 +165,23 @@ def optimizer(model: nn.Module, settings: Common, **more: Any) -> Built:
     Raises:
         ValueError: If soframe refuses a setting.
     """
-    own = settings.optimizer == "soframe"
+    by_soframe = settings.optimizer == "soframe"
     more = {**{name: getattr(settings, name) for name in PASSED}, **more}
-    if own and settings.base is None:
+    if by_soframe and settings.base is None:
         options = {"lr": settings.rate, "weight_decay": settings.weight_decay}
         return soframe.Optimizer(model, **{**options, **more}), None
-    name = settings.base if own else settings.optimizer
+    name = settings.base if by_soframe else settings.optimizer
     assert name is not None
-    made = first_order(model, settings, name)
-    if not own:
-        return made, None
-    chosen: dict[str, Any] = {"optimizer": made}
+    base = first_order(model, settings, name)
+    if not by_soframe:
+        return base, None
+    chosen: dict[str, Any] = {"optimizer": base}
     for setting in ("damping", "decay"):
         if (value := getattr(settings, setting)) is not None:
             chosen[setting] = value
     if settings.kl_clip is not None:
         chosen["kl_clip"] = settings.kl_clip / settings.rate**2  # soframe bounds updates
-    return made, soframe.Preconditioner(model, **{**chosen, **more})
+    return base, soframe.Preconditioner(model, **{**chosen, **more})
 
 
 def first_order(model: nn.Module, settings: Common, name: str) -> torch.optim.Optimizer:

@@ -81,7 +81,7 @@ class Settings(Common):
 def model(settings: Settings) -> nn.Module:
     if settings.model_code == "transformers":
         library = require("transformers")
-        made: nn.Module = library.GPT2LMHeadModel(
+        gpt2: nn.Module = library.GPT2LMHeadModel(
             library.GPT2Config(
                 vocab_size=settings.vocabulary,
                 n_positions=settings.length,
@@ -92,7 +92,7 @@ def model(settings: Settings) -> nn.Module:
                 **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
             )
         )
-        return made
+        return gpt2
     sizes = Sizes(
         settings.vocabulary, settings.length, settings.width, settings.layers, settings.heads
     )

@@ -96,11 +96,11 @@ class Cifar10(Dataset[Example]):
     def __getitem__(self, index: int) -> Example:
         image = normalised(self.images[index].float() / 255, self.MEAN, self.DEVIATION)
         if self._train:
-            top, left = torch.randint(9, (2,)).tolist()
+            start_row, start_column = torch.randint(9, (2,)).tolist()
             image = torch.nn.functional.pad(image, (4, 4, 4, 4))[
-                :, top : top + 32, left : left + 32
+                :, start_row : start_row + 32, start_column : start_column + 32
             ]
-            image = image.flip(-1) if _flip() else image
+            image = _perhaps_flipped(image)
         return image, self.classes[index]
 
 
@@ -109,8 +109,9 @@ def normalised(image: Tensor, mean: Sequence[float], deviation: Sequence[float])
     return (image - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(deviation).view(3, 1, 1)
 
 
-def _flip() -> bool:
-    return bool(torch.rand(()) < 0.5)
+def _perhaps_flipped(image: Tensor) -> Tensor:
+    """Return an image, flipped in half of all calls."""
+    return image.flip(-1) if bool(torch.rand(()) < 0.5) else image
 
 
 # -- images of any size ---------------------------------------------------------------------------
@@ -159,17 +160,17 @@ class RandomCrop:
             aspect = math.exp(float(torch.empty(()).uniform_(-1, 1)) * math.log(4 / 3))
             across, down = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < across <= width and 0 < down <= height:
-                left = int(torch.randint(width - across + 1, ()))
-                top = int(torch.randint(height - down + 1, ()))
+                start_column = int(torch.randint(width - across + 1, ()))
+                start_row = int(torch.randint(height - down + 1, ()))
                 break
         else:  # a long image: its middle
             across = min(width, round(height * 4 / 3))
             down = min(height, round(width * 4 / 3))
-            left, top = (width - across) // 2, (height - down) // 2
+            start_column, start_row = (width - across) // 2, (height - down) // 2
         bilinear = require("PIL.Image").Resampling.BILINEAR
-        box = (left, top, left + across, top + down)
-        found = _tensor(image.resize((self.side, self.side), bilinear, box=box))
-        return found.flip(-1) if _flip() else found
+        box = (start_column, start_row, start_column + across, start_row + down)
+        resized = _tensor(image.resize((self.side, self.side), bilinear, box=box))
+        return _perhaps_flipped(resized)
 
 
 @dataclass(frozen=True)
@@ -185,9 +186,9 @@ class CentreCrop:
     def __call__(self, image: Image) -> Tensor:
         width, height = image.size
         part = min(width, height) * 7 / 8
-        left, top = (width - part) / 2, (height - part) / 2
+        start_column, start_row = (width - part) / 2, (height - part) / 2
         bilinear = require("PIL.Image").Resampling.BILINEAR
-        box = (left, top, left + part, top + part)
+        box = (start_column, start_row, start_column + part, start_row + part)
         return _tensor(image.resize((self.side, self.side), bilinear, box=box))
 
 
@@ -210,12 +211,10 @@ class ImageFolder(Dataset[Example]):
         )
         _require(folder, remedy)
         self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        self.files = [
-            (path, index)
-            for index, name in enumerate(self.classes)
-            for path in sorted((folder / name).iterdir())
-            if path.suffix.lower() in IMAGES
-        ]
+        self.files: list[tuple[Path, int]] = []
+        for index, name in enumerate(self.classes):
+            paths = sorted((folder / name).iterdir())
+            self.files += [(path, index) for path in paths if path.suffix.lower() in IMAGES]
         if not self.files:
             raise ValueError(f"{folder} has no images in folders: {remedy}")
         self._transform = transform
@@ -297,8 +296,8 @@ class TarShards(Stream):
                 yield self._transform(decoded(content, name)), torch.tensor(label)
             return
         # DataLoader takes micro-batches from workers in turns, beginning with the first worker.
-        own = (worker + self._begin) % workers
-        share, shares = own * self._ranks + self._rank, self._ranks * workers
+        position = (worker + self._begin) % workers
+        share, shares = position * self._ranks + self._rank, self._ranks * workers
         if shares > len(self.shards):
             raise ValueError(
                 f"{self._ranks} rank(s) with {workers} worker(s) cannot share {len(self.shards)} "
@@ -306,10 +305,10 @@ class TarShards(Stream):
             )
         for epoch in itertools.count(self._begin // self._per_epoch):
             first = epoch * self._per_epoch
-            mine = [n for n in range(first, first + self._per_epoch) if n % workers == own]
-            done = sum(n < self._begin for n in mine)
+            batches = [n for n in range(first, first + self._per_epoch) if n % workers == position]
+            done = sum(n < self._begin for n in batches)
             yield from self._epoch(
-                epoch, share, shares, done * self._batch, len(mine) * self._batch
+                epoch, share, shares, done * self._batch, len(batches) * self._batch
             )
 
     def _epoch(
@@ -318,9 +317,9 @@ class TarShards(Stream):
         """Yield the samples of an epoch from one number to another, reading again at the end."""
         generator = torch.Generator().manual_seed(number(self._seed, epoch))
         order = torch.randperm(len(self.shards), generator=generator).tolist()
-        own = [self.shards[index] for index in order[share::shares]]
+        shards = [self.shards[index] for index in order[share::shares]]
         generator.manual_seed(number(self._seed, epoch, share))
-        passes = (self._shuffled(own, generator) for _ in itertools.count())
+        passes = (self._shuffled(shards, generator) for _ in itertools.count())
         records = itertools.chain.from_iterable(passes)
         for index, (name, content, label) in enumerate(
             itertools.islice(records, begin, end), begin
@@ -451,8 +450,8 @@ class MaskedTokens(Dataset[Example]):
         labels = torch.full_like(tokens, -100)
         labels[drawn] = tokens[drawn]
         kind = torch.rand(count)
-        others = torch.randint(self._vocabulary, (count,))
+        random_tokens = torch.randint(self._vocabulary, (count,))
         replaced = torch.where(
-            kind < 0.8, self._mask, torch.where(kind < 0.9, others, tokens[drawn])
+            kind < 0.8, self._mask, torch.where(kind < 0.9, random_tokens, tokens[drawn])
         )
         return tokens.index_put((drawn,), replaced), labels

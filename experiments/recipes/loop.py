@@ -102,10 +102,10 @@ def _run_local(recipe: ModuleType, settings: Common) -> Outcome:
         timeout=LONGEST,
         threads=max(1, torch.get_num_threads() // settings.processes),
     )
-    others = set(multiprocessing.active_children())
+    running = set(multiprocessing.active_children())
 
     def forward() -> None:
-        for child in set(multiprocessing.active_children()) - others:
+        for child in set(multiprocessing.active_children()) - running:
             child.terminate()  # SIGTERM, which the loop there answers
 
     with Interrupt(forward) as interrupt:
@@ -201,7 +201,9 @@ class Run:
         scaled = settings.amp == "fp16"
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=scaled)
         make = getattr(recipe, "optimizer", common.optimizer)
-        more = {"grad_scaler": self.scaler} if scaled and settings.optimizer == "soframe" else {}
+        more: dict[str, Any] = {}
+        if scaled and settings.optimizer == "soframe":
+            more["grad_scaler"] = self.scaler
         built: common.Built = make(self.model, settings, **more)
         self.optimizer, self.preconditioner = built
         set_lr(self.optimizer, 1.0)  # notes the peak in each group
@@ -268,9 +270,9 @@ class Run:
             self.test.place(place.rank, place.size)
             yield from self._loader(self.test, batch_size=self.micro)
             return
-        own = range(place.rank, len(self.test), place.size)
+        numbers = range(place.rank, len(self.test), place.size)
         placed = _Seeded(self.test, self.settings.seed)
-        indices = Subset(cast(Any, placed), [(0, index) for index in own])  # type: ignore[misc]
+        indices = Subset(cast(Any, placed), [(0, index) for index in numbers])  # type: ignore[misc]
         yield from self._loader(indices, batch_size=self.micro)
 
     # -- training ---------------------------------------------------------------------------------
@@ -346,9 +348,9 @@ class Run:
         return torch.autocast(self.place.device.type, dtype=dtype, enabled=on)
 
     def _declare_terms(self, batch: list[Tensor]) -> None:
-        own = self.preconditioner or getattr(self.optimizer, "preconditioner", None)
-        if own is not None and hasattr(self.recipe, "terms"):
-            own.count(self.recipe.terms(*batch))
+        preconditioner = self.preconditioner or getattr(self.optimizer, "preconditioner", None)
+        if preconditioner is not None and hasattr(self.recipe, "terms"):
+            preconditioner.count(self.recipe.terms(*batch))
 
     # -- evaluations ------------------------------------------------------------------------------
 
@@ -377,7 +379,7 @@ class Run:
 
     def _summed(self, numbers: list[Tensor]) -> list[float]:
         """Return sums over the ranks."""
-        stacked = torch.stack([each.to(self.place.device).double() for each in numbers])
+        stacked = torch.stack([tensor.to(self.place.device).double() for tensor in numbers])
         if self.place.size > 1:
             dist.all_reduce(stacked)
         return list(stacked.tolist())
@@ -438,14 +440,14 @@ class Run:
         return {name: repr(value) for name, value in named.items() if name not in Common.FREE}
 
     def _save(self) -> None:
-        own = self.preconditioner
+        preconditioner = self.preconditioner
         state = {
             "step": self.step,
             "seconds": self.seconds,
             "settings": self._fixed(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "preconditioner": None if own is None else own.state_dict(),
+            "preconditioner": None if preconditioner is None else preconditioner.state_dict(),
             "scaler": self.scaler.state_dict(),
             "losses": self._summed([self.total, torch.tensor(float(self.counted))]),
         }
@@ -477,18 +479,18 @@ class Run:
         path = output / "metrics.jsonl"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         # A run that was killed may have left a part of a line.
-        whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        rows = [json.loads(line) for line in whole]
+        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        rows = [json.loads(line) for line in lines]
         self.rows = [row for row in rows if row["step"] <= self.step]
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
         if self.settings.tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(output / "tensorboard"), purge_step=self.step + 1)
-            own = self.preconditioner or getattr(self.optimizer, "preconditioner", None)
-            if own is not None:
+            preconditioner = self.preconditioner or getattr(self.optimizer, "preconditioner", None)
+            if preconditioner is not None:
                 # A prime: solves then have every age in the logged steps.
-                self.logger = ScalarLogger(own, self.writer, every=47)
+                self.logger = ScalarLogger(preconditioner, self.writer, every=47)
 
     # -- the screen -------------------------------------------------------------------------------
 

@@ -84,8 +84,8 @@ def model(settings: Settings) -> nn.Module:
         # GPT-2's layers keep their weights transposed.
         fan_in_fan_out=body.config.model_type == "gpt2",
     )
-    made: nn.Module = peft.get_peft_model(body, adapters)
-    return made
+    adapted: nn.Module = peft.get_peft_model(body, adapters)
+    return adapted
 
 
 def data(settings: Settings) -> tuple[TensorDataset, TensorDataset]:
@@ -103,8 +103,8 @@ def data(settings: Settings) -> tuple[TensorDataset, TensorDataset]:
 
 def loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return the mean cross entropy of the tokens that follow, in nats."""
-    found: Tensor = model(input_ids=tokens, labels=tokens).loss
-    return found
+    value: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return value
 
 
 def optimizer(model: nn.Module, settings: Settings, **more: Any) -> Built:
@@ -165,20 +165,22 @@ def _trainer(settings: Settings, place: Place, interrupt: Interrupt) -> Any:
     if place.rank == 0:
         about = loop.description(__name__, settings, place, net)
         write_json(settings.output / "run.json", about)
-    own = settings.optimizer == "soframe"
-    clip = 0.0 if own or settings.clip is None else settings.clip
-    made, _ = optimizer(net, settings)
+    by_soframe = settings.optimizer == "soframe"
+    clip = settings.clip or 0.0
+    if by_soframe:
+        clip = 0.0
+    chosen_optimizer, _ = optimizer(net, settings)
 
     class Watch(library.TrainerCallback):  # type: ignore[misc,name-defined]
         """Stops at an interrupt, and writes the evaluations."""
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
             if agreed(interrupt.asked, place) and state.global_step < state.max_steps:
                 control.should_training_stop = control.should_save = True
 
-        def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        def on_evaluate(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
             if place.rank == 0:
-                row = {"step": state.global_step, "loss": others["metrics"]["eval_loss"]}
+                row = {"step": state.global_step, "loss": arguments["metrics"]["eval_loss"]}
                 with (settings.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(jsonable(row)) + "\n")
 
@@ -207,13 +209,16 @@ def _trainer(settings: Settings, place: Place, interrupt: Interrupt) -> Any:
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
     )
+    watching: list[Any] = [Watch()]
+    if by_soframe:
+        # Without settings it saves the state of the soframe.Optimizer, on all ranks.
+        watching.insert(0, callbacks.SoframeCallback())
     return library.Trainer(
         model=net,
         args=arguments,
         train_dataset=train,
         eval_dataset=test,
         data_collator=_collated,
-        optimizers=(made, None),
-        # Without settings it saves the state of the soframe.Optimizer, on all ranks.
-        callbacks=[*([callbacks.SoframeCallback()] if own else []), Watch()],
+        optimizers=(chosen_optimizer, None),
+        callbacks=watching,
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -66,12 +65,9 @@ class Bounded(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        widths = [2] + [width] * layers
-        hidden = [
-            part
-            for before, after in pairwise(widths)
-            for part in (nn.Linear(before, after), nn.Tanh())
-        ]
+        hidden: list[nn.Module] = [nn.Linear(2, width), nn.Tanh()]
+        for _ in range(layers - 1):
+            hidden += [nn.Linear(width, width), nn.Tanh()]
         self.body = nn.Sequential(*hidden, nn.Linear(width, 1))
 
     def forward(self, points: Tensor) -> Tensor:

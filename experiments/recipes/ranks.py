@@ -74,8 +74,8 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         # Ranks of `launch` ignore SIGINT: their parent passes it on as SIGTERM.
-        own = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-        self._before = {taken: signal.signal(taken, self._note) for taken in own}
+        handled = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+        self._before = {taken: signal.signal(taken, self._note) for taken in handled}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -70,11 +70,11 @@ def model(settings: Settings) -> nn.Module:
             layers.append(Residual(channels, [(out, 3, out // channels), (out, 3, 1)]))
             channels = out
     head = nn.Linear(channels, 10)
-    made = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
-    for module in made.modules():
+    body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    for module in body.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(module.weight)
-    return made
+    return body
 
 
 def data(settings: Settings) -> tuple[Cifar10, Cifar10]:

@@ -78,8 +78,8 @@ class Settings(Common):
 
 def model(settings: Settings) -> nn.Module:
     if settings.model_code == "timm":
-        made: nn.Module = require("timm").create_model("resnet50", num_classes=settings.classes)
-        return made
+        resnet: nn.Module = require("timm").create_model("resnet50", num_classes=settings.classes)
+        return resnet
     channels = settings.width
     layers = [convolution(3, channels, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     for stage, count in enumerate(settings.layers):
@@ -109,14 +109,15 @@ def images(folder: Path, side: int, samples: int, seed: int, classes: int) -> tu
     random, centre = RandomCrop(side), CentreCrop(side)
     if any(train.glob("*.tar")):
         return TarShards(train, random, samples, seed), TarShards(test, centre, samples)
-    found = ImageFolder(train, random), ImageFolder(test, centre)
-    for where, one in zip((train, test), found, strict=True):
-        if one.classes != found[0].classes or len(one.classes) > classes:
+    folders = ImageFolder(train, random), ImageFolder(test, centre)
+    for where, part in zip((train, test), folders, strict=True):
+        if part.classes != folders[0].classes or len(part.classes) > classes:
             raise ValueError(
-                f"{where} has {len(one.classes)} classes: `train` and `val` need the same folders, "
-                f"at most {classes} (ImageNet's validation images have to be moved into folders)"
+                f"{where} has {len(part.classes)} classes: `train` and `val` need the same "
+                f"folders, at most {classes} (ImageNet's validation images have to be moved into "
+                f"folders)"
             )
-    return found
+    return folders
 
 
 def data(settings: Settings) -> tuple[Any, Any]:

@@ -51,7 +51,7 @@ def write(settings: Settings) -> dict[str, int]:
 def _tokenizer(name: str) -> Callable[[str], npt.NDArray[Any]]:
     if name == "bytes":
         return lambda text: np.frombuffer(text.encode(), dtype=np.uint8)
-    made = require("transformers").AutoTokenizer.from_pretrained(name)
-    if len(made) > 2**16:
-        raise ValueError(f"{name} has {len(made)} tokens, more than uint16 can number")
-    return lambda text: np.array(made.encode(text), dtype=np.uint16)
+    tokenizer = require("transformers").AutoTokenizer.from_pretrained(name)
+    if len(tokenizer) > 2**16:
+        raise ValueError(f"{name} has {len(tokenizer)} tokens, more than uint16 can number")
+    return lambda text: np.array(tokenizer.encode(text), dtype=np.uint16)

@@ -112,10 +112,10 @@ class ViT(nn.Module):
 
 def model(settings: Settings) -> nn.Module:
     if settings.model_code == "timm":
-        made: nn.Module = require("timm").create_model(
+        vit: nn.Module = require("timm").create_model(
             "vit_small_patch16_224", num_classes=settings.classes, img_size=settings.side
         )
-        return made
+        return vit
     return ViT(settings)
 
 

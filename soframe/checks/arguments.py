@@ -33,15 +33,17 @@ def check(
             f"grad_scaler must be a torch.amp.GradScaler, a callable that returns the factor of "
             f"the loss, or None, not {grad_scaler!r}"
         )
-    for name, given in (("dtype", dtype), ("state_dtype", state_dtype)):
-        if given not in (*FACTOR_DTYPES, torch.bfloat16, None):
+    for name, chosen_dtype in (("dtype", dtype), ("state_dtype", state_dtype)):
+        if chosen_dtype not in (*FACTOR_DTYPES, torch.bfloat16, None):
             raise ValueError(
                 f"{name} must be torch.bfloat16, {' or '.join(map(str, FACTOR_DTYPES))}, or None "
-                f"for the dtype of the parameters but at least float32, not {given}"
+                f"for the dtype of the parameters but at least float32, not {chosen_dtype}"
             )
     if isinstance(skip, str):
         raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
-    chosen = {name: tuple(one) for name, one in mappings.items() if isinstance(one, Mapping)}
+    chosen = {
+        name: tuple(mapping) for name, mapping in mappings.items() if isinstance(mapping, Mapping)
+    }
     for name, patterns in {"skip": tuple(skip), **chosen}.items():
         for pattern in patterns:
             try:

@@ -266,13 +266,13 @@ def _phases(
     phases: dict[str, dict[str, Any]] = {}
     for name in only({*sent, *times}):
         seconds, count = times.get(name), sent.get(name, {"bytes": 0, "calls": 0})
-        phases[name] = {
-            "bytes": count["bytes"],
-            "calls": count["calls"],
-            "seconds": None if seconds is None else seconds.host,
-            "device_seconds": None if seconds is None else seconds.device,
-            "share": None if seconds is None or total == 0 else seconds.host / total,
-        }
+        phase: dict[str, Any] = {"bytes": count["bytes"], "calls": count["calls"]}
+        phase |= dict.fromkeys(("seconds", "device_seconds", "share"))
+        if seconds is not None:
+            phase["seconds"], phase["device_seconds"] = seconds.host, seconds.device
+            if total != 0:
+                phase["share"] = seconds.host / total
+        phases[name] = phase
     return phases
 
 

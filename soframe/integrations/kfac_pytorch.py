@@ -92,13 +92,13 @@ def settings(**arguments: Any) -> dict[str, Any]:
             f"KFACPreconditioner of kfac-pytorch 0.4 has no argument {', '.join(unknown)}; it has "
             f"{', '.join(_DEFAULTS)}"
         )
-    given = {**_DEFAULTS, **arguments}
+    chosen = {**_DEFAULTS, **arguments}
     for name, why in _WITHOUT.items():
-        if given[name] != _DEFAULTS[name]:
-            _warn(f"{name}={given[name]!r} has no counterpart and is left out: {why}", 3)
-    method = _word("compute_method", given["compute_method"], _SOLVERS)
-    divided = method == "EIGEN" and given["compute_eigenvalue_outer_product"]
-    if divided and callable(given["damping"]):
+        if chosen[name] != _DEFAULTS[name]:
+            _warn(f"{name}={chosen[name]!r} has no counterpart and is left out: {why}", 3)
+    method = _word("compute_method", chosen["compute_method"], _SOLVERS)
+    divided = method == "EIGEN" and chosen["compute_eigenvalue_outer_product"]
+    if divided and callable(chosen["damping"]):
         _warn(
             "compute_eigenvalue_outer_product=True used the damping of the last solve; here it is "
             "that of the step at which gradients are preconditioned, as with False",
@@ -107,15 +107,15 @@ def settings(**arguments: Any) -> dict[str, Any]:
     return {
         "method": "kfac",
         "solver": _SOLVERS[method],
-        "strategy": _strategy(given),
-        "damping": given["damping"],
-        "decay": given["factor_decay"],
-        "kl_clip": given["kl_clip"],
-        "lr": given["lr"],
-        "statistics_every": given["factor_update_steps"],
-        "solve_every": given["inv_update_steps"],
-        "skip": tuple(given["skip_layers"] or ()),
-        "grad_scaler": given["grad_scaler"],
+        "strategy": _strategy(chosen),
+        "damping": chosen["damping"],
+        "decay": chosen["factor_decay"],
+        "kl_clip": chosen["kl_clip"],
+        "lr": chosen["lr"],
+        "statistics_every": chosen["factor_update_steps"],
+        "solve_every": chosen["inv_update_steps"],
+        "skip": tuple(chosen["skip_layers"] or ()),
+        "grad_scaler": chosen["grad_scaler"],
         "statistics": Statistics(scaling="kaisa", dtype=_dtype(arguments)),
     }
 
@@ -133,10 +133,10 @@ def _word(name: str, value: object, known: Mapping[str, object]) -> str:
     return word.upper()
 
 
-def _strategy(given: Mapping[str, Any]) -> Strategy:
+def _strategy(chosen: Mapping[str, Any]) -> Strategy:
     """Return the grid for a fraction of gradient workers."""
-    cost = _COSTS[_word("assignment_strategy", given["assignment_strategy"], _COSTS)]
-    fraction, together = given["grad_worker_fraction"], bool(given["colocate_factors"])
+    cost = _COSTS[_word("assignment_strategy", chosen["assignment_strategy"], _COSTS)]
+    fraction, together = chosen["grad_worker_fraction"], bool(chosen["colocate_factors"])
     if isinstance(fraction, enum.Enum):
         fraction = _FRACTIONS[_word("grad_worker_fraction", fraction, _FRACTIONS)]
     if not 0 <= fraction <= 1:
@@ -158,15 +158,15 @@ def _strategy(given: Mapping[str, Any]) -> Strategy:
 def _dtype(arguments: Mapping[str, Any]) -> torch.dtype | None:
     """Return the one dtype of factors and second-order data."""
     names = ("factor_dtype", "inv_dtype")
-    given = {name: arguments[name] for name in names if arguments.get(name) is not None}
-    if not given:
+    dtypes = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    if not dtypes:
         return None
     dtype = FACTOR_DTYPES[0]
-    for name, asked in given.items():
+    for name, asked in dtypes.items():
         if not asked.is_floating_point:
             raise ValueError(f"{name} must be a dtype of floating-point numbers, not {asked!r}")
         dtype = torch.promote_types(dtype, asked)
-    for name, asked in given.items():
+    for name, asked in dtypes.items():
         if asked != dtype:
             _warn(
                 f"{name}={asked} becomes {dtype}: factors and second-order data have one dtype, in "

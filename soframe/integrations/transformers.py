@@ -66,18 +66,18 @@ class SoframeCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take over the state of a `soframe.Optimizer`."""
-        own = plain(kwargs["optimizer"])
-        if not isinstance(own, Optimizer):
+        optimizer = plain(kwargs["optimizer"])
+        if not isinstance(optimizer, Optimizer):
             return
         if self._settings:
-            require_plain(own)
-        self.preconditioner = own.preconditioner
+            require_plain(optimizer)
+        self.preconditioner = optimizer.preconditioner
         self._stateful = SimpleNamespace(
-            state_dict=own.state_dict, load_state_dict=own.load_state_dict
+            state_dict=optimizer.state_dict, load_state_dict=optimizer.load_state_dict
         )
         # The trainer saves from rank 0 alone, while ranks have to gather the state: see `on_save`.
-        vars(own)["state_dict"] = partial(torch.optim.Optimizer.state_dict, own)
-        vars(own)["load_state_dict"] = lambda state: None  # when training begins, see there
+        vars(optimizer)["state_dict"] = partial(torch.optim.Optimizer.state_dict, optimizer)
+        vars(optimizer)["load_state_dict"] = lambda state: None  # when training begins, see there
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Build the preconditioner, and load its state if a run resumes."""

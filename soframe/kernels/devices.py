@@ -91,8 +91,8 @@ class Reading:
         """Wait for the numbers, and return them."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        found: list[float] = self._here.tolist()
-        return found
+        values: list[float] = self._here.tolist()
+        return values
 
 
 def sent(numbers: Sequence[float], like: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ paths mostly differ.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
@@ -70,12 +71,8 @@ def choose(geometry: Geometry, threads: int = 1, *, gpu: bool = False) -> Path:
 def _shifts(geometry: Geometry, threads: int) -> float:
     rows, columns, channels = geometry.rows, geometry.columns, geometry.channels
     by_row = rowwise.serves(geometry)
-    counts = [
-        r.count * c.count
-        for r in segments(rows)
-        for c in segments(columns)
-        if (r.other, c.other) <= (0, 0)
-    ]
+    pairs = itertools.product(segments(rows), segments(columns))
+    counts = [r.count * c.count for r, c in pairs if (r.other, c.other) <= (0, 0)]
     copies = 2 if by_row else 1 + len({s.shift for s in segments(columns)})
     copied = rows.size * columns.size * geometry.batch * channels * geometry.groups
     products = [_product(n * geometry.batch, channels, geometry, threads, by_row) for n in counts]
@@ -105,7 +102,9 @@ def _product(length: int, size: int, geometry: Geometry, threads: int, by_row: b
         return CALL + length * groups * 2 * READ
     work = groups * (length * max(size, NARROW) ** 2 * MULTIPLY_ADD + length * size * READ)
     apart = 2 * length * size * groups * _copy(size) if groups > 1 else 0.0  # groups are copied
-    return CALL + apart + work / (threads if by_row or size >= WIDE else 1)
+    if by_row or size >= WIDE:
+        work /= threads
+    return CALL + apart + work
 
 
 def _copy(size: int) -> float:
@@ -119,11 +118,16 @@ def _gpu_unfold(geometry: Geometry) -> float:
 
 
 def _gpu_rows(geometry: Geometry) -> float:
-    start, each = GPU_ROWS
+    start, per_product = GPU_ROWS
     rows, columns, groups = geometry.rows, geometry.columns, geometry.groups
     counts = [s.count * columns.out for s in segments(rows) if s.other <= 0]
     width = columns.kernel * geometry.channels
     copied = float(rows.size * columns.out * geometry.batch * width * groups)
     multiplied = float(sum(counts) * geometry.batch * width**2 * groups)
     apart = 1.5 if groups > 1 else 1.0  # groups are copied
-    return start + apart * each * len(counts) + copied * GPU_READ + multiplied * GPU_MULTIPLY_ADD
+    return (
+        start
+        + apart * per_product * len(counts)
+        + copied * GPU_READ
+        + multiplied * GPU_MULTIPLY_ADD
+    )

@@ -98,7 +98,7 @@ def segments(axis: Axis) -> tuple[Segment, ...]:
                 key = (other - k, origin % stride)
                 ranges[key].append((start + offset, stop + offset, k))
     for (other, residue), spans in ranges.items():
-        edges = sorted({edge for start, stop, _ in spans for edge in (start, stop)})
+        edges = sorted({start for start, _, _ in spans} | {stop for _, stop, _ in spans})
         for start, stop in pairwise(edges):
             ks = sorted(k for a, b, k in spans if a <= start and stop <= b)
             if not ks:

@@ -56,9 +56,9 @@ class Operand:
 
     def of(self, phases: Sequence[Tensor]) -> Tensor:
         """Return the view of the contiguous columns of its residue."""
-        whole, (size, strides, offset) = phases[self.phase], self.view
+        image, (size, strides, offset) = phases[self.phase], self.view
         # An image that need not be copied, such as one in channels_last, may begin anywhere.
-        return whole.as_strided(size, strides, whole.storage_offset() + offset)
+        return image.as_strided(size, strides, image.storage_offset() + offset)
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ def plan(geometry: Geometry) -> tuple[Product, ...]:
     for rows in segments(geometry.rows):
         if rows.other <= 0:
             together[rows.other, rows.start % geometry.rows.stride].append(rows)
-    return tuple(
-        _product(row_segments, columns, geometry)
-        for columns in segments(geometry.columns)
-        for (other, _), row_segments in together.items()
-        if (other, columns.other) <= (0, 0)  # not above the diagonal
-    )
+    products: list[Product] = []
+    for columns in segments(geometry.columns):
+        for (other, _), row_segments in together.items():
+            if (other, columns.other) <= (0, 0):  # not above the diagonal
+                products.append(_product(row_segments, columns, geometry))
+    return tuple(products)
 
 
 def _product(row_segments: list[Segment], columns: Segment, geometry: Geometry) -> Product:
@@ -101,8 +101,8 @@ def _product(row_segments: list[Segment], columns: Segment, geometry: Geometry) 
     left = _operand(start, columns.start, number, columns.count, geometry)
     shifted = columns.start + columns.shift
     right = _operand(start + row_segments[0].shift, shifted, number, columns.count, geometry)
-    (count, length, channels), (down, along, one), offset = left.view
-    left = Operand(left.phase, ((count, channels, length), (down, one, along), offset))
+    (count, length, channels), (down, along, across), offset = left.view
+    left = Operand(left.phase, ((count, channels, length), (down, across, along), offset))
     parts = []
     for rows in row_segments:
         first = (rows.start - start) // step

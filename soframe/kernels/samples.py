@@ -58,17 +58,17 @@ def sample_moments(
     return moments_by_samples(rows, output_rows, diagonal=diagonal)
 
 
-def _weighted(rows: Tensor, others: Tensor, diagonal: bool) -> Tensor:
+def _weighted(rows: Tensor, weighting: Tensor, diagonal: bool) -> Tensor:
     """Return the moment of ``[groups, rows, n]``, weighted with the squared lengths of others."""
-    weights: Tensor = torch.linalg.vector_norm(others, dim=2, keepdim=True).square()
+    weights: Tensor = torch.linalg.vector_norm(weighting, dim=2, keepdim=True).square()
     if diagonal:
         return (weights.mT @ rows.square()).squeeze(1)
     return (rows * weights).mT @ rows
 
 
-def _products(one: Tensor, other: Tensor, diagonal: bool) -> Tensor:
+def _products(rows: Tensor, other_rows: Tensor, diagonal: bool) -> Tensor:
     """Return ``one^T other`` of ``[groups, rows, n]``, or its diagonal ``[groups, n]``."""
-    return (one * other).sum(1) if diagonal else one.mT @ other
+    return (rows * other_rows).sum(1) if diagonal else rows.mT @ other_rows
 
 
 def moments_by_grams(
@@ -77,9 +77,10 @@ def moments_by_grams(
     """Compute the same without the gradients: ``W W^T = g^T (a a^T) g`` for rows a and g."""
     inputs = torch.matmul(rows, rows.mT)  # [groups, batch, shared, shared]
     outputs = torch.matmul(output_rows, output_rows.mT)
-    above, beside = torch.matmul(inputs, output_rows), torch.matmul(outputs, rows)
-    left = _products(output_rows.flatten(1, 2), above.flatten(1, 2), diagonal[0])
-    return left, _products(rows.flatten(1, 2), beside.flatten(1, 2), diagonal[1])
+    mixed_outputs = torch.matmul(inputs, output_rows)  # [groups, batch, shared, out]
+    mixed_inputs = torch.matmul(outputs, rows)  # [groups, batch, shared, in]
+    left = _products(output_rows.flatten(1, 2), mixed_outputs.flatten(1, 2), diagonal[0])
+    return left, _products(rows.flatten(1, 2), mixed_inputs.flatten(1, 2), diagonal[1])
 
 
 def moments_by_samples(

@@ -89,12 +89,14 @@ def _add_products(
 ) -> None:
     """Add every product over rows of one segment of columns, or of all columns."""
     step = geometry.rows.stride
-    positions = geometry.batch * (columns.count if columns else geometry.columns.out)
+    positions, column_order = geometry.batch * geometry.columns.out, 0
+    if columns is not None:
+        positions, column_order = geometry.batch * columns.count, columns.other
     # On an accelerator one long product takes one launch, and no memory for a product per row.
     gpu = devices.on_gpu(total)
     by_row = not gpu and rowwise.serves(geometry)
     for rows in segments(geometry.rows):
-        if rows.other > 0 or (rows.other == 0 and columns is not None and columns.other > 0):
+        if (rows.other, column_order) > (0, 0):
             continue  # above the diagonal
         length = rows.count * positions
         a = b = _rows_of(left, rows.start, length, step, positions)
@@ -105,18 +107,26 @@ def _add_products(
             product = total.new_empty(a.shape[1], b.shape[1])
             halves.add_inner(product, a, b, 1.0, 0.0)
             added.add_(product[None, None, None], alpha=scale)
-            continue
-        if by_row and rows.count > 1:
-            a, b = (part.unflatten(0, (rows.count, -1)) for part in (a, b))
+        elif by_row and rows.count > 1:
+            a, b = a.unflatten(0, (rows.count, -1)), b.unflatten(0, (rows.count, -1))
             added.add_(torch.bmm(a.mT, b).sum(0), alpha=scale)
-        elif geometry.groups == 1 and added.shape[1] == added.shape[2] == 1:
-            added.view(added.shape[3:]).addmm_(a.mT, b, alpha=scale)
-        elif gpu and geometry.groups == 1 and columns is None and rows.count == 1:
-            # The short product of a border, once for each block: one launch instead of two.
-            every = (added.shape[1], -1, -1)
-            added[0, :, 0].baddbmm_(a.mT.expand(every), b.expand(every), alpha=scale)
         else:
-            added.add_(_product(a, b, geometry.groups)[:, None, None], alpha=scale)
+            is_border = columns is None and rows.count == 1
+            _add_product(added, a, b, geometry.groups, scale, once_each=gpu and is_border)
+
+
+def _add_product(
+    added: Tensor, a: Tensor, b: Tensor, groups: int, scale: float, *, once_each: bool
+) -> None:
+    """Add ``a^T b`` to all blocks, ``once_each`` by a product for each."""
+    if groups == 1 and added.shape[1] == added.shape[2] == 1:
+        added.view(added.shape[3:]).addmm_(a.mT, b, alpha=scale)
+    elif groups == 1 and once_each:
+        # The short product of a border, once for each block: one launch instead of two.
+        every = (added.shape[1], -1, -1)
+        added[0, :, 0].baddbmm_(a.mT.expand(every), b.expand(every), alpha=scale)
+    else:
+        added.add_(_product(a, b, groups)[:, None, None], alpha=scale)
 
 
 def _rows_of(slab: Slab, start: int, length: int, step: int, positions: int) -> Tensor:

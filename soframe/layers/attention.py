@@ -182,8 +182,8 @@ class AttentionHelper(LayerHelper):
             return (x.reshape(positions, batch, x.shape[-1]).transpose(0, 1), reaches)
 
         def like() -> tuple[Tensor, ...]:
-            zeros = torch.empty(1, dtype=meta.dtype, device=meta.device)
-            return (zeros.expand(batch, positions, into), reaches)
+            element = torch.empty(1, dtype=meta.dtype, device=meta.device)
+            return (element.expand(batch, positions, into), reaches)
 
         return InnerCall(
             edge=GradientEdge(node, 0),
@@ -196,7 +196,7 @@ class AttentionHelper(LayerHelper):
         """Return the same rows for all projections of the call, zeros for the others."""
         x, reaches = inputs
         rows = x.unsqueeze(0).expand(self._groups, *x.shape)
-        return rows if bool(reaches.all()) else rows * _mask(reaches, x).view(-1, 1, 1, 1)
+        return _reached(rows, reaches)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
         # The features of the projections are concatenated.
@@ -206,7 +206,7 @@ class AttentionHelper(LayerHelper):
     def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         # Projections outside the call have no ones for the bias either.
         rows, reaches = super().block_rows(inputs, output_rows), inputs[1]
-        return rows if bool(reaches.all()) else rows * _mask(reaches, rows).view(-1, 1, 1, 1)
+        return _reached(rows, reaches)
 
     def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
         """Exclude projections outside the call."""
@@ -232,7 +232,7 @@ class AttentionHelper(LayerHelper):
 
     def mean_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         rows, reaches = super().mean_rows(inputs, output_rows), inputs[1]
-        return rows if bool(reaches.all()) else rows * _mask(reaches, rows).view(-1, 1, 1, 1)
+        return _reached(rows, reaches)
 
     def input_moment(
         self,
@@ -258,6 +258,13 @@ class AttentionHelper(LayerHelper):
         helper.__dict__.update(self.__dict__)
         helper._groups = 1
         return helper
+
+
+def _reached(rows: Tensor, reaches: Tensor) -> Tensor:
+    """Return rows ``[groups, ...]``, with zeros for the projections outside the call."""
+    if bool(reaches.all()):
+        return rows
+    return rows * _mask(reaches, rows).view(-1, 1, 1, 1)
 
 
 def _mask(reaches: Tensor, like: Tensor) -> Tensor:

@@ -161,7 +161,9 @@ class LayerHelper(WeightAndBias, ABC):
             By default one, for ``weight`` and ``bias``.
         """
         weight, bias = "weight" in trained, "bias" in trained and joint
-        return [cls(module, weight=weight, bias=bias)] if weight or bias else []
+        if not (weight or bias):
+            return []
+        return [cls(module, weight=weight, bias=bias)]
 
     @classmethod
     def names(cls, module: nn.Module) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def products(
 ) -> Iterator[tuple[Any, int, int]]:
     """Yield the node of each product of a weight, its first group and the number of its groups.
 
-    The search runs from the output's node ``start`` to the module's inputs ``given``. ``weights``
+    The search runs from the output's node ``start`` to the module's ``inputs``. ``weights``
     maps the id of each weight to its first group; ``out`` is the number of rows of a projection.
     """
     ends = [x.grad_fn for x in inputs if x.grad_fn is not None]

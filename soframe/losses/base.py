@@ -103,9 +103,9 @@ class Loss(ABC):
             ``[N, ...]``: of each sample's own loss, not divided by N.
         """
         total = torch.zeros_like(outputs)
-        each = outputs.new_empty(outputs.shape[0], *(1 for _ in outputs.shape[1:]))
+        per_sample = outputs.new_empty(outputs.shape[0], *(1 for _ in outputs.shape[1:]))
         for column in self.half_factor(outputs):
-            total += column * random_signs(each, generator)
+            total += column * random_signs(per_sample, generator)
         return total
 
 

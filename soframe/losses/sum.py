@@ -62,9 +62,9 @@ class Term:
         """Return a part embedded in zeros of the output's shape."""
         if self.features is None:
             return part
-        whole = torch.zeros_like(output)
-        whole[:, self.features] = part
-        return whole
+        embedded = torch.zeros_like(output)
+        embedded[:, self.features] = part
+        return embedded
 
 
 @register("loss", "sum")

@@ -10,9 +10,9 @@ four shapes of parts, and each is one block ``[groups * parts, out, in]`` for th
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product, starmap
+from itertools import product
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -193,12 +193,10 @@ class Parts(Method):
         return self._method.rebases
 
     def factor_names(self) -> frozenset[str]:
-        regions = range(self._most)
-        return frozenset(starmap(_outer, product(regions, self._method.factor_names())))
+        return _of_regions(self._most, self._method.factor_names())
 
     def state_names(self) -> frozenset[str]:
-        regions = range(self._most)
-        return frozenset(starmap(_outer, product(regions, self._method.state_names())))
+        return _of_regions(self._most, self._method.state_names())
 
     @property
     def _method(self) -> Method:
@@ -267,6 +265,13 @@ class CutRows(Parts):
     @property
     def _most(self) -> int:
         return len(runs(self.sizes))
+
+
+def _of_regions(regions: int, names: Iterable[str]) -> frozenset[str]:
+    outer: set[str] = set()
+    for name in names:
+        outer.update(_outer(number, name) for number in range(regions))
+    return frozenset(outer)
 
 
 def _outer(number: int, name: str) -> str:

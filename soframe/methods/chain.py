@@ -222,7 +222,7 @@ def _chosen(every: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
 
 
 def _common_scalings(stages: Sequence[Method]) -> tuple[str, ...]:
-    """Return the scalings that all stages allow; raise if there is none."""
+    """Return the scalings that all stages allow; raise a ValueError if none is common."""
     scalings = tuple(stages[0].scalings)
     for stage in stages[1:]:
         scalings = tuple(name for name in scalings if name in stage.scalings)
@@ -232,7 +232,7 @@ def _common_scalings(stages: Sequence[Method]) -> tuple[str, ...]:
 
 
 def _common_declarations(stages: Sequence[Method]) -> dict[str, Any]:
-    """Return a chain's attributes from those of its stages."""
+    """Derive a chain's attributes from its stages."""
     return {
         "joint": all(stage.joint for stage in stages),
         "clipped": all(stage.clipped for stage in stages),

@@ -47,10 +47,10 @@ def weighted_moments(
 ) -> dict[str, Tensor]:
     """Compute ``G R^-1 G^T / in`` and ``G^T L^-1 G / out`` from roots P of inverses ``P P^T``."""
     _, out, into = gradient.shape
-    divisors = {
-        name: float(length * (start if other in names and other not in roots else 1.0))
-        for name, other, length in (("L", "R", into), ("R", "L", out))
-    }
+    divisors = {"L": float(into), "R": float(out)}
+    for name, other in (("L", "R"), ("R", "L")):
+        if other in names and other not in roots:
+            divisors[name] *= start
     moments = gradient_moments(gradient, names, roots)
     return {name: moment.div_(divisors[name]) for name, moment in moments.items()}
 

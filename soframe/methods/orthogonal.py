@@ -153,7 +153,9 @@ def _fastest(matrix: Tensor) -> torch.dtype:
     short, long = sorted(matrix.shape[-2:])
     pays = short >= _HALF and long < _LONGEST * short
     single = matrix.dtype == torch.float32 and not devices.on_gpu(matrix)
-    return torch.bfloat16 if pays and single and devices.fast_bfloat16() else matrix.dtype
+    if pays and single and devices.fast_bfloat16():
+        return torch.bfloat16
+    return matrix.dtype
 
 
 @register("method", "orthogonalise")

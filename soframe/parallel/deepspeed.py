@@ -11,6 +11,7 @@ engine or the optimizer passed to a preconditioner.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ class _Place(NamedTuple):
 
     group: int  # the key of its list in ``averaged_gradients``
     entry: int | None  # its index in that list; None if this rank has no part of it
-    own: int  # this rank's number
+    rank: int  # this rank's number
     ranges: tuple[tuple[int, int], ...]  # of each rank's elements, perhaps empty
 
 
@@ -92,10 +93,10 @@ class Partitions(GradientHome):
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
         while optimizer is not None:
             if optimizer is self._optimizer or optimizer is self._optimizer.optimizer:
-                found: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
+                groups: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
                 for parameter, place in self.places.items():
-                    found[self._param_group(place.group)].append(parameter)
-                return list(found)
+                    groups[self._param_group(place.group)].append(parameter)
+                return list(groups)
             optimizer = getattr(optimizer, "optimizer", None)
         return []
 
@@ -125,7 +126,7 @@ class Partitions(GradientHome):
             return None
         if place.entry is None:
             return parameter.detach().new_empty(0)
-        start, stop = place.ranges[place.own]
+        start, stop = place.ranges[place.rank]
         part: Tensor = entries[place.entry].detach().view(-1)
         return part[: stop - start]
 
@@ -140,19 +141,19 @@ class Partitions(GradientHome):
 
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards:
         place = self.places[parameter]
-        others = torch.distributed.get_process_group_ranks(self._process_group(place.group))
-        if sorted(others) != sorted(ranks):
+        group_ranks = torch.distributed.get_process_group_ranks(self._process_group(place.group))
+        if sorted(group_ranks) != sorted(ranks):
             raise ValueError(
-                f"DeepSpeed shares its gradient out over the ranks {others}, and the "
+                f"DeepSpeed shares its gradient out over the ranks {group_ranks}, and the "
                 f"preconditioner works on the ranks {list(ranks)}: let both have the same"
             )
-        own = getattr(self._optimizer, "gradient_accumulation_dtype", parameter.dtype)
-        dtype = torch.promote_types(parameter.dtype, own)
+        accumulated = getattr(self._optimizer, "gradient_accumulation_dtype", parameter.dtype)
+        dtype = torch.promote_types(parameter.dtype, accumulated)
         return Shards(
             shape=(max(stop for _, stop in place.ranges),),
             dim=0,
-            ranges=tuple(place.ranges[others.index(rank)] for rank in ranks),
-            copies=(0,) * len(ranks),
+            ranges=tuple(place.ranges[group_ranks.index(rank)] for rank in ranks),
+            copies=tuple(0 for _ in ranks),
             dtype=str(dtype).removeprefix("torch."),
         )
 
@@ -181,17 +182,18 @@ class Flat(Partitions):
         optimizer, places = self._optimizer, {}
         for group, parameters in enumerate(self._parameters):
             size = int(optimizer.partition_size[group])
-            own = torch.distributed.get_rank(self._process_group(group))
+            rank = torch.distributed.get_rank(self._process_group(group))
             starts = optimizer.grad_start_offset[group]
             offsets = optimizer.grad_partition_insertion_offset[group]
             entries: dict[nn.Parameter, int] = {}
             filled = number = 0
             for parameter in optimizer.params_in_partition[group]:
                 key = optimizer.get_param_id(parameter)
-                offset = int(offsets[own][key])
-                number += offset > filled  # padding in the gap has an entry, too
+                offset = int(offsets[rank][key])
+                if offset > filled:  # padding in the gap has an entry, too
+                    number += 1
                 entries[parameter] = number
-                filled = offset + min(parameter.numel() - int(starts[own][key]), size - offset)
+                filled = offset + min(parameter.numel() - int(starts[rank][key]), size - offset)
                 number += 1
             for parameter in parameters:
                 key = optimizer.get_param_id(parameter)
@@ -203,19 +205,23 @@ class Flat(Partitions):
                         room = size - int(offsets[partition][key])
                         stop = min(parameter.numel(), start + room)
                     ranges.append((start, stop))
-                places[parameter] = _Place(group, entries.get(parameter), own, tuple(ranges))
+                places[parameter] = _Place(group, entries.get(parameter), rank, tuple(ranges))
         return places
 
     def local(self, parameter: nn.Parameter) -> Tensor:
         place = self.places[parameter]
-        start, stop = place.ranges[place.own]
+        start, stop = place.ranges[place.rank]
         return parameter.detach().view(-1)[start:stop]
 
     def _in_use(self) -> bool:
-        mappings = (p.__dict__.get(MARK) for group in self._parameters for p in group)
-        dicts = [mapping.gradient_dict for mapping in mappings if mapping is not None]
         # A rank whose partition is all padding never has gradients.
-        return all(each is self._optimizer.averaged_gradients for each in dicts)
+        for parameter in itertools.chain.from_iterable(self._parameters):
+            mapping = parameter.__dict__.get(MARK)
+            if mapping is None:
+                continue
+            if mapping.gradient_dict is not self._optimizer.averaged_gradients:
+                return False
+        return True
 
 
 class Shared(Partitions):
@@ -227,8 +233,8 @@ class Shared(Partitions):
         return self._optimizer.sub_group_process_groups[group]
 
     def _param_group(self, group: int) -> int:
-        found: int = self._optimizer.sub_group_to_group_id[group]
-        return found
+        param_group: int = self._optimizer.sub_group_to_group_id[group]
+        return param_group
 
     def _unserved(self) -> dict[str, bool]:
         optimizer = self._optimizer
@@ -246,18 +252,18 @@ class Shared(Partitions):
     def _lay_out(self) -> dict[nn.Parameter, _Place]:
         places = {}
         for group, parameters in enumerate(self._parameters):
-            own = torch.distributed.get_rank(self._process_group(group))
+            rank_of_group = torch.distributed.get_rank(self._process_group(group))
             ranks = torch.distributed.get_world_size(self._process_group(group))
             for entry, parameter in enumerate(parameters):
                 part: Any = parameter
-                size, whole = part.ds_tensor.ds_numel, part.ds_numel
-                cuts = [min(rank * size, whole) for rank in range(ranks + 1)]
-                places[parameter] = _Place(group, entry, own, tuple(pairwise(cuts)))
+                size, numel = part.ds_tensor.ds_numel, part.ds_numel
+                cuts = [min(rank * size, numel) for rank in range(ranks + 1)]
+                places[parameter] = _Place(group, entry, rank_of_group, tuple(pairwise(cuts)))
         return places
 
     def local(self, parameter: nn.Parameter) -> Tensor:
         place = self.places[parameter]
-        start, stop = place.ranges[place.own]
+        start, stop = place.ranges[place.rank]
         part: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]  # DeepSpeed's
         return part.detach().view(-1)[: stop - start]
 
@@ -285,46 +291,65 @@ def homes(
     # `known` has the storage of some of them; `sources` are optimizers, engines and their wrappers,
     # through which the optimizer of stages 1 and 2 is found.
     unknown = {p: name for name, p in named if p not in known}
-    owners = (p.__dict__.get(_OWNER) for p in unknown)
-    kinds: dict[Any, type[Partitions]] = dict.fromkeys((o for o in owners if o is not None), Shared)
-    if any(MARK in p.__dict__ for p in unknown):
-        kinds |= {one: Flat for one in _chained(sources) if hasattr(one, Flat.groups_name)}
-    found: dict[nn.Parameter, GradientHome] = {}
-    for optimizer, kind in kinds.items():
+    storages: dict[nn.Parameter, GradientHome] = {}
+    for optimizer, kind in _optimizers(unknown, sources).items():
         groups = getattr(optimizer, kind.groups_name)
-        name = next((unknown[p] for group in groups for p in group if p in unknown), None)
+        parameters = itertools.chain.from_iterable(groups)
+        name = next((unknown[p] for p in parameters if p in unknown), None)
         if name is None:
             continue
         try:
             partitions = kind(optimizer)
         except ValueError as error:
             raise ValueError(f"the parameter {name} belongs to DeepSpeed's ZeRO, {error}") from None
-        found.update(dict.fromkeys(partitions.places, partitions))
-    if found or known:
+        storages.update(dict.fromkeys(partitions.places, partitions))
+    if storages or known:
         # Last, since the other homes take precedence for an optimizer's groups.
         left_out = LeftOut()
-        for p in unknown:
-            # Its model is ZeRO's, but not its gradient.
-            out = MARK not in p.__dict__ and ("ds_id" not in p.__dict__ or _OWNER in p.__dict__)
-            if p not in found and out:
-                found[p] = left_out
-    return found
+        for parameter in unknown:
+            if parameter not in storages and _is_left_out(parameter):
+                storages[parameter] = left_out
+    return storages
+
+
+def _optimizers(
+    parameters: Iterable[nn.Parameter], sources: Sequence[object]
+) -> dict[Any, type[Partitions]]:
+    """Return ZeRO's optimizers of some parameters, with the kind of their partitions."""
+    kinds: dict[Any, type[Partitions]] = {}
+    are_flat = False
+    for parameter in parameters:
+        owner = parameter.__dict__.get(_OWNER)
+        if owner is not None:
+            kinds[owner] = Shared
+        are_flat |= MARK in parameter.__dict__
+    if are_flat:
+        flat = [source for source in _chained(sources) if hasattr(source, Flat.groups_name)]
+        kinds |= dict.fromkeys(flat, Flat)
+    return kinds
+
+
+def _is_left_out(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter's model is ZeRO's, but not its gradient."""
+    marks = parameter.__dict__
+    return MARK not in marks and ("ds_id" not in marks or _OWNER in marks)
 
 
 def _chained(sources: Sequence[Any]) -> Iterator[Any]:
     """Yield objects, the ``optimizer`` of each, and so on."""
     for source in sources:
         seen: dict[int, Any] = {}
-        one = source
-        while one is not None and id(one) not in seen:
-            yield one
-            seen[id(one)] = one
-            one = getattr(one, "optimizer", None)
+        wrapped = source
+        while wrapped is not None and id(wrapped) not in seen:
+            yield wrapped
+            seen[id(wrapped)] = wrapped
+            wrapped = getattr(wrapped, "optimizer", None)
 
 
 def _unserved(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> dict[str, bool]:
     """Return the reasons against support of any stage, with remedies, and whether they hold."""
-    dtypes = {p.dtype for group in groups for p in group}
+    parameters = list(itertools.chain.from_iterable(groups))
+    dtypes = {parameter.dtype for parameter in parameters}
     names = ("cpu_offload", "offload_optimizer", "zenflow")
     return {
         "which keeps gradients in the host's memory (offload_optimizer): leave offload_optimizer "
@@ -341,6 +366,6 @@ def _unserved(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> dict[
         ),
         "which orthogonalises gradients before they are there (Muon): use another optimizer, or "
         f"soframe.Optimizer, and {_FULLY_SHARD}": any(
-            getattr(p, "use_muon", False) for group in groups for p in group
+            getattr(parameter, "use_muon", False) for parameter in parameters
         ),
     }

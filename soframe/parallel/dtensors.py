@@ -51,8 +51,8 @@ def _waited(tensor: Any) -> Tensor:
     if wait is not None:
         wait()
         tensor = tensor.elem
-    found: Tensor = tensor
-    return found
+    plain: Tensor = tensor
+    return plain
 
 
 class DTensorGrad(GradientHome):
@@ -105,9 +105,9 @@ def shards(parameter: DTensor, ranks: Sequence[int]) -> Shards:
     """Return the sharding of a parameter over the global ranks of a preconditioner's group."""
     assert (why := unserved(parameter)) is None, why
     where = {}
-    for number, one in enumerate(meshes(parameter, ranks)):
-        for place in product(*map(range, one.shape)):
-            where[int(one[place])] = (number, place)
+    for number, mesh in enumerate(meshes(parameter, ranks)):
+        for place in product(*map(range, mesh.shape)):
+            where[int(mesh[place])] = (number, place)
     if sorted(where) != sorted(ranks):
         raise ValueError(
             f"it is sharded over the ranks {parameter.device_mesh.mesh.flatten().tolist()}, and "
@@ -120,22 +120,32 @@ def shards(parameter: DTensor, ranks: Sequence[int]) -> Shards:
     dims = list(map(_dim, parameter.placements))
     if all(dim is None for dim in dims):
         return Shards.none(tuple(parameter.shape), len(ranks), dtype)
-    uncut = [index for index, dim in enumerate(dims) if dim is None]
-    numbers: dict[tuple[int, ...], int] = {}
-    copies = []
-    for number, place in map(where.__getitem__, ranks):
-        copy = (number, *(place[index] for index in uncut))
-        copies.append(numbers.setdefault(copy, len(numbers)))
+    copies = _copies([where[rank] for rank in ranks], dims)
     bounds = [_bounds(parameter, where[rank][1]) for rank in ranks]
-    first, *others = sorted({dim for dim in dims if dim is not None})
+    first, *more_dims = sorted({dim for dim in dims if dim is not None})
+    cuts: list[Cut] = []
+    for dim in more_dims:
+        ranges = tuple(bound[dim] for bound in bounds)
+        cuts.append(Cut(dim, ranges))
     return Shards(
         shape=tuple(parameter.shape),
         dim=first,
         ranges=tuple(bound[first] for bound in bounds),
         copies=tuple(copies),
         dtype=dtype,
-        also=tuple(Cut(dim, tuple(bound[dim] for bound in bounds)) for dim in others),
+        also=tuple(cuts),
     )
+
+
+def _copies(places: Sequence[tuple[int, tuple[int, ...]]], dims: Sequence[int | None]) -> list[int]:
+    """Return the number of each rank's copy, from its mesh and its place there."""
+    uncut = [index for index, dim in enumerate(dims) if dim is None]
+    numbers: dict[tuple[int, ...], int] = {}
+    copies = []
+    for number, place in places:
+        copy = (number, *(place[index] for index in uncut))
+        copies.append(numbers.setdefault(copy, len(numbers)))
+    return copies
 
 
 def meshes(parameter: DTensor, ranks: Sequence[int]) -> list[Tensor]:
@@ -145,7 +155,9 @@ def meshes(parameter: DTensor, ranks: Sequence[int]) -> list[Tensor]:
     # NOTE: no public attribute lists the other slices; torch's own checkpoints and fully_shard read
     # these private ones, too.
     every = mesh._layout.remap_to_tensor(mesh._rank_map)
-    return [one for one in every if set(one.flatten().tolist()) <= set(ranks)]
+    return [
+        slice_ranks for slice_ranks in every if set(slice_ranks.flatten().tolist()) <= set(ranks)
+    ]
 
 
 def _dim(placement: Any) -> int | None:
@@ -177,13 +189,13 @@ def _bounds(parameter: DTensor, place: Sequence[int]) -> dict[int, tuple[int, in
 def unserved(parameter: DTensor) -> str | None:
     """Return the reason why a gradient cannot be read and written in parts, or None if it can."""
     placements, shape = tuple(parameter.placements), parameter.device_mesh.shape
-    for index, one in enumerate(placements):
+    for index, placement in enumerate(placements):
         inner = zip(placements[index + 1 :], shape[index + 1 :], strict=True)
-        parts = prod(count for other, count in inner if _dim(other) == getattr(one, "dim", None))
-        strided: Any = one
-        if type(one) not in (Shard, Replicate) and not (
-            _is_strided(one) and strided.split_factor == parts
-        ):
+        dim = getattr(placement, "dim", None)
+        parts = prod(count for other, count in inner if _dim(other) == dim)
+        strided: Any = placement
+        is_served = _is_strided(placement) and strided.split_factor == parts
+        if type(placement) not in (Shard, Replicate) and not is_served:
             return f"it is a DTensor with placements {placements}"
     return None
 
@@ -228,5 +240,7 @@ def stands_for(now: object, registered: nn.Parameter, model: nn.Module | None) -
         return False
     if not isinstance(registered, DTensor):
         return True
-    of, own = registered.placements, now.placements
-    return of[-1] == own[-1] and (len(of) > len(own) or is_fully_sharded())
+    registered_placements, now_placements = registered.placements, now.placements
+    return registered_placements[-1] == now_placements[-1] and (
+        len(registered_placements) > len(now_placements) or is_fully_sharded()
+    )

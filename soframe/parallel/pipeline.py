@@ -12,6 +12,7 @@ then over the other, is an agreement of all.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,7 +92,10 @@ class Pipeline(Stages):
 
     def _find_parts(self) -> dict[nn.Parameter, int]:
         stages = [] if self._schedule is None else _stages(self._schedule)
-        return {p: part for part, stage in enumerate(stages) for p in stage.submod.parameters()}
+        parts: dict[nn.Parameter, int] = {}
+        for part, stage in enumerate(stages):
+            parts.update(dict.fromkeys(stage.submod.parameters(), part))
+        return parts
 
     # -- at the start -------------------------------------------------------------------------
 
@@ -146,9 +150,9 @@ class Pipeline(Stages):
                         f"rank's stages alone (nn.ModuleList of several), or skip the module "
                         f"(skip=[{block.name!r}])"
                     )
-        own = set(model.parameters())
+        model_parameters = set(model.parameters())
         for parameter, part in self._parts.items():
-            if parameter not in own:
+            if parameter not in model_parameters:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} of this rank's stage "
                     f"{_stages(self._schedule)[part].stage_index} is not in the given model: build "
@@ -173,20 +177,20 @@ class Pipeline(Stages):
         compare_settings(self.backend, _NOTHING, settings)
         # The head is a weight that is tied to an embedding, or else the end of the last stage.
         if self._schedule is None:
-            own, last = {self.backend.rank: model}, self.backend.world_size - 1
+            modules, last = {self.backend.rank: model}, self.backend.world_size - 1
         else:
             stages = _stages(self._schedule)
-            own, last = {s.stage_index: s.submod for s in stages}, stages[0].num_stages - 1
+            modules, last = {s.stage_index: s.submod for s in stages}, stages[0].num_stages - 1
         ranks: dict[float, nn.Module] = {}
-        for index, module in own.items():
+        for index, module in modules.items():
             heads = heads_of(model, module)
             if heads.weights and (heads.tied or index == last):
-                ranks[1 + index + _TIED * heads.tied] = module
+                ranks[1 + index + (_TIED if heads.tied else 0)] = module
         return ranks.get(self.largest(max(ranks, default=0)))
 
     def look_over(self, registration: Registration) -> None:
-        mine = json.dumps([[block.name for block in registration.blocks], registration.unused])
-        every = [json.loads(text) for text in gather_texts(self.backend, mine, PHASE)]
+        local = json.dumps([[block.name for block in registration.blocks], registration.unused])
+        every = [json.loads(text) for text in gather_texts(self.backend, local, PHASE)]
         self._names = [names for names, _ in every]
         if not any(self._names):
             raise ValueError(
@@ -201,15 +205,15 @@ class Pipeline(Stages):
         """Return this rank's part of a whole model's state; other states unchanged."""
         if not isinstance(saved, Mapping):
             return saved
-        blocks, own = saved.get("blocks"), self._names[self.backend.rank]
+        blocks, names = saved.get("blocks"), self._names[self.backend.rank]
         if saved.get(STAGES, self.name) != self.name:
             raise ValueError(
                 f"the state is that of stages {saved[STAGES]}, and this rank has {self.name}: load "
                 f"what this rank has saved, or what soframe.checkpoint.merge makes of all"
             )
-        if STAGES in saved or not isinstance(blocks, Mapping) or set(blocks) == set(own):
+        if STAGES in saved or not isinstance(blocks, Mapping) or set(blocks) == set(names):
             return saved
-        every = [name for names in self._names for name in names]
+        every = list(itertools.chain.from_iterable(self._names))
         if len(every) > len(set(every)):
             raise ValueError(
                 "the state is that of a whole model, and the stages of this pipeline have blocks "
@@ -217,7 +221,7 @@ class Pipeline(Stages):
             )
         if set(blocks) != set(every):
             return saved  # a later check names the difference
-        return {**saved, "blocks": {name: blocks[name] for name in own}}
+        return {**saved, "blocks": {name: blocks[name] for name in names}}
 
     # -- micro-batches ------------------------------------------------------------------------
 
@@ -336,11 +340,9 @@ def _require_untied(model: Any, blocks: Sequence[Block]) -> None:
     module = sys.modules.get(_DEEPSPEED)
     if module is None or not isinstance(model, module.PipelineModule):
         return
-    tied = {
-        id(parameter)
-        for key in model.tied_comms
-        for parameter in model.tied_modules[key].parameters()
-    }
+    tied: set[int] = set()
+    for key in model.tied_comms:
+        tied.update(map(id, model.tied_modules[key].parameters()))
     for block in blocks:
         if any(id(parameter) in tied for parameter in block.parameters.values()):
             raise ValueError(
@@ -366,7 +368,9 @@ def _splits(schedule: Any) -> bool:
         return True
     # The compiled schedule may merge successive halves of a pass.
     order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order or {}
-    actions = [one for row in order.values() for one in row if one is not None]
-    inner = [part for one in actions for part in getattr(one, "sub_actions", None) or ()]
-    kinds = {one.computation_type.name for one in (*actions, *inner)}
+    kinds: set[str] = set()
+    for action in itertools.chain.from_iterable(order.values()):
+        if action is not None:
+            inner = getattr(action, "sub_actions", None) or ()
+            kinds.update(part.computation_type.name for part in (action, *inner))
     return not kinds.isdisjoint({"BACKWARD_INPUT", "BACKWARD_WEIGHT"})

@@ -6,6 +6,7 @@ refuses to be built, and to step if such a framework came later.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from soframe.blocks.block import Block
 from soframe.parallel.dtensors import meshes, uncomputed, unserved
 from soframe.parallel.tensor_parallel import is_hidden, planned
 from soframe.strategies.placement import Placement
+from soframe.strategies.work import BlockPlacement
 
 _INSTEAD = (
     "shard the model by torch.distributed.fsdp.fully_shard; or use DistributedDataParallel, with "
@@ -41,8 +43,8 @@ _OWNERS = (
 
 def require_served(name: str, parameter: nn.Parameter) -> None:
     """Raise a ValueError if the gradient of a parameter is out of reach."""
-    own = parameter.__dict__
-    owner = next((o for m, o in zip(sharding.MARKS, _OWNERS, strict=True) if m in own), None)
+    attributes = parameter.__dict__
+    owner = next((o for m, o in zip(sharding.MARKS, _OWNERS, strict=True) if m in attributes), None)
     if owner is None and isinstance(parameter, DTensor) and (why := unserved(parameter)):
         owner = f"several plans at once, or one of a kind that is not known ({why})"
     if owner is not None:
@@ -62,17 +64,18 @@ def require_model(model: nn.Module, distributed: bool, ranks: Sequence[int]) -> 
             "torch.distributed._composable.replicate_with_fsdp, by fully_shard, or yourself over "
             "mesh['dp'].get_group(), which all go with a plan"
         )
-    for one in planned(model) if distributed else ():
-        if one.alone and sharding.sharded_modules(model):
+    plans = planned(model) if distributed else ()
+    for plan in plans:
+        if plan.alone and sharding.sharded_modules(model):
             raise ValueError(
-                f"the parameter {one.name} belongs to a tensor-parallel plan, whose ranks have the "
-                f"same data, and other modules of the model to fully_shard, whose ranks have their "
-                f"own: put the plan on one dimension of a mesh, and call fully_shard on the whole "
-                f"model with another one (mesh=mesh['dp']); or leave out one of the two"
+                f"the parameter {plan.name} belongs to a tensor-parallel plan, whose ranks have "
+                f"the same data, and other modules of the model to fully_shard, whose ranks have "
+                f"their own: put the plan on one dimension of a mesh, and call fully_shard on the "
+                f"whole model with another one (mesh=mesh['dp']); or leave out one of the two"
             )
-        if (why := uncomputed(one.parameter, one.dims)) is not None:
+        if (why := uncomputed(plan.parameter, plan.dims)) is not None:
             raise ValueError(
-                f"the parameter {one.name} belongs to a tensor-parallel plan that {why}; or "
+                f"the parameter {plan.name} belongs to a tensor-parallel plan that {why}; or "
                 f"instead {_INSTEAD}"
             )
     if (why := _apart(model, ranks)) is not None:
@@ -92,28 +95,28 @@ def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
     # or have the same data.
     if not sharding.sharded_modules(model):
         return None
-    plans = {id(one.parameter): one.dims for one in planned(model)}
+    plans = {id(plan.parameter): plan.dims for plan in planned(model)}
     together = {rank: {rank} for rank in ranks}
     averaged: dict[frozenset[int], str] = {}
     spans: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
-        for one in meshes(parameter, ranks):
-            joined = set().union(*(together[rank] for rank in one.flatten().tolist()))
+        for mesh_ranks in meshes(parameter, ranks):
+            joined = set().union(*(together[rank] for rank in mesh_ranks.flatten().tolist()))
             together.update(dict.fromkeys(joined, joined))
         mesh = parameter.device_mesh
         dims, place = plans.get(id(parameter), 0), mesh.get_coordinate()
         assert place is not None
         here: Any = (..., *place[mesh.ndim - dims :])
-        own = mesh.mesh[here]
-        among, span = (frozenset(of.flatten().tolist()) for of in (own, mesh.mesh))
+        among = frozenset(mesh.mesh[here].flatten().tolist())
+        span = frozenset(mesh.mesh.flatten().tolist())
         spans[name] = among, span
         if not dims:
             averaged.setdefault(among, name)
-    found = together[ranks[0]]
-    if found != set(ranks):
-        return f"the model is sharded over the ranks {sorted(found)}"
+    connected = together[ranks[0]]
+    if connected != set(ranks):
+        return f"the model is sharded over the ranks {sorted(connected)}"
     data = next(iter(averaged), next(iter(spans.values()))[0])
     for name, (among, span) in spans.items():
         # Experts over ranks: with the ranks of their plan they see the data of all ranks.
@@ -129,10 +132,10 @@ def refused_together(
     model: nn.Module, blocks: Sequence[Block], placement: Placement, *, draws: bool
 ) -> str | None:
     """Return an error if ranks of a plan draw their own targets or take no statistics, or None."""
-    every = (p for block in blocks for p in block.parameters.values())
-    if not draws and not any(map(sharding.is_distributed, every)):
+    parameters = itertools.chain.from_iterable(block.parameters.values() for block in blocks)
+    if not draws and not any(map(sharding.is_distributed, parameters)):
         return None
-    of_plans = {id(one.parameter): one.name for one in planned(model)}
+    of_plans = {id(plan.parameter): plan.name for plan in planned(model)}
     if of_plans and draws:
         return (
             f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
@@ -140,11 +143,8 @@ def refused_together(
             f"pass Statistics(fisher='type-2'), or 'empirical'"
         )
     for block, place in zip(blocks, placement.blocks, strict=True):
-        if not any(id(p) in of_plans for p in block.parameters.values()):
-            continue
-        captured = [index for index, factor in enumerate(block.factors) if factor.captured]
-        ranks = range(placement.world_size)
-        if not all(place.contributes(rank, index) for rank in ranks for index in captured):
+        in_plan = any(id(p) in of_plans for p in block.parameters.values())
+        if in_plan and not _all_contribute(block, place):
             return (
                 f"{block.name} belongs to a tensor-parallel plan, all ranks of which bring the "
                 f"rows of a call together, and under strategy {placement.strategy!r} some ranks "
@@ -173,3 +173,9 @@ def refuse_own_step() -> NoReturn:
         "soframe.integrations.deepspeed.DeepSpeedPreconditioner, with the same method=; or "
         "shard the model by torch.distributed.fsdp.fully_shard"
     )
+
+
+def _all_contribute(block: Block, place: BlockPlacement) -> bool:
+    """Return whether all ranks take the statistics of all factors that are made of calls."""
+    captured = [index for index, factor in enumerate(block.factors) if factor.captured]
+    return all(set(place.contributing(index)) == set(place.everyone) for index in captured)

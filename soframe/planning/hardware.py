@@ -218,8 +218,10 @@ class Hardware:
 
     def _by_links(self, operation: str, size: float, ranks: int, group: Sequence[int]) -> float:
         """Price a collective by a ring for its bytes and a tree for its latency."""
-        together = self.node is None or min(group) // self.node == max(group) // self.node
-        link = self.within if together or self.across is None else self.across
+        is_within = self.node is None or min(group) // self.node == max(group) // self.node
+        link = self.within
+        if self.across is not None and not is_within:
+            link = self.across
         rounds, volume = math.ceil(math.log2(ranks)), (ranks - 1) / ranks
         if operation == "all_reduce":
             rounds, volume = 2 * rounds, 2 * volume

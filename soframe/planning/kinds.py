@@ -131,7 +131,7 @@ def _are_separate(shapes: Sequence[Shape], *, has_tokens: bool) -> bool:
 
 
 def _are_three_projections(shapes: Sequence[Shape]) -> bool:
-    """Return whether layers are those of queries, keys and values, without a way back."""
+    """Return whether three layers make queries, keys and values, without a way back."""
     if len(shapes) != 3 or len({into for _, into in shapes}) > 1:
         return False
     outs = [out for out, _ in shapes]

@@ -47,7 +47,7 @@ class _Stack:
 
     @property
     def is_read_in_place(self) -> bool:
-        """Whether its gradients are those of a single parameter, which are not copied."""
+        """Whether it has a single parameter, whose gradient is not copied."""
         return len(self.members) == self.work.parameters == 1
 
     def factor(self, index: int, *, packed: bool) -> int:
@@ -119,7 +119,7 @@ def _sums(stacks: Sequence[_Stack], part: Part) -> _Sums:
 
 
 def _updating(costs: Costs, placement: Placement, stacks: Sequence[_Stack], part: Part) -> int:
-    """Return the bytes of updates and new states, beside gradients, or of statistics of those."""
+    """Return the bytes of updates and new states, or of statistics, beside gradients."""
     # Updates and new states; then updates on the way, and those that arrive.
     updates = [costs.direct(stacks[number].members) for number in part.directs]
     results = sum(update.results for update in updates)
@@ -160,9 +160,9 @@ def _solving(
     # Then second-order data that arrive, by stack, out of triangles.
     arrived, triangles = [0] * len(stacks), 0
     for number, stack in enumerate(stacks):
-        for spec in _received(placement, stack, rank):
-            arrived[number] += stack.item * prod(spec.shape)
-            triangles += stack.item * spec.packed_numel
+        for tensor in _received(placement, stack, rank):
+            arrived[number] += stack.item * prod(tensor.shape)
+            triangles += stack.item * tensor.packed_numel
 
     # Parts of several owners are joined, stack by stack. Solves that continue from the last data
     # keep them until the end.

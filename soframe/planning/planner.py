@@ -572,12 +572,13 @@ def _schedule(
     background: int = 0,
 ) -> Schedule:
     weights = sum(p.numel() * p.element_size() for p in task.parameters)
+    averages = ranks > 1 and not local  # outside of the step
     return Schedule(
         costs.hardware,
         of_ranks,
         ranks=ranks,
         passes=costs.passes.seconds,
-        gradients=0 if local or ranks == 1 else weights,
+        gradients=weights if averages else 0,
         optimizer=5 * weights / costs.hardware.bandwidth,
         background=background,
     )

@@ -143,7 +143,9 @@ def _all_entries(name: str, tensor: Tensor) -> Tensor | tuple[Tensor, Tensor, Te
 
 
 def _one(dtype: torch.dtype) -> bool | float | int:
-    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -373,11 +373,12 @@ def _apart(
 
 def _largest(tensor: Tensor, groups: int) -> Tensor:
     """Return the largest absolute value of each group, ``[groups]``; NaN if any entry is."""
+    norm: Tensor
     if tensor.shape[:1] != (groups,):
-        largest: Tensor = torch.linalg.vector_norm(tensor, math.inf)
-        return largest.expand(groups)
-    largest: Tensor = torch.linalg.vector_norm(tensor.reshape(groups, -1), math.inf, dim=1)
-    return largest
+        norm = torch.linalg.vector_norm(tensor, math.inf)
+        return norm.expand(groups)
+    norm = torch.linalg.vector_norm(tensor.reshape(groups, -1), math.inf, dim=1)
+    return norm
 
 
 def _usable(solver: Solver, data: Mapping[str, Tensor], groups: int) -> bool | Tensor:

@@ -101,8 +101,8 @@ def verify(state: Any, what: str = "the state") -> None:
     except TypeError as error:
         raise ValueError(f"{what} is damaged: {error}") from error
     remedy = "a state that is changed on purpose needs soframe.checkpoint.seal"
-    known, found = saved["tensors"], actual["tensors"]
-    differ = [name for name in {**found, **known} if known.get(name) != found.get(name)]
+    known, computed = saved["tensors"], actual["tensors"]
+    differ = [name for name in {**computed, **known} if known.get(name) != computed.get(name)]
     if differ:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise ValueError(

@@ -80,12 +80,12 @@ def save(
             raise ValueError(f"keep must be at least 1, not {keep!r}")
         # DCP would call `state_dict` where other ranks are in a collective already.
         for name, entry in state.items():
-            whole = sharded and isinstance(entry, Stateful)
-            entries[name] = entry.state_dict() if whole else entry
+            is_stateful = sharded and isinstance(entry, Stateful)
+            entries[name] = entry.state_dict() if is_stateful else entry
         return _begin(root) if ranks.rank == 0 else ""
 
     name = ranks.all("no checkpoint was saved", begin)[0]
-    beside, final = root / f".{name}.tmp", root / name
+    unfinished, final = root / f".{name}.tmp", root / name
     failure = f"{final} was not saved; the checkpoints before it are as they were"
 
     def write() -> None:
@@ -95,38 +95,41 @@ def save(
                 warnings.filterwarnings("ignore", ".*to save in a single process")
                 dcp_save(
                     entries,
-                    storage_writer=FileSystemWriter(beside),
+                    storage_writer=FileSystemWriter(unfinished),
                     process_group=process_group,
                     no_dist=ranks.size == 1,
                 )
         elif ranks.rank == 0:
-            _write(beside / STATE, lambda file: torch.save(entries, file))
+            _write(unfinished / STATE, lambda file: torch.save(entries, file))
 
     def finish() -> None:
-        files = {name: digest for own in digests for name, digest in own.items()}
+        files: dict[str, Any] = {}
+        for of_rank in digests:
+            files |= of_rank
         plain = {"format": FORMAT, "version": VERSION, "sharded": sharded, "files": files}
         manifest = json.dumps(checksums.seal(plain), indent=1)
-        _write(beside / MANIFEST, lambda file: file.write(manifest.encode()))
-        _sync(beside)
+        _write(unfinished / MANIFEST, lambda file: file.write(manifest.encode()))
+        _sync(unfinished)
         # A rename is atomic: readers find a complete checkpoint or none.
-        beside.rename(final)
+        unfinished.rename(final)
         # The new name must reach the disk, too.
         _sync(root)
 
     try:
         ranks.all(failure, write)
-        names = ranks.first(failure, lambda: sorted(p.name for p in beside.iterdir()))
+        names = ranks.first(failure, lambda: sorted(p.name for p in unfinished.iterdir()))
         # Ranks compute the checksums together, each for some of the files.
         digests = ranks.all(
-            failure, lambda: {file: _digest(beside / file) for file in ranks.share(names, sharded)}
+            failure,
+            lambda: {file: _digest(unfinished / file) for file in ranks.share(names, sharded)},
         )
         ranks.first(failure, finish)
     except RuntimeError:
         if ranks.rank == 0:  # the next save removes the files of a failed one
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    left = f"{final} was saved, but older ones could not be removed"
-    ranks.first(left, lambda: _prune(root, keep))
+    warning = f"{final} was saved, but older ones could not be removed"
+    ranks.first(warning, lambda: _prune(root, keep))
     return final
 
 
@@ -221,8 +224,8 @@ def _begin(root: Path) -> str:
     """Remove the files of killed saves, and return the name of the next checkpoint."""
     root.mkdir(parents=True, exist_ok=True)
     # No other save is under way: a folder belongs to one run.
-    for left in root.glob(f".{PREFIX}*.tmp"):
-        _remove(left)
+    for remains in root.glob(f".{PREFIX}*.tmp"):
+        _remove(remains)
     number = max(map(_number, _names(root)), default=0) + 1
     name = f"{PREFIX}{number:06d}"
     (root / f".{name}.tmp").mkdir()
@@ -307,7 +310,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 def _problem(ranks: _Ranks, path: Path) -> str:
     """Return the damage of a checkpoint, the same on every rank; empty if it is whole."""
 
-    def own() -> str:
+    def problem() -> str:
         try:
             manifest = _manifest(path)
         except ValueError as error:
@@ -317,16 +320,16 @@ def _problem(ranks: _Ranks, path: Path) -> str:
             try:
                 # The size first, which takes no time.
                 size = _size(path / name)
-                found = _digest(path / name) if [size] == files[name][:1] else [size]
+                digest = _digest(path / name) if [size] == files[name][:1] else [size]
             except FileNotFoundError:
                 return f"{path} is damaged: {name} is missing"
             except (OSError, ValueError) as error:
                 return f"{path} is damaged: {name} cannot be read: {error}"
-            if found != files[name]:
+            if digest != files[name]:
                 return f"{path} is damaged: {name} is not what was saved"
         return ""
 
-    return next(filter(None, ranks.all(f"{path} cannot be read", own)), "")
+    return next(filter(None, ranks.all(f"{path} cannot be read", problem)), "")
 
 
 @dataclass(frozen=True)
@@ -345,7 +348,9 @@ class _Ranks:
 
     def share(self, names: Sequence[str], sharded: bool) -> Sequence[str]:
         """Return the files whose digests this rank computes; rank 0 takes a plain checkpoint's."""
-        return names[self.rank :: self.size] if sharded else names if self.rank == 0 else ()
+        if sharded:
+            return names[self.rank :: self.size]
+        return names if self.rank == 0 else ()
 
     def all(self, failure: str, action: Callable[[], T]) -> list[T]:
         """Call on every rank and return all results; if one raises, RuntimeError on all."""

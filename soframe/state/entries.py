@@ -90,15 +90,15 @@ def same_solvers(saved: Mapping[str, Any], block: Block) -> bool:
 
 def held(block: Block, factors: Mapping[str, Tensor]) -> dict[Path, Tensor]:
     """Return the tensors of a block on this rank; `factors` may hold settled running factors."""
-    found: dict[Path, Tensor] = {}
+    by_path: dict[Path, Tensor] = {}
     for factor in block.factors:
         if factor.name in factors:
             # Statistics that were pending make it wider than it is kept.
             kept = factors[factor.name].to(block.factor_dtype)
-            found["factors", factor.name] = pack(kept, factor)
-    for name, tensors in block.second_order.items():
-        found.update({("second_order", name, key): tensor for key, tensor in tensors.items()})
-    return found | {("state", name): tensor for name, tensor in block.state.items()}
+            by_path["factors", factor.name] = pack(kept, factor)
+    for name, data in block.second_order.items():
+        by_path |= {("second_order", name, key): tensor for key, tensor in data.items()}
+    return by_path | {("state", name): tensor for name, tensor in block.state.items()}
 
 
 def stored_dtype(block: Block, path: Path) -> torch.dtype:
@@ -108,7 +108,7 @@ def stored_dtype(block: Block, path: Path) -> torch.dtype:
 
 
 def gather(
-    backend: Backend, block: Block, wanted: Sequence[Entry], found: Tensors, phase: str
+    backend: Backend, block: Block, sent: Sequence[Entry], stored: Tensors, phase: str
 ) -> dict[Path, Tensor]:
     """Broadcast tensors of a block from their sources to all ranks; a collective of all ranks."""
     everyone = tuple(range(backend.world_size))
@@ -119,14 +119,14 @@ def gather(
             specs=(entry.spec,),
             dtype=stored_dtype(block, entry.path),
             device=block.device,
-            tensors=[found[entry.path]] if backend.rank == entry.source else None,
+            tensors=[stored[entry.path]] if backend.rank == entry.source else None,
         )
-        for entry in wanted
+        for entry in sent
     ]
     deliver(backend, parcels, phase)
     return {
         entry.path: parcel.tensors[0]
-        for entry, parcel in zip(wanted, parcels, strict=True)
+        for entry, parcel in zip(sent, parcels, strict=True)
         if parcel.tensors is not None
     }
 

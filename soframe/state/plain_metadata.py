@@ -82,14 +82,14 @@ class _Plain(_Unpickler):  # type: ignore[misc]  # typeshed has half of it
 
     def load_build(self) -> None:
         """Set the known attributes of a new description; raise NotPlainError for any others."""
-        given, target = self.stack[-1], self.stack[-2]
+        attributes, target = self.stack[-1], self.stack[-2]
         fields = _FIELDS.get(type(target))
         if fields is None:
             raise NotPlainError(f"it changes a {type(target).__name__}")
         if isinstance(target, descriptions.TensorProperties):
-            fitting = isinstance(given, tuple) and len(given) == 5
+            fitting = isinstance(attributes, tuple) and len(attributes) == 5
         else:
-            fitting = isinstance(given, dict) and set(given) <= fields
+            fitting = isinstance(attributes, dict) and set(attributes) <= fields
         if not fitting:
             raise NotPlainError(f"it gives a {type(target).__name__} what it has not")
         super().load_build()

@@ -8,6 +8,7 @@ Loading checks everything before it changes anything.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -45,19 +46,14 @@ def save(placed: PlacedBlocks, header: Mapping[str, Any]) -> dict[str, Any]:
     backend = placed.backend
     everyone = set(range(backend.world_size))
     state = {**header, "blocks": {}}
-    if any(
-        place.deferred
-        or set(place.gradient_workers) != everyone
-        or any(set(place.holding(index)) != everyone for index in range(len(place.owners)))
-        for place in placed.placement.blocks
-    ):
+    if any(_is_spread(place) for place in placed.placement.blocks):
         # A backend that can, raises an error if a rank does not call.
         backend.meet("Preconditioner.state_dict()")
     for block, place in placed:
-        wanted, found = present(placed, block, place)
+        block_entries, tensors = present(placed, block, place)
         # Tensors that every rank holds are not sent.
-        spread = [entry for entry in wanted if entry.holders != everyone]
-        found.update(gather(backend, block, spread, found, "state"))
+        spread = [entry for entry in block_entries if entry.holders != everyone]
+        tensors.update(gather(backend, block, spread, tensors, "state"))
         solved = block.tensors if block.solved else ()
         saved = state["blocks"][block.name] = {
             **header["blocks"][block.name],
@@ -65,13 +61,22 @@ def save(placed: PlacedBlocks, header: Mapping[str, Any]) -> dict[str, Any]:
             "second_order": {factor: {} for factor in solved},
             "state": {},
         }
-        for entry in wanted:
+        for entry in block_entries:
             *parents, name = entry.path
             target = saved
             for parent in parents:
                 target = target[parent]
-            target[name] = lasting(entry.path, found[entry.path])
+            target[name] = lasting(entry.path, tensors[entry.path])
     return state
+
+
+def _is_spread(place: BlockPlacement) -> bool:
+    """Return whether a rank lacks tensors of a block, or has statistics of its own."""
+    holders = map(place.holding, range(len(place.owners)))
+    everyone = set(place.everyone)
+    return place.deferred or any(
+        set(ranks) != everyone for ranks in (place.gradient_workers, *holders)
+    )
 
 
 def present(
@@ -81,10 +86,10 @@ def present(
     # A collective if statistics are deferred: they are reduced.
     masses = block.record.masses
     factors = settled(placed, block.stack, (block.member,), "state") if masses else {}
-    found = held(block, {name: t for name, t in factors.items() if name in masses})
+    tensors = held(block, {name: t for name, t in factors.items() if name in masses})
     # It is saved as solved only if all its factors are; otherwise the next step solves it.
     solved, updates = block.tensors if block.solved else (), block.record.updates
-    return list(entries(block, place, factors=masses, solved=solved, updates=updates)), found
+    return list(entries(block, place, factors=masses, solved=solved, updates=updates)), tensors
 
 
 def lasting(path: Path, tensor: Tensor) -> Tensor:
@@ -105,6 +110,19 @@ def of_block(block: Block) -> dict[str, Any]:
     }
 
 
+def _check_names(saved: set[str], expected: set[str], frozen: set[str]) -> None:
+    """Raise ValueError unless a state has the expected blocks, perhaps with frozen parameters."""
+    # Moments of parameters that were frozen before construction have no block here.
+    has_frozen = expected <= saved and saved - expected <= frozen
+    if saved != expected and not has_frozen:
+        raise ValueError(
+            f"the state is of another model or another choice of layers: it lacks "
+            f"{sorted(expected - saved) or 'nothing'} and has "
+            f"{sorted(saved - expected) or 'nothing'} besides: choose the same layers, and freeze "
+            f"the same parameters before the preconditioner is built, and others afterwards"
+        )
+
+
 def check_header(
     state: Any, blocks: Sequence[Block], scaling: str, frozen: Collection[str]
 ) -> None:
@@ -120,17 +138,7 @@ def check_header(
         raise ValueError(f"the state is truncated: it lacks {', '.join(missing)}")
     if not isinstance(state["blocks"], Mapping):
         raise ValueError("the state is damaged: its blocks are no dict")
-    saved, expected = set(state["blocks"]), {block.name for block in blocks}
-    # Moments of parameters that were frozen before construction have no block here.
-    if expected <= saved and saved - expected <= set(frozen):
-        expected = saved
-    if saved != expected:
-        raise ValueError(
-            f"the state is of another model or another choice of layers: it lacks "
-            f"{sorted(expected - saved) or 'nothing'} and has "
-            f"{sorted(saved - expected) or 'nothing'} besides: choose the same layers, and freeze "
-            f"the same parameters before the preconditioner is built, and others afterwards"
-        )
+    _check_names(set(state["blocks"]), {block.name for block in blocks}, set(frozen))
     checksums.verify(state)
     if state["scaling"] != scaling:
         raise ValueError(
@@ -198,18 +206,18 @@ def load(
         stack.clear()
     for block, place in placed:
         of_block = saved["blocks"][block.name]
-        wanted = entries_saved(block, place, of_block)
-        mine = {
+        block_entries = entries_saved(block, place, of_block)
+        kept = {
             entry.path: tensors["/".join((block.name, *entry.path))]
             .detach()
             # A copy: steps change tensors in place, and the state is the caller's.
             .to(device=block.device, dtype=stored_dtype(block, entry.path), copy=True)
-            for entry in wanted
+            for entry in block_entries
             if placed.rank in entry.holders
         }
-        solved = any(entry.path[0] == "second_order" for entry in wanted)
+        solved = any(entry.path[0] == "second_order" for entry in block_entries)
         masses = {name: tuple(masses) for name, masses in of_block["masses"].items()}
-        put(block, place, mine, masses=masses, solved=solved, updates=of_block["updates"])
+        put(block, place, kept, masses=masses, solved=solved, updates=of_block["updates"])
     return saved
 
 
@@ -243,14 +251,15 @@ def history(blocks: Sequence[Block]) -> dict[str, dict[str, dict[str, int]]]:
 
     Blocks that missed their last turn are under ``"missed"``.
     """
-    missed = {b.name: {"turn": b.record.missed} for b in blocks if b.record.missed}
-    return {
-        "statistics": {
-            b.name: dict(b.record.statistics_at) for b in blocks if b.record.statistics_at
-        },
-        "solves": {b.name: dict(b.record.solved_at) for b in blocks if b.record.solved_at},
-        **({"missed": missed} if missed else {}),
-    }
+    steps: dict[str, dict[str, dict[str, int]]] = {"statistics": {}, "solves": {}}
+    for block in blocks:
+        if block.record.statistics_at:
+            steps["statistics"][block.name] = dict(block.record.statistics_at)
+        if block.record.solved_at:
+            steps["solves"][block.name] = dict(block.record.solved_at)
+        if block.record.missed:
+            steps.setdefault("missed", {})[block.name] = {"turn": block.record.missed}
+    return steps
 
 
 def load_history(saved: Mapping[str, Any], blocks: Sequence[Block]) -> None:
@@ -273,17 +282,24 @@ def memory_usage(placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None
     """Return the bytes on this rank by kind, and their total."""
     stacks = placed.stacks
     # Before factors are read, which waits for them; some are of several stacks.
-    in_flight = {pending for stack in stacks for pending in stack.pending if not pending.done}
-    held = {
-        "factors": [t for s in stacks for t in s.factors.values()],
-        "accumulators": [t for s in stacks for t in s.accumulators.values()],
-        "second_order": [t for s in stacks for d in s.data.values() for t in d.values()],
-        "statistics": [t for s in stacks for t in s.sums.values()],
-    }
+    pending = set(itertools.chain.from_iterable(stack.pending for stack in stacks))
+    in_flight = [transfer for transfer in pending if not transfer.done]
+    usage = dict.fromkeys(("factors", "accumulators", "second_order", "statistics"), 0)
     if any(block.states for block in placed.blocks):
-        held["state"] = [t for s in stacks for t in s.state.values()]
-    held |= {} if under_way is None else {"under_way": list(under_way)}
-    usage = {name: sum(t.nbytes for t in tensors) for name, tensors in held.items()}
+        usage["state"] = 0
+    for stack in stacks:
+        usage["factors"] += _bytes(stack.factors)
+        usage["accumulators"] += _bytes(stack.accumulators)
+        usage["second_order"] += sum(map(_bytes, stack.data.values()))
+        usage["statistics"] += _bytes(stack.sums)
+        if "state" in usage:
+            usage["state"] += _bytes(stack.state)
+    if under_way is not None:
+        usage["under_way"] = sum(tensor.nbytes for tensor in under_way)
     if in_flight:
-        usage["in_flight"] = sum(pending.nbytes for pending in in_flight)
+        usage["in_flight"] = sum(transfer.nbytes for transfer in in_flight)
     return {**usage, "total": sum(usage.values())}
+
+
+def _bytes(tensors: Mapping[Any, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -38,18 +38,13 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks, *, forgets: bool = Fals
         # A module that was moved within the model has another name, or the name of another one.
         named = by_name.get(block.name, (None, place))
         old, was = by_identity.get(block.identity, named)
-        columns = None
-        if old is not None:
-            block.damp(old.record.damping)
-        if (
-            old is not None
-            and old.layout.module is block.layout.module
-            and describe(old.method) == describe(block.method)
-            and _is_cut(old, block)
-        ):
-            # The layer may have lost its bias, the last column, or its weight, all others.
-            columns = _remaining_columns(old, block)
-        if old is None or columns is None:
+        if old is None:
+            lacking = True
+            continue
+        block.damp(old.record.damping)
+        # The layer may have lost its bias, the last column, or its weight, all others.
+        columns = _remaining_columns(old, block) if _succeeds(old, block) else None
+        if columns is None:
             lacking = True
             continue
         same = old.shape == block.shape
@@ -90,41 +85,51 @@ def _move(
         "solved": block.tensors if solved else (),
         "updates": updates,
     }
-    wanted = list(entries(block, place, **having))
+    entries_now = list(entries(block, place, **having))
     sent = [
         replace(now, source=then.source)
-        for then, now in zip(entries(block, was, **having), wanted, strict=True)
+        for then, now in zip(entries(block, was, **having), entries_now, strict=True)
         # Only tensors that some new holder lacks are sent.
         if not now.holders <= then.holders
     ]
     factors = {name: keep(name, stored) for name, stored in old.running.items()}
-    found = {
+    tensors = {
         path: tensor.to(block.device, stored_dtype(block, path))
         for path, tensor in held(old, factors).items()
     }
-    found.update(gather(backend, block, sent, found, "move"))
-    mine = {e.path: found[e.path] for e in wanted if backend.rank in e.holders}
-    put(block, place, mine, masses=masses, solved=solved, updates=updates)
+    tensors.update(gather(backend, block, sent, tensors, "move"))
+    kept = {e.path: tensors[e.path] for e in entries_now if backend.rank in e.holders}
+    put(block, place, kept, masses=masses, solved=solved, updates=updates)
     block.record.failures = old.record.failures
     block.record.statistics_at = old.record.statistics_at
     block.record.missed = old.record.missed
     block.record.solved_at = old.record.solved_at if solved else {}
 
 
+def _succeeds(old: Block, block: Block) -> bool:
+    """Return whether a block has the layer, the method and perhaps the factors of another."""
+    return (
+        old.layout.module is block.layout.module
+        and describe(old.method) == describe(block.method)
+        and _is_cut(old, block)
+    )
+
+
 def _is_cut(before: Block, after: Block) -> bool:
     """Return whether factors are unchanged, or lose only the rows and columns of lost inputs."""
     if before.shape == after.shape:
         return True
+    if len(before.factors) != len(after.factors):
+        return False
     inputs = (before.shape.in_features, after.shape.in_features)
-    return len(before.factors) == len(after.factors) and all(
-        one.kind == "psd"
-        and one.groups == other.groups
-        and (
-            (one.side == "right" and (one.size, other.size) == inputs)
-            or (one.side == "left" and one.size == other.size)
-        )
-        for one, other in zip(before.factors, after.factors, strict=True)
-    )
+    for factor, new_factor in zip(before.factors, after.factors, strict=True):
+        if factor.kind != "psd" or factor.groups != new_factor.groups:
+            return False
+        loses_inputs = factor.side == "right" and (factor.size, new_factor.size) == inputs
+        keeps_outputs = factor.side == "left" and factor.size == new_factor.size
+        if not (loses_inputs or keeps_outputs):
+            return False
+    return True
 
 
 def _remaining_columns(old: Block, block: Block) -> slice | None:

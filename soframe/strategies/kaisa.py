@@ -16,7 +16,6 @@ between solves: half the memory, and only the owner unpacks them.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,9 +50,7 @@ class _Grid(Strategy):
                 for index, row in zip(indices, rows, strict=True):
                     owners[index] = [workers[row] for _ in owners[index]]
             else:
-                column_owners = _owners([costs[index] for index in indices], workers)
-                for index, of_factors in zip(indices, column_owners, strict=True):
-                    owners[index] = of_factors
+                _assign_factors(owners, costs, indices, workers)
 
         sources = {column: _sources(members[column], ranks, columns) for column in set(column_of)}
         blocks = []
@@ -63,11 +60,19 @@ class _Grid(Strategy):
         return Placement(name, ranks, work=tuple(work), blocks=tuple(blocks), notes=notes)
 
 
-def _owners(costs: Sequence[Sequence[float]], workers: Sequence[int]) -> list[list[int]]:
-    """Assign each factor of some blocks, by its cost, to a worker."""
-    rows = assign(list(itertools.chain.from_iterable(costs)), [0.0] * len(workers))
-    owners = map(workers.__getitem__, rows)
-    return [list(itertools.islice(owners, len(block_costs))) for block_costs in costs]
+def _assign_factors(
+    owners: list[list[int]],
+    costs: Sequence[Sequence[float]],
+    blocks: Sequence[int],
+    workers: Sequence[int],
+) -> None:
+    """Write the owner of each factor of some blocks, by the factors' costs."""
+    factors: list[tuple[int, int]] = []  # the index of a block, and of a factor in it
+    for block in blocks:
+        factors += [(block, factor) for factor in range(len(costs[block]))]
+    rows = assign([costs[block][factor] for block, factor in factors], [0.0] * len(workers))
+    for (block, factor), row in zip(factors, rows, strict=True):
+        owners[block][factor] = workers[row]
 
 
 def _sources(workers: tuple[int, ...], ranks: int, columns: int) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ within the process group of the preconditioner. Ranks compare digests before the
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -224,7 +223,7 @@ class Placement:
 
         rows = []
         for name, pairs in alike(self.pairs, lambda pair: pair[0].name, how):
-            columns = zip(*itertools.starmap(_cells, pairs), strict=True)
+            columns = zip(*(_cells(work, block) for work, block in pairs), strict=True)
             row = [name]
             for column, summary in zip(columns, _common_cells(pairs), strict=True):
                 row.append(column[0] if len(set(column)) == 1 else summary)
@@ -403,12 +402,15 @@ def _statistics(work: BlockWork, block: BlockPlacement) -> str:
         way = f"{_ranks(block.contributing(index))}=>{_ranks(block.holding(index))}"
         ways.setdefault(way, []).append(factor.name)
     everyone = _ranks(block.everyone)
-    words = [
-        *(w if len(ways) == 1 else f"{'+'.join(names)}:{w}" for w, names in ways.items()),
-        *(["deferred"] if block.deferred else []),
-        *(["packed"] if block.packed else []),
-        *([block.wire] if block.wire else []),
-    ]
+    words = list(ways)
+    if len(ways) > 1:
+        words = [f"{'+'.join(names)}:{way}" for way, names in ways.items()]
+    if block.deferred:
+        words.append("deferred")
+    if block.packed:
+        words.append("packed")
+    if block.wire:
+        words.append(block.wire)
     simply = f"{everyone}=>{everyone}"
     return "" if words in ([simply], [simply, "packed"]) else " ".join(words)
 

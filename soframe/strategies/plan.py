@@ -21,8 +21,16 @@ from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork, Traff
 Pairs = Sequence[tuple[BlockWork, BlockPlacement]]
 Stacks = Sequence[Sequence[int]]
 """The blocks of each stack by index, see `Placement.stacks`."""
-Stacked = Sequence[tuple[BlockWork, BlockPlacement, int, int]]
-"""Blocks of a stack that take part in a phase: one of them, their number, and their entries."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Blocks of a stack that take part in a phase."""
+
+    work: BlockWork  # of one of them
+    place: BlockPlacement
+    blocks: int
+    entries: int  # of their gradients
 
 
 class Route(NamedTuple):
@@ -178,7 +186,7 @@ class Step:
             numbers += len(self.local.rest) + self.local.idle
         return self._agreed(_AGREED_BYTES * numbers)
 
-    def _stacked(self, pairs: Pairs, *, owners: bool = False) -> Stacked:
+    def _stacked(self, pairs: Pairs, *, owners: bool = False) -> list[Stacked]:
         """Group blocks by stack, and by owner too for solves."""
         names = {work.name for work, _ in pairs}
         groups = []
@@ -190,7 +198,8 @@ class Step:
                     alike.setdefault(place.owners if owners else (), []).append(index)
             for indices in alike.values():
                 entries = sum(prod(self.pairs[index][0].shape) for index in indices)
-                groups.append((*self.pairs[indices[0]], len(indices), entries))
+                work, place = self.pairs[indices[0]]
+                groups.append(Stacked(work, place, len(indices), entries))
         return groups
 
     def reductions(self, active: Pairs, due: Pairs) -> list[list[Message]]:
@@ -201,44 +210,48 @@ class Step:
     def _reduced(self, pairs: Pairs) -> list[Message]:
         sums: Items = []
         copies: Items = []
-        for work, place, blocks, _ in self._stacked(pairs):
+        for group in self._stacked(pairs):
+            work, place = group.work, group.place
             wire = place.wire or work.dtype
             for factor, way in zip(work.factors, place.reductions, strict=True):
                 if not factor.captured or (self.first and factor.needs):
                     continue
-                size = blocks * factor.packed_numel * ITEM_BYTES[wire]
+                size = group.blocks * factor.packed_numel * ITEM_BYTES[wire]
                 to = way.destination
                 adding = "all_reduce" if to is None else "reduce"
                 ways = ((adding, way.group, sums), ("broadcast", way.spread, copies))
-                for operation, group, items in ways:
-                    if self.rank in group and len(group) > 1:
-                        route = Route(operation, group, to, wire, work.device)
+                for operation, ranks, items in ways:
+                    if self.rank in ranks and len(ranks) > 1:
+                        route = Route(operation, ranks, to, wire, work.device)
                         items.append(Message(route, size))
         return _calls(sums) + _calls(copies)
 
     def shares(self, pairs: Pairs) -> list[Message]:
         """The second-order data of blocks that are solved."""
         parcels: Items = []
-        for work, place, blocks, _ in self._stacked(pairs, owners=True):
+        for group in self._stacked(pairs, owners=True):
+            work, place = group.work, group.place
             for index, specs in enumerate(work.second_order):
-                owner, group = place.owners[index], place.sharing(index)
+                owner, ranks = place.owners[index], place.sharing(index)
                 if work.factors[index].name in work.unsolved:
                     continue
-                if self.rank in group and len(group) > 1:
-                    size = blocks * ITEM_BYTES[work.dtype] * sum(s.packed_numel for s in specs)
-                    route = Route("broadcast", group, owner, work.dtype, work.device)
+                if self.rank in ranks and len(ranks) > 1:
+                    numel = group.blocks * sum(spec.packed_numel for spec in specs)
+                    size = ITEM_BYTES[work.dtype] * numel
+                    route = Route("broadcast", ranks, owner, work.dtype, work.device)
                     parcels.append(Message(route, size))
         return _calls(parcels)
 
     def updates(self, pairs: Pairs) -> list[Message]:
         """The updates of blocks whose parameters are whole."""
         parcels: Items = []
-        for work, place, _, entries in self._stacked(pairs):
+        for group in self._stacked(pairs):
+            work, place = group.work, group.place
             worker = place.sources[self.rank]
-            group = place.exchanges[worker]
-            if not work.shards and len(group) > 1:
-                route = Route("broadcast", group, worker, work.dtype, work.device)
-                parcels.append(Message(route, ITEM_BYTES[work.dtype] * entries))
+            ranks = place.exchanges[worker]
+            if not work.shards and len(ranks) > 1:
+                route = Route("broadcast", ranks, worker, work.dtype, work.device)
+                parcels.append(Message(route, ITEM_BYTES[work.dtype] * group.entries))
         if not (self.fused and parcels):
             return _calls(parcels)
         # Parcels to all ranks share buffers, from any source.
@@ -280,15 +293,15 @@ class Step:
             return []
         items: Items = []
         route = Route("all_reduce", self.pairs[0][1].everyone)
-        for work, place, _, entries in self._stacked(pairs):
-            workers = place.gradient_workers
+        for group in self._stacked(pairs):
+            work, workers = group.work, group.place.gradient_workers
             route = route._replace(dtype=work.dtype, device=work.device)
             way = route
             if len(workers) == 1 and self.fused:
                 way = route._replace(operation="reduce_scatter")
             elif len(workers) == 1:
                 way = route._replace(operation="reduce", root=workers[0])
-            items.append(Message(way, ITEM_BYTES[work.dtype] * entries))
+            items.append(Message(way, ITEM_BYTES[work.dtype] * group.entries))
         for size, dtype in self.local.rest:
             items.append(Message(route._replace(dtype=dtype), ITEM_BYTES[dtype] * size))
         return _calls(items)

@@ -23,6 +23,7 @@ time make up for the fewer samples. With the owner's data alone this is DP-KFAC 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,31 +63,34 @@ class _Sharded(Strategy):
             for place, index in zip(places, indices, strict=True):
                 workers[index] = members[place]
             for index in sorted(indices, key=lambda index: (-totals[index], index)):
-                at = members.index(workers[index])
-                least = min(range(len(members)), key=lambda rank: (loads[rank], rank != at, rank))
-                highest = max(loads)
-                # Split a block only if its parts together would exceed every rank's load.
-                if self.colocate or loads[at] + totals[index] / 2 <= highest:
-                    least = at
-                loads[least] += totals[index] / 2
-                owners[index] = members[least]
+                holder = self._holder(members.index(workers[index]), totals[index] / 2, loads)
+                loads[holder] += totals[index] / 2
+                owners[index] = members[holder]
         blocks = []
         for index, block in enumerate(work):
             owner, worker, members = owners[index], workers[index], groups[chosen[index]]
-            contributors = tuple(members for _ in block.factors)
-            place = BlockPlacement(
+            factors = len(block.factors)
+            contributors = tuple(itertools.repeat(members, factors))
+            placed = BlockPlacement(
                 block.name,
-                owners=tuple(owner for _ in block.factors),
+                owners=tuple(itertools.repeat(owner, factors)),
                 gradient_workers=(worker,),
-                sources=tuple(worker for _ in range(ranks)),
+                sources=tuple(itertools.repeat(worker, ranks)),
                 contributors=() if len(members) == ranks else contributors,
-                holders=tuple((owner,) for _ in block.factors),
+                holders=tuple(itertools.repeat((owner,), factors)),
                 deferred=deferred,
                 packed=True,
                 wire=wire,
             )
-            blocks.append(place)
+            blocks.append(placed)
         return Placement(name, ranks, work=tuple(work), blocks=tuple(blocks), notes=tuple(notes))
+
+    def _holder(self, worker: int, size: float, loads: Sequence[float]) -> int:
+        """Return the holder of running factors, by its number in the group, given the worker's."""
+        # Split a block only if its parts together would exceed every rank's load.
+        if self.colocate or loads[worker] + size <= max(loads):
+            return worker
+        return min(range(len(loads)), key=lambda rank: (loads[rank], rank != worker, rank))
 
 
 def _groups(ranks: int, size: int) -> tuple[list[tuple[int, ...]], list[str]]:

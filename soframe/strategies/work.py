@@ -232,8 +232,10 @@ class BlockPlacement:
     @cached_property
     def traces_travel(self) -> bool:
         """Whether an owner lacks a factor of the block, so that traces are reduced for solvers."""
-        pairs = itertools.product(self.owners, range(len(self.owners)))
-        return not all(itertools.starmap(self.holds, pairs))
+        for factor in range(len(self.owners)):
+            if not all(self.holds(owner, factor) for owner in self.owners):
+                return True
+        return False
 
 
 UNNAMED_WORK = attrgetter(*(f.name for f in fields(BlockWork) if f.name != "name"))

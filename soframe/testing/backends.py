@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -58,24 +59,35 @@ def check_backend(backend: Backend) -> None:
     check.conclude()
 
 
+@dataclass(frozen=True)
+class _Open:
+    """A collective under way, with its expected result."""
+
+    name: str
+    group: tuple[int, ...]  # whose results must be alike
+    result: Tensor
+    expected: Tensor | None  # None if not on this rank
+    handle: Handle
+
+
 class _Check:
     """Collectives under way with their expected results, and the problems so far."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._open: list[tuple[str, tuple[int, ...], Tensor, Tensor | None, Handle]] = []
+        self._open: list[_Open] = []
         self._problems: list[str] = []
 
     def add(
         self,
         name: str,
         group: tuple[int, ...],
-        got: Tensor,
+        result: Tensor,
         expected: Tensor | None,
         handle: Handle | None = None,
     ) -> None:
         """Add a collective whose results must be alike on a group; None if not on this rank."""
-        self._open.append((name, group, got, expected, handle or Handle()))
+        self._open.append(_Open(name, group, result, expected, handle or Handle()))
 
     def pair(self, group: tuple[int, ...], source: int, tensors: Sequence[Tensor]) -> None:
         """Broadcast within a group from a rank of it, and reduce to that rank."""
@@ -132,19 +144,25 @@ class _Check:
 
     def wait(self) -> None:
         """Wait for the collectives, the last one first, and compare their results."""
-        entries, self._open = self._open, []
-        for *_, handle in reversed(entries):
-            handle.wait()
-        for name, group, got, expected, _ in entries:
-            if expected is not None and not _near(got, expected):
-                self._problems.append(f"{name} gives {got.tolist()}, not {expected.tolist()}")
-            if len(group) > 1:
-                bits = self._backend.all_gather(got.view(torch.uint8), "check")
-                if different := [r for r in group if not torch.equal(bits[r], bits[group[0]])]:
-                    self._problems.append(
-                        f"{name}: rank(s) {different} have other bits than rank {group[0]}; let "
-                        f"every rank, the source too, go on with the numbers that were sent"
-                    )
+        collectives, self._open = self._open, []
+        for collective in reversed(collectives):
+            collective.handle.wait()
+        for collective in collectives:
+            self._compare(collective)
+
+    def _compare(self, collective: _Open) -> None:
+        """Compare a result with the expected one, and its bits with those on other ranks."""
+        name, group = collective.name, collective.group
+        result, expected = collective.result, collective.expected
+        if expected is not None and not _near(result, expected):
+            self._problems.append(f"{name} gives {result.tolist()}, not {expected.tolist()}")
+        if len(group) > 1:
+            bits = self._backend.all_gather(result.view(torch.uint8), "check")
+            if different := [r for r in group if not torch.equal(bits[r], bits[group[0]])]:
+                self._problems.append(
+                    f"{name}: rank(s) {different} have other bits than rank {group[0]}; let "
+                    f"every rank, the source too, go on with the numbers that were sent"
+                )
 
     def conclude(self) -> None:
         """Raise on every rank if there is a problem on any."""

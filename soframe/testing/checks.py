@@ -425,12 +425,17 @@ def check_solver(
         name = f"{solver!r}, damping {damping:g}, solved again in another basis"
         _check_again(solver, before, factors, damping, name, bound, may_keep=False)
         if solver.diagonals:
-            _check_diagonals(solver, damping, _Bound(1e-6, tolerance))
+            _compare_diagonals(solver, damping, _Bound(1e-6, tolerance))
     if solver.damps_factors:
         _check_shares(solver)
     zero = torch.zeros(2, 3, 3, dtype=torch.float64)
     factors = {"left": zero, "right": _psd(2, 4, 10.0)}
     _check_solution(solver, factors, 0.1, f"{solver!r}, zero factor", bound)
+    _solve_nan(solver)
+
+
+def _solve_nan(solver: Solver) -> None:
+    """Raise unless a factor of NaNs is an error, or gives data that are not finite."""
     bad = torch.full((1, 3, 3), float("nan"))
     try:
         data = solver.solve(bad, torch.ones(1))
@@ -440,7 +445,7 @@ def check_solver(
     assert not finite, f"{solver!r}: a factor of NaNs gives finite second-order data"
 
 
-def _check_diagonals(solver: Solver, damping: float, bound: _Bound) -> None:
+def _compare_diagonals(solver: Solver, damping: float, bound: _Bound) -> None:
     """Compare solutions with dense ones where one factor is diagonal, or both."""
     for diagonal in (("left",), ("right",), ("left", "right")):
         factors = {"left": _psd(2, 3, 100.0), "right": _psd(2, 5, 100.0)}
@@ -513,9 +518,9 @@ def _check_solution(
     expected = torch.linalg.solve(damped, gradient, left=False)
     problem = _Problem(gradient, expected, lambda x: x @ damped)
     bound.compare(result, problem, f"{name}, without a left factor")
-    left = {key: tensor.float() for key, tensor in data["left"].items()}
-    right = {key: tensor.float() for key, tensor in data["right"].items()}
-    low = solver.apply(gradient.float(), left=left, right=right, damping=damping)
+    low_left = {key: tensor.float() for key, tensor in data["left"].items()}
+    low_right = {key: tensor.float() for key, tensor in data["right"].items()}
+    low = solver.apply(gradient.float(), left=low_left, right=low_right, damping=damping)
     assert low.dtype == torch.float32, f"{name}: apply turns float32 into {low.dtype}"
 
 

@@ -129,7 +129,11 @@ def compare(
     largest = float((got - want).abs().max())
     norm = float(want.norm())
     absolute = float((got - want).norm())
-    error = absolute / norm if norm else (float("inf") if largest else 0.0)
+    error = 0.0
+    if norm:
+        error = absolute / norm
+    elif largest:
+        error = float("inf")
     # Written so that a NaN fails.
     if error <= rtol or largest <= atol:
         return error

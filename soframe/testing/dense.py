@@ -216,7 +216,9 @@ def _forward(model: nn.Module, names: Sequence[str], inputs: Any) -> tuple[Any, 
     # Cloned: a buffer that the forward pass updates must not change in the model.
     state |= {name: _double(b).clone() for name, b in model.named_buffers()}
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-    args = inputs if isinstance(inputs, tuple | list) else () if kwargs else (inputs,)
+    args: Sequence[Any] = () if kwargs else (inputs,)
+    if isinstance(inputs, tuple | list):
+        args = inputs
     with _without_hooks(model), torch.enable_grad():
         output = torch.func.functional_call(model, state, tuple(args), kwargs)
     return output, leaves

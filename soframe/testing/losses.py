@@ -78,14 +78,7 @@ def check_loss(
             f"{name}: a loss of {least:.3e} is below its floor, {checked.floor:g}"
         )
     if checked.expected:
-        weights = torch.linspace(0.5, 1.5, len(outputs), dtype=torch.float64)
-        (gradients,) = torch.autograd.grad((weights * values).sum(), leaf)
-        try:
-            counts = checked.counts(outputs, gradients)
-        except NotImplementedError as error:
-            raise AssertionError(str(error)) from error
-        sample_weights = counts.expand_as(outputs).flatten(1).T
-        compare(sample_weights, weights.expand_as(sample_weights), f"{name}: counts", rtol=RTOL)
+        _compare_counts(checked, outputs, leaf, values, name)
     else:
         for n, hessian in enumerate(hessians):
             output, target = outputs[n : n + 1], targets[n : n + 1]
@@ -101,6 +94,18 @@ def check_loss(
     ):
         assert result.dtype == torch.float32, f"{name}: {which} turns float32 into {result.dtype}"
     assert torch.equal(outputs, outputs_before), f"{name}: the outputs have changed"
+
+
+def _compare_counts(loss: Loss, outputs: Tensor, leaf: Tensor, values: Tensor, name: str) -> None:
+    """Compare the weights of samples with `Loss.counts` of their gradients in a leaf."""
+    weights = torch.linspace(0.5, 1.5, len(outputs), dtype=torch.float64)
+    (gradients,) = torch.autograd.grad((weights * values).sum(), leaf)
+    try:
+        counts = loss.counts(outputs, gradients)
+    except NotImplementedError as error:
+        raise AssertionError(str(error)) from error
+    sample_weights = counts.expand_as(outputs).flatten(1).T
+    compare(sample_weights, weights.expand_as(sample_weights), f"{name}: counts", rtol=RTOL)
 
 
 def _compare_samples(loss: Loss, outputs: Tensor, hessians: Tensor, name: str) -> None:

@@ -226,14 +226,15 @@ def check_method(
         resumed = train(0, 1, replace(training, begin=MIDDLE, state=first.state))
         _same(resumed, reference, f"{name}, resumed", 0.0)
         # Statistics do not depend on the strategy: two strategies are enough for other Fishers.
-        here = strategies if one_fisher or fisher == fishers[0] else strategies[1:3]
+        is_first = one_fisher or fisher == fishers[0]
+        here = strategies if is_first else strategies[1:3]
         for number in ranks:
             runs = [replace(training, strategy=strategy) for strategy in here]
             runs.append(replace(training, passes=2 if number < 4 else 3))
             results = launch(_train_each, number, runs)
             _compare_ranks(results, runs, reference, f"{name}, {number} ranks", rtol)
         if len(ranks) > 1:
-            _check_resumed_on_fewer(training, reference, name, ranks, strategies, launch, rtol)
+            _compare_resumed_on_fewer(training, reference, name, ranks, strategies, launch, rtol)
 
 
 def _compare_ranks(
@@ -250,7 +251,7 @@ def _compare_ranks(
             _same(trained, reference, where, rtol)
 
 
-def _check_resumed_on_fewer(
+def _compare_resumed_on_fewer(
     training: Training,
     reference: Trained,
     name: str,

@@ -59,7 +59,7 @@ class AdaptiveDamping:
         """Return the dampings."""
         if len(self._now) != (count or len(self._now) or 1):
             first = self._middle() if self._now else self._within(start)
-            self._now = [first] * (count or 1)
+            self._now = [first for _ in range(count or 1)]
             self._ways = [-1] * len(self._now)
         return list(self._now)
 

@@ -89,16 +89,16 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
         self,
         closures: Sequence[Closure],
         loss: Loss | None = None,
-        each: Callable[[Forward], object] = lambda forward: None,
+        before_backward: Callable[[Forward], object] = lambda forward: None,
     ) -> tuple[list[Forward], float]:
-        """Run closures and their backward passes, with ``each`` in between; return the loss too."""
+        """Run closures, ``before_backward`` and backward passes; return also the sum of losses."""
         parameters = param_groups.trainable(self.param_groups)
         forwards: list[Forward] = []
         total = 0.0
         for closure in closures:
             with torch.enable_grad():
                 forward, value = first_pass(self._model, closure, parameters, loss)
-                each(forward)
+                before_backward(forward)
                 forward.backward()
             forwards.append(forward)
             total += float(value.detach())
@@ -137,22 +137,22 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
         All ranks must have the same ``gradients``, whose bits are summed for that.
         """
         backend = self._backend
-        mine: dict[str, object] = {}
+        common: dict[str, object] = {}
         try:
-            mine = self._common()
+            common = self._common()
             if backend.world_size > 1 and not backend.on_paper:
                 bits = (g.contiguous().view(_INTEGERS[g.itemsize]) for g in gradients)
-                total = sum(int(one.sum(dtype=torch.int64)) for one in bits)
-                mine["the sum of the bits of all gradients"] = total
+                total = sum(int(tensor_bits.sum(dtype=torch.int64)) for tensor_bits in bits)
+                common["the sum of the bits of all gradients"] = total
         except Exception as raised:  # the other ranks wait in the all-reduce below
             error = error or raised
         if backend.world_size == 1 and error is None:
             return loss, [*further]
-        told = [loss, float(error is not None), *fingerprint(mine)]
-        sums = add_over_ranks(backend, [*told, *further])
+        status = [loss, float(error is not None), *fingerprint(common)]
+        sums = add_over_ranks(backend, [*status, *further])
         require_no_failure(backend, error, sums[1])
-        require_common(backend, mine, sums[2 : len(told)], HINT)
-        return sums[0] / backend.world_size, sums[len(told) :]
+        require_common(backend, common, sums[2 : len(status)], HINT)
+        return sums[0] / backend.world_size, sums[len(status) :]
 
     def _publish(self, readout: Readout) -> None:
         self.readout = readout
@@ -179,24 +179,22 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError unless a state is one of such an optimizer of such a model."""
         what = type(self).__name__
-        own = state.get("trust_region", {})
-        if own.get("version") != VERSION:
+        saved = state.get("trust_region", {})
+        if saved.get("version") != VERSION:
             raise ValueError(
-                f"not the state of a {what} of version {VERSION}: it has {own.get('version')!r}"
+                f"not the state of a {what} of version {VERSION}: it has {saved.get('version')!r}"
             )
-        if missing := sorted(set(self._own_state()) - set(own)):
+        if missing := sorted(set(self._own_state()) - set(saved)):
             raise ValueError(f"the state is truncated: trust_region lacks {missing}")
-        sizes, now = (
-            [len(group["params"]) for group in each]
-            for each in (state["param_groups"], self.param_groups)
-        )
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        now = [len(group["params"]) for group in self.param_groups]
         if sizes != now:
             raise ValueError(f"the state has param groups of {sizes} parameters, {what} of {now}")
-        check_damping(own["damping"], self.damping, own["steps"])
+        check_damping(saved["damping"], self.damping, saved["steps"])
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checked state."""
         super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
-        own = state["trust_region"]
-        self._steps, self.counters = own["steps"], dict(own["counters"])
-        self.damping.load(own["damping"])
+        saved = state["trust_region"]
+        self._steps, self.counters = saved["steps"], dict(saved["counters"])
+        self.damping.load(saved["damping"])

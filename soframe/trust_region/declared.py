@@ -36,7 +36,9 @@ class Fit:
 
         ``alike``: all samples of all closures have equal weights, so sample counts suffice.
         """
-        return 1.0 if self.plain or alike else closures * self.times
+        if self.plain or alike:
+            return 1.0
+        return closures * self.times
 
 
 def fit(declared: Loss, forward: Forward, closures: int) -> Fit:
@@ -72,29 +74,26 @@ def _fit_of_curvature(
     samples, tangents = len(outputs[0]), list(map(fixed, outputs))
     actual = [product * samples for product in forward.hessian_product(tangents)]
     expected = _hessian_products(declared, outputs, tangents)
-    flat = _hessian_products(declared, [torch.zeros_like(one) for one in outputs], tangents)
-    measured, theirs, flattest = (
-        [
-            (a * b).reshape(samples, -1).sum(1, dtype=torch.float64)
-            for a, b in zip(tangents, p, strict=True)
-        ]
-        for p in (actual, expected, flat)
-    )
-    total, wanted = (sum(float(one.sum()) for one in each) for each in (measured, theirs))
-    if not math.isfinite(total) or not math.isfinite(wanted):
-        return Fit(samples, 1 / closures, mute=True)
     # The curvature of saturated outputs is rounding error of the unsaturated ones'.
-    rounding = 16 * torch.finfo(outputs[0].dtype).eps
-    sizes = [one.nan_to_num(0.0, 0.0, 0.0).abs() for one in flattest]
-    noise = rounding * sum(float(one.sum()) for one in sizes)
-    tolerance = max(1e-3, rounding)
-    plain = math.isclose(total * closures, wanted, rel_tol=tolerance, abs_tol=noise)
-    if plain and wanted < 1e3 * noise:
+    unsaturated = list(map(torch.zeros_like, outputs))
+    largest = _hessian_products(declared, unsaturated, tangents)
+    # Products with the tangents, [samples] of each output.
+    measured = _of_samples(samples, tangents, actual)
+    declared_curvature = _of_samples(samples, tangents, expected)
+    sizes = [p.nan_to_num(0.0, 0.0, 0.0).abs() for p in _of_samples(samples, tangents, largest)]
+    total, expected_total = _total(measured), _total(declared_curvature)
+    if not math.isfinite(total) or not math.isfinite(expected_total):
         return Fit(samples, 1 / closures, mute=True)
-    times = total / wanted if wanted else math.inf
-    found = Fit(samples, times, plain, tolerance=tolerance)
-    sure = rounding * max(float(one.max()) for one in sizes)
-    for a, b in zip(measured, theirs, strict=True):
+    rounding = 16 * torch.finfo(outputs[0].dtype).eps
+    noise = rounding * _total(sizes)
+    tolerance = max(1e-3, rounding)
+    plain = math.isclose(total * closures, expected_total, rel_tol=tolerance, abs_tol=noise)
+    if plain and expected_total < 1e3 * noise:
+        return Fit(samples, 1 / closures, mute=True)
+    times = total / expected_total if expected_total else math.inf
+    result = Fit(samples, times, plain, tolerance=tolerance)
+    sure = rounding * max(float(size.max()) for size in sizes)
+    for a, b in zip(measured, declared_curvature, strict=True):
         off = (a - times * b).abs() > times * (4 * tolerance * b.abs() + sure)
         if 0 < times < math.inf and bool(off.any()):
             problem = (
@@ -103,8 +102,20 @@ def _fit_of_curvature(
                 f"times its curvature. Weights of classes, samples and ignored targets are not "
                 f"supported; declare the loss that the closure returns"
             )
-            return replace(found, problem=problem)
-    return found
+            return replace(result, problem=problem)
+    return result
+
+
+def _of_samples(
+    samples: int, tangents: Sequence[Tensor], products: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return each sample's inner product of tangents and products, ``[samples]`` per output."""
+    pairs = zip(tangents, products, strict=True)
+    return [(a * b).reshape(samples, -1).sum(1, dtype=torch.float64) for a, b in pairs]
+
+
+def _total(tensors: Sequence[Tensor]) -> float:
+    return sum(float(tensor.sum()) for tensor in tensors)
 
 
 def _fit_of_gradients(
@@ -141,11 +152,11 @@ def _hessian_products(
 def numbers(fits: Sequence[Fit]) -> list[float]:
     """Return this rank's part of the sums for `require_agreement`."""
     return [
-        sum(one.times for one in fits),
-        float(any(not one.plain for one in fits)),
-        float(any(one.mute for one in fits)),
-        float(sum(one.samples for one in fits)),
-        sum(one.times**2 / max(1, one.samples) for one in fits),
+        sum(closure_fit.times for closure_fit in fits),
+        float(any(not closure_fit.plain for closure_fit in fits)),
+        float(any(closure_fit.mute for closure_fit in fits)),
+        float(sum(closure_fit.samples for closure_fit in fits)),
+        sum(closure_fit.times**2 / max(1, closure_fit.samples) for closure_fit in fits),
     ]
 
 
@@ -156,7 +167,7 @@ def require_agreement(
     total, odd, mute, samples, squares = sums
     if mute or (odd == 0 and not alike):
         return
-    tolerance = max(one.tolerance for one in fits)
+    tolerance = max(closure_fit.tolerance for closure_fit in fits)
     if math.isclose(total, ranks, rel_tol=tolerance):
         # By the Cauchy-Schwarz inequality, equal only if weights are proportional to the samples.
         if not alike or math.isclose(squares * samples, total**2, rel_tol=4 * tolerance):
@@ -166,16 +177,16 @@ def require_agreement(
             "weigh batches of unequal sizes alike: multiply each by its share of all samples (on "
             "one of W ranks, W times that), or leave loss_average out"
         )
-    for one in fits:
-        if not one.plain:
+    for closure_fit in fits:
+        if not closure_fit.plain:
+            times = closure_fit.times * len(fits)
             raise ValueError(
-                f"the closure's loss has {one.times * len(fits):.4g} times the curvature of "
-                f"loss={declared!r}, as a mean over {one.samples} samples and {len(fits)} "
-                f"closure(s); declare the loss that the closure returns. Batches of unequal sizes "
-                f"have shares of the mean that add up to one. Of a likelihood let the model return "
-                f"natural parameters (of a Gaussian mean / variance and 1 / variance; loss="
-                f"'gaussian' is of a mean and a log-variance): in others its curvature depends on "
-                f"the targets"
+                f"the closure's loss has {times:.4g} times the curvature of loss={declared!r}, as "
+                f"a mean over {closure_fit.samples} samples and {len(fits)} closure(s); declare "
+                f"the loss that the closure returns. Batches of unequal sizes have shares of the "
+                f"mean that add up to one. Of a likelihood let the model return natural parameters "
+                f"(of a Gaussian mean / variance and 1 / variance; loss='gaussian' is of a mean "
+                f"and a log-variance): in others its curvature depends on the targets"
             )
     raise ValueError(
         f"the closure's loss is not the declared one on {odd:.0f} other rank(s): see their own "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -64,8 +65,8 @@ class Forward:
         """Return the Hessian of the loss in the outputs times a tangent, in the outputs' shapes."""
         if self.expected is not None:
             product = self.expected.hessian_product
-            each = zip(self._counts, self.outputs, tangents, strict=True)
-            return tuple(count * product(output.detach(), v) for count, output, v in each)
+            triples = zip(self._counts, self.outputs, tangents, strict=True)
+            return tuple(count * product(output.detach(), v) for count, output, v in triples)
         rows = [
             (gradient, tangent)
             for gradient, tangent in zip(self.gradients, tangents, strict=True)
@@ -131,7 +132,7 @@ def first_pass(
     """Run a closure and differentiate its loss in the outputs; ``loss`` is the declared one."""
     replay, kernels = Replay(model), PlainKernels()
     calls, value = run(model, closure, kernels)
-    outputs = tuple(output for call in calls for output in call)
+    outputs = tuple(itertools.chain.from_iterable(calls))
     if any(output.dim() == 0 for output in outputs):
         raise RuntimeError(
             "the model returns a scalar, and the quadratic model needs outputs [samples, ...]: "
@@ -139,7 +140,8 @@ def first_pass(
         )
     gradients = torch.autograd.grad(value, outputs, create_graph=True, materialize_grads=True)
     _require_only_through(calls, value, parameters)
-    expected = loss if loss is not None and loss.expected else None
+    has_expected = loss is not None and loss.expected
+    expected = loss if has_expected else None
     return Forward(closure, replay, outputs, gradients, kernels, len(calls), expected), value
 
 
@@ -205,14 +207,14 @@ def _require_only_through(
 
 
 def _reaches(
-    edges: Iterable[_Edge], wanted: Callable[[_Edge], bool], without: Container[_Edge] = ()
+    edges: Iterable[_Edge], is_met: Callable[[_Edge], bool], without: Container[_Edge] = ()
 ) -> bool:
     """Whether a graph leads to a wanted edge, on a path without some others."""
     todo = [edge for edge in edges if edge not in without]
     seen = set()
     while todo:
         edge = todo.pop()
-        if wanted(edge):
+        if is_met(edge):
             return True
         node, _ = edge
         if node is None or node in seen:

@@ -24,15 +24,17 @@ def group_of_each(
         return dict.fromkeys(parameters, 0)
     # Layers are the modules with parameters of their own, in the model's order. A shared parameter
     # belongs to its first layer; with fewer layers than groups every layer is a group.
-    wanted = set(parameters)
+    remaining = set(parameters)
     layers: list[list[nn.Parameter]] = []
     for module in model.modules():
-        layer = [p for p in module.parameters(recurse=False) if p in wanted]
-        wanted.difference_update(layer)
+        layer = [p for p in module.parameters(recurse=False) if p in remaining]
+        remaining.difference_update(layer)
         if layer:
             layers.append(layer)
-    *others, last = layers
-    numbers = {p: n * (count - 1) // len(others) for n, layer in enumerate(others) for p in layer}
+    *inner, last = layers
+    numbers: dict[nn.Parameter, int] = {}
+    for number, layer in enumerate(inner):
+        numbers.update(dict.fromkeys(layer, number * (count - 1) // len(inner)))
     return numbers | dict.fromkeys(last, count - 1)
 
 

@@ -14,6 +14,7 @@ model. So it has no learning rate to tune::
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -251,8 +252,10 @@ class TrustRegion(ClosureOptimizer):
                         self.preconditioner.observe(heads, weight=weight)
 
         forwards, total = self._passes(closures, self._loss, compare)
-        problems = [one.problem for one in fits if one.problem is not None]
-        error = ValueError(problems[0]) if problems and math.isfinite(total) else None
+        problems = [closure_fit.problem for closure_fit in fits if closure_fit.problem is not None]
+        error: ValueError | None = None
+        if problems and math.isfinite(total):
+            error = ValueError(problems[0])
         gradients = [p.grad for p in parameters if p.grad is not None]
         mean, sums = self._agree(total, error, further=numbers(fits), gradients=gradients)
         if compared and math.isfinite(mean):
@@ -287,31 +290,32 @@ class TrustRegion(ClosureOptimizer):
         rest = [
             None if p in covered else -g for p, g in zip(parameters, batch.gradients, strict=True)
         ]
-        others: list[Direction] = []
+        usual: list[Direction] = []
         if any(tensor is not None for tensor in rest):
-            others.append(param_groups.scaled(rest, shares))
-        names = [STEEPEST] * len(others)
+            usual.append(param_groups.scaled(rest, shares))
+        names = [STEEPEST for _ in usual]
         if self._steps == 0 and self.damping.to_be_measured():
-            self._measure_damping(batch, others, shares, lr)
+            self._measure_damping(batch, usual, shares, lr)
         proposals = proposer.propose(batch, shares, self._steps)
         if self._momentum:
             # The last update keeps its length, except for parameters with `lr` 0.
             last = [self.state[p].get("update") for p in parameters]
             moving = param_groups.scaled(last, [float(share != 0) for share in shares])
-            others += self._layer_groups.split(parameters, moving)
-        names += [LAST] * (len(others) - len(names))
-        tried = [part for proposal in proposals for part in proposal.parts]
+            last_updates = self._layer_groups.split(parameters, moving)
+            usual += last_updates
+            names += [LAST for _ in last_updates]
+        tried = itertools.chain.from_iterable(proposal.parts for proposal in proposals)
         damping = self.damping.at(self._steps)
-        quadratic = exact_model(self._backend, batch, [*tried, *others], damping)
+        quadratic = exact_model(self._backend, batch, [*tried, *usual], damping)
         chosen, quadratic = proposer.choose(proposals, quadratic, self._steps)
         if not quadratic.finite():
             self._step_back("the model of the loss is not finite")
             return {}
-        names = [PRECONDITIONED] * len(chosen) + names
-        return self._move(batch, [*chosen, *others], names, quadratic, lr)
+        names = [*(PRECONDITIONED for _ in chosen), *names]
+        return self._move(batch, [*chosen, *usual], names, quadratic, lr)
 
     def _measure_damping(
-        self, batch: Batch, others: Sequence[Direction], shares: Sequence[float], lr: float
+        self, batch: Batch, usual: Sequence[Direction], shares: Sequence[float], lr: float
     ) -> None:
         """Begin with the damping, of model and preconditioner, whose step reduces the loss most."""
         # It is measured: with too little damping any model predicts a large reduction.
@@ -319,7 +323,7 @@ class TrustRegion(ClosureOptimizer):
         decay = param_groups.mean_decay(self.param_groups)
 
         def after(damping: float) -> float:
-            directions = [*restart(batch, shares, damping + decay).parts, *others]
+            directions = [*restart(batch, shares, damping + decay).parts, *usual]
             model = exact_model(self._backend, batch, directions, damping)
             if not model.finite():
                 return math.inf
@@ -361,9 +365,9 @@ class TrustRegion(ClosureOptimizer):
             after = None
             if not self._full_batch:
                 after = self._evaluate(batch.passes)
-            told = self._reduction.told(self._steps)
+            observes = self._reduction.told(self._steps)
             self._reduction.wait(
-                states, update, before, batch.decays, objective, predicted, told=told
+                states, update, before, batch.decays, objective, predicted, observes=observes
             )
             if after is not None:
                 self._judge(after)
@@ -478,8 +482,8 @@ class TrustRegion(ClosureOptimizer):
         Returns:
             The state; see `soframe.Preconditioner.state_dict` for when to call it.
         """
-        whole = self.preconditioner.state_dict() if curvature else None
-        return {**super().state_dict(), "curvature": whole}
+        curvature_state = self.preconditioner.state_dict() if curvature else None
+        return {**super().state_dict(), "curvature": curvature_state}
 
     def _own_state(self) -> dict[str, Any]:
         within = self._damping_within
@@ -511,12 +515,12 @@ class TrustRegion(ClosureOptimizer):
         if state_dict["curvature"] is not None:
             self.preconditioner.load_state_dict(state_dict["curvature"])
         self._load(state_dict)
-        own = state_dict["trust_region"]
-        self._burn_in, self._eps = own["burn_in"], own["eps"]
+        saved = state_dict["trust_region"]
+        self._burn_in, self._eps = saved["burn_in"], saved["eps"]
         if isinstance(self._damping_within, AdaptiveDamping):
-            self._damping_within.load(own["preconditioner_damping"])
-        self._watch.load(own["losses"])
-        self._reduction.load(own["reduction"])
+            self._damping_within.load(saved["preconditioner_damping"])
+        self._watch.load(saved["losses"])
+        self._reduction.load(saved["reduction"])
 
     def close(self) -> None:
         """Remove every hook."""

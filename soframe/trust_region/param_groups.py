@@ -8,6 +8,7 @@ its length, unless its group's ``lr`` is 0. The largest ``lr`` then multiplies t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
     """Check that the groups have all trained parameters of the model, whole, and no others."""
     named = list(model.named_parameters())
     sharding.require_whole(named, "TrustRegion")
-    grouped = {p for group in groups for p in group["params"]}
+    grouped = set(itertools.chain.from_iterable(group["params"] for group in groups))
     _require_own([parameter for _, parameter in named], grouped)
     for name, parameter in named:
         if parameter.requires_grad and parameter not in grouped:
@@ -52,8 +53,8 @@ def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
         raise ValueError("TrustRegion: no parameter of the model needs a gradient")
 
 
-def _require_own(own: Iterable[nn.Parameter], grouped: set[nn.Parameter]) -> None:
-    for foreign in grouped.difference(own):
+def _require_own(trained: Iterable[nn.Parameter], grouped: set[nn.Parameter]) -> None:
+    for foreign in grouped.difference(trained):
         raise ValueError(
             f"TrustRegion: a param group has a parameter of shape {list(foreign.shape)} that is "
             f"not, or no longer, the model's: make an optimizer without it"
@@ -67,12 +68,16 @@ def numbers(groups: Sequence[Group]) -> list[tuple[float, float]]:
 
 def trainable(groups: Sequence[Group]) -> list[nn.Parameter]:
     """Return the parameters that need a gradient, group by group."""
-    return [p for group in groups for p in group["params"] if p.requires_grad]
+    parameters = itertools.chain.from_iterable(group["params"] for group in groups)
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def setting(groups: Sequence[Group], name: str) -> list[float]:
     """Return a setting of each parameter of `trainable`."""
-    return [float(group[name]) for group in groups for p in group["params"] if p.requires_grad]
+    values: list[float] = []
+    for group in groups:
+        values += [float(group[name]) for p in group["params"] if p.requires_grad]
+    return values
 
 
 def mean_decay(groups: Sequence[Group]) -> float:
@@ -93,8 +98,11 @@ def shares(groups: Sequence[Group]) -> tuple[list[float], float]:
 
 def scaled(direction: Direction, factors: Sequence[float]) -> list[Tensor | None]:
     """Return a direction with each of its tensors scaled."""
-    rows = zip(direction, factors, strict=True)
-    return [t if t is None or factor == 1.0 else t * factor for t, factor in rows]
+    result = list(direction)
+    for index, (tensor, factor) in enumerate(zip(direction, factors, strict=True)):
+        if tensor is not None and factor != 1.0:
+            result[index] = tensor * factor
+    return result
 
 
 def with_decay(parameters: Sequence[nn.Parameter], decays: Sequence[float]) -> list[Tensor]:
@@ -135,10 +143,10 @@ def slope_and_metric(
     metric = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
     lengths = torch.zeros_like(metric)
     for decay in dict.fromkeys(decays):
-        rows = [
-            [tensor for tensor, of_tensor in zip(row, decays, strict=True) if of_tensor == decay]
-            for row in (gradients, *directions)
-        ]
+        rows: list[list[Tensor | None]] = []  # of the parameters with this decay
+        for row in (gradients, *directions):
+            pairs = zip(row, decays, strict=True)
+            rows.append([tensor for tensor, of_tensor in pairs if of_tensor == decay])
         products = inner_products(rows)
         slope += products[0, 1:]
         metric += (damping + decay) * products[1:, 1:]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from soframe.preconditioner import Preconditioner
 from soframe.trust_region.adaptive import AdaptiveDamping
@@ -49,14 +49,14 @@ class Proposer:
 
     def propose(self, batch: Batch, shares: Sequence[float], step: int) -> list[Proposal]:
         """Return the preconditioner's update, and a second proposal if a trial is due."""
-        made = [self._proposal(batch, shares)]
-        if not isinstance(self._damping, AdaptiveDamping) or not made[0].failed:
-            return made
+        proposals = [self._proposal(batch, shares)]
+        if not isinstance(self._damping, AdaptiveDamping) or not proposals[0].failed:
+            return proposals
         self._dampings()  # the number of groups with blocks may have changed in the step
-        self._damping.retreat(made[0].failed)
+        self._damping.retreat(proposals[0].failed)
         if tried := self._damping.trial(step):
-            made.append(self._again(batch, shares, tried))
-        return made
+            proposals.append(self._again(batch, shares, tried))
+        return proposals
 
     def restart(self, batch: Batch, shares: Sequence[float], start: float) -> Proposal:
         """Propose once more, from another damping of the policy, and reset all trials."""
@@ -70,31 +70,35 @@ class Proposer:
     ) -> tuple[list[Direction], Quadratic]:
         """Return the parts with the best prediction, and the model along them and the rest."""
         # The model is along the parts of all proposals, then along directions of every step.
-        one, *others = proposals
-        if not others:
-            return one.parts, quadratic
+        usual_proposal, *trials = proposals
+        if not trials:
+            return usual_proposal.parts, quadratic
         assert isinstance(self._damping, AdaptiveDamping)
-        (other,) = others
-        count = len(one.parts)
+        (trial,) = trials
+        count = len(usual_proposal.parts)
         usual = quadratic.along([*range(count), *range(2 * count, len(quadratic.slope))])
         finite = quadratic.finite_directions()[count : 2 * count]
         if usual.finite():
-            barred = [bad or not good for bad, good in zip(other.failed, finite, strict=True)]
+            barred = [bad or not good for bad, good in zip(trial.failed, finite, strict=True)]
             taken, model = quadratic.best_of(count, barred)
         else:  # no choice was made, and the same trial is not repeated at once
             taken, model = [False] * count, usual
         self._damping.choose(taken, step)
         second = self._of_blocks(taken)
-        self._preconditioner.restore(
-            {name: (other if new else one).solved[name] for name, new in second.items()}
-        )
+        solved = {}
+        for name, is_second in second.items():
+            solved[name] = (trial if is_second else usual_proposal).solved[name]
+        self._preconditioner.restore(solved)
         self._damp(self._dampings())  # in force from now on
-        pairs = zip(taken, one.parts, other.parts, strict=True)
+        pairs = zip(taken, usual_proposal.parts, trial.parts, strict=True)
         return [second if change else first for change, first, second in pairs], model
 
     def covered(self) -> set[nn.Parameter]:
         """Return the parameters that have a block."""
-        return {p for block in self._preconditioner.blocks for p in block.parameters.values()}
+        parameters: set[nn.Parameter] = set()
+        for block in self._preconditioner.blocks:
+            parameters.update(block.parameters.values())
+        return parameters
 
     def _again(self, batch: Batch, shares: Sequence[float], dampings: Sequence[float]) -> Proposal:
         for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
@@ -105,7 +109,10 @@ class Proposer:
 
     def _proposal(self, batch: Batch, shares: Sequence[float]) -> Proposal:
         covered, parameters = self.covered(), batch.parameters
-        rows = [-p.grad if p in covered and p.grad is not None else None for p in parameters]
+        rows: list[Tensor | None] = []
+        for parameter in parameters:
+            gradient = parameter.grad if parameter in covered else None
+            rows.append(None if gradient is None else -gradient)
         solved = self._preconditioner.snapshot()
         failed: dict[int, bool] = {}
         for name, number in self._group_of_blocks().items():
@@ -121,7 +128,7 @@ class Proposer:
         count = len(set(self._group_of_blocks().values()))
         if isinstance(self._damping, AdaptiveDamping):
             return self._damping.at(self._start, count) if count else []
-        return [self._damping * self._start] * count
+        return [self._damping * self._start for _ in range(count)]
 
     def _group_of_blocks(self) -> dict[str, int]:
         numbers = self._groups.numbers
@@ -130,8 +137,8 @@ class Proposer:
             for block in self._preconditioner.blocks
         }
 
-    def _of_blocks(self, each: Sequence[T]) -> dict[str, T]:
+    def _of_blocks(self, values: Sequence[T]) -> dict[str, T]:
         """Return the value of each block, given one for each layer group with blocks."""
         group_of = self._group_of_blocks()
         order = sorted(set(group_of.values()))
-        return {name: each[order.index(number)] for name, number in group_of.items()}
+        return {name: values[order.index(number)] for name, number in group_of.items()}

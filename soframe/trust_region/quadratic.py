@@ -120,9 +120,9 @@ def curvature_along(
         for i, tangent in enumerate(tangents):
             products = forward.hessian_product(tangent)
             # One by one: copies of outputs into one matrix would cost more than the products.
-            for product, *others in zip(products, *precise[: i + 1], strict=True):
+            for product, *vectors in zip(products, *precise[: i + 1], strict=True):
                 flat = _at_least_single(product).flatten()
-                row = torch.stack([flat @ other.flatten() for other in others]).double().cpu()
+                row = torch.stack([flat @ other.flatten() for other in vectors]).double().cpu()
                 total[i, : i + 1] += row
                 total[:i, i] += row[:i]
     return total

@@ -60,9 +60,10 @@ class Readout:
         """Return the readout in one line, for a log."""
         numbers = {"change": self.change, "predicted": self.predicted, "ratio": self.ratio}
         shown = [f"{name} {value:.3g}" for name, value in numbers.items() if value is not None]
-        said = [f"undone: {self.undone}"] if self.undone else []
         parts = [f"step {self.step}: loss {self.loss:.6g}", *shown, f"damping {self.damping:.3g}"]
-        return ", ".join([*parts, *said, *self.notes])
+        if self.undone:
+            parts.append(f"undone: {self.undone}")
+        return ", ".join([*parts, *self.notes])
 
 
 PRECONDITIONED, STEEPEST, LAST = "preconditioned", "steepest descent", "last update"
@@ -94,17 +95,14 @@ class History(list[Readout]):
             raise ImportError("History.plot needs matplotlib: pip install matplotlib") from error
         figure = figures.Figure(figsize=(7, 7.5), layout="constrained")
         loss, damping, ratio = figure.subplots(3, sharex=True)
-        steps = [one.step for one in self]
-        loss.plot(steps, [one.loss for one in self])
-        undone = [one for one in self if one.undone is not None]
-        loss.plot([one.step for one in undone], [one.loss for one in undone], "rx", label="undone")
-        loss.set(ylabel="loss", yscale="log" if all(one.loss > 0 for one in self) else "linear")
-        damping.plot(steps, [one.damping for one in self], label="of the model")
-        for number in range(max((len(one.preconditioner_dampings) for one in self), default=0)):
-            tried = [one for one in self if number < len(one.preconditioner_dampings)]
-            values = [one.preconditioner_dampings[number] for one in tried]
-            label = f"of the preconditioner, layer group {number}"
-            damping.plot([one.step for one in tried], values, "--", label=label)
+        steps = [readout.step for readout in self]
+        loss.plot(steps, [readout.loss for readout in self])
+        undone = [(r.step, r.loss) for r in self if r.undone is not None]
+        loss.plot(*zip(*undone, strict=True) if undone else ([], []), "rx", label="undone")
+        is_positive = all(readout.loss > 0 for readout in self)
+        loss.set(ylabel="loss", yscale="log" if is_positive else "linear")
+        damping.plot(steps, [readout.damping for readout in self], label="of the model")
+        self._plot_dampings(damping)
         damping.set(ylabel="damping", yscale="log")
         judged = [(n.step, n.ratio) for n in self if n.ratio is not None and math.isfinite(n.ratio)]
         ratio.plot(*zip(*judged, strict=True) if judged else ([], []), ".")
@@ -112,6 +110,16 @@ class History(list[Readout]):
         for axes in (loss, damping):
             axes.legend(fontsize="small")
         figure.savefig(path)
+
+    def _plot_dampings(self, axes: Any) -> None:
+        """Draw the preconditioner's dampings, a curve for each layer group."""
+        groups = max((len(readout.preconditioner_dampings) for readout in self), default=0)
+        for number in range(groups):
+            readouts = [r for r in self if number < len(r.preconditioner_dampings)]
+            steps = [readout.step for readout in readouts]
+            values = [readout.preconditioner_dampings[number] for readout in readouts]
+            label = f"of the preconditioner, layer group {number}"
+            axes.plot(steps, values, "--", label=label)
 
 
 class Scalars:

@@ -72,8 +72,8 @@ class Reduction:
 
     def take_last(self) -> dict[str, float]:
         """Return ``"change"``, and perhaps ``"ratio"``, of the last measurement, once."""
-        told, self.last = self.last, {}
-        return told
+        last, self.last = self.last, {}
+        return last
 
     def wait(
         self,
@@ -84,12 +84,19 @@ class Reduction:
         objective: float,
         predicted: float,
         *,
-        told: bool = True,
+        observes: bool = True,
     ) -> None:
         """Leave a step pending until `judge`."""
-        self._waiting, self._told = (objective, predicted), told
+        self._waiting, self._told = (objective, predicted), observes
         for state, moved, old, decay in zip(states, update, before, decays, strict=True):
             state.update(moved=moved, before=old, decay=decay)
+
+    def _observe(self, ratio: float, *, accepted: bool) -> None:
+        """Keep a ratio for the readout, and for the damping if it is due, large or of a failure."""
+        self.last["ratio"] = ratio
+        is_large = self._every and ratio > MORE
+        if self._told or is_large or not accepted:
+            self._damping.observe(ratio)
 
     def judge(self, states: Mapping[Any, State], objective: float, eps: float = 0.0) -> bool:
         """Keep the pending step, or undo it."""
@@ -106,20 +113,11 @@ class Reduction:
         if self.silent:
             self._damping.observe(1.0)
         elif predicted < 0 or not change <= 0:
-            kept = predicted < 0 and math.isfinite(change)
-            self.last["ratio"] = change / predicted if kept else -math.inf
-            more = self._every and self.last["ratio"] > MORE
-            if self._told or more or not accepted:
-                self._damping.observe(self.last["ratio"])
+            is_finite = predicted < 0 and math.isfinite(change)
+            self._observe(change / predicted if is_finite else -math.inf, accepted=accepted)
         for parameter, state in states.items():
-            if "moved" not in state:
-                continue
-            moved, old, _ = state.pop("moved"), state.pop("before"), state.pop("decay")
-            if accepted:
-                state["update"] = moved
-            else:
-                with torch.no_grad():
-                    parameter.copy_(old)
+            if "moved" in state:
+                _conclude(parameter, state, accepted=accepted)
         return accepted
 
     def state(self) -> dict[str, Any]:
@@ -132,3 +130,13 @@ class Reduction:
         self._waiting = None if waiting is None else (waiting[0], waiting[1])
         self._told = bool(state.get("told", True))
         self.last = dict(state.get("last", {}))
+
+
+def _conclude(parameter: Any, state: State, *, accepted: bool) -> None:
+    """Keep a parameter's pending update, or put back its former values."""
+    moved, before, _ = state.pop("moved"), state.pop("before"), state.pop("decay")
+    if accepted:
+        state["update"] = moved
+    else:
+        with torch.no_grad():
+            parameter.copy_(before)

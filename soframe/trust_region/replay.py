@@ -69,6 +69,13 @@ class Replay:
 
 def _copies(places: Sequence[Buffers]) -> list[Buffers]:
     """Return modules' buffers by name, cloned; modules that share one share its clone."""
-    buffers = {id(b): b for place in places for b in place.values()}
-    clones = {key: None if b is None else b.clone() for key, b in buffers.items()}
-    return [{name: clones[id(b)] for name, b in place.items()} for place in places]
+    clones: dict[int, Tensor | None] = {}
+    copies: list[Buffers] = []
+    for place in places:
+        copy: Buffers = {}
+        for name, buffer in place.items():
+            if id(buffer) not in clones:
+                clones[id(buffer)] = None if buffer is None else buffer.clone()
+            copy[name] = clones[id(buffer)]
+        copies.append(copy)
+    return copies

@@ -67,12 +67,12 @@ _SHAPE = BlockShape(1, 2, 2)
 def check(loss: object, settings: Mapping[str, Any]) -> Loss:
     """Check the loss and the settings of the preconditioner; return the loss, built."""
     built: Loss = KINDS["loss"].build(loss, Loss)
-    given = flat(settings)
+    arguments = flat(settings)
     for name, (allowed, text) in REFUSED.items():
         default = _DEFAULTS.get(name)
-        if given.get(name, default) not in (default, *allowed):
+        if arguments.get(name, default) not in (default, *allowed):
             raise ValueError(f"TrustRegion {text}")
-    for method in methods(given.get("method", "kfac")):
+    for method in methods(arguments.get("method", "kfac")):
         if method.state(_SHAPE) or not all(f.captured for f in method.factors(_SHAPE)):
             raise ValueError(
                 "TrustRegion needs methods whose updates depend on the present gradient alone, "
@@ -114,15 +114,17 @@ def unscaled() -> float:
     return 1.0
 
 
-def of_preconditioner(given: Mapping[str, Any], loss: Loss, burn_in: int) -> dict[str, Any]:
+def of_preconditioner(arguments: Mapping[str, Any], loss: Loss, burn_in: int) -> dict[str, Any]:
     """Return the preconditioner's arguments: the given ones, and the trust region's defaults."""
-    settings = {**PRECONDITIONER, "grad_scaler": unscaled, **given, "kl_clip": None}
-    if "method" not in given:
+    settings = {**PRECONDITIONER, "grad_scaler": unscaled, **arguments, "kl_clip": None}
+    if "method" not in arguments:
         settings.setdefault("solver", "inverse")  # factored damping with Cholesky is cheap
-    chosen: Statistics = group_of("statistics", given)
+    chosen: Statistics = group_of("statistics", arguments)
     if (fisher := chosen.fisher) is None:
-        reads = [f.reads for m in methods(settings["method"]) for f in m.factors(_SHAPE)]
-        fisher = "forward-only" if set(reads) == {"inputs"} else "monte-carlo"
+        reads: set[str] = set()
+        for method in methods(settings["method"]):
+            reads.update(factor.reads for factor in method.factors(_SHAPE))
+        fisher = "forward-only" if reads == {"inputs"} else "monte-carlo"
     settings["statistics"] = replace(chosen, fisher=fisher, loss=loss)
     for name in ("statistics_every", "solve_every"):
         if burn_in > 0 and isinstance(settings[name], int):

@@ -25,6 +25,7 @@ and Zhang, 2013, section 4), so that the weight of the beginning falls::
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -187,25 +188,25 @@ class StochasticTrustRegion(ClosureOptimizer):
         for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter].update(_begun(parameter, earlier=self._shorten))
-        said: tuple[str, ...] = ()
+        notes: tuple[str, ...] = ()
         if due:
             batch = Batch(parameters, gradients, decays, forwards, loss)
-            said = self._compare(batch)
-            made = self._with_model(batch)
+            notes = self._compare(batch)
+            numbers = self._with_model(batch)
         else:
             damping = self.damping.at(self._steps)
             length = self._length(damping)
             self._adam(length)
             self._since += 1
             largest = param_groups.shares(self.param_groups)[1]
-            made = {"coefficients": (length * largest,), "damping": damping}
-            said = ("without a model",)
+            numbers = {"coefficients": (length * largest,), "damping": damping}
+            notes = ("without a model",)
         self._steps += 1
         averages = [self.state[p]["average"] for p in parameters]
         with torch.no_grad():
             share = (self._eta + 1) / (self._steps + self._eta)
             torch._foreach_lerp_(averages, [p.detach() for p in parameters], share)
-        self._publish(Readout(**seen, **made, notes=said, directions=("AdamW",)))
+        self._publish(Readout(**seen, **numbers, notes=notes, directions=("AdamW",)))
         return torch.tensor(loss, dtype=torch.float64, device="cpu")
 
     def _backward(self, closures: Sequence[Closure]) -> float:
@@ -223,29 +224,41 @@ class StochasticTrustRegion(ClosureOptimizer):
         if not self._shorten or self._steps < FIRST or not self._trend.due(self._steps):
             return ()
         states = [self.state[p] for p in batch.parameters]
-        said: tuple[str, ...] = ()
+        notes: tuple[str, ...] = ()
         if self._trend.begin(self._steps):
             at_average = []
             for name in ("average", EARLIER):
                 with placed(batch.parameters, [state[name] for state in states]):
                     at_average.append(self._objective(batch))
             now, earlier = at_average
-            said = (SAID,) if self._trend.learn(now, earlier, self._eps) else ()
+            notes = (SAID,) if self._trend.learn(now, earlier, self._eps) else ()
         for state in states:
             state[EARLIER].copy_(state["average"])
-        return said
+        return notes
 
     def _length(self, damping: float) -> float:
         """Return the step along the direction, before the param groups' ``lr``."""
         return self._mean.minimum(damping) * self._trend.share
+
+    def _measure_damping(self, batch: Batch, direction: Sequence[Tensor], largest: float) -> None:
+        """Begin with the damping whose step reduces the objective most."""
+
+        def after(damping: float) -> float:
+            length = self._length(damping) * largest
+            with moved(batch.parameters, [length * d for d in direction]):
+                objective = self._objective(batch)
+            return objective if math.isfinite(objective) else math.inf
+
+        start = batch.loss + batch.penalty
+        self.damping.begin(best_damping(self.damping.at(0), start, after))
 
     def _with_model(self, batch: Batch) -> dict[str, Any]:
         """Add the batch's model to the mean, move to its minimum, and judge the step."""
         parameters = batch.parameters
         self._adam(0.0)  # its averages include this gradient
         shares, largest = param_groups.shares(self.param_groups)
-        whole = [self._direction(parameter) for parameter in parameters]
-        direction = [d * s if s != 1 else d for d, s in zip(whole, shares, strict=True)]
+        directions = [self._direction(parameter) for parameter in parameters]
+        direction = [d * s if s != 1 else d for d, s in zip(directions, shares, strict=True)]
         model = exact_model(self._backend, batch, [direction], 0.0)
         if not model.finite():
             self.damping.observe(-math.inf)
@@ -256,14 +269,7 @@ class StochasticTrustRegion(ClosureOptimizer):
         self._mean.learn(model)
         start = batch.loss + batch.penalty
         if self._steps == 0 and self.damping.to_be_measured():
-
-            def after(damping: float) -> float:
-                length = self._length(damping) * largest
-                with moved(parameters, [length * d for d in direction]):
-                    objective = self._objective(batch)
-                return objective if math.isfinite(objective) else math.inf
-
-            self.damping.begin(best_damping(self.damping.at(0), start, after))
+            self._measure_damping(batch, direction, largest)
         damping = self.damping.at(self._steps)
         length = self._length(damping) * largest
         update = [length * d for d in direction]
@@ -272,20 +278,20 @@ class StochasticTrustRegion(ClosureOptimizer):
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         self._since = 0
-        made: dict[str, Any] = {"coefficients": (length,), "damping": damping}
+        numbers: dict[str, Any] = {"coefficients": (length,), "damping": damping}
         if not judged:
-            return made
+            return numbers
         coefficient = torch.tensor([length], dtype=torch.float64, device="cpu")
-        made["predicted"] = model.damped(damping).change(coefficient)
+        numbers["predicted"] = model.damped(damping).change(coefficient)
         states = [self.state[p] for p in parameters]
-        self._reduction.wait(states, update, before, batch.decays, start, made["predicted"])
+        self._reduction.wait(states, update, before, batch.decays, start, numbers["predicted"])
         if not self._reduction.judge(self.state, self._objective(batch), self._eps):
             self.counters["rejected_steps"] += 1
             self._since = self._every  # the next step has a model
-            made["undone"] = "the objective rose"
+            numbers["undone"] = "the objective rose"
         for state in states:
             state.pop("update", None)  # this optimizer has no direction of the last update
-        return {**made, **self._reduction.take_last()}
+        return {**numbers, **self._reduction.take_last()}
 
     def _adam(self, length: float) -> None:
         """Update Adam's averages, and move along its direction by a length."""
@@ -406,7 +412,8 @@ class StochasticTrustRegion(ClosureOptimizer):
 
         def check() -> None:
             self._check_state(state_dict)
-            parameters = [p for group in self.param_groups for p in group["params"]]
+            groups = (group["params"] for group in self.param_groups)
+            parameters = list(itertools.chain.from_iterable(groups))
             for number, kept in state_dict["state"].items():
                 shape = parameters[number].shape
                 if any(kept[name].shape != shape for name in (*MOMENTS, "average")):
@@ -425,11 +432,11 @@ class StochasticTrustRegion(ClosureOptimizer):
                 state.setdefault(EARLIER, state["average"].clone())
             else:
                 state.pop(EARLIER, None)
-        own = state_dict["trust_region"]
-        self._since = own["since"]
-        self._mean = AveragedModel(**own["model"])
+        saved = state_dict["trust_region"]
+        self._since = saved["since"]
+        self._mean = AveragedModel(**saved["model"])
         if self._shorten:
-            self._trend = Trend(**own["trend"])
+            self._trend = Trend(**saved["trend"])
 
 
 def _begun(parameter: nn.Parameter, *, earlier: bool) -> dict[str, Tensor]:

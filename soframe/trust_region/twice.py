@@ -84,47 +84,57 @@ class PlainKernels(TorchFunctionMode):
             yield
 
 
+_CONSTANT = (
+    "autograd treated a gradient as constant (does a custom Function have a backward that cannot "
+    "be differentiated?)"
+)
+
+
 def jacobian_products(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], directions: Sequence[Direction]
 ) -> list[tuple[Tensor, ...]]:
     """Return ``J v`` for each of k directions v, with one tensor for each output."""
-    moved = [i for i in range(len(inputs)) if any(v[i] is not None for v in directions)]
+    moved = _moved(directions)
     ends = [output for output in outputs if output.requires_grad]
     if not ends or not moved:
         return [tuple(map(torch.zeros_like, outputs)) for _ in directions]
-    moves = [[v[i] for i in moved] for v in directions]
+    moves = [_selected(direction, moved) for direction in directions]
     cotangents = [fixed(end).requires_grad_() for end in ends]
     try:
         with torch.enable_grad():
             gradients = torch.autograd.grad(
                 ends,
-                [inputs[i] for i in moved],
+                [inputs[index] for index in moved],
                 cotangents,
                 create_graph=True,
                 materialize_grads=True,
             )
             slopes = [_inner_product(gradients, v) for v in moves]
-        each = [_gradient(slope, cotangents) for slope in slopes]
+        products = [_gradient(slope, cotangents) for slope in slopes]
     except RuntimeError as error:  # autograd's error for a missing second derivative
         raise RuntimeError(_remedy(str(error))) from error
     # Check u^T (J v) = (J^T u)^T v: the sides differ if autograd treated a gradient as constant,
     # which raises no error.
-    rounding = 1e3 * max(torch.finfo(t.dtype).eps for t in (*cotangents, *gradients))
+    rounding = 1e3 * _largest_eps([*cotangents, *gradients])
     with torch.no_grad():
-        for v, slope, tangents in zip(moves, slopes, each, strict=True):
+        for v, slope, tangents in zip(moves, slopes, products, strict=True):
             noise = _size(gradients, v) + _size(cotangents, tangents)
-            if abs(float(_inner_product(cotangents, tangents) - slope)) > rounding * noise:
-                raise RuntimeError(
-                    _remedy(
-                        "autograd treated a gradient as constant (does a custom Function have a "
-                        "backward that cannot be differentiated?)"
-                    )
-                )
-    rows = map(iter, each)
-    return [
-        tuple(next(row) if output.requires_grad else torch.zeros_like(output) for output in outputs)
-        for row in rows
-    ]
+            difference = abs(float(_inner_product(cotangents, tangents) - slope))
+            if difference > rounding * noise:
+                raise RuntimeError(_remedy(_CONSTANT))
+    return [_with_zeros(outputs, tangents) for tangents in products]
+
+
+def _largest_eps(tensors: Sequence[Tensor]) -> float:
+    return max(torch.finfo(tensor.dtype).eps for tensor in tensors)
+
+
+def _with_zeros(outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tangents of all outputs: zeros where an output needs no gradient."""
+    remaining = iter(tangents)
+    return tuple(
+        next(remaining) if output.requires_grad else torch.zeros_like(output) for output in outputs
+    )
 
 
 def _gradient(slope: Tensor, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -136,17 +146,29 @@ def _gradient(slope: Tensor, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
     return gradients
 
 
-def _inner_product(tensors: Sequence[Tensor], others: Sequence[Tensor | None]) -> Tensor:
-    pairs = zip(tensors, others, strict=True)
-    products = [(one * other).sum() for one, other in pairs if other is not None]
+def _selected(direction: Direction, indices: Sequence[int]) -> list[Tensor | None]:
+    return [direction[index] for index in indices]
+
+
+def _moved(directions: Sequence[Direction]) -> list[int]:
+    """Return the indices of the inputs that some direction changes."""
+    moved: set[int] = set()
+    for direction in directions:
+        moved.update(index for index, tensor in enumerate(direction) if tensor is not None)
+    return sorted(moved)
+
+
+def _inner_product(tensors: Sequence[Tensor], vector: Sequence[Tensor | None]) -> Tensor:
+    pairs = zip(tensors, vector, strict=True)
+    products = [(tensor * other).sum() for tensor, other in pairs if other is not None]
     return torch.stack(products).sum() if products else tensors[0].new_zeros(())
 
 
-def _size(tensors: Sequence[Tensor], others: Sequence[Tensor | None]) -> float:
+def _size(tensors: Sequence[Tensor], vector: Sequence[Tensor | None]) -> float:
     """Bound the inner product; its rounding is relative to this."""
     # In double precision: squares of tiny numbers would underflow.
-    pairs = zip(tensors, others, strict=True)
-    return sum(float(_norm(one) * _norm(other)) for one, other in pairs if other is not None)
+    pairs = zip(tensors, vector, strict=True)
+    return sum(float(_norm(tensor) * _norm(other)) for tensor, other in pairs if other is not None)
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def test_the_curvature_of_a_preconditioner_does_not_change_with_training(solver:
         model, solver=solver, layers="all", statistics_every=1, solve_every=1, decay=0.5
     )
     with pytest.raises(RuntimeError, match="fit it to data"):
-        preconditioner.curvature
+        preconditioner.curvature.trace()
 
     def step(batch: Batch) -> None:
         model.zero_grad()
