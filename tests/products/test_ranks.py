@@ -32,7 +32,7 @@ def results(curvature: soframe.Curvature, model: nn.Module, data: list[Batch], o
         values_of(curvature),
         curvature @ vector,
         inverse.sqrt() @ vector,
-        [curvature.trace(), curvature.trace(curvature.blocks[-1]), curvature.logdet(DAMPING)],
+        [curvature.trace(), curvature.trace(curvature.blocks[-1].name), curvature.logdet(DAMPING)],
     )
     query = [data[0]]
     shares = [soframe.influence.scores(curvature, query, data, of_loss, damping=DAMPING)]
