@@ -40,10 +40,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
+from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import gather_texts
 from soframe.comm.base import Backend
 from soframe.comm.stages import STAGES
-from soframe.curvature import Curvature
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.checksums import seal
@@ -80,8 +80,8 @@ class Owner(Protocol):
         """The communication backend."""
 
     @property
-    def curvature(self) -> Curvature:
-        """The curvature."""
+    def placed(self) -> PlacedBlocks:
+        """The blocks with their places."""
 
     @property
     def stage(self) -> str:
@@ -101,7 +101,7 @@ class Owner(Protocol):
 
     def load_checked(
         self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
-    ) -> None:
+    ) -> object:
         """Take a state that ``check`` returns, or raises."""
 
 
@@ -115,15 +115,15 @@ def part(preconditioner: Owner) -> dict[str, Any]:
     Returns:
         Name -> tensor, and ``"header"`` -> text, for `save`, ``dcp.save`` or ``dcp.async_save``.
     """
-    backend, blocks = preconditioner.backend, preconditioner.curvature.blocks
+    backend, blocks = preconditioner.backend, preconditioner.placed.blocks
     preconditioner.land("soframe.checkpoint.part()")
     if any(block.record.pending > 0 for block in blocks):
         backend.meet("soframe.checkpoint.part()")
     header = preconditioner.header()
     tensors: dict[str, Tensor] = {}
-    for block, place in preconditioner.curvature.placed:
+    for block, place in preconditioner.placed:
         header["blocks"][block.name]["solved"] = block.solved
-        block_entries, present = state.present(preconditioner.curvature.placed, block, place)
+        block_entries, present = state.present(preconditioner.placed, block, place)
         for entry in block_entries:
             if backend.rank == entry.source:
                 tensor = state.lasting(entry.path, present[entry.path])
@@ -187,14 +187,13 @@ def load(
             saved.update(json.loads(first[HEADER]))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError("the checkpoint is damaged: its header cannot be read") from error
-        preconditioner.curvature.parts.stages.own_part(saved)  # raises for a state of other stages
         preconditioner.check_header(saved)
 
     def check_tensors() -> tuple[dict[str, Any], dict[str, Tensor]]:
         for name, tensor in tensors.items():
             if checksums.of_tensor(tensor) != saved[TENSORS][name][1]:
                 raise ValueError(f"the checkpoint is damaged: {name} has another checksum")
-        state.check(saved, tensors, preconditioner.curvature.placed, everywhere=False)
+        state.check(saved, tensors, preconditioner.placed, everywhere=False)
         return saved, tensors
 
     # Errors of DCP are raised on all ranks, and all ranks check the header before DCP goes on.
@@ -202,7 +201,7 @@ def load(
     read_into(first)
     preconditioner.agree_on_state(check_header, lambda: first[HEADER])
     tensors: dict[str, Tensor] = {}
-    for block, place in preconditioner.curvature.placed:
+    for block, place in preconditioner.placed:
         for entry in entries_saved(block, place, saved["blocks"][block.name]):
             if preconditioner.backend.rank in entry.holders:
                 name = "/".join((block.name, *entry.path))

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -34,12 +34,15 @@ from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.registration import Choice, Registration
+from soframe.blocks.registration import Choice, Registration, plain_name
 from soframe.blocks.report import Report, warn_of_lost_blocks
 from soframe.blocks.stack import Solved
 from soframe.blocks.watch import Watch
 from soframe.capture.counting import declare
 from soframe.capture.hooks import Capture
+from soframe.comm.base import Backend
+from soframe.comm.stages import STAGES
+from soframe.damping.policies import check_damping
 from soframe.estimate import averages
 from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import Plan
@@ -54,13 +57,17 @@ from soframe.products.fitting import Fit, LossOf
 from soframe.products.operator import Operator, Spectra, spectra_of
 from soframe.products.samples import SampleGradients, sample_gradients
 from soframe.products.vectors import Coordinates, Vector
+from soframe.registry import describe
 from soframe.settings import Distribution, Statistics, flat
 from soframe.setup import building, choosing
 from soframe.setup.parts import Parts, parts_of
+from soframe.state import saving as state
 from soframe.state.bound import OfModel
 from soframe.state.transfer import hand_over
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
+
+COUNTERS = ("skipped_updates", "skipped_statistics", "retried_solves", "failed_solves")
 
 
 class Curvature(OfModel):
@@ -107,7 +114,7 @@ class Curvature(OfModel):
     statistics: Accumulator  # the sums of the window under way
     watch: Watch  # sees whether parameters are frozen, thawed or replaced
     dampings: dict[str, float | None]  # of single blocks, which may be gone for a while
-    counts: dict[str, int]  # of factorisations that were retried in float64, and that failed
+    counts: dict[str, int]  # of skipped updates and statistics, retried and failed solves
     _report: Report
     _fit: Fit | None = None  # None in training
     relatively_damped: bool  # whether the damping of any block is relative to its curvature
@@ -180,7 +187,7 @@ class Curvature(OfModel):
     def _open(self, parts: Parts) -> None:
         self.parts, self.steps, self.dampings = parts, 0, {}
         self._choices, self.strategy = parts.choices, parts.strategy
-        self.counts = {"retried_solves": 0, "failed_solves": 0}
+        self.counts = dict.fromkeys(COUNTERS, 0)
         self._spectra: Spectra | None = None
         self._spectra_of = -1  # the number of steps at which they were taken
         self.capture = Capture(
@@ -456,9 +463,9 @@ class Curvature(OfModel):
         Returns:
             The folder of the checkpoint, within ``folder``.
         """
-        from soframe import fitted
+        from soframe.products import files  # imports DCP
 
-        return fitted.save(self, folder)
+        return files.save(self, folder)
 
     def load(self, folder: str | os.PathLike[str]) -> Self:
         """Load the last file of `save`; every rank must call.
@@ -472,9 +479,9 @@ class Curvature(OfModel):
         Raises:
             ValueError: If the folder has none, or it is damaged, or of another model or method.
         """
-        from soframe import fitted
+        from soframe.products import files  # imports DCP
 
-        fitted.load(self, folder)
+        files.load(self, folder)
         return self
 
     @property
@@ -493,6 +500,14 @@ class Curvature(OfModel):
             )
         return self._fit
 
+    def describe_fit(self) -> tuple[str, str]:
+        """Return the kind of Fisher, and the strategy with its ranks.
+
+        :meta private:
+        """
+        ranks = self.parts.backend.world_size
+        return self.parts.fisher.kind, f"{self.strategy!r} on {ranks} rank(s)"
+
     def adopt(self) -> None:
         """Take the second-order data that are there, unless a fit is under way.
 
@@ -500,6 +515,112 @@ class Curvature(OfModel):
         """
         unfinished = bool(self.fitting.progress.gathering)
         self._spectra = None if unfinished else spectra_of(self.placed)
+
+    # -- state ------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> Backend:
+        """The communication backend.
+
+        :meta private:
+        """
+        return self.parts.backend
+
+    @property
+    def stage(self) -> str:
+        """The stages of a pipeline on this rank; empty without one.
+
+        :meta private:
+        """
+        return self.parts.stages.name
+
+    def header(self) -> dict[str, Any]:
+        """Return the state without its tensors: numbers and strings, the same on every rank.
+
+        :meta private:
+        """
+        parts, blocks = self.parts, self.blocks
+        numbers: dict[str, Any] = {
+            "format": state.FORMAT,
+            "version": state.VERSION,
+            "step": self.steps,
+            "owed_statistics": parts.refresh.owed,
+            "scaling": parts.scaling,
+            "counters": dict(self.counts),
+            "blocks": {block.name: state.of_block(block) for block in blocks},
+            "history": state.history(blocks),
+            "dampings": state.dampings(blocks, self.dampings),
+        }
+        if policy := parts.damping.state():  # most policies have nothing to keep
+            numbers["damping"] = policy
+        if late := self.statistics.late():
+            numbers["late"] = late
+        if parts.stages.name:
+            numbers[STAGES] = parts.stages.name
+        return numbers
+
+    def check_header(self, saved: Any) -> None:
+        """Raise ValueError unless a state, perhaps without its tensors, can be loaded.
+
+        :meta private:
+        """
+        parts = self.parts
+        parts.stages.own_part(saved)  # raises for a state of other stages
+        named = parts.model.named_parameters()
+        frozen = {plain_name(name) for name, p in named if not p.requires_grad}
+        state.check_header(saved, self.blocks, parts.scaling, frozen)
+        if parts.damping.state() and "damping" in saved:
+            check_damping(saved["damping"], parts.damping, saved["step"])
+
+    def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
+        """Raise on all copies of all stages if one rank cannot load its state, so that none does.
+
+        :meta private:
+        """
+        state.agree(self.parts.backend, check, common, self.parts.stages)
+
+    def load_checked(
+        self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
+    ) -> Mapping[str, Any]:
+        """Continue from a state; every rank must call.
+
+        :meta private:
+
+        Args:
+            check: Returns the header and the tensors of the state, or raises.
+
+        Returns:
+            The header.
+        """
+        parts = self.parts
+        saved = state.load(check, self.placed, parts.stages)
+        frozen = saved["blocks"].keys() - {block.name for block in self.blocks}
+        if lost := [name for name in frozen if saved["blocks"][name]["updates"]]:
+            warnings.warn(
+                f"soframe: moments of {', '.join(sorted(lost))} are not loaded, which were frozen "
+                f"before this was built: they begin anew if they are thawed. To load them, build "
+                f"while they are trained, and freeze them afterwards",
+                stacklevel=4,
+            )
+        # Solves under way are of factors that are replaced now.
+        parts.solves.drop()
+        parts.refresh.continue_from(saved["step"], saved["owed_statistics"])
+        if "damping" in saved and parts.damping.state():
+            parts.damping.load(saved["damping"])
+        elif parts.damping.state():
+            warnings.warn(
+                f"soframe: the state has nothing of {describe(parts.damping)}: it begins anew",
+                stacklevel=4,
+            )
+        state.load_history(saved["history"], self.blocks)
+        self.steps = saved["step"]
+        self.counts.update({name: saved["counters"].get(name, 0) for name in self.counts})
+        if "dampings" in saved:  # states of earlier versions lack them
+            self.dampings = dict(saved["dampings"])
+            for block in self.blocks:
+                block.damp(self.dampings.get(block.name))
+        self.placed.errors.clear()
+        return saved
 
     # -- blocks -------------------------------------------------------------------------------
 
@@ -546,18 +667,6 @@ class Curvature(OfModel):
         if late:
             due = parts.refresh.observed(self.placed, self.steps, late)
             self.statistics.postpone(due, late)
-
-    def continue_from(
-        self, steps: int, counts: Mapping[str, int], dampings: Mapping[str, float | None] | None
-    ) -> None:
-        """Continue after a number of steps, with loaded factors."""
-        self.steps = steps
-        self.counts = {name: counts.get(name, 0) for name in self.counts}
-        if dampings is not None:  # states of earlier versions lack them
-            self.dampings = dict(dampings)
-            for block in self.blocks:
-                block.damp(self.dampings.get(block.name))
-        self.placed.errors.clear()
 
     def report(self) -> Report:
         """Return the planned bytes, and every parameter with its block, or why it has none."""

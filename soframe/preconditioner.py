@@ -18,9 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from soframe import combinations, resume
+from soframe import combinations
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
+from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
 from soframe.blocks.stack import Solved, Stack
@@ -38,6 +39,7 @@ from soframe.settings import Clips, Distribution, Statistics, defaults, flat, gr
 from soframe.setup import building, choosing, describing
 from soframe.setup.grouping import grouping
 from soframe.setup.parts import Parts, parts_of
+from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.bound import OfModel
 from soframe.step.clip import Clipping
@@ -390,7 +392,7 @@ class Preconditioner(OfModel):
     def counters(self) -> dict[str, int]:
         """The numbers of skipped updates and statistics, and of retried and failed solves."""
         self._engine.verdict.settle()
-        return {**self._engine.verdict.counts, **self.curvature.counts}
+        return self.curvature.counts
 
     # -- state --------------------------------------------------------------------------------
 
@@ -406,21 +408,23 @@ class Preconditioner(OfModel):
             Tensors, numbers and strings in dicts, for ``torch.save``.
         """
         self.land("Preconditioner.state_dict()")
-        return resume.save(self.curvature, self.counters)
+        placed = self.curvature.placed
+        return checksums.seal(state.save(placed, self.curvature.header()))
 
     def header(self) -> dict[str, Any]:
         """Return the state without its tensors: numbers and strings, the same on every rank.
 
         :meta private:
         """
-        return resume.header(self.curvature, self.counters)
+        self._engine.verdict.settle()
+        return self.curvature.header()
 
     def check_header(self, saved: Any) -> None:
         """Raise ValueError unless a state, perhaps without its tensors, can be loaded.
 
         :meta private:
         """
-        resume.check_header(self.curvature, saved)
+        self.curvature.check_header(saved)
 
     def land(self, call: str) -> None:
         """Install all background solves; every rank must call. ``call`` names it in errors.
@@ -441,7 +445,19 @@ class Preconditioner(OfModel):
             ValueError: If the state is foreign, truncated, damaged or of another model, or another
                 rank's is, or the ranks' states differ; nothing has changed then, on any rank.
         """
-        self.load_checked(lambda: resume.checked(self.curvature, saved))
+
+        def check() -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+            part = self._parts.stages.own_part(saved)
+            # A part of a merged state: its checksums were made for the whole.
+            if part is not saved:
+                checksums.verify(saved)
+                part = checksums.seal(part)
+            self.check_header(part)
+            tensors = dict(checksums.tensors_of(part["blocks"]))  # such as "head/factors/A"
+            state.check(part, tensors, self.curvature.placed, everywhere=True)
+            return part, tensors
+
+        self.load_checked(check)
 
     def load_checked(
         self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
@@ -450,11 +466,19 @@ class Preconditioner(OfModel):
 
         :meta private:
         """
-        saved = resume.load(self.curvature, check)
-        self._engine.verdict.load(saved["counters"])
+        saved = self.curvature.load_checked(check)
+        self._engine.verdict.forget()
         # The metrics of the last step are of another run.
         self._measuring.forget()
         self._engine.begin(saved.get("late", ()))
+
+    @property
+    def placed(self) -> PlacedBlocks:
+        """The blocks with their places.
+
+        :meta private:
+        """
+        return self.curvature.placed
 
     @property
     def stage(self) -> str:
@@ -473,7 +497,7 @@ class Preconditioner(OfModel):
 
         :meta private:
         """
-        state.agree(self.backend, check, common, self._parts.stages)
+        self.curvature.agree_on_state(check, common)
 
     # -- inspection ---------------------------------------------------------------------------
 

@@ -39,26 +39,26 @@ import soframe
 ROOT = Path(soframe.__file__).parent
 EXTENSIONS = ("parallel", "trust_region", "experiments")
 ENTRANCES = ("__init__", "__main__", "cli")  # import everything, for users
-FACADES = ("preconditioner.Preconditioner",)  # hand every call on
+FACADES = ("preconditioner.Preconditioner", "curvature.Curvature")  # hand every call on
 
 BOUNDS: dict[str, int] = {
     "kfac: files": 58,
-    "kfac: functions": 335,
+    "kfac: functions": 337,
     "kfac: depth": 11,
-    "kfac: calls": 1190,
-    "kfac: functions of step()": 230,
-    "kfac: calls of step()": 853,
+    "kfac: calls": 1170,
+    "kfac: functions of step()": 232,
+    "kfac: calls of step()": 833,
     "soap: files": 53,
-    "soap: functions": 218,
+    "soap: functions": 222,
     "soap: depth": 14,
-    "soap: calls": 999,
-    "soap: functions of step()": 218,
-    "soap: calls of step()": 999,
-    "functions that check, require, refuse, ensure or forbid": 127,
+    "soap: calls": 985,
+    "soap: functions of step()": 222,
+    "soap: calls of step()": 985,
+    "functions that check, require, refuse, ensure or forbid": 136,
     "functions above complexity 15": 0,
     "classes above 30 methods": 0,
     "most parameters of a constructor": 19,
-    "lines": 39330,
+    "lines": 42000,
     "modules in circles": 0,
     "rooms in circles": 0,
     "imports of extensions by the core": 1,

@@ -1,4 +1,4 @@
-"""One block: its part of the last window on every rank, its factors, and what it lacks."""
+"""One block: its part of the last window on every rank, its factors, and its lacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Explanation:
             solve.
         update: The norms of gradient, direction and weights at the last step; None for those that
             were not measured.
-        reasons: Sentences on what it lacks.
+        reasons: Sentences on its lacks.
     """
 
     name: str
@@ -185,7 +185,7 @@ def _kept(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasons(block: Block, folded: Folded | None, measured: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sentences on what the block lacks on this rank."""
+    """Yield sentences on the lacks of the block on this rank."""
     if block.captured and folded is None:
         yield "It has no statistics of calls: no window that takes them has ended."
     elif block.captured and folded is not None and folded.weights is None:

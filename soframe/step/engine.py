@@ -62,7 +62,7 @@ class Engine:
     ) -> None:
         self._curvature, self._parts = curvature, curvature.parts
         self._clipping, self._grouping, self._measuring = clipping, grouping, measuring
-        self.verdict = Verdict(self._parts.backend)
+        self.verdict = Verdict(self._parts.backend, curvature.counts)
         self.apart: Sequence[Stack] = ()
         self._connect(rebuilt=False)
 

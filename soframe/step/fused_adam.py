@@ -41,7 +41,7 @@ def serves(stack: Stack, backend: Backend) -> bool:
 
 
 def complete(stack: Stack, group_of: Mapping[int, int], moves: Sequence[Move]) -> bool:
-    """Return whether all parameters of a stack have plain gradients, and moves that it knows.
+    """Return whether all parameters of a stack have plain gradients, and moves of the kernel.
 
     Args:
         stack: The stack.
@@ -62,7 +62,7 @@ def complete(stack: Stack, group_of: Mapping[int, int], moves: Sequence[Move]) -
 
 
 def _is_known(settings: Move) -> bool:
-    """Return whether the kernel knows a move: without a constraint, and with decoupled decay."""
+    """Return whether the kernel has a move: without a constraint, and with decoupled decay."""
     decoupled = settings.weight_decay == 0 or settings.kind == "decoupled"
     return settings.constraint is None and decoupled
 

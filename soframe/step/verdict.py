@@ -32,17 +32,18 @@ class Verdict:
 
     Args:
         backend: The backend.
+        counts: The numbers of skipped updates and statistics, by name, to be increased.
 
     Attributes:
         good: Whether the last step counts, a bool scalar on the device; None if the host knows.
         moderate: Whether the last gradients whose flags the host has read were moderate.
-        counts: The numbers of updates and of statistics that were skipped.
+        counts: The numbers of updates and of statistics that were skipped, among others.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, counts: dict[str, int]) -> None:
         self.good: Tensor | None = None
         self.moderate = True
-        self.counts = {SKIPPED_UPDATES: 0, SKIPPED_STATISTICS: 0}
+        self.counts = counts
         self._backend = backend
         self._in_a_row, self._taken = 0, False
         self._queued: Magnitude | None = None  # of the step under way
@@ -69,10 +70,9 @@ class Verdict:
             self._taken = False
         self._judge(skipped=not moderate, moderate=moderate, local=not local < MODERATE)
 
-    def load(self, counters: dict[str, int]) -> None:
-        """Continue from saved counts; flags that were left do not matter any more."""
+    def forget(self) -> None:
+        """Forget the last step: flags that were left do not matter any more."""
         self.good = self._unread = None
-        self.counts = {name: counters.get(name, 0) for name in self.counts}
 
     # -- flags of gradients -------------------------------------------------------------------
 

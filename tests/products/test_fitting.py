@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe import fitted
 from soframe.methods import KFAC, Call
 from soframe.methods.spectrum import Spectrum
+from soframe.products import files
 from tests.curvature import fill, randn
 from tests.products.kinds import KINDS, Batch, Kind, Part, loss, rows_of
 from tests.products.table import taken, vectors
@@ -228,7 +228,7 @@ def test_a_saved_curvature_says_what_it_is(tmp_path: Path) -> None:
     path = curvature.save(tmp_path)
     loaded = soframe.Curvature(model, skip=["^0$"]).load(tmp_path)
     torch.testing.assert_close(values_of(loaded), values_of(curvature), rtol=0, atol=0)
-    head = fitted._meaning(curvature)["blocks"]["3"]
+    head = files._meaning(curvature)["blocks"]["3"]
     assert head["parameters"] == {"weight": "3.weight", "bias": "3.bias"}
     assert head["factors"]["A"] == {
         "side": "right",
