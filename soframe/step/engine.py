@@ -125,7 +125,8 @@ class Engine:
             if clipped.finite:
                 curvature.observe(gradients, plan, after=True)
                 with phase("write"):
-                    verdict.write(updates, curvature.watch.parameters(), parts.home)
+                    parameters = curvature.watch.parameters()
+                    verdict.write(updates, parameters, parts.home, self.apart)
                 verdict.commit(updates)
                 curvature.solve(plan, after=True)
             else:

@@ -118,11 +118,15 @@ class Adam:
         made_of = (*(stack.state[name] for name in STATES), alike, group_of, decays)
         if not _same(made_of, self._made_of):
             self._made_of, self._batches = made_of, self._batch(alike, group_of, moves)
+        device = stack.like.device
+        bad = None if good is None else good.logical_not().float()
         for blocks, batches in self._batches:
             method = blocks[0].acting or blocks[0].method
             assert isinstance(method, AdamW)
+            number = float(blocks[0].record.updates + 1)
+            count = torch.full((), number, dtype=torch.float32, device=device)
             for batch in batches:
-                _step(batch, method, moves[batch.group], blocks[0].record.updates + 1, good)
+                _step(batch, method, moves[batch.group], count, bad)
             for block in blocks:
                 block.record.updates += 1
 
@@ -172,10 +176,8 @@ def _by_parameter(stack: Stack, name: str) -> dict[int, Tensor]:
     return {id(p): part for p, part in zip(stack.parameters, parts, strict=True)}
 
 
-def _step(batch: Batch, method: AdamW, move: Move, count: int, good: Tensor | None) -> None:
-    """Call the kernel; it reads the number of the update, and does nothing if ``found_inf``."""
-    device = batch.parameters[0].device
-    number = torch.full((), float(count), dtype=torch.float32, device=device)
+def _step(batch: Batch, method: AdamW, move: Move, count: Tensor, bad: Tensor | None) -> None:
+    """Call the kernel for update number ``count``; it does nothing where ``bad`` is one."""
     kernel: Any = torch._fused_adamw_
     kernel(
         batch.parameters,
@@ -183,7 +185,7 @@ def _step(batch: Batch, method: AdamW, move: Move, count: int, good: Tensor | No
         batch.means,
         batch.squares,
         [],
-        [number] * len(batch.parameters),
+        [count] * len(batch.parameters),
         lr=move.lr,
         beta1=method.betas[0],
         beta2=method.betas[1],
@@ -192,5 +194,5 @@ def _step(batch: Batch, method: AdamW, move: Move, count: int, good: Tensor | No
         amsgrad=False,
         maximize=False,
         grad_scale=None,
-        found_inf=None if good is None else good.logical_not().float(),
+        found_inf=bad,
     )

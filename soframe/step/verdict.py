@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
+from soframe.blocks.stack import Stack
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.base import Backend
 from soframe.estimate.plan import Plan
@@ -144,15 +145,23 @@ class Verdict:
         discard(parameters, home)
 
     def write(
-        self, updates: Sequence[Update], parameters: Iterable[nn.Parameter], home: GradientHome
+        self,
+        updates: Sequence[Update],
+        parameters: Iterable[nn.Parameter],
+        home: GradientHome,
+        apart: Sequence[Stack] = (),
     ) -> None:
         """Overwrite the gradients with the updates, or with zeros where the device finds them bad.
 
-        The host takes the step as one that counts until `settle`.
+        The host takes the step as one that counts until `settle`. Gradients of stacks ``apart``
+        stay as they are.
         """
         self._taken = True
         if self.good is not None:
-            written = {p for u in updates for b in u.blocks for p in b.parameters.values()}
+            written = {parameter for stack in apart for parameter in stack.parameters}
+            for update in updates:
+                for block in update.blocks:
+                    written.update(block.parameters.values())
             others = home.of(p for p in parameters if p not in written)
             tensors = [tensor for update in updates for tensor in update.tensors()]
             keep_if(self.good, [*tensors, *others])

@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[2]
 # The most operators and waits of a step.
 BOUNDS = {
     "gpt2": {
-        "muon": {"plain": (90, 0)},
-        "adamw": {"plain": (20, 0)},
+        "muon": {"plain": (86, 0)},
+        "adamw": {"plain": (10, 0)},
         "soap": {"plain": (80, 1), "solve": (360, 2)},
-        "soap-muon": {"plain": (110, 1), "solve": (200, 2)},
+        "soap-muon": {"plain": (90, 1), "solve": (180, 2)},
         "kfac": {"plain": (46, 0), "statistics": (240, 1), "solve": (375, 2)},
     },
     # A layer has 16 operators in a step with statistics: one more in each exceeds these.
