@@ -4,7 +4,7 @@ Constructors raise a ValueError for a setting that is out of range.
 """
 
 from soframe.methods.adam import SGD, AdamW, Diagonal
-from soframe.methods.base import Call, Candidate, Direction, Given, Method
+from soframe.methods.base import Call, Candidate, Direction, Given, Method, WithoutFactors
 from soframe.methods.blocked import Blocked
 from soframe.methods.chain import Chain
 from soframe.methods.ekfac import EKFAC
@@ -54,4 +54,5 @@ __all__ = [
     "SOAPNorMuon",
     "Shampoo",
     "Spectrum",
+    "WithoutFactors",
 ]
