@@ -69,14 +69,16 @@ nitpick_ignore_regex = [
     # Aliases, spelt out in the text beside them.
     (r"py:class", r"(Choice|ClipLR|DampingChoice|Interval|LossAverage|Rows|Samples|Scaling)"),
     # Bases of public classes, internal.
-    (r"py:class", r"soframe\.state\.stateful\.(Stateful|OfModel)"),
+    (r"py:class", r"soframe\.state\.bound\.OfModel"),
     (r"py:class", r"soframe\.(layers\.layout\.WeightAndBias|methods\.blocked\.Parts)"),
     (r"py:class", r"soframe\.(methods\.base\.WithoutFactors|losses\.\w+\.OverPositions)"),
     (
         r"py:class",
         r"soframe\.(blocks\.report\.ReportRow|planning\.task\.LayerShapes)",
     ),
-    (r"py:class", r"soframe\.blocks\.block\.Block"),  # internal, in a plan's task
+    (r"py:class", r"soframe\.blocks\.(block\.Block|placed\.PlacedBlocks)"),  # internal, in fields
+    (r"py:class", r"soframe\.products\.(vectors\.Coordinates|samples\.\w+)"),
+    (r"py:class", r"soframe\.checkpoint\.Owner"),  # a preconditioner
     (r"py:class", r"soframe\.trust_region\.base\.ClosureOptimizer"),  # of trust regions
     (r"py:class", r"(OnStep|ParamsT|Schedule|Writer)"),
     (r"py:class", r"(RMS|Coefficients|Carry|WeightDecayKind|Constraint)"),

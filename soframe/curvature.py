@@ -95,10 +95,6 @@ class Curvature(OfModel):
         layers: As for `soframe.Preconditioner`; all layers by default.
         skip: Patterns on names of modules to leave out.
 
-    Attributes:
-        left_out: Why parameters have no block, by name; one warning names those that are trained
-            and not skipped.
-
     Raises:
         ValueError: If a setting is out of range, the method defines no products, or the model has
             nothing that has a curvature.
@@ -111,7 +107,6 @@ class Curvature(OfModel):
     registration: Registration  # the blocks of the model, with its other parameters
     placement: Placement  # the owners, gradient workers and receivers of each block
     placed: PlacedBlocks  # the blocks with their places and stacks
-    statistics: Accumulator  # the sums of the window under way
     watch: Watch  # sees whether parameters are frozen, thawed or replaced
     dampings: dict[str, float | None]  # of single blocks, which may be gone for a while
     counts: dict[str, int]  # of skipped updates and statistics, retried and failed solves
@@ -286,7 +281,7 @@ class Curvature(OfModel):
         scale = Scale(parts.scaling, parts.loss_average, size, probed)
         if parts.means:
             scale = OfMeans(loss_average="sum", world_size=size, own_gradients=probed)
-        self.statistics = Accumulator(
+        self.statistics = Accumulator(  # the sums of the window under way
             self.placed,
             scale=scale,
             samples=parts.samples,
@@ -401,7 +396,7 @@ class Curvature(OfModel):
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Why parameters have no block, by name."""
+        """Why parameters have no block, by name; one warning names those that are trained."""
         return self._coordinates.left_out
 
     @property

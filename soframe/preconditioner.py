@@ -96,11 +96,6 @@ class Preconditioner(OfModel):
     Attributes:
         curvature: The curvature: blocks, statistics, factors and second-order data.
         backend: The communication backend.
-        home: Where gradients are stored.
-        placement: The owners, gradient workers and receivers of each block.
-        counters: The numbers of updates and of statistics that were skipped because values were not
-            finite, and of factorisations that were retried in float64 or failed.
-        updated: Whether the last step rewrote gradients; False if it zeroed them.
 
     Raises:
         ValueError: If a setting is out of range, a component does not exist, the model has nothing
