@@ -32,8 +32,7 @@ from soframe.blocks.stack import Stack
 from soframe.capture.counting import Batch, Pass, Passes, Samples
 from soframe.capture.hooks import Capture, LayerCall
 from soframe.capture.sampling import Sampler
-from soframe.estimate.averages import Contribution as Entry
-from soframe.estimate.averages import enter
+from soframe.estimate.averages import Term, enter
 from soframe.kernels.devices import sent
 from soframe.kernels.halves import widens
 from soframe.layers.base import LayerHelper, Unit
@@ -517,7 +516,7 @@ class Accumulator:
         index: int,
         used: Mapping[Block, Weights],
         step: int,
-    ) -> Entry:
+    ) -> Term:
         """Return this rank's sums of a factor, to be multiplied by `Contribution.scale`."""
         factor, multipliers, reached = stack.like.factors[index], [], []
         for block in (stack.blocks[member] for member in members):
@@ -538,7 +537,7 @@ class Accumulator:
             else:
                 each = sent(multipliers, total)
                 total.mul_(each.view(-1, *(1 for _ in total.shape[1:])))
-        return Entry(stack, members, index, total, reached=reached, scale=scale, turn=step)
+        return Term(stack, members, index, total, reached=reached, scale=scale, turn=step)
 
     def seen(self) -> tuple[int, int, int]:
         """Return the most backward passes of any stage here, and its most and fewest samples."""
