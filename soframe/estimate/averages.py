@@ -230,13 +230,13 @@ def _lerp_blocks(term: Term, running: Tensor, new: Tensor) -> None:
         if len(set(view_rates)) == 1:
             view.lerp_(new_part, view_rates[0])
         else:
-            view.lerp_(new_part, _by_group(sent(view_rates, new_part), new_part))
+            view.lerp_(new_part, by_group(view_rates, new_part))
         start = stop
 
 
-def _by_group(numbers: Tensor, like: Tensor) -> Tensor:
-    """Return one number per group, ``[groups]``, as a tensor that broadcasts to another's."""
-    return numbers.view(-1, *(1 for _ in like.shape[1:]))
+def by_group(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """Return one number per group in the dtype and on the device of a tensor, to multiply it."""
+    return sent(numbers, like).view(-1, *(1 for _ in like.shape[1:]))
 
 
 def _accumulate(term: Term, decay: float, rank: int) -> None:
