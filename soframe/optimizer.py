@@ -165,12 +165,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         )
         self._new.clear()
         self.defaults.update(self._of_method(self._settings, ""))
-        # OneCycleLR and CyclicLR change "betas" of all groups if it is a default, else "momentum".
-        of_groups = self._settings_of_methods()
-        if all("betas" in of and "momentum" not in of for of in of_groups):
-            self.defaults["betas"] = None
-        elif any("betas" in of or "momentum" in of for of in of_groups):
-            self.defaults["momentum"] = None
+        self._name_momentum()
         try:
             # An error on one stage of a pipeline is raised on all of them.
             with self.preconditioner.together():
@@ -179,6 +174,17 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         except Exception:
             self.preconditioner.close()
             raise
+
+    def _name_momentum(self) -> None:
+        """Name the momentum in the defaults, for schedulers that cycle it."""
+        # OneCycleLR and CyclicLR change "betas" of all groups if it is a default, else "momentum".
+        settings = self._settings_of_methods()
+        have_betas = ["betas" in of_group for of_group in settings]
+        have_momentum = ["momentum" in of_group for of_group in settings]
+        if all(have_betas) and not any(have_momentum):
+            self.defaults["betas"] = None
+        elif any(have_betas) or any(have_momentum):
+            self.defaults["momentum"] = None
 
     def group(self, blocks: Sequence[Block]) -> None:
         """Put parameters of blocks that are in no param group into one, as given and by method.
@@ -189,48 +195,63 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         :meta private:
         """
         sharding.require_own_step(self._model.parameters())
+        self._find_names()
+        # Blocks of which a parameter was replaced are made anew at the next step.
+        known = self._names.keys()
+        current = [b for b in blocks if known >= set(map(id, b.parameters.values()))]
+        self._join(current)
+        options = {"momentum"}
+        for method in {id(block.method): block.method for block in blocks}.values():
+            options.update(method.settings())
+        self._options = sorted(options)
+        balls = [Ball(block, self._names) for block in current]
+        self._balls = [ball for ball in balls if ball.trained]
+        members = _members(self.param_groups)
+        self._others = [p for p in self._model.parameters() if id(p) not in members]
+
+    def _find_names(self) -> None:
+        """Read the names of parameters, and take replaced ones out of the param groups."""
         former = self._names
         named = {plain_name(name): p for name, p in self._model.named_parameters()}
         self._names = {id(p): name for name, p in named.items()}
         for group in (*self.param_groups, *self._given):
-            # Where a parameter was replaced, as by fully_shard, the new one has its place.
-            now = [
-                p if id(p) in self._names else named.get(former.get(id(p), ""))
-                for p in group["params"]
-            ]
-            group["params"] = [p for p in now if p is not None]
-        replaced = set()  # blocks that are made anew at the next step
-        for block in blocks:
-            for parameter in block.parameters.values():
-                if id(parameter) not in self._names:
-                    replaced.add(block)
-        current = [block for block in blocks if block not in replaced]
-        grouped = {id(p) for group in self.param_groups for p in group["params"]}
-        for group in self._given:
+            parameters: list[nn.Parameter] = []
+            for p in group["params"]:
+                # Where a parameter was replaced, as by fully_shard, the new one has its place.
+                present = p if id(p) in self._names else named.get(former.get(id(p), ""))
+                if present is not None:
+                    parameters.append(present)
+            group["params"] = parameters
+
+    def _join(self, blocks: Sequence[Block]) -> None:
+        """Put the trained parameters of blocks that are in no param group into one."""
+        grouped = _members(self.param_groups)
+        number_of: dict[int, int] = {}  # of the given group of a parameter, by identity
+        for number, group in enumerate(self._given):
             group["params"] = [p for p in group["params"] if id(p) not in grouped]
-        given = {id(p): i for i, group in enumerate(self._given) for p in group["params"]}
-        missing = [
-            (block, p)
-            for block in current
-            for p in block.parameters.values()
-            if p.requires_grad and id(p) not in grouped
-        ]
-        lost = [self._names[id(p)] for _, p in missing if id(p) not in given and not self._adopts]
-        if lost:
-            raise ValueError(
-                f"{', '.join(lost)} in no param group: give it to one, by param_groups= or "
-                f"add_param_group, or freeze it"
-            )
+            number_of.update(dict.fromkeys(map(id, group["params"]), number))
+        missing: list[tuple[Block, nn.Parameter]] = []
+        for block in blocks:
+            trained = [p for p in block.parameters.values() if p.requires_grad]
+            missing += [(block, p) for p in trained if id(p) not in grouped]
+        if not self._adopts:
+            lost = [self._names[id(p)] for _, p in missing if id(p) not in number_of]
+            if lost:
+                raise ValueError(
+                    f"{', '.join(lost)} in no param group: give it to one, by param_groups= or "
+                    f"add_param_group, or freeze it"
+                )
         for block, parameter in missing:
-            key = (given.get(id(parameter), 0), self._method_name(block))
-            same = [g for g in self.param_groups if (g.get("given"), g.get("method")) == key]
-            group = same[0] if same else self._begin(*key, block)
+            group = self._group_of_block(number_of.get(id(parameter), 0), block)
             group["params"].append(parameter)
-        methods = {id(block.method): block.method for block in blocks}.values()
-        self._options = sorted({"momentum", *(k for one in methods for k in one.settings())})
-        self._balls = [ball for block in current if (ball := Ball(block, self._names)).trained]
-        members = {id(p) for group in self.param_groups for p in group["params"]}
-        self._others = [p for p in self._model.parameters() if id(p) not in members]
+
+    def _group_of_block(self, number: int, block: Block) -> dict[str, Any]:
+        """Return the param group for a block's method within a given group, a new one if needed."""
+        method = self._method_name(block)
+        for group in self.param_groups:
+            if group.get("given") == number and group.get("method") == method:
+                return group
+        return self._begin(number, method, block)
 
     def _method_name(self, block: Block) -> str:
         """Return the name of a block's method in its param group."""
@@ -245,22 +266,27 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
     def _of_method(self, settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """Return the settings of a param group, from the constructor's."""
-        own = {name: settings.get(f"{prefix}{name}") for name in SETTINGS}
-        if own["lr"] is None:
-            own["lr"] = settings["lr"] * self._ratio
-        # The auxiliary method is constrained by a setting of its own alone.
-        return {k: settings[k] if v is None and k != "constraint" else v for k, v in own.items()}
+        of_method = {name: settings.get(f"{prefix}{name}") for name in SETTINGS}
+        if of_method["lr"] is None:
+            of_method["lr"] = settings["lr"] * self._ratio
+        for name in SETTINGS:
+            # The auxiliary method is constrained by a setting of its own alone.
+            if of_method[name] is None and name != "constraint":
+                of_method[name] = settings[name]
+        return of_method
 
     def _begin(self, number: int, method: str, block: Block) -> dict[str, Any]:
         """Add a param group without parameters."""
-        given = {k: v for k, v in self._given[number].items() if k not in ("params", "param_names")}
-        settings = self._of_method({**self._settings, **given}, "auxiliary_" * block.auxiliary)
-        rest = {name: given[name] for name in given.keys() - self._settings.keys()}
+        chosen = dict(self._given[number])
+        chosen.pop("params")
+        chosen.pop("param_names", None)
+        prefix = "auxiliary_" if block.auxiliary else ""
+        settings = self._of_method({**self._settings, **chosen}, prefix)
+        rest = {name: chosen[name] for name in chosen.keys() - self._settings.keys()}
         options = block.method.settings()
         if "momentum" not in options:
             rest.pop("momentum", None)  # another method's, which `_hand` would take for a beta
-        own = {**options, **rest}
-        group = {**settings, **own, "method": method, "given": number, "params": []}
+        group = {**settings, **options, **rest, "method": method, "given": number, "params": []}
         Move.of(group)  # checks them
         self.param_groups.append(group)
         self._new.append(group)
@@ -271,29 +297,28 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         new, self._new = self._new, []
         if not new:
             return
-        others = [g for g in self.param_groups if not any(g is one for one in new)]
-        scheduler = any("initial_lr" in group for group in others)  # wraps step()
-        first = {
-            float(self._of_method({**self._settings, **given}, prefix)["lr"])
-            for given in self._given
-            for prefix in ("", "auxiliary_")
-        }
-        if scheduler or any(float(group["lr"]) not in first for group in others):
-            said = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
+        numbers = set(map(id, new))
+        earlier = [group for group in self.param_groups if id(group) not in numbers]
+        has_scheduler = any("initial_lr" in group for group in earlier)  # wraps step()
+        first_rates: set[float] = set()
+        for settings in self._given:
+            for prefix in ("", "auxiliary_"):
+                of_method = self._of_method({**self._settings, **settings}, prefix)
+                first_rates.add(float(of_method["lr"]))
+        if has_scheduler or any(float(group["lr"]) not in first_rates for group in earlier):
+            rates = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
             warnings.warn(
                 f"soframe: param group(s) of soframe.Optimizer begin, since parameters were thawed "
-                f"or added: {said}. No schedule has changed this rate, as it has others, and a "
+                f"or added: {rates}. No schedule has changed this rate, as it has others, and a "
                 f"scheduler of torch that is there already may raise. Build the optimizer and its "
                 f"schedulers while the parameters are trained, and freeze them afterwards; or set "
                 f"optimizer.param_groups[...]['lr'], and make the schedulers anew",
-                stacklevel=8 if scheduler else 7,
+                stacklevel=8 if has_scheduler else 7,
             )
 
     def _constrained(self) -> Iterator[Ball]:
         """Yield the matrices whose norms are kept, by the group of the first of each block."""
-        kept = {
-            id(p) for g in self.param_groups if g["constraint"] is not None for p in g["params"]
-        }
+        kept = _members(group for group in self.param_groups if group["constraint"] is not None)
         for ball in self._balls if kept else ():
             if id(next(iter(ball.matrices.values()))) in kept:
                 yield ball
@@ -367,8 +392,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             if self.preconditioner.measures_norms:
                 # Copies of all weights, to measure how far they move.
                 blocks = self.preconditioner.blocks
-                every = (p for block in blocks for p in block.parameters.values())
-                before = {p: p.detach().clone() for p in every}
+                for block in blocks:
+                    for p in block.parameters.values():
+                        before[p] = p.detach().clone()
             with self.preconditioner.backend.phases("move"):
                 self._move(good)
             self._moved = changes(before, blocks) if before else {}
@@ -393,18 +419,21 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
     def _move(self, good: Tensor | None) -> None:
         """Move all parameters along their updates, which are stored as gradients."""
-        where, kept = self.preconditioner.home, set[int]()
+        where, moved = self.preconditioner.home, set[int]()
         for stack in self.preconditioner.apart:
             self._adam[stack].move(self._group_of, self._moves, good)
-            kept.update(map(id, stack.parameters))
-        rates = {id(p): g["lr"] for g in self.param_groups if g["constraint"] for p in g["params"]}
+            moved.update(map(id, stack.parameters))
+        rates: dict[int, Any] = {}
+        for group in self.param_groups:
+            if group["constraint"]:
+                rates.update(dict.fromkeys(map(id, group["params"]), group["lr"]))
         for ball in self._constrained() if rates else ():
-            first, *_ = ids = [id(p) for p in ball.matrices.values()]
-            ball.move(where, self._radii[ball.key], float(rates[first]))
-            kept.update(ids)
+            ids = [id(p) for p in ball.matrices.values()]
+            ball.move(where, self._radii[ball.key], float(rates[ids[0]]))
+            moved.update(ids)
         for group, move in zip(self.param_groups, self._moves, strict=True):
             # A parameter that was frozen after its backward pass still has a gradient.
-            free = [p for p in group["params"] if p.requires_grad and id(p) not in kept]
+            free = [p for p in group["params"] if p.requires_grad and id(p) not in moved]
             if free:
                 moving.descend(free, where, move, good)
 
@@ -434,46 +463,42 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
     def _settings_of_methods(self) -> list[dict[str, Any]]:
         """Return the settings of methods in each param group."""
-        return [
-            {
-                name: tuple(group[name]) if isinstance(group[name], list) else group[name]
-                for name in self._options
-                if name in group
-            }
-            for group in self.param_groups
-        ]
+        settings: list[dict[str, Any]] = []
+        for group in self.param_groups:
+            of_group = {name: group[name] for name in self._options if name in group}
+            for name, value in of_group.items():
+                if isinstance(value, list):
+                    of_group[name] = tuple(value)
+            settings.append(of_group)
+        return settings
 
     def _hand(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Check that blocks are in one group each, and hand its settings to their methods."""
-        group_of: dict[int, list[int]] = {}
+        numbers_of: dict[int, list[int]] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                group_of.setdefault(id(parameter), []).append(number)
-        self._group_of = {key: numbers[0] for key, numbers in group_of.items()}
-        made: dict[tuple[int, str], Method] = {}
+                numbers_of.setdefault(id(parameter), []).append(number)
+        self._group_of = {key: numbers[0] for key, numbers in numbers_of.items()}
+        methods: dict[tuple[int, str], Method] = {}
         texts = list(map(repr, settings))
         for block in self.preconditioner.blocks:
             trained = [p for p in block.parameters.values() if p.requires_grad]
             for p in trained:
-                numbers = group_of.get(id(p), [])
-                if len(numbers) != 1:
+                count = len(numbers_of.get(id(p), ()))
+                if count != 1:
                     raise ValueError(
-                        f"{self._names[id(p)]} is in {len(numbers) or 'no'} param group(s): every "
+                        f"{self._names[id(p)]} is in {count or 'no'} param group(s): every "
                         f"trainable parameter is in one, so give it to one by add_param_group, or "
                         f"freeze it"
                     )
             if not trained:
                 continue
             # A block has one method: the group of its first parameter decides.
-            number = group_of[id(next(iter(block.parameters.values())))][0]
+            number = self._group_of[id(next(iter(block.parameters.values())))]
             key = (id(block.method), texts[number])
-            if key not in made:
-                values, own = settings[number], block.method.settings()
-                if "momentum" in values and "momentum" not in own and "betas" in values:
-                    # As schedulers write it that cycle the momentum of all groups by one name.
-                    values = {**values, "betas": (values["momentum"], *values["betas"][1:])}
-                made[key] = block.method.with_settings(values)
-            block.act(made[key])
+            if key not in methods:
+                methods[key] = _with_settings(block.method, settings[number])
+            block.act(methods[key])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.
@@ -483,10 +508,13 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         Args:
             set_to_none: Whether gradients are None afterwards, rather than zero.
         """
-        grouped = [p for group in self.param_groups for p in group["params"]]
+        parameters = _parameters(self.param_groups)
         # A walk through the model takes a while.
-        others = list(self._model.parameters()) if self.preconditioner.changed else self._others
-        home.empty(self.preconditioner.home, [*grouped, *others], set_to_none=set_to_none)
+        if self.preconditioner.changed:
+            parameters += self._model.parameters()
+        else:
+            parameters += self._others
+        home.empty(self.preconditioner.home, parameters, set_to_none=set_to_none)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -500,28 +528,26 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """
         saved = super().state_dict()
         # Parameters may have been replaced since the last step, as by fully_shard.
-        now = {id(p): plain_name(name) for name, p in self._model.named_parameters()}
-        names = {**self._names, **now}
-        for group, own in zip(saved["param_groups"], self.param_groups, strict=True):
-            group["names"] = [names[id(p)] for p in own["params"]]
+        present = {id(p): plain_name(name) for name, p in self._model.named_parameters()}
+        names = {**self._names, **present}
+        for saved_group, group in zip(saved["param_groups"], self.param_groups, strict=True):
+            saved_group["names"] = [names[id(p)] for p in group["params"]]
         # Norms of matrices that are frozen or gone are not saved.
         keys = {ball.key for ball in self._balls}
         radii = {key: radius.clone() for key, radius in self._radii.items() if key in keys}
         groups = list(map(_without_params, saved["param_groups"]))
-        own = checksums.seal({"radii": radii, "groups": groups})
-        whole = io.BytesIO()
-        torch.save({"own": own, "preconditioner": self.preconditioner.state_dict()}, whole)
+        sealed = checksums.seal({"radii": radii, "groups": groups})
+        buffer = io.BytesIO()
+        torch.save({"own": sealed, "preconditioner": self.preconditioner.state_dict()}, buffer)
         # Bytes: torch.distributed.checkpoint reads into the tensors of a state, and before its
         # first step an optimizer has few. It wants an entry for each trained parameter, and a
         # tensor in it.
-        grouped = [p for group in self.param_groups for p in group["params"]]
         steps, where = [self.preconditioner.steps], self.preconditioner.home
-        state: dict[int, dict[str, Any]] = {
-            number: {"step": torch.tensor(steps, device=where.local(p).device)}
-            for number, p in enumerate(grouped)
-            if p.requires_grad
-        }
-        next(iter(state.values()), {})[KEY] = whole.getvalue()
+        state: dict[int, dict[str, Any]] = {}
+        for number, p in enumerate(_parameters(self.param_groups)):
+            if p.requires_grad:
+                state[number] = {"step": torch.tensor(steps, device=where.local(p).device)}
+        next(iter(state.values()), {})[KEY] = buffer.getvalue()
         return {**saved, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -538,50 +564,36 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """
         named = {plain_name(name): p for name, p in self._model.named_parameters()}
         balls = {ball.key: ball for ball in self._balls}
-        found: dict[str, Any] = {}
+        saved: dict[str, Any] = {}
 
         def check() -> None:
-            entries = (e for e in state_dict.get("state", {}).values() if isinstance(e, Mapping))
-            whole = next((entry[KEY] for entry in entries if KEY in entry), None)
-            if whole is None:
-                raise ValueError("this is not the state of a soframe.Optimizer")
-            try:
-                found.update(torch.load(io.BytesIO(whole), map_location="cpu", weights_only=True))
-            except Exception as error:  # of any kind: these are bytes of a file
-                raise ValueError(f"the state is damaged: {error}") from error
-            own = found["own"]
-            checksums.verify(own, "the state of the optimizer")
-            by_names = {tuple(group["names"]): group for group in own["groups"]}
-            for group in map(_without_params, state_dict.get("param_groups", ())):
-                # DCP leaves out entries that the loading optimizer lacks, such as a scheduler's.
-                saved = by_names.get(tuple(group.get("names", ())), {})
-                if _sealed(group) != _sealed({key: saved.get(key) for key in group}):
-                    raise ValueError(
-                        "the state is damaged: its param groups were changed after saving; to "
-                        "change one, load the state first, then change optimizer.param_groups"
-                    )
-            moving.require_radii(own["radii"], list(balls.values()))
-            names = {name for group in own["groups"] for name in group["names"]}
+            saved.update(_read(state_dict))
+            moving.require_radii(saved["own"]["radii"], list(balls.values()))
+            names: set[str] = set()
+            for group in saved["own"]["groups"]:
+                names.update(group["names"])
             if strange := sorted(names - named.keys()):
                 raise ValueError(f"this model has no {', '.join(strange)}, which the state groups")
 
         # Ranks agree before anything changes: all load the state, or none does.
         self.preconditioner.agree_on_state(
-            check, lambda: checksums.text(found["own"][checksums.KEY])
+            check, lambda: checksums.text(saved["own"][checksums.KEY])
         )
-        self.preconditioner.load_state_dict(found["preconditioner"])
-        own = found["own"]
-        self._radii = {key: balls[key].loaded(radius) for key, radius in own["radii"].items()}
-        self.param_groups = [
-            {**group, "params": [named[name] for name in group["names"]]} for group in own["groups"]
-        ]
+        self.preconditioner.load_state_dict(saved["preconditioner"])
+        radii, groups = saved["own"]["radii"], saved["own"]["groups"]
+        self._radii = {key: balls[key].loaded(radius) for key, radius in radii.items()}
         blocks = self.preconditioner.blocks
-        block_of = {id(p): block for block in blocks for p in block.parameters.values()}
-        for group in self.param_groups:
+        block_of: dict[int, Block] = {}
+        for block in blocks:
+            block_of.update(dict.fromkeys(map(id, block.parameters.values()), block))
+        self.param_groups = []
+        for saved_group in groups:
+            group = {**saved_group, "params": [named[name] for name in saved_group["names"]]}
             del group["names"]
-            of_group = [block_of[id(p)] for p in group["params"] if id(p) in block_of]
-            if of_group:  # a state may have another name of the same method
-                group["method"] = self._method_name(of_group[0])
+            blocks_of_group = [block_of[id(p)] for p in group["params"] if id(p) in block_of]
+            if blocks_of_group:  # a state may have another name of the same method
+                group["method"] = self._method_name(blocks_of_group[0])
+            self.param_groups.append(group)
         self.group(blocks)
         self._new.clear()
 
@@ -613,29 +625,28 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             measures norms: for this it keeps a copy of the weights while they move.
         """
         metrics = self.preconditioner.metrics(spectra=spectra, all_ranks=all_ranks)
-        each = self._moved if self.preconditioner.updated else {}
-        moved = {name: float(norm) for name, norm in each.items()}
+        norms = self._moved if self.preconditioner.updated else {}
+        moved = {name: float(norm) for name, norm in norms.items()}
         for name, block in metrics["blocks"].items():
             block["update_norm"] = moved.get(name)
         known = set(moved) == set(metrics["blocks"])
         metrics["norms"]["update_norm"] = math.hypot(*moved.values()) if known else None
         groups: dict[str, dict[str, Any]] = {}
         for number, group in enumerate(self.param_groups):
-            name = (
-                group["method"] if group["method"] not in groups else f"{number}: {group['method']}"
-            )
+            name = group["method"]
+            if name in groups:
+                name = f"{number}: {name}"
             groups[name] = {**{key: group[key] for key in SETTINGS}, "lr": float(group["lr"])}
         return {**metrics, "param_groups": groups}
 
     def __repr__(self) -> str:
-        groups = [
-            f"  {group['method']}: "
-            + ", ".join(f"{name}={group[name]!r}" for name in SETTINGS)
-            + f", {len(group['params'])} parameter(s)\n"
-            for group in self.param_groups
-        ]
+        lines: list[str] = []
+        for group in self.param_groups:
+            settings = ", ".join(f"{name}={group[name]!r}" for name in SETTINGS)
+            count = len(group["params"])
+            lines.append(f"  {group['method']}: {settings}, {count} parameter(s)\n")
         preconditioner = repr(self.preconditioner).replace("\n", "\n  ")
-        return f"{type(self).__name__}(\n{''.join(groups)}  preconditioner: {preconditioner}\n)"
+        return f"{type(self).__name__}(\n{''.join(lines)}  preconditioner: {preconditioner}\n)"
 
     def close(self) -> None:
         """See `soframe.Preconditioner.close`."""
@@ -657,7 +668,56 @@ def _require_known(names: Iterable[str]) -> None:
 
 def _ratio(method: Choice) -> float:
     """Return the auxiliary learning rate over the method's; the least of several methods."""
-    return min(one.auxiliary_ratio for one in methods(method))
+    return min(component.auxiliary_ratio for component in methods(method))
+
+
+def _parameters(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
+    """Return the parameters of param groups, in their order."""
+    parameters: list[nn.Parameter] = []
+    for group in groups:
+        parameters += group["params"]
+    return parameters
+
+
+def _members(groups: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Return the identities of the parameters of param groups."""
+    return set(map(id, _parameters(groups)))
+
+
+def _with_settings(method: Method, settings: Mapping[str, Any]) -> Method:
+    """Return a method with the settings of its param group."""
+    is_of_another = "momentum" in settings and "momentum" not in method.settings()
+    if is_of_another and "betas" in settings:
+        # As schedulers write it that cycle the momentum of all groups by one name.
+        settings = {**settings, "betas": (settings["momentum"], *settings["betas"][1:])}
+    return method.with_settings(settings)
+
+
+def _read(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the optimizer, and of its preconditioner, once it is intact."""
+    content: bytes | None = None
+    for entry in state_dict.get("state", {}).values():
+        if content is None and isinstance(entry, Mapping):
+            content = entry.get(KEY)
+    if content is None:
+        raise ValueError("this is not the state of a soframe.Optimizer")
+    try:
+        saved: dict[str, Any] = torch.load(
+            io.BytesIO(content), map_location="cpu", weights_only=True
+        )
+    except Exception as error:  # of any kind: these are bytes of a file
+        raise ValueError(f"the state is damaged: {error}") from error
+    checksums.verify(saved["own"], "the state of the optimizer")
+    by_names = {tuple(group["names"]): group for group in saved["own"]["groups"]}
+    for group in map(_without_params, state_dict.get("param_groups", ())):
+        # DCP leaves out entries that the loading optimizer lacks, such as a scheduler's.
+        saved_group = by_names.get(tuple(group.get("names", ())), {})
+        if _sealed(group) != _sealed({key: saved_group.get(key) for key in group}):
+            raise ValueError(
+                "the state is damaged: its param groups were changed after saving; to "
+                "change one, load the state first, then change optimizer.param_groups"
+            )
+    return saved
 
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:

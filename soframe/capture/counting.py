@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,13 @@ REMEDY = (
 )
 
 
+class DataRows(NamedTuple):
+    """The rows or samples of a call that are data."""
+
+    index: Tensor
+    unit: Unit
+
+
 class Rows:
     """A mask ``[N, ...]``, bool: True for positions that are data, False for padding."""
 
@@ -46,8 +53,8 @@ class Rows:
         self.shape = tuple(mask.shape)
         self.fits = False  # of any call so far
 
-    def of(self, batch: int, shared: int, device: torch.device) -> tuple[Tensor, Unit] | None:
-        """Return the index of the rows or samples of a call that are data, and which they are.
+    def of(self, batch: int, shared: int, device: torch.device) -> DataRows | None:
+        """Return the rows or samples of a call that are data.
 
         None if the mask has another shape than the call: then all rows are data.
         """
@@ -61,7 +68,7 @@ class Rows:
         self.fits = True
         if device not in self._index:  # the host waits once for each declaration
             self._index[device] = self._mask.to(device).flatten().nonzero().flatten()
-        return self._index[device], unit
+        return DataRows(self._index[device], unit)
 
 
 @dataclass(eq=False)
@@ -160,8 +167,10 @@ class Observed:
     ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
         """Mask and scale weighted vectors of a mean over all terms to the terms that count."""
         for vector, weight in vectors:
-            pairs = zip(vector, self.masks, strict=True)
-            masked = [v if v is None or mask is None else v * mask for v, mask in pairs]
+            masked: list[Tensor | None] = []
+            for part, mask in zip(vector, self.masks, strict=True):
+                is_masked = part is not None and mask is not None
+                masked.append(part * mask if is_masked else part)
             yield masked, weight * self.factor
 
 
@@ -172,37 +181,45 @@ def observed(
     # The vectors come from the declared loss, whose samples are the first dimension, and are means
     # over positions, sums, or (None) either; the factor rescales them to the mean over terms.
     size = len(outputs[0])
-    each = [math.prod(output.shape[2:]) for output in outputs]
-    several = any(positions > 1 for positions in each)
-    none = (None,) * len(outputs)
+    positions = [math.prod(output.shape[2:]) for output in outputs]
+    several = any(number > 1 for number in positions)
+    unmasked = (None,) * len(outputs)
     if batch.terms is None:
-        if callable(samples) or (samples == "positions" and several and not means):
-            return Observed(None, none)
-        return Observed(size, none)
-    if batch.mask is None:
-        if batch.terms == size:
-            return Observed(size, none)
-        if len(set(each)) == 1 and batch.terms == size * each[0]:
-            return Observed(batch.terms, none, _undone(each[0], means))
-    else:
-        shape = tuple(batch.mask.shape)
-        if shape == (size,):
-            return Observed(batch.terms, tuple(_like(batch.mask, o) for o in outputs))
-        if all(shape == (size, *output.shape[2:]) for output in outputs):
-            masks = tuple(_like(batch.mask.unsqueeze(1), o) for o in outputs)
-            return Observed(batch.terms, masks, _undone(each[0], means))
-        if not several and batch.mask.numel() == size:
-            flat = batch.mask.reshape(-1)
-            return Observed(batch.terms, tuple(_like(flat, o) for o in outputs))
-        if not several and batch.terms == size:
-            return Observed(size, none)  # the outputs have the counted terms alone
+        by_position = samples == "positions" and several and not means
+        unknown = callable(samples) or by_position
+        return Observed(None if unknown else size, unmasked)
+    if batch.mask is not None:
+        masked = _masked(batch.terms, batch.mask, outputs, positions, means)
+        if masked is not None:
+            return masked
+    has_sample_terms = batch.mask is None or not several
+    if batch.terms == size and has_sample_terms:
+        return Observed(size, unmasked)  # with a mask the outputs have the counted terms alone
+    if batch.mask is None and len(set(positions)) == 1 and batch.terms == size * positions[0]:
+        return Observed(batch.terms, unmasked, _undone(positions[0], means))
     shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
-    said = batch.terms if batch.mask is None else f"a mask {tuple(batch.mask.shape)}"
+    terms = batch.terms if batch.mask is None else f"a mask {tuple(batch.mask.shape)}"
     raise ValueError(
-        f"count() was given {said}, which does not say which terms of the outputs {shapes} count: "
+        f"count() was given {terms}, which does not say which terms of the outputs {shapes} count: "
         f"observe outputs [N, features, positions...] or [terms, features], and pass count() a "
         f"mask [N, positions...]"
     )
+
+
+def _masked(
+    terms: int, mask: Tensor, outputs: Sequence[Tensor], positions: list[int], means: bool | None
+) -> Observed | None:
+    """Return the terms that a mask of samples, or of samples and positions, selects."""
+    size = len(outputs[0])
+    factor = 1.0
+    if mask.shape != (size,):
+        if all(mask.shape == (size, *output.shape[2:]) for output in outputs):
+            mask, factor = mask.unsqueeze(1), _undone(positions[0], means)  # [N, 1, positions...]
+        elif mask.numel() == size and max(positions) <= 1:
+            mask = mask.reshape(-1)
+        else:
+            return None
+    return Observed(terms, tuple(_like(mask, output) for output in outputs), factor)
 
 
 def _undone(positions: int, means: bool | None) -> float:
@@ -257,70 +274,71 @@ class Passes:
 
     def __init__(self, samples: Samples) -> None:
         self._setting = samples  # holds where nothing is declared
-        self.each: dict[int, Pass] = {}  # by number
+        self.by_number: dict[int, Pass] = {}
         self.failure: Exception | None = None  # the first: the step raises it, on every rank
 
     def enter(
         self,
         number: int,
         sizes: tuple[int, int],
-        told: int | None,
+        terms: int | None,
         batch: Batch,
         batches: Sequence[Batch],
         part: int,
     ) -> Pass:
         """Count a call with ``sizes`` (samples, rows); return its pass.
 
-        ``told`` is the number of terms, if it is declared or observed; ``batch`` is the call's,
+        ``terms`` is their number, if it is declared or observed; ``batch`` is the call's,
         ``batches`` are all of the pass at its first call; ``part`` is the call's stage.
         """
-        one = self.each.get(number)
-        if one is None:
-            one = self.each[number] = self._begin(sizes, told, batch, batches)
-            one.part = part
-        one.reached.add(sizes[0])
-        if batch not in one.batches:
-            one.certain = False
-            one.batches.append(batch)
-        if len(one.batches) > 1 and any(batch.declared for batch in one.batches):
+        backward = self.by_number.get(number)
+        if backward is None:
+            backward = self.by_number[number] = self._begin(sizes, terms, batch, batches)
+            backward.part = part
+        backward.reached.add(sizes[0])
+        if batch not in backward.batches:
+            backward.certain = False
+            backward.batches.append(batch)
+        if len(backward.batches) > 1 and any(batch.declared for batch in backward.batches):
             self.fail(
                 ValueError(
                     "one backward pass went through forward passes of several count(): call "
                     "it once for all forward passes of a loss"
                 )
             )
-        if told is not None and told != one.samples:
+        if terms is not None and terms != backward.samples:
             self.fail(
                 ValueError(
-                    f"one backward pass went through forward passes of {one.samples} and of {told} "
-                    f"samples: {REMEDY}"
+                    f"one backward pass went through forward passes of {backward.samples} and of "
+                    f"{terms} samples: {REMEDY}"
                 )
             )
-        return one
+        return backward
 
     def _begin(
-        self, sizes: tuple[int, int], told: int | None, batch: Batch, batches: Sequence[Batch]
+        self, sizes: tuple[int, int], terms: int | None, batch: Batch, batches: Sequence[Batch]
     ) -> Pass:
         """Return a new pass, given its first call."""
         setting, root = self._setting, batch.root
-        by_token = setting == "positions" or (setting is None and root.by_token)
-        here = sizes[1] if by_token else sizes[0]
-        if told is None and callable(setting):
-            told = self._called(setting, here)
+        by_token = root.by_token if setting is None else setting == "positions"
+        call_terms = sizes[1] if by_token else sizes[0]
+        if terms is None and callable(setting):
+            terms = self._called(setting, call_terms)
+        if root.is_empty and terms is None:
+            return Pass(0, 0, told=True, batches=list(batches))
         # Gradients reach the layer nearest to the loss first. If it has one sample, the root was
         # called without a batch; unless the one is of positions, which come first.
         size = root.size or sizes[0]
-        if root.is_empty and told is None:
-            return Pass(0, 0, told=True, batches=list(batches))
-        size = 1 if sizes[0] == 1 and sizes[1] != size else size
-        if told is not None or batch.rows is not None:
-            return Pass(here if told is None else told, size, told=True, batches=list(batches))
-        apart, certain = _of_other_samples(batches)
-        numbers = [other.counted(setting) for other in apart]
+        if sizes[0] == 1 and sizes[1] != size:
+            size = 1
+        if terms is not None or batch.rows is not None:
+            samples = call_terms if terms is None else terms
+            return Pass(samples, size, told=True, batches=list(batches))
+        distinct, certain = _of_other_samples(batches)
         if size == 1 and not by_token:
-            numbers = [1] * len(apart)
-        known = [number for number in numbers if number is not None]
-        samples = sum(known) if len(known) == len(numbers) else here
+            samples = len(distinct)
+        else:
+            samples = _added_up(distinct, setting, call_terms)
         return Pass(samples, size, certain=certain, batches=list(batches))
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
@@ -338,57 +356,70 @@ class Passes:
         """Raise the first failure, or a ValueError if a mask of rows fits no layer."""
         if self.failure is not None:
             raise self.failure
-        for batch in [batch for one in self.each.values() for batch in one.batches]:
-            if batch.rows is not None and not batch.rows.fits:
-                raise ValueError(
-                    f"count(rows=...) was given a mask {batch.rows.shape}, and no layer was called "
-                    f"with so many samples and positions: pass a mask [N, positions]"
-                )
+        for backward in self.by_number.values():
+            for batch in backward.batches:
+                if batch.rows is not None and not batch.rows.fits:
+                    raise ValueError(
+                        f"count(rows=...) was given a mask {batch.rows.shape}, and no layer was "
+                        f"called with so many samples and positions: pass a mask [N, positions]"
+                    )
 
     def doubt(self) -> str | None:
         """Return the question that `Preconditioner.count` answers, if a number is uncertain."""
-        for one in self.each.values():
-            if one.told or callable(self._setting):
-                continue
-            if (text := self._question(one)) is not None:
-                return f"{text}: {REMEDY}"
+        if callable(self._setting):
+            return None
+        for backward in self.by_number.values():
+            question = None if backward.told else self._question(backward)
+            if question is not None:
+                return f"{question}: {REMEDY}"
         return None
 
-    def _question(self, one: Pass) -> str | None:
-        sizes = [batch.root.size for batch in one.batches]
-        if not one.certain:
+    def _question(self, backward: Pass) -> str | None:
+        samples, sizes = backward.samples, [batch.root.size for batch in backward.batches]
+        if not backward.certain:
             several = " and ".join(map(str, sizes))
             return (
                 f"one backward pass went through {len(sizes)} forward passes (of {several} "
-                f"samples), whose loss is taken for a mean over {one.samples} terms"
+                f"samples), whose loss is taken for a mean over {samples} terms"
             )
-        for batch in one.batches:
+        for batch in backward.batches:
             root = batch.root
-            if root.question and not (root.asks_of_tokens and self._setting is not None):
-                number = f"{one.samples} {'tokens' if root.by_token else 'samples'}"
-                if root.asks_of_tokens:
-                    return (
-                        f"the model shows {root.question}, and its loss, perhaps a mean over "
-                        f"tokens, is taken for a mean over {number} "
-                        f"(Statistics(samples='positions') takes tokens, samples='batch' keeps it)"
-                    )
-                return f"the model shows {root.question}, and N is taken for {number}"
-        whole = max((size for size in sizes if size is not None), default=0)
-        if one.samples == 1 and any(1 < n < whole for n in one.reached):
+            is_answered = root.asks_of_tokens and self._setting is not None
+            if not root.question or is_answered:
+                continue
+            number = f"{samples} {'tokens' if root.by_token else 'samples'}"
+            if root.asks_of_tokens:
+                return (
+                    f"the model shows {root.question}, and its loss, perhaps a mean over "
+                    f"tokens, is taken for a mean over {number} "
+                    f"(Statistics(samples='positions') takes tokens, samples='batch' keeps it)"
+                )
+            return f"the model shows {root.question}, and N is taken for {number}"
+        batch_size = max((size for size in sizes if size is not None), default=0)
+        partial = [number for number in backward.reached if number < batch_size]
+        if samples == 1 and max(partial, default=0) > 1:
             return (
                 f"the layer nearest to the loss was called with one sample, so that the "
-                f"model's arguments, of {whole} samples, are taken for one without a batch; "
-                f"but another layer had {max(n for n in one.reached if n < whole)}"
+                f"model's arguments, of {batch_size} samples, are taken for one without a batch; "
+                f"but another layer had {max(partial)}"
             )
         return None
+
+
+def _added_up(batches: Iterable[Batch], setting: Samples, otherwise: int) -> int:
+    """Return the terms of forward passes, or another number if one shows none."""
+    numbers = [batch.counted(setting) for batch in batches]
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else otherwise
 
 
 def _of_other_samples(batches: Sequence[Batch]) -> tuple[list[Batch], bool]:
     """Return forward passes of other samples than earlier ones, and whether that is certain."""
-    apart, certain = list[Batch](), True
+    distinct: list[Batch] = []
+    certain = True
     for number, batch in enumerate(batches):
         related = [batch.root.has_samples_of(earlier.root) for earlier in batches[:number]]
         if True not in related:
-            apart.append(batch)
+            distinct.append(batch)
             certain = certain and None not in related
-    return apart, certain
+    return distinct, certain

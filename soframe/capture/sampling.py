@@ -18,6 +18,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from soframe.capture.counting import DataRows
 from soframe.layers.base import LayerHelper, Unit
 from soframe.layers.sharing import Memory, content
 
@@ -35,13 +36,13 @@ def check_rows(rows: object) -> None:
         )
 
 
-def chosen(step: int, rank: int, number: int, total: int, wanted: int) -> Tensor:
-    """Return a random subset of ``wanted`` of ``total`` rows, ascending, fixed by the arguments."""
+def chosen(step: int, rank: int, number: int, total: int, count: int) -> Tensor:
+    """Return a random subset of ``count`` of ``total`` rows, ascending, fixed by the arguments."""
     seed = 0
     for part in (step, rank, number, total):
         seed = (seed * 1_000_003 + part + 1) % 2**63
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    return torch.randperm(total, generator=generator, device="cpu")[:wanted].sort().values
+    return torch.randperm(total, generator=generator, device="cpu")[:count].sort().values
 
 
 class Sampler:
@@ -73,47 +74,47 @@ class Sampler:
         helper: LayerHelper,
         call: tuple[tuple[Tensor, ...], Tensor],
         number: int,
-        whole: bool,
-        data: tuple[Tensor, Unit] | None = None,
+        by_sample: bool,
+        data: DataRows | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor, float]:
         """Return inputs and rows of a smaller call, and the multiplier of its moments.
 
         ``call`` has the inputs, or none, and the rows of the output gradient; ``number`` is the
-        backward pass's. ``whole`` keeps the rows of a sample together; ``data`` are the rows or
+        backward pass's. ``by_sample`` keeps the rows of a sample together; ``data`` are the rows or
         samples that are not padding, None for all.
         """
         inputs, rows = call
         if data is None and not self.draws:
             return inputs, rows, 1.0
-        unit, total, size = _units(helper, rows, whole, data)
-        wanted = self._wanted(total, size)
-        if unit is None or (wanted >= total and data is None):
+        unit, total, size = _units(helper, rows, by_sample, data)
+        count = self._count(total, size)
+        if unit is None or (count >= total and data is None):
             return inputs, rows, 1.0
-        key = (number, total, wanted, rows.device, data is None, unit)
+        key = (number, total, count, rows.device, data is None, unit)
         if key not in self._indices:
-            self._indices[key] = self._index(number, total, wanted, rows.device, data)
+            self._indices[key] = self._index(number, total, count, rows.device, data)
         index = self._indices[key]
         return (
             self._inputs(helper, inputs, index, unit, key),
             helper.take_rows(rows, index, unit),
-            total / wanted,
+            total / count,
         )
 
     def _index(
         self,
         number: int,
         total: int,
-        wanted: int,
+        count: int,
         device: torch.device,
-        data: tuple[Tensor, Unit] | None,
+        data: DataRows | None,
     ) -> Tensor:
-        if data is not None and wanted >= total:
-            return data[0]
-        index = chosen(self._step, self._rank, number, total, wanted)
+        if data is not None and count >= total:
+            return data.index
+        index = chosen(self._step, self._rank, number, total, count)
         index = index.to(device, non_blocking=True)
-        return index if data is None else data[0][index]
+        return index if data is None else data.index[index]
 
-    def _wanted(self, total: int, size: int) -> int:
+    def _count(self, total: int, size: int) -> int:
         if isinstance(self._rows, int):
             return min(total, -(-self._rows // size))
         return min(total, max(1, round(self._rows * total)))
@@ -137,11 +138,11 @@ class Sampler:
 
 
 def _units(
-    helper: LayerHelper, rows: Tensor, whole: bool, data: tuple[Tensor, Unit] | None
+    helper: LayerHelper, rows: Tensor, by_sample: bool, data: DataRows | None
 ) -> tuple[Unit | None, int, int]:
     """Return the drawn unit, None for the whole call; the number of units; the rows of each."""
     _, batch, shared, _ = rows.shape
     if data is not None:
-        return data[1], len(data[0]), shared if data[1] == "sample" else 1
-    unit: Unit | None = "sample" if whole and helper.unit == "row" else helper.unit
+        return data.unit, len(data.index), shared if data.unit == "sample" else 1
+    unit: Unit | None = "sample" if by_sample and helper.unit == "row" else helper.unit
     return (unit, batch * shared, 1) if unit == "row" else (unit, batch, shared)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from soframe.blocks.stack import Stack, unpack
 from soframe.comm.base import Backend
 from soframe.comm.fused import Pending, Sum, add_up, own_memory
 from soframe.comm.packing import pack_triangle
-from soframe.estimate.gradients import Gradients
+from soframe.estimate.gradients import Gradient, Gradients
 from soframe.kernels.devices import sent
 from soframe.layers.layout import BlockShape
 from soframe.methods.returned import observed_by
@@ -38,7 +39,7 @@ from soframe.specs import FactorSpec
 
 
 @dataclass
-class Contribution:
+class Term:
     """This rank's term of a running factor, for some blocks of a stack.
 
     Attributes:
@@ -72,148 +73,183 @@ class Contribution:
         """Return whether a rank holds the running factor."""
         return self.stack.place.holds(rank, self.index)
 
+    def zeros(self) -> Tensor:
+        """Return statistics of zeros, ``[groups, n, n]``."""
+        like = self.stack.like
+        shape = (len(self.members) * self.factor.groups, *self.factor.shape[1:])
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
-def enter(
-    backend: Backend, contributions: Sequence[Contribution], decay: float, *, identity: bool
-) -> None:
-    """Sum the contributions of all ranks and average them into the running factors."""
-    eager: list[Contribution] = []
+
+class _Lerp(NamedTuple):
+    """A running factor of a stack on its way to new statistics."""
+
+    running: Tensor
+    new: Tensor
+    rate: float
+
+
+def enter(backend: Backend, terms: Sequence[Term], decay: float, *, identity: bool) -> None:
+    """Sum the terms of all ranks and average them into the running factors."""
+    eager: list[Term] = []
     deferred: dict[Block, None] = {}
-    for one in contributions:
+    for term in terms:
         # As kfac-pytorch's averages, which start from the identity.
         if identity:
-            _start(one.stack, one.members, one.index, one.factor.start or 1.0, backend.rank)
-        _gain(one, decay)
-        if one.stack.place.deferred:
-            _accumulate(one, decay, backend.rank)
-            deferred.update(dict.fromkeys(one.blocks))
+            _start(term.stack, term.members, term.index, term.factor.start or 1.0, backend.rank)
+        _gain(term, decay)
+        if term.stack.place.deferred:
+            _accumulate(term, decay, backend.rank)
+            deferred.update(dict.fromkeys(term.blocks))
         else:
-            eager.append(one)
+            eager.append(term)
     # All deferred factors of a block share this number: once per block.
     for block in deferred:
         block.record.pending = decay * block.record.pending + (1 - decay)
-    sums = {_sum(one): one for one in eager}
+    sums = {_sum(term): term for term in eager}
     for pending in add_up(backend, list(sums), "reduce"):
-        arriving = [(sums[total], total) for total in pending.sums]
-        held = [pair for pair in arriving if pair[0].held_by(backend.rank)]
+        held: list[tuple[Term, Sum]] = []
+        waiting: dict[Stack, None] = {}
+        for total in pending.sums:
+            term = sums[total]
+            waiting[term.stack] = None
+            if term.held_by(backend.rank):
+                held.append((term, total))
         entry = _entry(pending, held)
         # Ranks that only send wait too: until then the engine keeps their buffer.
-        for stack in {one.stack: None for one, _ in arriving}:
+        for stack in waiting:
             stack.expect(entry)
-    average(
-        (one, total.tensor)
-        for total, one in sums.items()
-        if not total.travels and one.held_by(backend.rank)
-    )
+    alone: list[tuple[Term, Tensor | None]] = []
+    for total, term in sums.items():
+        if not total.travels and term.held_by(backend.rank):
+            alone.append((term, total.tensor))
+    average(alone)
 
 
-def _entry(pending: Pending, held: Sequence[tuple[Contribution, Sum]]) -> Pending:
+def _entry(pending: Pending, held: Sequence[tuple[Term, Sum]]) -> Pending:
     """Return the wait for some sums, which then averages the held ones into the factors."""
 
     def end() -> None:
         pending.wait()
-        average((one, total.packed()) for one, total in held)
+        average((term, total.packed()) for term, total in held)
 
     return Pending(end, nbytes=pending.nbytes)
 
 
-def _gain(one: Contribution, decay: float) -> None:
+def _gain(term: Term, decay: float) -> None:
     """Increase the EMA weights of a factor, and set the rates of the new statistics.
 
     Dividing by the weight removes the start-up bias, as in Adam. Groups that no row reached keep
     their average.
     """
-    name, keep = one.factor.name, decay if one.factor.decay is None else one.factor.decay
-    for number, block in enumerate(one.blocks):
+    factor = term.factor
+    keep = decay if factor.decay is None else factor.decay
+    for number, block in enumerate(term.blocks):
         masses = block.record.masses
-        if one.factor.mean_over != "group rows":
-            mass = keep * masses.get(name, (0.0,))[0] + (1 - keep)
-            masses[name] = (mass,)
-            one.rates.append((1 - keep) / mass)
+        if factor.mean_over != "group rows":
+            mass = keep * masses.get(factor.name, (0.0,))[0] + (1 - keep)
+            masses[factor.name] = (mass,)
+            term.rates.append((1 - keep) / mass)
             continue
-        reached = one.reached[number]
-        before = masses.get(name, (0.0,) * one.factor.groups)
-        after = [
-            keep * mass + (1 - keep) if rows > 0 else mass
-            for mass, rows in zip(before, reached, strict=True)
-        ]
-        masses[name] = tuple(after)
-        pairs = zip(after, reached, strict=True)
-        one.rates += [(1 - keep) / mass if rows > 0 else 0.0 for mass, rows in pairs]
+        new_masses = []
+        old_masses = masses.get(factor.name, (0.0,) * factor.groups)
+        for old_mass, rows in zip(old_masses, term.reached[number], strict=True):
+            if rows > 0:
+                mass = keep * old_mass + (1 - keep)
+                new_masses.append(mass)
+                term.rates.append((1 - keep) / mass)
+            else:
+                new_masses.append(old_mass)
+                term.rates.append(0.0)
+        masses[factor.name] = tuple(new_masses)
 
 
-def average(each: Iterable[tuple[Contribution, Tensor | None]]) -> None:
+def average(summed: Iterable[tuple[Term, Tensor | None]]) -> None:
     """Average new statistics into running factors: ``R <- R + rate (new - R)``.
 
     Statistics are ``[groups, n, n]``, packed, or None for zeros.
     """
-    whole = [entry for one, new in each for entry in _averaged(one, new)]
-    if whole:
-        torch._foreach_lerp_(*map(list, zip(*whole, strict=True)))
+    lerps: list[_Lerp] = []
+    for term, new in summed:
+        lerp = _averaged(term, term.zeros() if new is None else new)
+        if lerp is not None:
+            lerps.append(lerp)
+    if lerps:
+        torch._foreach_lerp_(*map(list, zip(*lerps, strict=True)))
 
 
-def _averaged(one: Contribution, new: Tensor | None) -> list[tuple[Tensor, Tensor, float]]:
-    """Average into parts of a factor here; return the whole factor, if it has one rate."""
-    stack, members, factor, rates = one.stack, one.members, one.factor, one.rates
-    name, packed = factor.name, stack.place.packed and factor.kind == "psd"
-    if new is None:
-        new = torch.zeros(
-            (len(members) * factor.groups, *factor.shape[1:]),
-            dtype=stack.like.dtype,
-            device=stack.like.device,
-        )
+def _averaged(term: Term, new: Tensor) -> _Lerp | None:
+    """Average into a factor here; if all its blocks have one rate, return what is to be done."""
+    stack, factor, name = term.stack, term.factor, term.factor.name
+    has_all_blocks = len(term.members) == len(stack.blocks)
+    is_packed = stack.place.packed and factor.kind == "psd"
     # Statistics of calls have a valid lower triangle only; averaged gradients have both.
-    lower = factor.captured and factor.kind == "psd" and new.dim() == 3 and not packed
-    new = pack(new, factor) if packed else unpack(new, factor)
-    factors = stack.factors
+    is_lower = factor.captured and factor.kind == "psd" and new.dim() == 3 and not is_packed
+    new = pack(new, factor) if is_packed else unpack(new, factor)
+
     # The first statistics have rate 1 (groups without rows are zero): they become the factor.
-    if name not in factors and len(members) == len(stack.blocks):
-        stack.hold(name, own_memory(stack.rounded(new, name, len(members), one.turn)))
-        (stack.lower.add if lower else stack.lower.discard)(name)
-        return []
-    if name not in factors:
-        kept = stack.like.factor_dtype
-        stack.hold(name, stack.empty(tuple(new.shape), len(members), kept))
-    if lower:
-        stack.lower.add(name)
-    running = stack.held(name).to(stack.like.dtype)
-    if len(set(rates)) == 1 and len(members) == len(stack.blocks):
-        if running is factors[name]:
-            return [(running, new, rates[0])]
-        running.lerp_(new, rates[0])
-        members = ()
-    # One rate per block becomes one for each of its groups.
-    each = list(rates)
-    if len(each) < len(new):
-        each = [rate for rate in each for _ in range(len(new) // len(each))]
-    start = 0
-    for view in stack.views(running, members):
-        stop = start + len(view)
-        part, own = new[start:stop], each[start:stop]
-        if len(set(own)) == 1:
-            view.lerp_(part, own[0])
-        else:
-            view.lerp_(part, sent(own, part).view(-1, *(1 for _ in part.shape[1:])))
-        start = stop
-    if running is not factors[name]:
-        whole = stack.rounded(running, name, len(stack.blocks), one.turn)
-        if whole is not running:  # rounded, with both triangles
+    if name not in stack.factors:
+        if has_all_blocks:
+            stack.hold(name, own_memory(stack.rounded(new, name, len(term.members), term.turn)))
             stack.lower.discard(name)
-        stack.hold(name, whole)
-    return []
+            if is_lower:
+                stack.lower.add(name)
+            return None
+        kept = stack.like.factor_dtype
+        stack.hold(name, stack.empty(tuple(new.shape), len(term.members), kept))
+    if is_lower:
+        stack.lower.add(name)
+
+    # Factors of another dtype, or on the host, are averaged in a copy.
+    running = stack.held(name).to(stack.like.dtype)
+    is_copy = running is not stack.factors[name]
+    if has_all_blocks and len(set(term.rates)) == 1:
+        if not is_copy:
+            return _Lerp(running, new, term.rates[0])
+        running.lerp_(new, term.rates[0])
+    else:
+        _lerp_blocks(term, running, new)
+    if is_copy:
+        rounded = stack.rounded(running, name, len(stack.blocks), term.turn)
+        if rounded is not running:  # with both triangles
+            stack.lower.discard(name)
+        stack.hold(name, rounded)
+    return None
 
 
-def _accumulate(one: Contribution, decay: float, rank: int) -> None:
-    """Add this rank's contribution to its accumulator: ``L <- decay L + (1 - decay) c``."""
-    stack, factor = one.stack, one.factor
-    if not stack.place.contributes(rank, one.index):
+def _lerp_blocks(term: Term, running: Tensor, new: Tensor) -> None:
+    """Average into some blocks of a factor, each by its rates."""
+    # One rate per block becomes one for each of its groups.
+    rates = term.rates
+    if len(rates) < len(new):
+        groups = len(new) // len(rates)
+        rates = [rate for rate in rates for _ in range(groups)]
+    start = 0
+    for view in term.stack.views(running, term.members):
+        stop = start + len(view)
+        new_part, view_rates = new[start:stop], rates[start:stop]
+        if len(set(view_rates)) == 1:
+            view.lerp_(new_part, view_rates[0])
+        else:
+            view.lerp_(new_part, by_group(view_rates, new_part))
+        start = stop
+
+
+def by_group(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """Return one number per group in the dtype and on the device of a tensor, to multiply it."""
+    return sent(numbers, like).view(-1, *(1 for _ in like.shape[1:]))
+
+
+def _accumulate(term: Term, decay: float, rank: int) -> None:
+    """Add this rank's term to its accumulator: ``L <- decay L + (1 - decay) c``."""
+    stack, factor = term.stack, term.factor
+    if not stack.place.contributes(rank, term.index):
         return
     if factor.name not in stack.accumulators:
         stack.accumulators[factor.name] = stack.empty(factor.packed_shape)
     # Without data the accumulator only decays.
-    packed = None if one.tensor is None else pack(one.tensor, factor)
+    packed = None if term.tensor is None else pack(term.tensor, factor)
     start = 0
-    for view in stack.views(stack.accumulators[factor.name], one.members):
+    for view in stack.views(stack.accumulators[factor.name], term.members):
         view.mul_(decay)
         if packed is not None:
             view.add_(packed[start : start + len(view)], alpha=1 - decay)
@@ -240,12 +276,8 @@ def observe(
         like, gradient = stack.like, gradients.get(stack)
         if len(like.captured) == len(like.factors) or like.method.refreshes_after != after:
             continue
-        used = () if gradient is None else gradient.members
-        # `Refresh.end_window` marks blocks that have statistics of calls, too.
-        if due and not like.captured and len(used) < len(stack.blocks):
-            for block in stack.blocks:
-                if block.member not in used:
-                    block.record.missed = 1
+        if due and not like.captured:
+            _mark_missed(stack, gradient)
         if gradient is None:
             continue
         # These statistics need second-order data: a block that lost its own is solved first.
@@ -257,14 +289,32 @@ def observe(
             factors: Mapping[str, Tensor] = {}
             with placed.backend.phases("observe"):
                 if matrix is not None and placed.rank in stack.place.gradient_workers:
-                    specs = like.method.factors(BlockShape(*matrix.shape))
-                    data = stack.data_of(chosen)
-                    try:
-                        factors = observed_by(like.method, specs, matrix, data)
-                    except Exception as error:  # of any kind: all ranks raise together
-                        placed.keep(error, stack)
-                        factors = {spec.name: matrix.new_zeros(spec.shape) for spec in specs}
+                    factors = _statistics(placed, stack, chosen, matrix)
                 _observe(stack, chosen, factors, rank=placed.rank, decay=decay, step=step)
+
+
+def _mark_missed(stack: Stack, gradient: Gradient | None) -> None:
+    """Mark the blocks without a gradient at their turn for statistics."""
+    # `Refresh.end_window` marks blocks that have statistics of calls, too.
+    used = () if gradient is None else gradient.members
+    if len(used) < len(stack.blocks):
+        for block in stack.blocks:
+            if block.member not in used:
+                block.record.missed = 1
+
+
+def _statistics(
+    placed: PlacedBlocks, stack: Stack, members: tuple[int, ...], gradient: Tensor
+) -> Mapping[str, Tensor]:
+    """Return the statistics of some blocks' gradients, ``[groups, n, n]`` by factor."""
+    method = stack.like.method
+    specs = method.factors(BlockShape(*gradient.shape))
+    data = stack.data_of(members)
+    try:
+        return observed_by(method, specs, gradient, data)
+    except Exception as error:  # of any kind: all ranks raise together
+        placed.keep(error, stack)
+        return {spec.name: gradient.new_zeros(spec.shape) for spec in specs}
 
 
 def _observe(
@@ -282,15 +332,15 @@ def _observe(
             continue
         if factor.start is not None:
             _start(stack, members, index, factor.start, rank)
-        one = Contribution(stack, members, index, None, turn=step)
-        _gain(one, decay)
-        for block in one.blocks:
+        term = Term(stack, members, index, None, turn=step)
+        _gain(term, decay)
+        for block in term.blocks:
             block.record.statistics_at[factor.name] = step
             if not stack.like.captured:
                 block.record.missed = 0
         # EMA weights grow on all ranks; only holders have the factor.
-        if one.held_by(rank):
-            average([(one, factors[factor.name].to(stack.like.dtype))])
+        if term.held_by(rank):
+            average([(term, factors[factor.name].to(stack.like.dtype))])
 
 
 def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> None:
@@ -299,11 +349,12 @@ def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> No
         stack.arrive()
     if not (due := _deferred(members)):
         return
-    for stack, chosen, factor, total in _settled(placed.backend, due, "reduce"):
+    for term, total in _settled(placed.backend, due, "reduce"):
         if total is not None:
-            turn = max(stack.blocks[m].record.statistics_at[factor.name] for m in chosen)
-            stored = store(total, factor, packed=stack.place.packed)
-            stack.set_factor(factor.name, chosen, stored, turn)
+            stack, name = term.stack, term.factor.name
+            turn = max(block.record.statistics_at[name] for block in term.blocks)
+            stored = store(total, term.factor, packed=stack.place.packed)
+            stack.set_factor(name, term.members, stored, turn)
     for stack, chosen in due.items():
         for member in chosen:
             stack.blocks[member].record.pending = 0.0
@@ -326,59 +377,62 @@ def settled(
             if factor.name in stack.factors
         }
     totals = _settled(placed.backend, {stack: members}, phase)
-    return {factor.name: total for _, _, factor, total in totals if total is not None}
+    return {term.factor.name: total for term, total in totals if total is not None}
 
 
 def _deferred(members: Mapping[Stack, tuple[int, ...]]) -> dict[Stack, tuple[int, ...]]:
-    """Return the given blocks that have deferred statistics."""
-    due = {
-        stack: tuple(m for m in chosen if stack.blocks[m].record.pending > 0)
-        for stack, chosen in members.items()
-    }
-    return {stack: chosen for stack, chosen in due.items() if chosen}
+    """Return those of some blocks that have deferred statistics."""
+    due: dict[Stack, tuple[int, ...]] = {}
+    for stack, chosen in members.items():
+        pending = tuple(m for m in chosen if stack.blocks[m].record.pending > 0)
+        if pending:
+            due[stack] = pending
+    return due
 
 
 def _settled(
     backend: Backend, due: Mapping[Stack, tuple[int, ...]], phase: str
-) -> list[tuple[Stack, tuple[int, ...], FactorSpec, Tensor | None]]:
-    ones = []
+) -> list[tuple[Term, Tensor | None]]:
+    """Return the settled factors of some blocks, packed; None where this rank holds none."""
+    sums: dict[Sum, Term] = {}
     for stack, members in due.items():
         for index, factor in enumerate(stack.like.factors):
-            own = stack.accumulators.get(factor.name)
-            local = None if own is None else stack.take(own, members)
-            ones.append(Contribution(stack, members, index, local))
-    sums = [_sum(one) for one in ones]
-    for pending in add_up(backend, sums, phase):
+            accumulator = stack.accumulators.get(factor.name)
+            local = None if accumulator is None else stack.take(accumulator, members)
+            term = Term(stack, members, index, local)
+            sums[_sum(term)] = term
+    for pending in add_up(backend, list(sums), phase):
         pending.wait()
-    totals: list[tuple[Stack, tuple[int, ...], FactorSpec, Tensor | None]] = []
-    for one, summed in zip(ones, sums, strict=True):
-        new, stack, factor = None, one.stack, one.factor
-        if one.held_by(backend.rank):
+    totals: list[tuple[Term, Tensor | None]] = []
+    for summed, term in sums.items():
+        total, stack, factor = None, term.stack, term.factor
+        if term.held_by(backend.rank):
             # R <- ((m - p) R + sum_r L_r) / m, as in the module's docstring.
-            masses = _each(one, [block.mass for block in one.blocks])
-            new = summed.packed() / masses
+            masses = _per_group(term, [block.mass for block in term.blocks])
+            total = summed.packed() / masses
             if factor.name in stack.factors:
-                rest = _each(one, [b.mass - b.record.pending for b in one.blocks]) / masses
-                held = stack.take(stack.factor(factor.name), one.members)
-                new.addcmul_(pack(held, factor).to(new.dtype), rest.expand_as(new))
-        totals.append((stack, one.members, factor, new))
+                settled_masses = [block.mass - block.record.pending for block in term.blocks]
+                rates = _per_group(term, settled_masses) / masses
+                running = stack.take(stack.factor(factor.name), term.members)
+                total.addcmul_(pack(running, factor).to(total.dtype), rates.expand_as(total))
+        totals.append((term, total))
     return totals
 
 
-def _each(one: Contribution, numbers: Sequence[float]) -> Tensor:
+def _per_group(term: Term, numbers: Sequence[float]) -> Tensor:
     """Return one number per block for each of its groups, ``[groups, 1]``."""
-    groups = one.factor.groups
-    each = torch.tensor(numbers, dtype=torch.float64, device="cpu").repeat_interleave(groups)
-    return each.to(one.stack.like.device, one.stack.like.dtype).unsqueeze(1)
+    by_block = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    by_group = by_block.repeat_interleave(term.factor.groups)
+    return by_group.to(term.stack.like.device, term.stack.like.dtype).unsqueeze(1)
 
 
-def _sum(one: Contribution) -> Sum:
-    """Return the sum of a contribution, and move the tensor into it."""
-    like, place, factor = one.stack.like, one.stack.places[one.members[0]], one.factor
-    tensor, one.tensor = one.tensor, None
+def _sum(term: Term) -> Sum:
+    """Return the sum of a term over ranks, and move the tensor into it."""
+    like, place, factor = term.stack.like, term.stack.places[term.members[0]], term.factor
+    tensor, term.tensor = term.tensor, None
     return Sum(
-        way=place.reductions[one.index],
-        shape=(len(one.members) * factor.groups, *factor.shape[1:]),
+        way=place.reductions[term.index],
+        shape=(len(term.members) * factor.groups, *factor.shape[1:]),
         dtype=like.dtype,
         wire=getattr(torch, place.wire) if place.wire else like.dtype,
         device=like.device,

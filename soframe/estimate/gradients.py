@@ -47,8 +47,16 @@ class Gradient:
         """Return the gradient of some of the blocks."""
         if self.matrix is None or len(members) == len(self.members):
             return self.matrix
-        each = dict(zip(self.members, stack.split(self.matrix, self.members), strict=True))
-        return stack.join([each[member] for member in members])
+        matrices = dict(zip(self.members, stack.split(self.matrix, self.members), strict=True))
+        return stack.join([matrices[member] for member in members])
+
+
+@dataclass(frozen=True)
+class _Addend:
+    """A tensor that is averaged over ranks in place, on one of them, or on all for None."""
+
+    rank: int | None
+    tensor: Tensor
 
 
 Gradients = Mapping[Stack, Gradient]
@@ -77,16 +85,19 @@ class AveragedGradients:
         self._present: Sequence[float] = ()
         self._gathered: Gradients | None = None
         self._stacks = placed.stacks
-        self._of_block = {block: list(block.parameters.values()) for block in placed.blocks}
-        self._shapes = [
-            (f"{name} of {block.name}", parameter, parameter.shape)
-            for block in placed.blocks
-            for name, parameter in block.parameters.items()
-        ]
+        self._of_block: dict[Block, list[nn.Parameter]] = {}
+        self._of_blocks: list[nn.Parameter] = []
+        self._shapes: list[tuple[str, nn.Parameter, torch.Size]] = []
+        for block in placed.blocks:
+            self._of_block[block] = list(block.parameters.values())
+            self._of_blocks += self._of_block[block]
+            for name, parameter in block.parameters.items():
+                self._shapes.append((f"{name} of {block.name}", parameter, parameter.shape))
         self._remembering = [block for block in placed.blocks if block.remembers]
         self.remembers = bool(self._remembering)
-        covered = {p for own in self._of_block.values() for p in own}
+        covered = set(self._of_blocks)
         self._rest = [p for p in model.parameters() if p not in covered]
+        self._parameters = self._of_blocks + self._rest
 
     def check(self) -> None:
         """Raise if this rank's gradients are not complete.
@@ -103,7 +114,7 @@ class AveragedGradients:
                     f"it was registered: put a new nn.Parameter in its place rather than other "
                     f".data; its statistics and moments then begin anew"
                 )
-        why = self._home.incomplete(p for own in self._of_block.values() for p in own)
+        why = self._home.incomplete(self._of_blocks)
         if why is not None:
             raise RuntimeError(why)
 
@@ -136,8 +147,10 @@ class AveragedGradients:
         """Return all gradients of this rank, before `raw`, in few tensors."""
         self._gathered = self.now()
         matrices = [gradient.matrix for gradient in self._gathered.values()]
-        rest = [p for stack in self._apart for p in stack.parameters] + self._rest
-        return [*(m for m in matrices if m is not None), *self._home.of(rest)]
+        rest: list[nn.Parameter] = []
+        for stack in self._apart:
+            rest += stack.parameters
+        return [*(m for m in matrices if m is not None), *self._home.of(rest + self._rest)]
 
     def raw(self) -> Gradients:
         """Average the gradients; return the ones of all blocks that have any."""
@@ -170,36 +183,36 @@ class AveragedGradients:
         divided = self.updates_divided or states  # states are on gradient workers alone
         return add_up(self._backend, tensor) if divided else tensor
 
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [*(p for own in self._of_block.values() for p in own), *self._rest]
-
 
 def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
     """Return gradients of some blocks of each stack, see `Gradient.matrix`."""
-    found: dict[Stack, Tensor] = {}
+    matrices: dict[Stack, Tensor] = {}
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for stack, members in used.items():
         blocks, like = [stack.blocks[member] for member in members], stack.like
         # One block: its own matrix, without a copy.
         if len(blocks) == 1:
-            found[stack] = stack.join([blocks[0].gradient()])
+            matrices[stack] = stack.join([blocks[0].gradient()])
             continue
         present = like.home.of(stack.parameters)
         complete = len(present) == len(stack.parameters) and len(blocks) == len(stack.blocks)
         if complete and (flat := stack.flattened(present)) is not None:
-            found[stack] = flat
+            matrices[stack] = flat
             continue
-        whole = torch.empty(stack.shape_of(members), dtype=like.dtype, device=like.device)
-        found[stack] = whole
-        parts = stack.parts(whole) if complete else None
-        targets += stack.split(whole, members) if parts is None else parts
-        # Matrices of single blocks have zeros for missing gradients.
-        values += present if parts is not None else [block.gradient() for block in blocks]
+        matrix = torch.empty(stack.shape_of(members), dtype=like.dtype, device=like.device)
+        matrices[stack] = matrix
+        parts = stack.parts(matrix) if complete else None
+        if parts is not None:
+            targets += parts
+            values += present
+        else:
+            # Matrices of single blocks have zeros for missing gradients.
+            targets += stack.split(matrix, members)
+            values += [block.gradient() for block in blocks]
     if targets:
         torch._foreach_copy_(targets, values)
-    return found
+    return matrices
 
 
 class LocalGradients(AveragedGradients):
@@ -238,80 +251,100 @@ class LocalGradients(AveragedGradients):
 
         Gradients of other parameters and of blocks that are not solved yet are averaged in place.
         """
+        known = self._known()
+        everywhere = [p for p in self._rest if p in known]
+        used: dict[Stack, tuple[int, ...]] = {}
+        apart: dict[Stack, tuple[int, ...]] = {}
+        for stack in self._stacks:
+            members: list[int] = []
+            parameters: list[nn.Parameter] = []
+            for block in stack.blocks:
+                of_block = [p for p in self._of_block[block] if p in known]
+                if of_block:
+                    members.append(block.member)
+                    parameters += of_block
+            if not members:
+                continue
+            used[stack] = tuple(members)
+            if all(stack.blocks[member].active for member in members):
+                apart[stack] = used[stack]
+            else:
+                # Without an update to receive, every rank needs the averaged gradient itself.
+                everywhere += parameters
+        averaged = _gathered(apart)
+        addends: list[_Addend] = []
+        for stack, matrix in averaged.items():
+            workers = stack.place.gradient_workers
+            addends.append(_Addend(workers[0] if len(workers) == 1 else None, matrix))
+        addends += [_Addend(None, gradient) for gradient in self._home.of(everywhere)]
+        _average(self._backend, addends)
+        in_place = _gathered({s: members for s, members in used.items() if s not in apart})
+        gradients: dict[Stack, Gradient] = {}
+        for stack, chosen in used.items():
+            matrix_here: Tensor | None = None
+            if stack not in apart:
+                matrix_here = in_place[stack]
+            elif self._backend.rank in stack.place.gradient_workers:
+                matrix_here = averaged[stack]
+            gradients[stack] = Gradient(chosen, matrix_here)
+        return gradients
+
+    def _known(self) -> set[nn.Parameter]:
+        """Return the parameters of which any rank has a gradient; the others get zeros."""
         known = set()
         for parameter, ranks in zip(self._parameters, self._present, strict=True):
             if ranks > 0:
                 known.add(parameter)
                 # Zeros, if this rank has none: every rank must take part in the reduction.
                 self._home.fill(parameter)
-        everywhere = [p for p in self._rest if p in known]
-        used: dict[Stack, tuple[int, ...]] = {}
-        apart: dict[Stack, tuple[int, ...]] = {}
-        for stack in self._stacks:
-            own = [[p for p in self._of_block[b] if p in known] for b in stack.blocks]
-            members = tuple(i for i, parameters in enumerate(own) if parameters)
-            if not members:
-                continue
-            used[stack] = members
-            if all(stack.blocks[i].active for i in members):
-                apart[stack] = members
-            else:
-                # Without an update to receive, every rank needs the averaged gradient itself.
-                everywhere += [p for i in members for p in own[i]]
-        matrices: dict[Stack, Tensor | None] = {**_gathered(apart)}
-        sums: list[tuple[int | None, Tensor]] = []
-        for stack, matrix in matrices.items():
-            workers = stack.place.gradient_workers
-            assert matrix is not None
-            sums.append((workers[0] if len(workers) == 1 else None, matrix))
-        sums += [(None, gradient) for gradient in self._home.of(everywhere)]
-        _average(self._backend, sums)
-        for stack in apart:
-            if self._backend.rank not in stack.place.gradient_workers:
-                matrices[stack] = None
-        matrices |= _gathered({s: members for s, members in used.items() if s not in apart})
-        return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
+        return known
 
 
-def _average(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
-    """Average tensors over ranks in place, each on the given rank or, for None, on all."""
+def _average(backend: Backend, addends: Sequence[_Addend]) -> None:
+    """Average tensors over ranks in place."""
     if backend.world_size == 1:
         return
     with backend.phases("average"):
-        _mean(backend, sums)
+        _mean(backend, addends)
 
 
-def _mean(backend: Backend, sums: Sequence[tuple[int | None, Tensor]]) -> None:
-    everyone = tuple(range(backend.world_size))
+def _mean(backend: Backend, addends: Sequence[_Addend]) -> None:
     routes = []
-    for to, tensor in sums:
+    for addend in addends:
         # Fused: one reduce-scatter for all owners, instead of one reduce for each.
-        where = "owners" if backend.fused and to is not None else to
-        size = tensor.numel() * tensor.element_size()
-        routes.append(((where, tensor.dtype, tensor.device), size))
-    under_way: list[tuple[Handle, Tensor, list[tuple[int | None, Tensor]]]] = []
+        is_fused = backend.fused and addend.rank is not None
+        where = "owners" if is_fused else addend.rank
+        tensor = addend.tensor
+        routes.append(((where, tensor.dtype, tensor.device), tensor.nbytes))
+    under_way: list[tuple[Handle, Tensor, list[_Addend]]] = []
     for bucket in fill(routes):
-        parts = [sums[index] for index in bucket]
-        destination = parts[0][0]
         # A reduce-scatter sends contiguous shares, in the order of ranks.
-        parts.sort(key=lambda part: part[0] or 0)
+        parts = sorted((addends[index] for index in bucket), key=lambda part: part.rank or 0)
         # One buffer per destination, dtype and device: few large messages.
-        flat = torch.cat([tensor.flatten() for _, tensor in parts])
+        flat = torch.cat([part.tensor.flatten() for part in parts])
         flat = flat.to(backend.wire_device(flat.device))
-        if destination is None:
-            handle = backend.all_reduce(flat, "gradients")
-        elif all(to == destination for to, _ in parts):
-            handle = backend.reduce(flat, destination, everyone, "gradients")
-        else:
-            shares = [sum(t.numel() for to, t in parts if to == rank) for rank in everyone]
-            handle = backend.reduce_scatter(flat, shares, "gradients")
-        under_way.append((handle, flat, parts))
+        under_way.append((_started(backend, flat, parts), flat, parts))
     for handle, flat, parts in under_way:
         handle.wait()
-        means = flat.split([tensor.numel() for _, tensor in parts])
-        for (to, tensor), mean in zip(parts, means, strict=True):
-            if to in (None, backend.rank):
-                tensor.copy_(mean.view_as(tensor)).div_(backend.world_size)
+        means = flat.split([part.tensor.numel() for part in parts])
+        for part, mean in zip(parts, means, strict=True):
+            if part.rank in (None, backend.rank):
+                part.tensor.copy_(mean.view_as(part.tensor)).div_(backend.world_size)
+
+
+def _started(backend: Backend, flat: Tensor, parts: Sequence[_Addend]) -> Handle:
+    """Start the sum over ranks of one buffer, whose parts are sorted by rank."""
+    ranks = tuple(range(backend.world_size))
+    first = parts[0].rank
+    if first is None:
+        return backend.all_reduce(flat, "gradients")
+    if all(part.rank == first for part in parts):
+        return backend.reduce(flat, first, ranks, "gradients")
+    shares = [0] * backend.world_size
+    for part in parts:
+        assert part.rank is not None  # of one route
+        shares[part.rank] += part.tensor.numel()
+    return backend.reduce_scatter(flat, shares, "gradients")
 
 
 class ShardedGradients(AveragedGradients):
@@ -328,58 +361,69 @@ class ShardedGradients(AveragedGradients):
 
     def alike(self) -> tuple[str, ...]:
         """Return all blocks with gradients, since ranks exchange the parts of each."""
-        partial, names = self._home.is_partial, []
-        for block, own in self._of_block.items():
-            if block.has_gradient:
-                names.append(block.name)
-                # A partial gradient starts a reduction of its own, which all ranks must enter.
-                names += [f"{block.name}, a sum over ranks" for p in own if partial(p)]
+        names: list[str] = []
+        for block, parameters in self._of_block.items():
+            if not block.has_gradient:
+                continue
+            names.append(block.name)
+            # A partial gradient starts a reduction of its own, which all ranks must enter.
+            partial = filter(self._home.is_partial, parameters)
+            names += [f"{block.name}, a sum over ranks" for _ in partial]
         return tuple(names)
 
     def raw(self) -> dict[Stack, Gradient]:
         """Gather the parts of every gradient on its gradient workers."""
         splits: dict[Block, dict[str, Split]] = {}
-        used = {}
+        every: list[Split] = []
+        used: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
-            used[stack] = tuple(i for i, b in enumerate(stack.blocks) if b.has_gradient)
-            for block in (stack.blocks[i] for i in used[stack]):
-                for parameter in self._of_block[block]:
-                    if self._home.is_partial(parameter):
-                        self._home.settle(parameter)
-                parts = block.parts() if block.shards else {}
-                splits[block] = {
-                    name: Split(
-                        shards=shards,
-                        dtype=getattr(torch, shards.dtype),
-                        device=block.device,
-                        workers=stack.place.gradient_workers,
-                        part=parts[name],
-                    )
-                    for name, shards in block.shards.items()
-                }
-        every = [split for by_name in splits.values() for split in by_name.values()]
+            members = tuple(i for i, block in enumerate(stack.blocks) if block.has_gradient)
+            if members:
+                used[stack] = members
+            for member in members:
+                block = stack.blocks[member]
+                splits[block] = self._splits(block, stack.place.gradient_workers)
+                every += splits[block].values()
         gather(self._backend, every, "gradients")
-        whole = _gathered({s: m for s, m in used.items() if m and not s.like.shards})
-        found = {}
+        unsharded = _gathered({s: m for s, m in used.items() if not s.like.shards})
+        gradients: dict[Stack, Gradient] = {}
         for stack, members in used.items():
-            if not members:
-                continue
-            if stack in whole:
-                found[stack] = Gradient(members, whole[stack])
-                continue
-            matrix = None
-            if self._backend.rank in stack.place.gradient_workers:
-                wholes = []
-                for block in (stack.blocks[i] for i in members):
-                    named = {n: split.whole for n, split in splits[block].items()}
-                    wholes.append(block.assemble({n: w for n, w in named.items() if w is not None}))
-                matrix = stack.join(wholes)
-            found[stack] = Gradient(members, matrix)
-        return found
+            matrix = unsharded.get(stack)
+            if stack.like.shards and self._backend.rank in stack.place.gradient_workers:
+                blocks = [stack.blocks[member] for member in members]
+                matrix = stack.join([_assembled(block, splits[block]) for block in blocks])
+            gradients[stack] = Gradient(members, matrix)
+        return gradients
+
+    def _splits(self, block: Block, workers: tuple[int, ...]) -> dict[str, Split]:
+        """Return this rank's parts of the gradients of a block, by name, if it is sharded."""
+        for parameter in self._of_block[block]:
+            if self._home.is_partial(parameter):
+                self._home.settle(parameter)
+        parts = block.parts() if block.shards else {}
+        splits: dict[str, Split] = {}
+        for name, shards in block.shards.items():
+            splits[name] = Split(
+                shards=shards,
+                dtype=getattr(torch, shards.dtype),
+                device=block.device,
+                workers=workers,
+                part=parts[name],
+            )
+        return splits
 
     def now(self) -> dict[Stack, Gradient]:
         """Gather the present gradients, as `raw` does; every rank must call."""
         return self.raw()
+
+
+def _assembled(block: Block, splits: Mapping[str, Split]) -> Tensor:
+    """Return the gradient of a block from its gathered parameters, ``[groups, out, in]``."""
+    gradients: dict[str, Tensor] = {}
+    for name, split in splits.items():
+        if split.whole is not None:
+            gradients[name] = split.whole
+    return block.assemble(gradients)
 
 
 def source_of(

@@ -14,9 +14,10 @@ Every rank lands the same solves at the same steps, so that collectives keep the
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 
@@ -77,7 +78,7 @@ class Run:
         damping: Their damping.
         jobs: Their factors.
         rank: This rank.
-        mine: The factors that this rank owns.
+        owned: The factors that this rank owns.
         traces: The mean trace of each factor, ``[groups]``, on owners.
         error: The error that a solver raised, other than a failed factorisation.
     """
@@ -93,7 +94,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.blocks = [self.stack.blocks[member] for member in self.members]
-        self.mine = [job for job in self.jobs if job.parcel.source == self.rank]
+        self.owned = [job for job in self.jobs if job.parcel.source == self.rank]
         for job in self.jobs:
             job.failed, job.retried = [0] * len(self.blocks), [0] * len(self.blocks)
 
@@ -101,23 +102,25 @@ class Run:
         """Solve in the background, from copies: running factors change in place."""
         # These tensors must outlive the solve on its stream.
         uses = list(self.traces)
-        for job in self.mine:
+        for job in self.owned:
             stored = self.stack.take(self.stack.factor(job.factor.name), self.members)
             job.copy = stored.clone()
             uses += [job.copy, *job.last.values()]
-        if self.mine:
+        if self.owned:
             self.work = worker.submit(self.solve, uses)
 
-    def place(self, made: list[Tensor]) -> None:
-        """Put the second-order data that this rank has made into the parcels."""
-        for job in self.mine:
-            count = len(job.parcel.specs)
-            job.parcel.tensors, made = made[:count], made[count:]
+    def place(self, tensors: list[Tensor]) -> None:
+        """Put the second-order data that this rank has computed into the parcels."""
+        remaining = iter(tensors)
+        for job in self.owned:
+            job.parcel.tensors = list(itertools.islice(remaining, len(job.parcel.specs)))
 
     @property
     def finished(self) -> bool:
         """Whether this rank has nothing left to solve."""
-        return not self.mine or self.mine[0].parcel.tensors is not None or self.error is not None
+        if not self.owned or self.error is not None:
+            return True
+        return self.owned[0].parcel.tensors is not None
 
     def solve(self) -> list[Tensor] | None:
         """Solve the factors that this rank owns; None if a solver raises."""
@@ -136,46 +139,35 @@ class Run:
             problems.append(Problem(job.solver, matrix, share, job.last))
         return problems
 
-    def results(
-        self,
-        problems: Sequence[Problem],
-        solved: Sequence[dict[str, Tensor]],
-        failed: Sequence[Sequence[int]],
-    ) -> list[Tensor]:
+    def results(self, attempts: Sequence[Attempt]) -> list[Tensor]:
         """Return the second-order data as a list, after another attempt for failed groups."""
         tensors: list[Tensor] = []
-        for job, problem, data, groups in zip(self.mine, problems, solved, failed, strict=True):
-            made = {name: tuple(tensor.shape) for name, tensor in data.items()}
-            said = {n: spec.shape for n, spec in zip(job.names, job.parcel.specs, strict=True)}
-            if any(made.get(name) != shape for name, shape in said.items()):
+        for job, attempt in zip(self.owned, attempts, strict=True):
+            returned = {name: tuple(tensor.shape) for name, tensor in attempt.data.items()}
+            declared = {n: spec.shape for n, spec in zip(job.names, job.parcel.specs, strict=True)}
+            if any(returned.get(name) != shape for name, shape in declared.items()):
                 raise ValueError(
-                    f"{job.solver!r}: solve() returned {made} of the factor {job.factor.name!r}, "
-                    f"and tensors() says {said}"
+                    f"{job.solver!r}: solve() returned {returned} of the factor "
+                    f"{job.factor.name!r}, and tensors() says {declared}"
                 )
-            new = data
-            if groups:
-                new = self._again(job, problem.matrices, problem.damping, data, groups)
-            tensors += [new[name] for name in job.names]
+            data = self._again(job, attempt) if attempt.failed else attempt.data
+            tensors += [data[name] for name in job.names]
         return tensors
 
     def fail(self, error: Exception) -> None:
         """Store an error of a solver: all ranks raise together, in `conclude`."""
         self.error = error
-        for job in self.mine:
-            job.failed = [RAISED] * len(self.members)
+        for job in self.owned:
+            job.failed = list(itertools.repeat(RAISED, len(self.members)))
 
-    def _again(
-        self,
-        job: Job,
-        matrix: Tensor,
-        share: Tensor,
-        data: Mapping[str, Tensor],
-        failed: Sequence[int],
-    ) -> dict[str, Tensor]:
+    def _again(self, job: Job, attempt: Attempt) -> dict[str, Tensor]:
         """Solve groups once more in float64, and mark the blocks for which that fails."""
-        data, reasons = retry(job.solver, matrix, share, data, failed)
-        groups = len(matrix) // len(self.members)
-        for group in failed:
+        problem = attempt.problem
+        data, reasons = retry(
+            job.solver, problem.matrices, problem.damping, attempt.data, attempt.failed
+        )
+        groups = len(problem.matrices) // len(self.members)
+        for group in attempt.failed:
             job.retried[group // groups] = 1
         for group, reason in reasons.items():
             number = group // groups
@@ -194,74 +186,119 @@ class Run:
                 )
         return data
 
+    def solved(self) -> Solved:
+        """Return the blocks whose factors were all solved, and record the failures of others."""
+        numbers = []
+        for number, block in enumerate(self.blocks):
+            failed = [job.factor.name for job in self.jobs if job.failed[number]]
+            if failed:
+                block.record.failed = True
+                block.record.failures.update(failed)
+            else:
+                numbers.append(number)
+        return Solved(self, tuple(numbers))
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """A factor that was solved once: its second-order data, and the groups that failed."""
+
+    problem: Problem
+    data: dict[str, Tensor]
+    failed: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """The blocks of a run whose factors were all solved, by their numbers in the run."""
+
+    run: Run
+    numbers: tuple[int, ...]
+
+    @property
+    def members(self) -> list[int]:
+        """The indices of the blocks in their stack."""
+        return [self.run.members[number] for number in self.numbers]
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Return the groups of each block, of a tensor of the whole run."""
+        groups = len(tensor) // len(self.run.members)
+        return [tensor[number * groups : (number + 1) * groups] for number in self.numbers]
+
 
 def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
-    """Solve this rank's factors of some runs, with one wait for the device."""
-    made: list[list[Tensor] | None]
+    """Solve this rank's factors of some runs; None for each with a solver that raises."""
     try:
-        shares = _shares(runs)
-        problems = [run.problems(share) for run, share in zip(runs, shares, strict=True)]
-        solved = iter(solve_stacks([one for of_run in problems for one in of_run]))
-        results = [[next(solved) for _ in of_run] for of_run in problems]
-        # The flags of all solves in one tensor, of all devices: the host waits once.
-        flags = [good for of_run in results for _, good in of_run]
-        usable = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
+        attempts = _attempts(runs)
     except Exception as error:  # of any kind: all ranks raise together
-        # One by one, to find the run whose solver raises.
-        made = [_solve([run])[0] for run in runs] if len(runs) > 1 else [None]
-        if len(runs) == 1 or None not in made:  # by this run, or only by all together
-            for run in runs:
-                run.fail(error)
-            made = [None] * len(runs)
-        return made
+        return _solve_apart(runs, error)
     finally:
         # Copies are as large as the factors: free them now.
-        for job in (job for run in runs for job in run.mine):
-            job.copy = None
-    good_of = iter(usable)
-    made = []
-    for run, of_run, outcome in zip(runs, problems, results, strict=True):
-        failed = [
-            [group for group in range(len(problem.matrices)) if not next(good_of)]
-            for problem in of_run
-        ]
+        for run in runs:
+            for job in run.owned:
+                job.copy = None
+    results: list[list[Tensor] | None] = []
+    for run, attempts_of_run in zip(runs, attempts, strict=True):
         try:
-            made.append(run.results(of_run, [data for data, _ in outcome], failed))
+            results.append(run.results(attempts_of_run))
         except Exception as error:
             run.fail(error)
-            made.append(None)
-    return made
+            results.append(None)
+    return results
+
+
+def _solve_apart(runs: Sequence[Run], error: Exception) -> list[list[Tensor] | None]:
+    """Solve runs one by one, to find those whose solvers raise."""
+    if len(runs) > 1:
+        results = [_solve([run])[0] for run in runs]
+        if None in results:
+            return results
+    # It was raised by this run, or only by all together.
+    for run in runs:
+        run.fail(error)
+    return [None] * len(runs)
+
+
+def _attempts(runs: Sequence[Run]) -> list[list[Attempt]]:
+    """Solve this rank's factors of some runs once, with one wait for the device."""
+    problems = [run.problems(share) for run, share in zip(runs, _shares(runs), strict=True)]
+    every = list(itertools.chain.from_iterable(problems))
+    solved = solve_stacks(every)
+    # The flags of all solves in one tensor, of all devices: the host waits once.
+    flags = [good for _, good in solved]
+    usable = iter(torch.cat([flag.to(flags[0].device) for flag in flags]).tolist())
+    attempts = []
+    for problem, (data, _) in zip(every, solved, strict=True):
+        failed = [group for group in range(len(problem.matrices)) if not next(usable)]
+        attempts.append(Attempt(problem, data, failed))
+    remaining = iter(attempts)
+    return [list(itertools.islice(remaining, len(of_run))) for of_run in problems]
 
 
 def _shares(runs: Sequence[Run]) -> list[list[Tensor]]:
     """Return the damping of each run's factors; equal runs share the computation."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, run in enumerate(runs):
-        even = len({len(trace) for trace in run.traces}) == 1
-        solvers = tuple((repr(solver), *numbers) for solver, numbers in run.stack.like.solvers)
         first = run.traces[0]
-        key = (solvers, run.damping, first.dtype, first.device) if even else (number,)
+        key: tuple[object, ...] = (number,)
+        if len({len(trace) for trace in run.traces}) == 1:
+            solvers = tuple((repr(solver), *numbers) for solver, numbers in run.stack.like.solvers)
+            key = (solvers, run.damping, first.dtype, first.device)
         alike.setdefault(key, []).append(number)
     shares: dict[int, list[Tensor]] = {}
     for numbers in alike.values():
-        some = [runs[number] for number in numbers]
-        like, sizes = some[0].stack.like, [len(run.traces[0]) for run in some]
-        if len(some) == 1:
-            shares[numbers[0]] = like.shares(some[0].traces, some[0].damping)
+        same = [runs[number] for number in numbers]
+        like, damping = same[0].stack.like, same[0].damping
+        if len(same) == 1:
+            shares[numbers[0]] = like.shares(same[0].traces, damping)
             continue
-        traces = [torch.cat(parts) for parts in zip(*(run.traces for run in some), strict=True)]
-        each = [share.split(sizes) for share in like.shares(traces, some[0].damping)]
-        for index, number in enumerate(numbers):
-            shares[number] = [share[index] for share in each]
+        # For each factor the traces, and then the shares, of all runs: [groups of all].
+        traces = [torch.cat(parts) for parts in zip(*(run.traces for run in same), strict=True)]
+        sizes = [len(run.traces[0]) for run in same]
+        parts_of_factors = [share.split(sizes) for share in like.shares(traces, damping)]
+        for number, parts in zip(numbers, zip(*parts_of_factors, strict=True), strict=True):
+            shares[number] = list(parts)
     return [shares[number] for number in range(len(runs))]
-
-
-def _part(tensor: Tensor, number: int, blocks: int) -> Tensor:
-    """Return the groups of one block of a run."""
-    if blocks == 1:
-        return tensor
-    size = len(tensor) // blocks
-    return tensor[number * size : (number + 1) * size]
 
 
 class Solution:
@@ -292,8 +329,10 @@ class Solution:
         self._placed, self._backend = placed, placed.backend
         members = placed.members(due)
         settle(placed, members)
-        self._runs = [run for s, m in members.items() for run in _runs(s, m, damping, placed.rank)]
-        self._jobs = [job for run in self._runs for job in run.jobs]
+        self._runs: list[Run] = []
+        for stack, chosen in members.items():
+            self._runs += _runs(stack, chosen, damping, placed.rank)
+        self._jobs = list(_jobs(self._runs))
         _take_traces(placed.backend, self._runs)
         for run in self._runs:
             if worker is not None:
@@ -308,11 +347,14 @@ class Solution:
     def held(self) -> Iterator[Tensor]:
         """Yield this rank's tensors of background solves: copies and results."""
         for run in self._runs:
-            kept = {t.data_ptr() for job in run.mine for t in job.last.values()}
-            yield from (job.copy for job in run.mine if job.copy is not None)
+            counted: set[int] = set()
+            for job in run.owned:
+                counted.update(tensor.data_ptr() for tensor in job.last.values())
+                if job.copy is not None:
+                    yield job.copy
             # A solver may return its inputs, which are counted already.
-            made = [] if run.work is None else run.work.made
-            yield from (tensor for tensor in made if tensor.data_ptr() not in kept)
+            results = [] if run.work is None else run.work.made
+            yield from (tensor for tensor in results if tensor.data_ptr() not in counted)
 
     def drop(self) -> None:
         """Cancel the solves under way, on every rank; errors of solvers are logged."""
@@ -324,26 +366,25 @@ class Solution:
                 log.warning("%s", run.blocks[0].name, exc_info=run.error)
 
     def share(self) -> None:
-        """Make and send the results, and start to sum the outcomes; every rank must call."""
-        run_of = {id(job.parcel): run for run in self._runs for job in run.jobs}
-        moving = buckets(self._backend, [job.parcel for job in self._jobs])
+        """Compute and send the results, and start to sum the outcomes; every rank must call."""
+        run_of = {}
+        for run in self._runs:
+            for job in run.jobs:
+                run_of[id(job.parcel)] = run
         # Solves whose results travel are sent bucket by bucket, so that sending overlaps with the
-        # next solve. All others are batched, as if in an empty bucket at the end.
-        for bucket in [*moving, []]:
-            runs = dict.fromkeys(run_of[id(parcel)] for parcel in bucket) if bucket else self._runs
+        # next solve. All others are batched.
+        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
+            runs = dict.fromkeys(run_of[id(parcel)] for parcel in bucket)
             with self._backend.phases("solve"):
-                left = [run for run in runs if not run.finished]
-                now = [run for run in left if run.work is None]
-                results = dict(zip(now, _solve(now) if now else (), strict=True))
-                for run in left:
-                    made = results[run] if run.work is None else run.work.result()
-                    if made is not None:
-                        run.place(made)
-            if bucket:
-                with self._backend.phases("share"):
-                    self._pending.append(send(self._backend, bucket, "share"))
-        failed = [each for job in self._jobs for each in job.failed]
-        retried = [each for job in self._jobs for each in job.retried]
+                _complete(runs)
+            with self._backend.phases("share"):
+                self._pending.append(send(self._backend, bucket, "share"))
+        with self._backend.phases("solve"):
+            _complete(self._runs)
+        failed, retried = list[int](), list[int]()
+        for job in self._jobs:
+            failed += job.failed
+            retried += job.retried
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
         vector = torch.tensor(failed + retried, dtype=torch.float32, device="cpu")
         self._outcome = vector.to(self._backend.wire_device(vector.device))
@@ -365,22 +406,27 @@ class Solution:
         _raise_errors(self._runs)
         counters["failed_solves"] += sum(sum(job.failed) for job in self._jobs)
         counters["retried_solves"] += sum(numbers)
-        good: dict[Stack, list[tuple[Run, tuple[int, ...]]]] = {}
+        solved_of: dict[Stack, list[Solved]] = {}
         for run in self._runs:
-            for job in run.jobs:
-                for block, bad in zip(run.blocks, job.failed, strict=True):
-                    if bad:
-                        block.record.failed = True
-                        block.record.failures[job.factor.name] += 1
-            each = zip(*(job.failed for job in run.jobs), strict=True)
-            solved = [number for number, failed in enumerate(each) if not any(failed)]
-            if solved:
-                good.setdefault(run.stack, []).append((run, tuple(solved)))
-        for stack, runs in good.items():
+            solved = run.solved()
+            if solved.numbers:
+                solved_of.setdefault(run.stack, []).append(solved)
+        for stack, parts in solved_of.items():
             try:
-                _install(stack, runs, self._step)
+                _install(stack, parts, self._step)
             except Exception as error:  # of any kind: all ranks raise together
                 self._placed.keep(error, stack)
+
+
+def _complete(runs: Iterable[Run]) -> None:
+    """Put this rank's results of some runs into the parcels: from the background, or solved now."""
+    unfinished = [run for run in runs if not run.finished]
+    now = [run for run in unfinished if run.work is None]
+    results = dict(zip(now, _solve(now), strict=True)) if now else {}
+    for run in unfinished:
+        tensors = results[run] if run.work is None else run.work.result()
+        if tensors is not None:
+            run.place(tensors)
 
 
 def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> list[Run]:
@@ -392,15 +438,15 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
         key = (stack.places[member].owners, block.damped_with(damping), block.solved)
         alike.setdefault(key, []).append(member)
     runs, like = [], stack.like
-    for (_, own, solved), chosen in alike.items():
+    for (_, block_damping, solved), chosen in alike.items():
         place = stack.places[chosen[0]]
         jobs = []
         for index, factor, solver in like.solved_here:
-            specs, blocks = like.tensors[factor.name], len(chosen)
+            specs = like.tensors[factor.name]
             parcel = Parcel(
                 source=place.owners[index],
                 group=place.sharing(index),
-                specs=tuple(specs.values() if blocks == 1 else _times(specs, blocks)),
+                specs=_times(tuple(specs.values()), len(chosen)),
                 dtype=like.dtype,
                 device=like.device,
                 # If the solve fails, NaN is sent: the other ranks wait for a tensor.
@@ -408,17 +454,21 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
             )
             needed = rank in place.needing(index)
             # An owner that is no gradient worker has no last data, and solves from scratch.
-            last = stack.data.get(factor.name, {}) if solved and solver.continues else {}
-            last = stack.take_each(last, chosen)
+            last: dict[str, Tensor] = {}
+            if solved and solver.continues:
+                last = stack.take_each(stack.data.get(factor.name, {}), chosen)
             jobs.append(Job(tuple(specs), factor, solver, parcel, needed, last=last))
-        runs.append(Run(stack, tuple(chosen), own, jobs, rank))
+        runs.append(Run(stack, tuple(chosen), block_damping, jobs, rank))
     return runs
 
 
-def _times(specs: Mapping[str, TensorSpec], blocks: int) -> Iterator[TensorSpec]:
-    """Yield the specs of tensors with the groups of many blocks."""
-    for spec in specs.values():
-        yield TensorSpec((spec.shape[0] * blocks, *spec.shape[1:]), spec.symmetric)
+def _times(specs: tuple[TensorSpec, ...], blocks: int) -> tuple[TensorSpec, ...]:
+    """Return the specs of tensors with the groups of many blocks."""
+    if blocks == 1:
+        return specs
+    return tuple(
+        TensorSpec((spec.shape[0] * blocks, *spec.shape[1:]), spec.symmetric) for spec in specs
+    )
 
 
 def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
@@ -427,111 +477,120 @@ def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
     The damping of a factor depends on the traces of all factors of its block: if an owner does not
     hold all of these, the traces are summed over ranks.
     """
-    told = [run for run in runs if run.stack.places[run.members[0]].traces_travel]
-    owned = [
-        (run, job)
-        for run in runs
-        for job in (run.mine if run in told or not run.mine else run.jobs)
-    ]
-    means = _mean_traces(owned)
-    sizes = [len(run.members) * job.factor.groups for run in told for job in run.jobs]
-    # Zeros except for own factors: the sum over ranks has all traces.
-    numbers = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
-    for job, part in zip(
-        (job for run in told for job in run.jobs), numbers.split(sizes), strict=True
-    ):
-        if job in means:
-            part.copy_(means[job])
-    if told:
-        numbers = numbers.to(backend.wire_device(numbers.device))
-        backend.all_reduce(numbers, "agree").wait()
-    parts = iter(numbers.split(sizes))
-    together: dict[tuple[torch.device, torch.dtype], list[Run]] = {}
+    travelling: list[Run] = []
+    local: dict[tuple[torch.device, torch.dtype], list[Run]] = {}
+    jobs: dict[Job, Run] = {}  # whose traces this rank computes
     for run in runs:
         like = run.stack.like
-        if run in told:
-            run.traces = [next(parts).to(like.device, like.dtype) for _ in run.jobs]
-        elif run.mine:
-            together.setdefault((like.device, like.dtype), []).append(run)
-    for (_, dtype), some in together.items():
-        each = [means[job] for run in some for job in run.jobs]
-        parts = iter(torch.cat(each).to(dtype).split(list(map(len, each))))
-        for run in some:
+        if run.stack.places[run.members[0]].traces_travel:
+            travelling.append(run)
+            jobs.update(dict.fromkeys(run.owned, run))
+        elif run.owned:
+            local.setdefault((like.device, like.dtype), []).append(run)
+            jobs.update(dict.fromkeys(run.jobs, run))
+    means = _mean_traces(jobs)
+    if travelling:
+        _add_up_traces(backend, travelling, means)
+    for (_, dtype), alike in local.items():
+        traces = [means[job] for job in _jobs(alike)]
+        parts = iter(torch.cat(traces).to(dtype).split(list(map(len, traces))))
+        for run in alike:
             run.traces = [next(parts) for _ in run.jobs]
 
 
-def _mean_traces(owned: Sequence[tuple[Run, Job]]) -> dict[Job, Tensor]:
+def _add_up_traces(backend: Backend, runs: Sequence[Run], means: Mapping[Job, Tensor]) -> None:
+    """Set the traces of factors whose owners differ, summed over ranks."""
+    sizes = [len(run.members) * job.factor.groups for run in runs for job in run.jobs]
+    # Zeros but for the factors of this rank: the sum over ranks has all traces.
+    numbers = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
+    for job, part in zip(_jobs(runs), numbers.split(sizes), strict=True):
+        if job in means:
+            part.copy_(means[job])
+    numbers = numbers.to(backend.wire_device(numbers.device))
+    backend.all_reduce(numbers, "agree").wait()
+    parts = iter(numbers.split(sizes))
+    for run in runs:
+        like = run.stack.like
+        run.traces = [next(parts).to(like.device, like.dtype) for _ in run.jobs]
+
+
+def _jobs(runs: Iterable[Run]) -> Iterator[Job]:
+    """Yield the factors of some runs."""
+    for run in runs:
+        yield from run.jobs
+
+
+def _mean_traces(jobs: Mapping[Job, Run]) -> dict[Job, Tensor]:
     """Return traces of factors over their size, ``[groups]`` in float64, by one mean a size."""
-    alike: dict[tuple[object, ...], list[tuple[Job, Tensor]]] = {}
-    for run, job in owned:
-        one = run.stack.diagonals(job.factor, run.members)
-        alike.setdefault((one.shape[1], one.dtype, one.device), []).append((job, one))
+    alike: dict[tuple[object, ...], dict[Job, Tensor]] = {}
+    for job, run in jobs.items():
+        diagonals = run.stack.diagonals(job.factor, run.members)  # [groups, n]
+        key = (diagonals.shape[1], diagonals.dtype, diagonals.device)
+        alike.setdefault(key, {})[job] = diagonals
     means: dict[Job, Tensor] = {}
-    for same in alike.values():
-        diagonals = [one for _, one in same]
-        whole = diagonals[0] if len(same) == 1 else torch.cat(diagonals)
-        each = whole.mean(-1, dtype=torch.float64)  # in which the sum does not overflow
-        means.update(
-            zip((job for job, _ in same), each.split(list(map(len, diagonals))), strict=True)
-        )
+    for diagonals_of in alike.values():
+        parts = list(diagonals_of.values())
+        diagonals = parts[0] if len(parts) == 1 else torch.cat(parts)
+        traces = diagonals.mean(-1, dtype=torch.float64)  # in which the sum does not overflow
+        means.update(zip(diagonals_of, traces.split(list(map(len, parts))), strict=True))
     return means
 
 
-def _install(stack: Stack, runs: Sequence[tuple[Run, tuple[int, ...]]], step: int | None) -> None:
+def _install(stack: Stack, parts: Sequence[Solved], step: int | None) -> None:
     """Install second-order data of some blocks of a stack, and rebase their states."""
-    members = [run.members[number] for run, numbers in runs for number in numbers]
     # Runs split a stack by owner and damping; its tensors have the order of members.
+    members = list(itertools.chain.from_iterable(part.members for part in parts))
     order = sorted(range(len(members)), key=members.__getitem__)
-    chosen = tuple(members[place] for place in order)
+    chosen = tuple(sorted(members))
     blocks = [stack.blocks[member] for member in chosen]
-    # Only blocks that made updates with earlier data have states to rebase.
-    kept = tuple(m for m, b in zip(chosen, blocks, strict=True) if b.solved and b.record.updates)
-    # States in the old eigenbases are expressed in the new ones.
-    rebased = stack.like.rebases and bool(kept) and bool(stack.state)
-    old = stack.solved_data(kept) if rebased else {}
-    # A single run with all blocks solved has whole tensors, in the order of members.
-    whole = len(runs) == 1 and len(members) == len(runs[0][0].members)
-    for number, job in enumerate(runs[0][0].jobs):
-        if not job.needed:
-            continue
-        new = {}
-        for place, name in enumerate(job.names):
-            tensors = [run.jobs[number].parcel.tensors[place] for run, _ in runs]  # type: ignore[index]
-            if whole:
-                new[name] = tensors[0]
-                continue
-            parts = [
-                _part(tensor, index, len(run.members))
-                for tensor, (run, numbers) in zip(tensors, runs, strict=True)
-                for index in numbers
-            ]
-            new[name] = torch.cat([parts[at] for at in order])
-        stack.set_data(job.factor.name, chosen, new)
-    for job in runs[0][0].jobs:
+    jobs = parts[0].run.jobs
+
+    # States in the old eigenbases are expressed in the new ones. Only blocks that made updates with
+    # earlier data have states to rebase.
+    kept: tuple[int, ...] = ()
+    if stack.like.rebases and stack.state:
+        kept = tuple(b.member for b in blocks if b.solved and b.record.updates)
+    old = stack.solved_data(kept) if kept else {}
+    for number, job in enumerate(jobs):
+        if job.needed:
+            stack.set_data(job.factor.name, chosen, _joined(parts, number, order))
+    for job in jobs:
         # Statistics that were taken with the old data are dropped.
         stack.renew(chosen, job.factor.name)
-        for block in blocks:
-            if step is not None:
-                block.record.solved_at[job.factor.name] = step
     for block in blocks:
         block.record.solved = True
-    if rebased:
+        if step is not None:
+            block.record.solved_at.update((job.factor.name, step) for job in jobs)
+    if kept:
         moved = stack.like.method.rebase(stack.state_of(kept), old, stack.solved_data(kept))
         stack.set_state(kept, moved)
 
 
+def _joined(parts: Sequence[Solved], number: int, order: Sequence[int]) -> dict[str, Tensor]:
+    """Return the second-order data of a factor of all solved blocks, in the order of members."""
+    joined: dict[str, Tensor] = {}
+    for place, name in enumerate(parts[0].run.jobs[number].names):
+        pieces: list[Tensor] = []
+        for part in parts:
+            tensors = part.run.jobs[number].parcel.tensors
+            assert tensors is not None
+            if len(parts) == 1 and len(part.numbers) == len(part.run.members):
+                joined[name] = tensors[place]  # in this order
+            else:
+                pieces += part.split(tensors[place])
+        if pieces:
+            joined[name] = torch.cat([pieces[at] for at in order])
+    return joined
+
+
 def _raise_errors(runs: Sequence[Run]) -> None:
     """Raise on every rank, if a solver raised on any."""
+    names: list[str] = []
     for run in runs:
         if run.error is not None:
             # The rank with the error raises it; the others name it.
             raise run.error
-    names = [
-        f"{run.blocks[0].name}.{job.factor.name}"
-        for run in runs
-        for job in run.jobs
-        if RAISED in job.failed
-    ]
+        names += [f"{run.blocks[0].name}.{j.factor.name}" for j in run.jobs if RAISED in j.failed]
     if names:
         listed = ", ".join(names)
         raise RuntimeError(f"the solver raised for {listed} on another rank; see its own error")
@@ -565,7 +624,7 @@ class Solves:
         if self._steps < 0 or (isinstance(when, str) and not self._ready):
             raise ValueError(remedy)
         self.on = self._ready or self._steps > 0
-        self._worker = Worker(beside=overlap)
+        self._worker = Worker(threaded=overlap)
         self._under_way: list[Solution] = []  # in the background, the oldest first
 
     def __repr__(self) -> str:
@@ -607,10 +666,11 @@ class Solves:
         landed: list[Block] = []
         if self._under_way:
             landed = self._land(-1 if step is None else step, placed, counters, due)
-        beside = self.on and step is not None
-        # The first solve of a block is never in the background: it has no data yet.
-        now = [block for block in due if not (beside and block.solved)]
-        later = [block for block in due if beside and block.solved]
+        now, later = list(due), list[Block]()
+        if self.on and step is not None:
+            # The first solve of a block is never in the background: it has no data yet.
+            now = [block for block in due if not block.solved]
+            later = [block for block in due if block.solved]
         if following := {*landed, *changed}.difference(now):
             _follow(placed, following)
         if later and step is not None:
@@ -629,18 +689,20 @@ class Solves:
         due: Collection[Block] = (),
     ) -> list[Block]:
         """Install the solves that land at a step, and the ones with a block that is due again."""
-        landing = [
-            solution
-            for solution in self._under_way
-            if solution.lands <= step or any(block in due for block in solution.blocks)
-        ]
-        self._under_way = [one for one in self._under_way if one not in landing]
+        landing: list[Solution] = []
+        under_way: list[Solution] = []
+        for solution in self._under_way:
+            is_due = any(block in due for block in solution.blocks)
+            (landing if is_due or solution.lands <= step else under_way).append(solution)
+        self._under_way = under_way
         # All results are on their way before the first is waited for.
+        blocks: list[Block] = []
         for solution in landing:
             solution.share()
+            blocks += solution.blocks
         for solution in landing:
             solution.conclude(counters)
-        return [block for solution in landing for block in solution.blocks]
+        return blocks
 
     # -- between steps ----------------------------------------------------------------------------
 
@@ -665,7 +727,7 @@ class Solves:
         """Return this rank's tensors of solves under way; None if none run in the background."""
         if not self.on:
             return None
-        return [tensor for solution in self._under_way for tensor in solution.held()]
+        return list(itertools.chain.from_iterable(s.held() for s in self._under_way))
 
 
 def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
@@ -681,9 +743,10 @@ def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
             continue
         data = stack.solved_data(members)
         for _, factor, solver in stack.like.solved_here:
-            if solver.follows:
-                try:
-                    new = solver.follow(stack.matrices(factor, members), data[factor.name])
-                    stack.set_data(factor.name, members, new or {})
-                except Exception as error:  # of any kind: all ranks raise together
-                    placed.keep(error, stack)
+            if not solver.follows:
+                continue
+            try:
+                new = solver.follow(stack.matrices(factor, members), data[factor.name])
+                stack.set_data(factor.name, members, new or {})
+            except Exception as error:  # of any kind: all ranks raise together
+                placed.keep(error, stack)

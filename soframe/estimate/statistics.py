@@ -17,6 +17,7 @@ that do.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,16 +30,14 @@ from soframe.blocks.block import Block
 from soframe.blocks.home import any_nonzero
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import Stack
-from soframe.capture.counting import Batch, Pass, Passes, Samples
+from soframe.capture.counting import Batch, DataRows, Pass, Passes, Samples
 from soframe.capture.hooks import Capture, LayerCall
 from soframe.capture.sampling import Sampler
-from soframe.estimate.averages import Contribution as Entry
-from soframe.estimate.averages import enter
-from soframe.kernels.devices import sent
+from soframe.estimate.averages import Term, by_group, enter
 from soframe.kernels.halves import widens
-from soframe.layers.base import LayerHelper, Unit
+from soframe.layers.base import LayerHelper
 from soframe.layers.sharing import SharedInputs
-from soframe.methods.base import Call
+from soframe.methods.base import Addend, Call
 from soframe.methods.returned import require_statistics
 from soframe.methods.scaling import CallScale, Contribution, Counts, Scale
 from soframe.specs import FactorSpec
@@ -112,29 +111,24 @@ class Accumulator:
         blocks, backend = placed.blocks, placed.backend
         self._placed = placed
         self._backend = backend
-        self._mine = {
-            block: [
-                factor
-                for index, factor in enumerate(block.factors)
-                if factor.captured and place.contributes(backend.rank, index)
-            ]
-            for block, place in self._placed
-        }
-        self._readers = {
-            block: frozenset(
-                factor.name
-                for factor in mine
-                if factor.reads_inputs or factor.mean_over == "group rows"
-            )
-            for block, mine in self._mine.items()
-        }
+        # By block: the factors to which this rank contributes, and those that read inputs.
+        self._contributed: dict[Block, list[FactorSpec]] = {}
+        self._readers: dict[Block, set[str]] = {}
+        for block, place in placed:
+            factors = self._contributed[block] = []
+            readers = self._readers[block] = set()
+            for index, factor in enumerate(block.factors):
+                if not factor.captured or not place.contributes(backend.rank, index):
+                    continue
+                factors.append(factor)
+                if factor.reads_inputs or factor.mean_over == "group rows":
+                    readers.add(factor.name)
         # Layers whose inputs are needed along with every probe's rows.
-        self._both = frozenset(
-            helper
-            for block in blocks
-            if block.unequal or any(factor.reads == "both" for factor in block.factors)
-            for helper in block.helpers
-        )
+        both: list[LayerHelper] = []
+        for block in blocks:
+            if block.unequal or any(factor.reads == "both" for factor in block.factors):
+                both += block.helpers
+        self._both = frozenset(both)
         self._blocks = blocks
         self.due: frozenset[Block] = frozenset()
         self._capture, self._sampler = capture, sampler
@@ -143,7 +137,7 @@ class Accumulator:
         self._samples = samples
         self._grad_scale, self._voided = grad_scale, voided
         self._passes = Passes(samples)
-        self._told = False  # how samples are counted that are in doubt
+        self._warned = False  # of samples whose number is in doubt
         self._part_of = {block: part_of(block) for block in blocks}
         self._everybodys = (0, 0)
         self._share = 1.0
@@ -165,13 +159,7 @@ class Accumulator:
     def listen(self, roots: Sequence[nn.Module]) -> None:
         """Take the calls that the capture records from now on; ``roots`` show their batches."""
         names = {helper: block.name for helper, block in self._block_of.items()}
-        ranks = range(self._backend.world_size)
-        alike = all(
-            place.contributes(rank, index)
-            for block, place in self._placed
-            for index, factor in enumerate(block.factors)
-            for rank in (ranks if factor.captured else ())
-        )
+        alike = _all_contribute(self._placed)
         self._capture.listen(
             self.add, names, self._both, alike=alike, roots=roots, ended=self._on_end
         )
@@ -195,17 +183,9 @@ class Accumulator:
 
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
-        helper, number, probe = call.helper, call.number, call.probe
-        block = self._block_of[helper]
+        helper, probe, block = call.helper, call.probe, self._block_of[call.helper]
         self._pass_once(block, call)
-        if block.takes_samples:
-            call = batch_first(call)
-        if call.is_ragged and (block.takes_samples or helper.unit != "row"):
-            raise ValueError(
-                f"{type(helper).__name__} under {block.method!r} takes whole samples, and a nested "
-                f"tensor of sequences of several lengths reaches it: pad them and call "
-                f"count(rows=...), skip the layer, or choose method='kfac' for a linear one"
-            )
+        call = _by_sample(block, call)
         rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
@@ -213,47 +193,76 @@ class Accumulator:
                 self._enter(block, call, (0, 0))
             return
         data = self._data(block, helper, rows, call.batch)
-        data_left = _left(data, batch, shared)
-        now = self._enter(block, call, data_left)
-        if now.samples == 0:
+        data_sizes = _sizes(data, batch, shared)
+        backward = self._enter(block, call, data_sizes)
+        if backward.samples == 0:
             return  # its loss has no terms
-        size = now.size_of(call.batch)
-        users, lacks = 1, helper.lacks_batch(batch, shared, size)
-        if not lacks and 1 < batch < size:
-            self._routed.add(block)
-        # A single sample of a layer that gets a part of the batch at other times is no table.
-        if lacks and block not in self._routed:
+
+        users, size = 1, backward.size_of(call.batch)
+        if self._lacks_batch(block, helper, batch, shared, size):
             # Shared by all samples, whose gradients are added up: the positions of one.
             users = size
             if batch > 1:
-                rows = rows.flatten(1, 2).unsqueeze(1)
+                rows = rows.flatten(1, 2).unsqueeze(1)  # [groups, 1, batch * shared, features]
                 call = call._replace(inputs=tuple(x.reshape(1, -1) for x in call.inputs))
                 batch, shared = 1, batch * shared
         # Under a method that reduces, all positions of a sample make one row.
         shared = 1 if block.method.reduces else shared
-        each = None
+        reached = None
         if block.unequal and self._wants_inputs(helper):
-            rows, each = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
-        # Several probes go through the same call, whose samples count once.
-        if probe is None or probe.first:
-            # Means over rows weigh each row as the sums do.
-            weight = users * self._share
-            left = _left(data, batch, shared)[1] * weight
-            each = each and [reached * weight for reached in each]
-            block.record.counts.add(number, now.samples, left, each)
-        loss_scale = now.scale(self._grad_scale if probe is None else lambda: 1.0)
-        gathered = block.record.gathered if block in self.due else ()
-        factors = [factor for factor in self._mine[block] if factor.name in gathered]
-        if factors and data_left[1] > 0:
-            scale = self._scale.call(helper.module, now.samples, batch, shared, loss_scale, users)
+            rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
+        self._count(block, call, backward, _sizes(data, batch, shared)[1], users, reached)
+
+        loss_scale = backward.scale(self._grad_scale if probe is None else lambda: 1.0)
+        factors = self._gathered(block)
+        if factors and data_sizes[1] > 0:
+            scale = self._scale.call(
+                helper.module, backward.samples, batch, shared, loss_scale, users
+            )
             with self._backend.phases("accumulate"):
                 self._sum(block, factors, call, rows, data, scale)
+
+    def _gathered(self, block: Block) -> list[FactorSpec]:
+        """Return the factors of a block to which this rank contributes in this window."""
+        if block not in self.due:
+            return []
+        gathered = block.record.gathered
+        return [factor for factor in self._contributed[block] if factor.name in gathered]
+
+    def _lacks_batch(
+        self, block: Block, helper: LayerHelper, batch: int, shared: int, size: int
+    ) -> bool:
+        """Return whether a call's rows are shared by all samples, as those of a table are."""
+        lacks = helper.lacks_batch(batch, shared, size)
+        if not lacks and 1 < batch < size:
+            self._routed.add(block)
+        # A single sample of a layer that gets a part of the batch at other times is no table.
+        return lacks and block not in self._routed
+
+    def _count(
+        self,
+        block: Block,
+        call: LayerCall,
+        backward: Pass,
+        rows: int,
+        users: int,
+        reached: list[float] | None,
+    ) -> None:
+        """Count a call's rows, which so many samples share, and those that reach each group."""
+        # Several probes go through the same call, whose samples count once.
+        if call.probe is not None and not call.probe.first:
+            return
+        # Means over rows weigh each row as the sums do.
+        weight = users * self._share
+        if reached is not None:
+            reached = [number * weight for number in reached]
+        block.record.counts.add(call.number, backward.samples, rows * weight, reached)
 
     def _pass_once(self, block: Block, call: LayerCall) -> None:
         """Refuse a second backward pass through a call, unless gradients of the first are gone."""
         if call.earlier is None or call.earlier < block.record.counts.since:
             return
-        earlier = self._passes.each.get(call.earlier)
+        earlier = self._passes.by_number.get(call.earlier)
         twice = earlier is not None and earlier.loss_scale is not None
         if twice and any(factor.reads != "inputs" for factor in block.captured):
             self._passes.fail(
@@ -268,14 +277,15 @@ class Accumulator:
     def _enter(self, block: Block, call: LayerCall, sizes: tuple[int, int]) -> Pass:
         """Count a call of so many samples and rows; return its backward pass."""
         batches = [call.batch]
-        if call.number not in self._passes.each:
+        if call.number not in self._passes.by_number:
             self._drop_zeroed(call.number)
-            batches = self._capture.together(call.batch) if call.probe is None else batches
+            if call.probe is None:
+                batches = self._capture.together(call.batch)
         if call.probe is None:
             self._versions[block] = next(iter(block.parameters.values())), -1
-        told = call.batch.terms if call.probe is None else call.probe.samples
+        terms = call.batch.terms if call.probe is None else call.probe.samples
         return self._passes.enter(
-            call.number, sizes, told, call.batch, batches, self._part_of[block]
+            call.number, sizes, terms, call.batch, batches, self._part_of[block]
         )
 
     def _on_end(self, reached: frozenset[LayerHelper]) -> None:
@@ -318,8 +328,9 @@ class Accumulator:
         if not used:
             self._passes = Passes(self._samples)
             self._voided()
-        for earlier in [n for n in self._passes.each if n < number and n not in used]:
-            del self._passes.each[earlier]
+        for earlier in list(self._passes.by_number):
+            if earlier < number and earlier not in used:
+                del self._passes.by_number[earlier]
 
     def _sum(
         self,
@@ -327,58 +338,90 @@ class Accumulator:
         factors: Sequence[FactorSpec],
         call: LayerCall,
         rows: Tensor,
-        data: tuple[Tensor, Unit] | None,
+        data: DataRows | None,
         scale: CallScale,
     ) -> None:
         """Add the moments of a call to the block's sums; for ``data`` see `_data`."""
+        if data is not None and data.unit == "row":
+            both = [factor for factor in factors if factor.reads == "both"]
+            if both:
+                # The gradient of a sample is a sum over its positions: padding adds zeros to it.
+                counts = rows.new_zeros(rows[0, :, :, :1].shape)  # [batch, shared, 1]
+                counts.view(-1)[data.index] = 1
+                self._sum_rows(block, both, call, rows * counts, None, scale)
+                factors = [factor for factor in factors if factor.reads != "both"]
+        if factors:
+            self._sum_rows(block, factors, call, rows, data, scale)
+
+    def _sum_rows(
+        self,
+        block: Block,
+        factors: Sequence[FactorSpec],
+        call: LayerCall,
+        rows: Tensor,
+        data: DataRows | None,
+        scale: CallScale,
+    ) -> None:
+        """Add the moments of the rows that are data to the sums of some factors."""
         helper, probe = call.helper, call.probe
-        both = [f for f in factors if f.reads == "both"] if data and data[1] == "row" else []
-        if data and both:
-            # The gradient of a sample is a sum over its positions: padding adds zeros to it.
-            counts = rows.new_zeros(rows[0, :, :, :1].shape)
-            counts.view(-1)[data[0]] = 1
-            self._sum(block, both, call, rows * counts, None, scale)
-            factors = [f for f in factors if f.reads != "both"]
-        if not factors:
-            return
-        again = probe is not None and not probe.first
-        weight = 1.0 if probe is None else probe.weight
         # Moments of inputs alone are added with the first probe only.
-        reads = (not again or helper in self._both) and self._wants_inputs(helper)
-        given = (call.inputs if reads else (), rows)
-        (inputs, rows), part = given, 1.0
+        is_repeated = probe is not None and not probe.first
+        reads = self._wants_inputs(helper) and (not is_repeated or helper in self._both)
+        inputs, part = call.inputs if reads else (), 1.0
         if data is not None or self._sampler.draws:
             inputs, rows, part = self._sampler.take(
-                helper, given, call.number, block.takes_samples, data
+                helper, (inputs, rows), call.number, block.takes_samples, data
             )
-        # Not inherited: a subclass may override the moments, and has to declare this itself.
-        wide = widens(rows, block.dtype) and rows.shape[0] == 1
-        added = block.method.statistics(
-            Call(
-                helper=helper,
-                inputs=inputs if reads else None,
-                rows=rows,
-                dtype=block.dtype,
-                shared=self._shared,
-                data=block.second_order if block.dependent else {},
-                widens=wide and vars(type(helper)).get("widens", False),
-                first=block.record.counts.calls <= 1,
-            )
-        )
+        moments = self._moments(block, helper, inputs if reads else None, rows)
         block.stack.allocate(factors)
         for factor in factors:
-            if (again and factor.reads == "inputs") or (not reads and factor.reads_inputs):
+            if is_repeated and factor.reads == "inputs":
+                continue
+            if factor.reads_inputs and not reads:
                 continue
             multiplier = scale.of(factor) * part * self._share
-            if factor.reads != "inputs":
-                multiplier *= weight
-            if factor.name not in added or added[factor.name] is None:
-                self._refuse(block, factor, None, "statistics()")
-                continue
-            moment = added[factor.name]
-            if not block.stack.add(factor, block.member, moment, multiplier):
-                source = f"statistics() of rows of {type(helper).__name__}"
-                self._refuse(block, factor, moment, source)
+            if probe is not None and factor.reads != "inputs":
+                multiplier *= probe.weight
+            self._add_moment(block, helper, factor, moments, multiplier)
+
+    def _moments(
+        self,
+        block: Block,
+        helper: LayerHelper,
+        inputs: tuple[Tensor, ...] | None,
+        rows: Tensor,
+    ) -> Mapping[str, Tensor | Addend]:
+        """Return the statistics of a call by the block's method."""
+        # Not inherited: a subclass may override the moments, and has to declare this itself.
+        declares_widening = vars(type(helper)).get("widens", False)
+        call = Call(
+            helper=helper,
+            inputs=inputs,
+            rows=rows,
+            dtype=block.dtype,
+            shared=self._shared,
+            data=block.second_order if block.dependent else {},
+            widens=declares_widening and rows.shape[0] == 1 and widens(rows, block.dtype),
+            first=block.record.counts.calls <= 1,
+        )
+        return block.method.statistics(call)
+
+    def _add_moment(
+        self,
+        block: Block,
+        helper: LayerHelper,
+        factor: FactorSpec,
+        moments: Mapping[str, Tensor | Addend],
+        multiplier: float,
+    ) -> None:
+        """Add a multiple of a call's statistics to a factor's sum, or refuse them."""
+        if factor.name not in moments or moments[factor.name] is None:
+            self._refuse(block, factor, None, "statistics()")
+            return
+        moment = moments[factor.name]
+        if not block.stack.add(factor, block.member, moment, multiplier):
+            source = f"statistics() of rows of {type(helper).__name__}"
+            self._refuse(block, factor, moment, source)
 
     def _refuse(self, block: Block, factor: FactorSpec, statistics: object, source: str) -> None:
         """Check statistics against the method's declaration; the step raises the error."""
@@ -389,44 +432,43 @@ class Accumulator:
             self._passes.fail(error)
 
     def _data(
-        self, block: Block, helper: LayerHelper, rows: Tensor, said: Batch
-    ) -> tuple[Tensor, Unit] | None:
+        self, block: Block, helper: LayerHelper, rows: Tensor, batch: Batch
+    ) -> DataRows | None:
         """Return the rows or samples of a call that are data; None for all."""
-        if self._capture.told and not said.declared:
+        if self._capture.told and not batch.declared:
             self._passes.fail(
                 RuntimeError(
                     f"{block.name!r} ran in a forward pass of which count() was told nothing: once "
                     f"it is used, call it before the forward pass of every micro-batch"
                 )
             )
-        if said.rows is None:
+        if batch.rows is None:
             return None
-        is_data = said.rows.of(rows.shape[1], rows.shape[2], rows.device)
-        if is_data is None:
+        data = batch.rows.of(rows.shape[1], rows.shape[2], rows.device)
+        if data is None:
             return None
-        if is_data[1] == "row" and rows.shape[2] == 1 and helper.unit == "sample":
-            is_data = (is_data[0], "sample")
-        if helper.unit is None or (
-            is_data[1] == "row" and (helper.unit != "row" or block.method.reduces)
-        ):
+        if data.unit == "row" and rows.shape[2] == 1 and helper.unit == "sample":
+            data = data._replace(unit="sample")
+        takes_rows = helper.unit == "row" and not block.method.reduces
+        if helper.unit is None or (data.unit == "row" and not takes_rows):
+            taken = "whole calls" if helper.unit is None else "whole samples"
             self._passes.fail(
                 ValueError(
                     f"count(rows=...) cannot leave single rows out of {block.name!r}: "
-                    f"{type(helper).__name__} under {block.method!r} takes "
-                    f"{'whole calls' if helper.unit is None else 'whole samples'}; give it a mask "
+                    f"{type(helper).__name__} under {block.method!r} takes {taken}; give it a mask "
                     f"of samples [N], skip the layer, or choose method='kfac' for a linear one"
                 )
             )
             return None
-        return is_data
+        return data
 
     def require_counted(self) -> None:
         """Check that the samples of the window could be counted; see `Passes.require_counted`."""
         if self._capture.failure is not None:
             self._passes.fail(self._capture.failure)
         self._passes.require_counted()
-        if not self._told and (doubt := self._passes.doubt()) is not None:
-            self._told = True
+        if not self._warned and (doubt := self._passes.doubt()) is not None:
+            self._warned = True
             warnings.warn(f"soframe: {doubt}", stacklevel=7)
 
     def largest(self) -> list[Tensor]:
@@ -441,8 +483,10 @@ class Accumulator:
                         diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
                     else:
                         totals.append(total)
-            totals += [torch.cat(diagonals)] if diagonals else []
-            scalars += torch._foreach_norm(totals, math.inf) if totals else ()
+            if diagonals:
+                totals.append(torch.cat(diagonals))
+            if totals:
+                scalars += torch._foreach_norm(totals, math.inf)
         return scalars
 
     def weights(self) -> list[float]:
@@ -457,23 +501,28 @@ class Accumulator:
             if block not in self.due:
                 continue
             # With ranks on paper only, this one stands for the contributors.
-            mine = block.captured if self._backend.on_paper else self._mine[block]
-            counts, passes = block.record.counts, self._passes_of(self._part_of[block])
-            passes = {n: samples for n, samples in passes.items() if not 0 <= n < counts.since}
-            own = self._scale.contribution(counts, passes)
-            if counts.calls and not self._capture.probing and not block.has_gradient:
-                own = Contribution()  # zeroed since its backward passes
-            self._contributions[block] = own
+            factors = block.captured if self._backend.on_paper else self._contributed[block]
+            weights = self._contributions[block] = self._contribution(block)
             # If every rank contributes to all factors, the other weights give their divisors.
             if place.contributors:
-                numbers += [own.weight(f) if f in mine else 0.0 for f in block.captured]
+                numbers += [weights.weight(f) if f in factors else 0.0 for f in block.captured]
             # Samples of ranks that contribute to no factor are part of N; their rows do not count.
-            numbers += [own.input_weight, own.output_weight if mine else 0.0]
+            numbers += [weights.input_weight, weights.output_weight if factors else 0.0]
             if block.unequal:
-                by_group = any(factor.mean_over == "group rows" for factor in mine)
-                zeros = (0.0,) * block.shape.groups
-                numbers += (own.group_weights if by_group else ()) or zeros
+                group_weights: Sequence[float] = ()
+                if any(factor.mean_over == "group rows" for factor in factors):
+                    group_weights = weights.group_weights
+                numbers += group_weights or [0.0] * block.shape.groups
         return numbers
+
+    def _contribution(self, block: Block) -> Contribution:
+        """Return the multipliers and weights of this rank for a block."""
+        counts = block.record.counts
+        if counts.calls and not self._capture.probing and not block.has_gradient:
+            return Contribution()  # zeroed since its backward passes
+        passes = self._passes_of(self._part_of[block])
+        passes = {n: samples for n, samples in passes.items() if not 0 <= n < counts.since}
+        return self._scale.contribution(counts, passes)
 
     def fold(self, weights: Sequence[float], decay: float, step: int) -> None:
         """Reduce the sums with the ``weights`` of all ranks, and average them into the factors."""
@@ -488,65 +537,56 @@ class Accumulator:
                     used[block] = total
                 counts, contribution = block.record.counts, self._contributions[block]
                 self.folded[block] = Folded(step, counts, contribution, total)
-        entries = [
-            self._entry(stack, taking, index, used, step)
-            for stack, members in self._placed.members(list(used)).items()
-            for index, factor in enumerate(stack.like.factors)
-            if (
-                taking := tuple(
-                    m for m in members if factor.name in stack.blocks[m].record.gathered
-                )
-            )
-        ]
-        # All sums with one multiplier each are scaled by one fused call.
-        scaled = [(e.tensor, e.scale) for e in entries if e.tensor is not None and e.scale != 1]
-        if scaled:
-            torch._foreach_mul_(*map(list, zip(*scaled, strict=True)))
-        identity = self._scale.scaling == "kaisa"
-        enter(self._backend, entries, decay, identity=identity)
-        for entry in entries:
-            for block in entry.blocks:
-                block.record.statistics_at[entry.factor.name] = step
+        terms: list[Term] = []
+        for stack, members in self._placed.members(list(used)).items():
+            for index, factor in enumerate(stack.like.factors):
+                gathered = [m for m in members if factor.name in stack.blocks[m].record.gathered]
+                if gathered:
+                    terms.append(self._term(stack, tuple(gathered), index, used, step))
+        _multiply(terms)
+        enter(self._backend, terms, decay, identity=self._scale.scaling == "kaisa")
+        for term in terms:
+            for block in term.blocks:
+                block.record.statistics_at[term.factor.name] = step
         for stack in self._placed.stacks:
             stack.drop_sums()
 
-    def _entry(
+    def _term(
         self,
         stack: Stack,
         members: tuple[int, ...],
         index: int,
         used: Mapping[Block, Weights],
         step: int,
-    ) -> Entry:
-        """Return this rank's sums of a factor, to be multiplied by `Contribution.scale`."""
+    ) -> Term:
+        """Return this rank's sums of a factor, to be multiplied by `Term.scale`."""
         factor, multipliers, reached = stack.like.factors[index], [], []
         for block in (stack.blocks[member] for member in members):
             weights = used[block]
-            own = self._contributions[block]
-            scale = own.of(factor) * self._scale.gradient_scale(factor, weights.inputs)
+            multiplier = self._contributions[block].of(factor)
+            multiplier *= self._scale.gradient_scale(factor, weights.inputs)
             if factor.mean_over == "group rows":
-                multipliers += [scale / rows if rows > 0 else 0.0 for rows in weights.groups]
+                multipliers += [multiplier / rows if rows > 0 else 0.0 for rows in weights.groups]
                 reached.append(weights.groups)
             else:
                 divisor = weights.factors[block.captured.index(factor)]
-                multipliers += [scale / divisor] * factor.groups
+                multipliers += itertools.repeat(multiplier / divisor, factor.groups)
         total, scale = stack.sums.get(factor.name), 1.0
         if total is not None:
             total = stack.take(total, members)
             if len(set(multipliers)) == 1:
                 scale = multipliers[0]
             else:
-                each = sent(multipliers, total)
-                total.mul_(each.view(-1, *(1 for _ in total.shape[1:])))
-        return Entry(stack, members, index, total, reached=reached, scale=scale, turn=step)
+                total.mul_(by_group(multipliers, total))
+        return Term(stack, members, index, total, reached=reached, scale=scale, turn=step)
 
     def seen(self) -> tuple[int, int, int]:
         """Return the most backward passes of any stage here, and its most and fewest samples."""
-        parts = {one.part for one in self._passes.each.values()}
-        each = [list(self._passes_of(part).values()) for part in parts]
-        most = max(map(len, each), default=0)
-        samples = [sum(passes) for passes in each if len(passes) == most]
-        return most, max(samples, default=0), min(samples, default=0)
+        parts = {backward.part for backward in self._passes.by_number.values()}
+        samples_of_parts = [list(self._passes_of(part).values()) for part in parts]
+        most = max(map(len, samples_of_parts), default=0)
+        totals = [sum(samples) for samples in samples_of_parts if len(samples) == most]
+        return most, max(totals, default=0), min(totals, default=0)
 
     def complete(self, passes: int, samples: int) -> None:
         """Store the passes and samples of the stage of the whole model that has the most."""
@@ -556,12 +596,15 @@ class Accumulator:
     def _passes_of(self, part: int) -> dict[int, int]:
         """Return the samples of the backward passes of a stage, by their numbers."""
         passes, samples = self._everybodys
-        own = {n: one.samples for n, one in self._passes.each.items() if one.part == part}
-        rest = samples - sum(own.values())
-        # Passes without a call here, under numbers that no pass has.
-        for missing in range(passes - len(own)):
-            own[-1 - missing] = rest if missing == 0 else 0
-        return own
+        samples_by_number: dict[int, int] = {}
+        for number, backward in self._passes.by_number.items():
+            if backward.part == part:
+                samples_by_number[number] = backward.samples
+        # Passes without a call here, under numbers that no pass has: the first has all the rest.
+        rest = samples - sum(samples_by_number.values())
+        for missing in range(passes - len(samples_by_number)):
+            samples_by_number[-1 - missing] = rest if missing == 0 else 0
+        return samples_by_number
 
     def resume(self, before: Accumulator) -> None:
         """Continue the window of the former statistics, after the model was rebuilt."""
@@ -582,12 +625,12 @@ class Accumulator:
 
         Factors that need these data take their first statistics in the next window.
         """
-        return [
-            block.name
-            for block in self._blocks
-            if block.lacks
-            and not (block in self.due and block.gatherable() <= block.record.gathered)
-        ]
+        names: list[str] = []
+        for block in self._blocks:
+            is_gathered = block in self.due and block.gatherable() <= block.record.gathered
+            if block.lacks and not is_gathered:
+                names.append(block.name)
+        return names
 
     def postpone(self, due: Iterable[Block], late: Collection[str]) -> None:
         """Let the blocks ``due`` take statistics, without the factors that `late` blocks await."""
@@ -621,7 +664,7 @@ def _reaching(
     helper: LayerHelper,
     inputs: tuple[Tensor, ...],
     rows: Tensor,
-    data: tuple[Tensor, Unit] | None,
+    data: DataRows | None,
     *,
     reduces: bool,
 ) -> tuple[Tensor, list[float]]:
@@ -645,6 +688,19 @@ def _reaching(
     if reached is None:
         return rows, [float(batch if reduces else batch * shared)] * groups
     return rows, reached.tolist()
+
+
+def _by_sample(block: Block, call: LayerCall) -> LayerCall:
+    """Return a call as a block takes it; raise ValueError if it has no samples, where needed."""
+    if block.takes_samples:
+        call = batch_first(call)
+    if call.is_ragged and (block.takes_samples or call.helper.unit != "row"):
+        raise ValueError(
+            f"{type(call.helper).__name__} under {block.method!r} takes whole samples, and a "
+            f"nested tensor of sequences of several lengths reaches it: pad them and call "
+            f"count(rows=...), skip the layer, or choose method='kfac' for a linear one"
+        )
+    return call
 
 
 def batch_first(call: LayerCall) -> LayerCall:
@@ -679,9 +735,32 @@ def _output_rows(helper: LayerHelper, gradient: Tensor) -> Tensor:
     return rows
 
 
-def _left(data: tuple[Tensor, Unit] | None, batch: int, shared: int) -> tuple[int, int]:
+def _sizes(data: DataRows | None, batch: int, shared: int) -> tuple[int, int]:
     """Return the numbers of samples and of rows of a call that are data."""
     if data is None:
         return batch, batch * shared
-    index, unit = data
-    return (len(index), len(index) * shared) if unit == "sample" else (batch, len(index))
+    if data.unit == "sample":
+        return len(data.index), len(data.index) * shared
+    return batch, len(data.index)
+
+
+def _multiply(terms: Iterable[Term]) -> None:
+    """Multiply the sums with one multiplier each, by one fused call."""
+    tensors: list[Tensor] = []
+    scales: list[float] = []
+    for term in terms:
+        if term.tensor is not None and term.scale != 1:
+            tensors.append(term.tensor)
+            scales.append(term.scale)
+    if tensors:
+        torch._foreach_mul_(tensors, scales)
+
+
+def _all_contribute(placed: PlacedBlocks) -> bool:
+    """Return whether all ranks contribute to all factors with statistics of calls."""
+    ranks = range(placed.backend.world_size)
+    for block, place in placed:
+        for index, factor in enumerate(block.factors):
+            if factor.captured and not all(place.contributes(rank, index) for rank in ranks):
+                return False
+    return True

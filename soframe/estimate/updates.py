@@ -17,6 +17,7 @@ from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.stack import Stack
+from soframe.comm.base import Backend
 from soframe.comm.fused import Parcel, deliver
 from soframe.comm.shards import Split, scatter
 from soframe.estimate.gradients import Gradients
@@ -87,21 +88,30 @@ def precondition(placed: PlacedBlocks, gradients: Gradients, damping: float) -> 
 def _direct(update: Update, gradient: Tensor, damping: float) -> None:
     """Compute the update and the new state by the method."""
     stack, members = update.stack, update.members
-    one = update.blocks[0]
+    block = update.blocks[0]
     state = update.states = stack.state_of(members)
-    given = Given(
+    arguments = Given(
         gradient=gradient,
         incoming=gradient,
         data=stack.data_of(members),
         state=state,
-        updates=one.record.updates,
-        solver=one.solver,
-        damping=one.damped_with(damping),
+        updates=block.record.updates,
+        solver=block.solver,
+        damping=block.damped_with(damping),
     )
-    direction = direction_of(one.acting or one.method, given)
+    direction = direction_of(block.acting or block.method, arguments)
     update.matrix = direction.matrix
     # State tensors that the method does not return are kept, from the first update on.
-    update.states = {**given.state, **direction.state}
+    update.states = {**state, **direction.state}
+
+
+@dataclass(frozen=True, eq=False)
+class _Sending:
+    """The updates of the active blocks of a stack, on their way to the receivers."""
+
+    stack: Stack
+    members: tuple[int, ...]
+    parcel: Parcel
 
 
 def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
@@ -111,62 +121,77 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
     blocks without a gradient.
     """
     backend = placed.backend
-    of_stack: dict[Stack, list[Update]] = {}
+    updates_of: dict[Stack, list[Update]] = {}
     for update in updates:
-        of_stack.setdefault(update.stack, []).append(update)
-    parcels: list[tuple[Stack, tuple[int, ...], Parcel]] = []
-    for stack in () if backend.world_size == 1 else placed.stacks:
-        active = tuple(i for i, block in enumerate(stack.blocks) if block.active)
-        # Updates of sharded parameters are scattered below.
-        if not active or stack.like.shards:
-            continue
-        like = stack.like
-        worker = stack.place.sources[backend.rank]
-        group = stack.place.exchanges[worker]
-        if len(group) == 1:
-            continue
-        spec = TensorSpec(stack.shape_of(active))
-        parcel = Parcel(worker, group, (spec,), dtype=like.dtype, device=like.device)
-        if worker == backend.rank:
-            parcel.tensors = [_all_of(stack, active, of_stack.get(stack, ()))]
-        parcels.append((stack, active, parcel))
-    if parcels:
+        updates_of.setdefault(update.stack, []).append(update)
+    sendings: list[_Sending] = []
+    if backend.world_size > 1:
+        for stack in placed.stacks:
+            sending = _sending(backend, stack, updates_of.get(stack, ()))
+            if sending is not None:
+                sendings.append(sending)
+    if sendings:
         with backend.phases("exchange"):
-            every = [parcel for _, _, parcel in parcels]
-            deliver(backend, every, "exchange", fused=backend.fused)
-    if any(stack.like.shards for stack in of_stack):
+            parcels = [sending.parcel for sending in sendings]
+            deliver(backend, parcels, "exchange", fused=backend.fused)
+    if any(stack.like.shards for stack in updates_of):
         with backend.phases("exchange"):
-            _scatter(placed, of_stack)
-    for stack, active, parcel in parcels:
-        for update in of_stack.get(stack, ()):
-            _receive(update, active, parcel)
+            _scatter(placed, updates_of)
+    for sending in sendings:
+        for update in updates_of.get(sending.stack, ()):
+            _receive(update, sending)
+
+
+def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Sending | None:
+    """Return the updates of a stack that this rank sends or receives; None if it keeps them."""
+    active = tuple(i for i, block in enumerate(stack.blocks) if block.active)
+    # Updates of sharded parameters are scattered.
+    if not active or stack.like.shards:
+        return None
+    worker = stack.place.sources[backend.rank]
+    group = stack.place.exchanges[worker]
+    if len(group) == 1:
+        return None
+    spec, like = TensorSpec(stack.shape_of(active)), stack.like
+    parcel = Parcel(worker, group, (spec,), dtype=like.dtype, device=like.device)
+    if worker == backend.rank:
+        parcel.tensors = [_all_of(stack, active, updates)]
+    return _Sending(stack, active, parcel)
 
 
 def _all_of(stack: Stack, active: tuple[int, ...], updates: Sequence[Update]) -> Tensor:
     """Return the updates of all active blocks of a stack, with zeros for missing gradients."""
     if len(updates) == 1 and updates[0].members == active and updates[0].matrix is not None:
         return updates[0].matrix
-    each = {block: matrix for update in updates for block, matrix in update.each()}
+    matrices: dict[Block, Tensor] = {}
+    for update in updates:
+        matrices.update(update.each())
     like = stack.like
     zeros = torch.zeros(stack.shape_of(active), dtype=like.dtype, device=like.device)
-    parts = zip((stack.blocks[m] for m in active), stack.split(zeros, active), strict=True)
-    return stack.join([each.get(block, zero) for block, zero in parts])
+    parts: list[Tensor] = []
+    for member, zero in zip(active, stack.split(zeros, active), strict=True):
+        parts.append(matrices.get(stack.blocks[member], zero))
+    return stack.join(parts)
 
 
-def _receive(update: Update, active: tuple[int, ...], parcel: Parcel) -> None:
-    assert parcel.tensors is not None
-    (update.matrix,) = parcel.tensors
-    if update.members != active:
-        each = dict(zip(active, update.stack.split(update.matrix, active), strict=True))
-        update.matrix = update.stack.join([each[member] for member in update.members])
+def _receive(update: Update, sending: _Sending) -> None:
+    assert sending.parcel.tensors is not None
+    (update.matrix,) = sending.parcel.tensors
+    if update.members != sending.members:
+        parts = update.stack.split(update.matrix, sending.members)
+        matrices = dict(zip(sending.members, parts, strict=True))
+        update.matrix = update.stack.join([matrices[member] for member in update.members])
 
 
-def _scatter(placed: PlacedBlocks, of_stack: Mapping[Stack, Sequence[Update]]) -> None:
+def _scatter(placed: PlacedBlocks, updates_of: Mapping[Stack, Sequence[Update]]) -> None:
     """Send each rank its parts of the updates of sharded parameters."""
-    splits: list[tuple[Update, Block, str, Split]] = []
+    splits: list[Split] = []
+    targets: list[tuple[Update, Block, str]] = []
     for stack in placed.stacks:
-        for update in of_stack.get(stack, ()) if stack.like.shards else ():
-            wholes = {block: block.layout.unpack(matrix) for block, matrix in update.each()}
+        if not stack.like.shards:
+            continue
+        for update in updates_of.get(stack, ()):
+            unpacked = {block: block.layout.unpack(matrix) for block, matrix in update.each()}
             for block in update.blocks:
                 for name, shards in block.shards.items():
                     split = Split(
@@ -175,31 +200,45 @@ def _scatter(placed: PlacedBlocks, of_stack: Mapping[Stack, Sequence[Update]]) -
                         device=block.device,
                         workers=stack.place.gradient_workers,
                         sources=stack.place.sources,
-                        whole=wholes[block][name] if block in wholes else None,
+                        whole=unpacked[block][name] if block in unpacked else None,
                     )
-                    splits.append((update, block, name, split))
-    scatter(placed.backend, [split for _, _, _, split in splits], "exchange")
-    for update, block, name, split in splits:
+                    splits.append(split)
+                    targets.append((update, block, name))
+    scatter(placed.backend, splits, "exchange")
+    for split, (update, block, name) in zip(splits, targets, strict=True):
         if split.part is not None:
             update.parts.setdefault(block, {})[name] = split.part
 
 
 def write(updates: Sequence[Update], home: GradientHome) -> None:
     """Overwrite the gradients with the updates, in place."""
-    pairs: list[tuple[Tensor | None, Tensor]] = []
+    gradients: list[Tensor | None] = []
+    values: list[Tensor] = []
     for update in updates:
-        stack, matrix = update.stack, update.matrix
-        whole = len(update.members) == len(stack.blocks) > 1 and not stack.like.shards
-        if whole and matrix is not None and (parts := stack.parts(matrix)) is not None:
-            pairs += zip(home.each(stack.parameters), parts, strict=True)
+        parts = _parts(update)
+        if parts is not None:
+            gradients += home.each(update.stack.parameters)
+            values += parts
             continue
         of_blocks: Mapping[Block, Mapping[str, Tensor]] = update.parts
-        if not stack.like.shards:
-            of_blocks = {block: block.layout.unpack(own) for block, own in update.each()}
+        if not update.stack.like.shards:
+            of_blocks = {block: block.layout.unpack(matrix) for block, matrix in update.each()}
         for block, named in of_blocks.items():
-            parameters = [block.parameters[name] for name in named]
-            pairs += zip(home.each(parameters), named.values(), strict=True)
+            gradients += home.each([block.parameters[name] for name in named])
+            values += named.values()
     # A parameter of a block without a gradient gets none.
-    targets = [target for target, _ in pairs if target is not None]
-    if targets:
-        torch._foreach_copy_(targets, [value for target, value in pairs if target is not None])
+    pairs = zip(gradients, values, strict=True)
+    written = [(gradient, value) for gradient, value in pairs if gradient is not None]
+    if written:
+        targets, sources = zip(*written, strict=True)
+        torch._foreach_copy_(targets, sources)
+
+
+def _parts(update: Update) -> list[Tensor] | None:
+    """Return each parameter's part of the update of a whole stack, if all are views."""
+    stack, matrix = update.stack, update.matrix
+    if matrix is None or stack.like.shards:
+        return None
+    if len(stack.blocks) == 1 or len(update.members) < len(stack.blocks):
+        return None
+    return stack.parts(matrix)

@@ -1,7 +1,7 @@
 """One thread that solves while training goes on, on a CUDA stream of its own.
 
 The worker starts no collective, and its inputs are copies, which no other thread changes. Its
-results have the same bits as in the training thread. With ``beside=False`` it solves at once in
+results have the same bits as in the training thread. With ``threaded=False`` it solves at once in
 that very thread, as a reference.
 """
 
@@ -42,21 +42,21 @@ class Work:
 
     def result(self) -> list[Tensor] | None:
         """Wait for the results, on the host and on the present stream, and return them."""
-        made, ended = self._future.result()
+        results, ended = self._future.result()
         if ended is not None:
             here = torch.cuda.current_stream(self._device)
             here.wait_event(ended)
-            for tensor in made or ():
+            for tensor in results or ():
                 # The allocator must not reuse this memory before the present stream has read it.
                 tensor.record_stream(here)
-        return made
+        return results
 
 
 class Worker:
-    """Runs solves in the order of `submit`: in a thread, or at once with ``beside=False``."""
+    """Runs solves in the order of `submit`: in a thread, or at once with ``threaded=False``."""
 
-    def __init__(self, *, beside: bool = True) -> None:
-        self._beside = beside
+    def __init__(self, *, threaded: bool = True) -> None:
+        self._threaded = threaded
         self._executor: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, Any] = {}
 
@@ -68,7 +68,7 @@ class Worker:
         """
         device = uses[0].device
         run = functools.partial(self._run, solve, uses, device, self._after(device))
-        if self._beside:
+        if self._threaded:
             # The thread starts with the first solve: most runs have none in the background.
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="soframe")
@@ -93,8 +93,8 @@ class Worker:
             if begin is None:
                 return solve(), None
             with _on(self._streams[device], begin, uses):
-                made = solve()
-                return made, self._streams[device].record_event()
+                results = solve()
+                return results, self._streams[device].record_event()
 
     def close(self) -> None:
         """End the thread, after the solve that it has begun."""
