@@ -44,7 +44,10 @@ __version__ = "0.1.0"
 # Type checkers see plain imports; at run time these modules load on first access.
 if TYPE_CHECKING:
     from soframe import checkpoint as checkpoint
+    from soframe import continual as continual
     from soframe import influence as influence
+    from soframe import laplace as laplace
+    from soframe import merging as merging
     from soframe import testing as testing
     from soframe import trust_region as trust_region
     from soframe.planning.recommendation import Recommendation as Recommendation
@@ -52,10 +55,14 @@ if TYPE_CHECKING:
     from soframe.trust_region import StochasticTrustRegion as StochasticTrustRegion
     from soframe.trust_region import TrustRegion as TrustRegion
 else:
+    _LAZY = (
+        *("checkpoint", "continual", "influence", "laplace"),
+        *("merging", "testing", "trust_region"),
+    )
 
     def __getattr__(name: str) -> Any:
         """Import rarely used modules on first access: DCP, component checks, advice, extensions."""
-        if name in ("checkpoint", "influence", "testing", "trust_region"):
+        if name in _LAZY:
             return importlib.import_module(f"soframe.{name}")
         if name in ("StochasticTrustRegion", "TrustRegion"):
             return getattr(importlib.import_module("soframe.trust_region"), name)
@@ -94,9 +101,12 @@ __all__ = [
     "available",
     "clips",
     "comm",
+    "continual",
     "influence",
+    "laplace",
     "layers",
     "losses",
+    "merging",
     "methods",
     "recommend",
     "register",

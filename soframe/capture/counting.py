@@ -169,8 +169,10 @@ class Observed:
         for vector, weight in vectors:
             masked: list[Tensor | None] = []
             for part, mask in zip(vector, self.masks, strict=True):
-                is_masked = part is not None and mask is not None
-                masked.append(part * mask if is_masked else part)
+                if part is not None and mask is not None:
+                    masked.append(part * mask)
+                else:
+                    masked.append(part)
             yield masked, weight * self.factor
 
 

@@ -1,0 +1,50 @@
+"""Continual learning: a quadratic penalty for moving weights that earlier tasks determine.
+
+With K-FAC it is the penalty of Ritter et al. (2018), which elastic weight consolidation
+(Kirkpatrick et al., 2017) has with a diagonal curvature.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from soframe.curvature import Curvature
+from soframe.products.vectors import Vector
+from soframe.products.weights import covered
+
+
+def penalty(curvature: Curvature, anchor: Vector) -> Tensor:
+    """Return ``1/2 (w - anchor)^T C (w - anchor)`` at the present weights w, for a loss.
+
+    Multiply it by a strength: N after a task of N samples, whose mean loss it then approximates
+    times N. It has first derivatives, for ``backward()``, and no second ones. The curvature stays
+    as it was fitted, while the weights change. Every rank must call.
+
+    Args:
+        curvature: A curvature fitted to an earlier task, of the model that is trained.
+        anchor: The weights after that task, name -> ``[*shape]``, such as a copy of the state
+            dict; names that the curvature does not cover are ignored.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        ValueError: If the anchor lacks a weight.
+        RuntimeError: If the curvature is not fitted.
+    """
+    weights = covered(curvature)
+    if missing := [name for name in weights if name not in anchor]:
+        raise ValueError(
+            f"the anchor lacks {', '.join(missing)}: pass a copy of all weights after the task, "
+            f"such as copy.deepcopy(model.state_dict())"
+        )
+    moves = {name: weight - anchor[name].detach() for name, weight in weights.items()}
+    terms = []
+    for name, product in (curvature @ moves).items():
+        # Of value m^T C m / 2, and with the gradient C m, as C is symmetric.
+        move = moves[name]
+        terms.append((product * (move - move.detach() / 2)).sum())
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term.to(total)
+    return total

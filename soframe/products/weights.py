@@ -1,0 +1,32 @@
+"""The weights of a model that a curvature covers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from soframe.curvature import Curvature
+
+
+def covered(curvature: Curvature) -> dict[str, nn.Parameter]:
+    """Return the parameters that have a block, by name, in the order of the model."""
+    names = set[str]()
+    for of_block in curvature.names.values():
+        names.update(of_block.values())
+    return {name: p for name, p in curvature.parts.model.named_parameters() if name in names}
+
+
+def samples_of(curvature: Curvature) -> float:
+    """Return the number of samples that a curvature was fitted to, on all ranks.
+
+    Raises:
+        RuntimeError: If it is not fitted, or is the curvature of a preconditioner.
+    """
+    number = 0.0
+    weights = curvature.fitting.weights
+    for block in curvature.blocks:
+        for factor in block.factors:
+            if factor.mean_over == "samples" and block.name in weights:
+                number = max(number, *weights[block.name].get(factor.name, [0.0]))
+    if not number:
+        raise RuntimeError("this curvature is not fitted: call fit() or load() before")
+    return number

@@ -1,0 +1,360 @@
+"""Posteriors, evidence and predictions against dense float64 matrices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+import soframe
+from soframe.laplace import Laplace, Predictive
+from tests.curvature import fill, randn
+from tests.distributed.harness import run_ranks
+from tests.examples import examples
+from tests.products.kinds import KINDS, SIZES, Batch, Kind, loss
+from tests.products.table import taken
+from tests.products.test_fitting import batches, cross_entropy, network
+
+KINDS_OF_MODELS = (
+    "Linear",
+    "Conv2d, grouped",
+    "Embedding, padding",
+    "LayerNorm",
+    "BatchNorm2d, eval",
+    "MultiheadAttention",
+    "LSTMCell",
+    "a layer called twice",
+)
+PRIOR = 0.7
+
+
+def fitted(kind: Kind, **options: Any) -> Laplace:
+    curvature = soframe.Curvature(kind.model, layers=kind.layers).fit(kind.data(), loss)
+    return Laplace(curvature, PRIOR, **options)
+
+
+def precisions(kind: Kind) -> list[Tensor]:
+    """Return the dense posterior precision ``[groups, size, size]`` of each part."""
+    matrices = kind.matrices(kind.data())
+    return [sum(SIZES) * c + PRIOR * torch.eye(c.shape[-1], dtype=c.dtype) for c in matrices]
+
+
+def jacobians(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
+    """Return the derivatives ``[samples * outputs, *shape]`` of all outputs, by name."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def run(weights: dict[str, Tensor]) -> Tensor:
+        outputs: Tensor = functional_call(model, weights, (inputs,))
+        return outputs.flatten()
+
+    found: dict[str, Tensor] = jacrev(run, chunk_size=1)(parameters)
+    return found
+
+
+# -- kinds of layers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS_OF_MODELS)
+def test_predictions_have_the_dense_covariance(name: str) -> None:
+    kind = KINDS[name]()
+    inputs = kind.data()[0][0]
+    predictive = fitted(kind).predictive(inputs)
+    samples = len(predictive.mean)
+    rows = taken(kind, jacobians(kind.model, inputs))
+    size = predictive.mean[0].numel()
+    covariance = torch.zeros(samples, size, size, dtype=torch.float64)
+    for matrix, flat in zip(precisions(kind), rows, strict=True):
+        row = flat.unflatten(0, (samples, size))  # [samples, outputs, groups, entries]
+        inverse = torch.linalg.inv(matrix)
+        covariance += torch.einsum("nkgp,gpq,nlgq->nkl", row, inverse, row)
+    torch.testing.assert_close(predictive.covariance, covariance, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(predictive.mean, kind.model(inputs).detach())
+    diagonal = covariance.diagonal(dim1=1, dim2=2).reshape(predictive.mean.shape)
+    torch.testing.assert_close(predictive.variance, diagonal, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [*KINDS_OF_MODELS, "experts", "table and head tied"])
+def test_the_evidence_is_the_dense_one(name: str) -> None:
+    kind = KINDS[name]()
+    dense = precisions(kind)
+    size = sum(matrix.shape[0] * matrix.shape[1] for matrix in dense)
+    weights = torch.cat([p.detach().flatten() for p in kind.model.parameters()])
+    assert size == len(weights)
+    logdet = torch.stack([torch.linalg.slogdet(matrix)[1].sum() for matrix in dense]).sum()
+    evidence = -3.5 - PRIOR * weights @ weights / 2 + size * math.log(PRIOR) / 2 - logdet / 2
+    laplace = fitted(kind)
+    assert laplace.log_marginal_likelihood(-3.5) == pytest.approx(float(evidence), rel=1e-10)
+    determined = size - PRIOR * sum(
+        float(torch.linalg.inv(matrix).diagonal(dim1=1, dim2=2).sum()) for matrix in dense
+    )
+    assert laplace.effective_parameters == pytest.approx(determined, rel=1e-8)
+
+
+@pytest.mark.parametrize("name", ["Linear", "MultiheadAttention", "LSTMCell"])
+def test_samples_have_the_dense_covariance(name: str) -> None:
+    kind = KINDS[name]()
+    number = 20000
+    samples = fitted(kind).sample(number, torch.Generator().manual_seed(3))
+    weights = dict(kind.model.named_parameters())
+    assert set(samples) == set(weights)
+    moves = {name: rows - weights[name].detach() for name, rows in samples.items()}
+    whitened = []
+    for matrix, rows in zip(precisions(kind), taken(kind, moves), strict=True):
+        root = torch.linalg.cholesky(matrix)  # H = L L^T, and L^T w has the covariance I
+        whitened.append(torch.einsum("gqp,ngq->ngp", root, rows).flatten(1))
+    rows = torch.cat(whitened, 1)
+    identity = torch.eye(rows.shape[1], dtype=torch.float64)
+    # Entries have a standard deviation of at most sqrt(2 / number).
+    torch.testing.assert_close(rows.T @ rows / number, identity, rtol=0, atol=0.06)
+    assert rows.mean(0).abs().max() < 0.04
+
+
+# -- properties of a perceptron --------------------------------------------------------------------
+
+
+class Problem:
+    """A perceptron with a type-2 Fisher, and its dense curvature."""
+
+    def __init__(self, seed: int, hidden: int, outputs: int, precision: float = 1.0) -> None:
+        self.model = fill(
+            nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, outputs)), seed
+        )
+        self.inputs, self.targets = randn(9, 2, seed=seed + 1), randn(9, outputs, seed=seed + 2)
+        statistics = soframe.Statistics(
+            fisher="type-2", loss=soframe.losses.SquaredError(precision)
+        )
+
+        def squares(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+            found = model(batch[0])
+            return found, precision / 2 * (found - batch[1]).square().sum(1).mean()
+
+        self.curvature = soframe.Curvature(self.model, statistics=statistics)
+        batches = zip(self.inputs.split(4), self.targets.split(4), strict=True)
+        self.curvature.fit(list(batches), squares)
+        self.precision = precision
+
+    def values(self) -> Tensor:
+        """Return the eigenvalues of C from Kronecker products written out."""
+        first, _, last = self.model
+        hidden = first(self.inputs).tanh().detach()  # type: ignore[operator]
+        ones = torch.ones(9, 1, dtype=torch.float64)
+        # Of y = W2 tanh(s) + b2 the derivatives in s, [9, outputs, hidden].
+        slopes = last.weight.detach() * (1 - hidden.square()).unsqueeze(1)  # type: ignore[operator]
+        found = []
+        for rows, gradients in (
+            (torch.cat([self.inputs, ones], 1), slopes),
+            (torch.cat([hidden, ones], 1), torch.eye(last.out_features).double().expand(9, -1, -1)),
+        ):
+            left = rows.T @ rows / 9
+            right = torch.einsum("nki,nkj->ij", gradients, gradients) / 9 * self.precision
+            found.append(torch.linalg.eigvalsh(torch.kron(left, right)))
+        return torch.cat(found).clamp(min=0)
+
+    def evidence(self, prior: float, noise: float | None = None) -> float:
+        """Return the evidence of the Gaussian likelihood, from dense eigenvalues."""
+        variance = 1 / self.precision if noise is None else noise
+        outputs = self.model(self.inputs).detach()
+        density = torch.distributions.Normal(outputs, variance**0.5)
+        likelihood = float(density.log_prob(self.targets).sum())
+        weights = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        values = self.values() * 9 / self.precision / variance + prior
+        return (
+            likelihood
+            + float(len(weights) * math.log(prior) - prior * weights @ weights - values.log().sum())
+            / 2
+        )
+
+
+problems = st.builds(
+    Problem,
+    st.integers(0, 1000),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.sampled_from([0.25, 1.0, 5.0]),
+)
+
+
+@given(problems, st.floats(0.01, 100), st.sampled_from([None, 0.1, 3.0]))
+@settings(max_examples=examples(10), deadline=None)
+def test_the_evidence_of_a_regression(problem: Problem, prior: float, noise: float | None) -> None:
+    variance = 1 / problem.precision if noise is None else noise
+    outputs = problem.model(problem.inputs).detach()
+    density = torch.distributions.Normal(outputs, variance**0.5)
+    likelihood = float(density.log_prob(problem.targets).sum())
+    laplace = Laplace(problem.curvature, prior, noise)
+    evidence = laplace.log_marginal_likelihood(likelihood)
+    assert evidence == pytest.approx(problem.evidence(prior, noise), rel=1e-9, abs=1e-9)
+
+
+@given(problems)
+@settings(max_examples=examples(10), deadline=None)
+def test_the_best_prior_is_better_than_all_others(problem: Problem) -> None:
+    prior = Laplace(problem.curvature).optimised().prior_precision
+    best = problem.evidence(prior)
+    # Flat at the top, and lower on both sides: no other prior is better.
+    step = 1e-3
+    slope = (problem.evidence(prior * (1 + step)) - problem.evidence(prior / (1 + step))) / step
+    assert abs(slope) < 1e-4
+    assert all(
+        problem.evidence(prior * 10**power) < best for power in (-4, -2, -1, -0.3, 0.3, 1, 2)
+    )
+
+
+@given(problems)
+@settings(max_examples=examples(10), deadline=None)
+def test_the_best_noise_is_better_than_all_others(problem: Problem) -> None:
+    residuals = problem.model(problem.inputs).detach() - problem.targets
+    laplace = Laplace(problem.curvature).optimised(residuals)
+    noise, prior = laplace.noise, laplace.prior_precision
+    assert noise is not None
+    best = problem.evidence(prior, noise)
+    for factor in torch.logspace(-1, 1, 9).tolist():
+        for other in torch.logspace(-1, 1, 9).tolist():
+            assert problem.evidence(prior * other, noise * factor) <= best + 1e-6
+    again = Laplace(problem.curvature, 3.0, 0.2).optimised(residuals)
+    assert again.noise == pytest.approx(noise, rel=1e-4)
+
+
+# -- probabilities ---------------------------------------------------------------------------------
+
+
+def test_probabilities_are_those_of_the_gaussian() -> None:
+    mean = randn(3, 4, seed=1)
+    root = randn(3, 4, 4, seed=2)
+    predictive = Predictive(mean, root @ root.mT)
+    variances = (root @ root.mT).diagonal(dim1=1, dim2=2)
+    probit = (mean / (1 + math.pi / 8 * variances).sqrt()).softmax(1)
+    torch.testing.assert_close(predictive.probabilities(), probit)
+    drawn = predictive.probabilities(20000, torch.Generator().manual_seed(0))
+    normal = torch.distributions.MultivariateNormal(mean, root @ root.mT)
+    averages = normal.sample((20000,)).softmax(-1).mean(0)
+    torch.testing.assert_close(drawn, averages, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1)])
+def test_a_single_output_is_a_binary_logit(shape: tuple[int, ...]) -> None:
+    mean = randn(*shape, seed=1)
+    predictive = Predictive(mean, torch.full((3, 1, 1), 2.0, dtype=torch.float64))
+    probit = (mean / (1 + math.pi / 4) ** 0.5).sigmoid()
+    torch.testing.assert_close(predictive.probabilities(), probit)
+    drawn = predictive.probabilities(20000, torch.Generator().manual_seed(0))
+    noise = randn(20000, seed=3).view(-1, *(1 for _ in shape)) * 2**0.5
+    torch.testing.assert_close(drawn, (mean + noise).sigmoid().mean(0), rtol=0, atol=0.02)
+
+
+def test_sampled_outputs_are_of_sampled_weights() -> None:
+    model, data = network().eval(), batches(6)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    curvature = soframe.Curvature(model, skip=["^0$"]).fit(data, cross_entropy)
+    laplace = Laplace(curvature, 2.0)
+    inputs = data[0][0]
+    outputs = laplace.outputs(inputs, 3, torch.Generator().manual_seed(4))
+    generator = torch.Generator().manual_seed(4)
+    for row in outputs:
+        sample = laplace.sample(1, generator)
+        assert set(sample) == {"2.weight", "2.bias", "3.weight", "3.bias"}
+        weights = before | {name: weight[0] for name, weight in sample.items()}
+        torch.testing.assert_close(row, functional_call(model, weights, (inputs,)).detach())
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_a_last_layer_and_inputs_of_several_tensors() -> None:
+    model, data = network().eval(), batches(6)
+    curvature = soframe.Curvature(model, skip=["^[02]$"]).fit(data, cross_entropy)
+
+    def forward(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        outputs: Tensor = model(inputs["x"])
+        return outputs
+
+    inputs = data[0][0]
+    laplace = Laplace(curvature, 2.0, forward=forward)
+    assert set(laplace.sample(1)) == {"3.weight", "3.bias"}
+    predictive = laplace.predictive({"x": inputs})
+    features = model[:3](inputs).detach()  # type: ignore[index]
+    features = torch.cat([features, torch.ones(6, 1).double()], 1)
+    outputs = model(inputs).detach()
+    gradients = (outputs.softmax(1) - torch.eye(3).double()[data[0][1]]).T
+    matrix = torch.kron(features.T @ features / 6, gradients @ gradients.T / 6)
+    inverse = torch.linalg.inv(6 * matrix + 2 * torch.eye(15).double())
+    rows = torch.stack([torch.kron(row, torch.eye(3).double()) for row in features.unsqueeze(1)])
+    covariance = rows @ inverse @ rows.mT
+    torch.testing.assert_close(predictive.covariance, covariance, rtol=1e-10, atol=1e-12)
+    assert laplace.outputs({"x": inputs}, 2).shape == (2, 6, 3)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def test_errors_have_a_remedy() -> None:
+    model, data = network(), batches(6)
+    curvature = soframe.Curvature(model)
+    with pytest.raises(RuntimeError, match=r"not fitted: call fit\(\)"):
+        Laplace(curvature)
+    curvature.fit(data, cross_entropy)
+    for prior in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"prior_precision must be positive.*optimised"):
+            Laplace(curvature, prior)
+    with pytest.raises(ValueError, match="noise must be positive"):
+        Laplace(curvature, noise=0.0)
+    with pytest.raises(ValueError, match="loss='squared-error'"):
+        Laplace(curvature, noise=0.5)
+    with pytest.raises(ValueError, match="loss='squared-error'"):
+        Laplace(curvature).optimised(torch.ones(3))
+    with pytest.raises(ValueError, match="residuals are all zero"):
+        Laplace(curvature).optimised(torch.zeros(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(ValueError, match="weights or the curvature are zero"):
+        Laplace(curvature).optimised()
+    preconditioner = soframe.Preconditioner(model, layers="all")
+    with pytest.raises(RuntimeError, match="curvature of a preconditioner"):
+        Laplace(preconditioner.curvature)
+    preconditioner.close()
+
+
+def test_samples_that_cannot_be_told_apart_are_refused() -> None:
+    kind = KINDS["experts"]()
+    with pytest.raises(ValueError, match=r"KernelsHelper.*skip"):
+        fitted(kind).predictive(kind.data()[0][0])
+    mixed = fill(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    curvature = soframe.Curvature(mixed).fit(batches(5), cross_entropy)
+    with pytest.raises(ValueError, match=r"model.eval\(\)"):
+        Laplace(curvature).predictive(batches(5)[0][0])
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def results(laplace: Laplace, inputs: Tensor) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    predictive = laplace.predictive(inputs)
+    return (
+        laplace.sample(2, generator),
+        predictive.covariance,
+        laplace.outputs(inputs, 1, generator),
+        [laplace.samples, laplace.optimised().prior_precision, laplace.effective_parameters],
+        laplace.log_marginal_likelihood(-2.0),
+    )
+
+
+def on_rank(rank: int, ranks: int, strategy: str) -> Any:
+    model, data = network(), batches(5, 4, 6)
+    curvature = soframe.Curvature(model, strategy=strategy)
+    curvature.fit(data[::2] if rank == 0 else data[1:2], cross_entropy)
+    return results(Laplace(curvature, 2.0), data[0][0])
+
+
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt"])
+def test_two_ranks_are_one_process(strategy: str) -> None:
+    model, data = network(), batches(5, 4, 6)
+    alone = soframe.Curvature(model).fit(data, cross_entropy)
+    expected = results(Laplace(alone, 2.0), data[0][0])
+    for result in run_ranks(on_rank, 2, strategy):
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)

@@ -1,0 +1,126 @@
+"""Merged weights solve the dense system."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import soframe
+from tests.curvature import fill, randn
+from tests.products.kinds import KINDS, Kind, loss
+from tests.products.table import taken
+from tests.products.test_fitting import batches, cross_entropy, network
+
+DAMPING = 0.05
+
+
+def moved(kind: Kind, seed: int) -> Kind:
+    """Return a kind with other weights, and a twin of these."""
+    model = copy.deepcopy(kind.model)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.add_(randn(*parameter.shape, seed=seed + number), alpha=0.3)
+    return Kind(model, kind.inputs, kind.parts)
+
+
+@pytest.mark.parametrize("name", ["Linear", "Conv2d, grouped", "LayerNorm", "a layer called twice"])
+def test_merged_weights_solve_the_dense_system(name: str) -> None:
+    first = KINDS[name]()
+    kinds = [first, moved(first, 10), moved(first, 20)]
+    curvatures, lefts, rights = [], [], []
+    for number, kind in enumerate(kinds):
+        data = [(inputs, targets + number) for inputs, targets in kind.data()]
+        curvatures.append(soframe.Curvature(kind.model, layers=kind.layers).fit(data, loss))
+        lefts.append(kind.matrices(data))
+        weights = {n: p.detach().unsqueeze(0) for n, p in kind.model.named_parameters()}
+        rights.append(taken(kind, weights))
+    merged = soframe.merging.merge(curvatures, damping=DAMPING, tolerance=1e-12)
+    rows = taken(first, {n: tensor.unsqueeze(0) for n, tensor in merged.items()})
+    for part, row in enumerate(rows):
+        size = row.shape[2]
+        matrix = DAMPING * torch.eye(size, dtype=torch.float64).expand(row.shape[1], -1, -1)
+        right = DAMPING * torch.stack([of[part][0] for of in rights]).mean(0)
+        for left, of_kind in zip(lefts, rights, strict=True):
+            matrix = matrix + left[part]
+            right = right + torch.einsum("gpq,gq->gp", left[part], of_kind[part][0])
+        solution = torch.linalg.solve(matrix, right.unsqueeze(2)).squeeze(2)
+        torch.testing.assert_close(row[0], solution, rtol=1e-8, atol=1e-10)
+
+
+def test_a_large_damping_gives_the_mean() -> None:
+    models = [network(), fill(network(), 7)]
+    fitted = []
+    for model in models:
+        curvature = soframe.Curvature(model, "ekfac", skip=["^0$"])
+        fitted.append(curvature.fit(batches(5), cross_entropy))
+    merged = soframe.merging.merge(fitted, damping=1e9)
+    assert set(merged) == set(dict(models[0].named_parameters()))
+    for name, tensor in merged.items():
+        mean = (models[0].get_parameter(name) + models[1].get_parameter(name)).detach() / 2
+        torch.testing.assert_close(tensor, mean, rtol=1e-6, atol=1e-6)
+    models[0].load_state_dict(merged, strict=False)
+
+
+def test_equal_models_stay() -> None:
+    model = network()
+    curvatures = [soframe.Curvature(model).fit(batches(5), cross_entropy)] * 2
+    merged = soframe.merging.merge(curvatures, damping=0.1)
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, model.get_parameter(name).detach())
+
+
+def _unfitted() -> list[soframe.Curvature]:
+    return [soframe.Curvature(network())]
+
+
+def _of_two(*second: Callable[[], soframe.Curvature]) -> list[soframe.Curvature]:
+    curvatures = [soframe.Curvature(network()), *(build() for build in second)]
+    return [curvature.fit(batches(5), cross_entropy) for curvature in curvatures]
+
+
+def _other_layers() -> soframe.Curvature:
+    return soframe.Curvature(network(), skip=["^0$"])
+
+
+def _other_model() -> soframe.Curvature:
+    return soframe.Curvature(fill(nn.Sequential(nn.Linear(3, 3))))
+
+
+def test_errors_have_a_remedy() -> None:
+    merge = soframe.merging.merge
+    with pytest.raises(ValueError, match="pass a fitted curvature"):
+        merge([], damping=1.0)
+    with pytest.raises(RuntimeError, match="not fitted"):
+        merge(_unfitted(), damping=1.0)
+    with pytest.raises(ValueError, match="damping must be positive"):
+        merge(_of_two(), damping=0.0)
+    with pytest.raises(ValueError, match=r"cover other parameters.*skip="):
+        merge(_of_two(_other_layers), damping=1.0)
+    with pytest.raises(ValueError, match="other names or shapes"):
+        merge(_of_two(_other_model), damping=1.0)
+    curvatures = _of_two(lambda: soframe.Curvature(fill(network(), 3)))
+    with pytest.raises(RuntimeError, match="raise the damping"):
+        merge(curvatures, damping=1e-6, tolerance=1e-13, iterations=1)
+
+
+def test_least_squares_of_two_halves_merge_into_that_of_all_data() -> None:
+    inputs, targets = randn(40, 3, seed=1), randn(40, 2, seed=2)
+    ones = torch.cat([inputs, torch.ones(40, 1).double()], 1)
+    statistics = soframe.Statistics(fisher="type-2", loss="squared-error")
+    curvatures = []
+    for half in (slice(0, 20), slice(20, 40)):
+        model = fill(nn.Sequential(nn.Linear(3, 2)))
+        solution = torch.linalg.lstsq(ones[half], targets[half]).solution
+        with torch.no_grad():
+            model.get_parameter("0.weight").copy_(solution[:3].T)
+            model.get_parameter("0.bias").copy_(solution[3])
+        curvature = soframe.Curvature(model, statistics=statistics)
+        curvatures.append(curvature.fit([(inputs[half], targets[half])], loss))
+    merged = soframe.merging.merge(curvatures, damping=1e-9, tolerance=1e-12)
+    solution = torch.linalg.lstsq(ones, targets).solution
+    torch.testing.assert_close(merged["0.weight"], solution[:3].T, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(merged["0.bias"], solution[3], rtol=1e-6, atol=1e-7)
