@@ -24,6 +24,12 @@ from soframe.products.fitting import LossOf, kept
 from soframe.products.vectors import Coordinates, Vector
 
 
+def _rotated(rows: Tensor, basis: Tensor | None) -> Tensor:
+    """Multiply rows ``[groups, samples, positions, n]`` by a basis ``[groups, n, n]``, or None."""
+    # One product for all samples: matmul would broadcast the basis to each.
+    return rows if basis is None else (rows.flatten(1, 2) @ basis).view_as(rows)
+
+
 @dataclass(frozen=True)
 class Rows:
     """The gradients of samples in a block, as rows of outputs and of inputs.
@@ -50,12 +56,7 @@ class Rows:
 
     def rotated(self, left: Tensor | None, right: Tensor | None) -> Rows:
         """Return the gradients ``L^T W R``, with None for the identity."""
-        rows, columns = self.left, self.right
-        if left is not None:
-            rows = rows @ left.unsqueeze(1)
-        if right is not None:
-            columns = columns @ right.unsqueeze(1)
-        return Rows(rows, columns)
+        return Rows(_rotated(self.left, left), _rotated(self.right, right))
 
     def dense(self) -> Tensor:
         """Return the gradients, ``[samples, groups, out, in]``."""
@@ -96,8 +97,7 @@ class Lookups:
         """Return the gradients ``L^T W R``, with None for the identity."""
         if right is not None:
             return Dense(self.dense()).rotated(left, right)
-        rows = self.left if left is None else self.left @ left.unsqueeze(1)
-        return Lookups(rows, self.indices, self.size)
+        return Lookups(_rotated(self.left, left), self.indices, self.size)
 
     def dense(self) -> Tensor:
         """Return the gradients, ``[samples, 1, out, in]``."""
