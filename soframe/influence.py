@@ -16,8 +16,10 @@ from torch import Tensor
 
 from soframe.curvature import Curvature
 from soframe.products.fitting import LossOf
+from soframe.products.queries import queries_of
 
 
+@torch.no_grad()
 def scores(
     curvature: Curvature,
     queries: Iterable[Any],
@@ -46,16 +48,16 @@ def scores(
         ValueError: If queries or training samples are missing, or see `Curvature.gradients`.
     """
     inverse = curvature.inverse(damping)
-    solved = [inverse @ curvature.gradients(batch, loss).dense() for batch in queries]
-    if not solved:
+    solved = queries_of(inverse, (curvature.gradients(batch, loss) for batch in queries))
+    if solved is None:
         raise ValueError("queries has no batches")
-    vectors = {name: torch.cat([part[name] for part in solved]) for name in solved[0]}
-    columns = [curvature.gradients(batch, loss).dot(vectors) for batch in train]
+    columns = [solved.dot(curvature.gradients(batch, loss)) for batch in train]
     if not columns:
         raise ValueError("train has no batches")
     return torch.cat(columns, 1)
 
 
+@torch.no_grad()
 def self_influence(
     curvature: Curvature, train: Iterable[Any], loss: LossOf, *, damping: float
 ) -> Tensor:
@@ -67,11 +69,12 @@ def self_influence(
     Raises:
         ValueError: If training samples are missing, or see `Curvature.gradients`.
     """
-    root, lengths = curvature.inverse(damping).sqrt(), []
+    inverse, lengths = curvature.inverse(damping), []
     for batch in train:
-        vectors = root @ curvature.gradients(batch, loss).dense()
-        squares = [tensor.flatten(1).square().sum(1) for tensor in vectors.values()]
-        lengths.append(torch.stack(squares).sum(0))
+        gradients = curvature.gradients(batch, loss)
+        solved = queries_of(inverse, [gradients])
+        assert solved is not None
+        lengths.append(solved.own(gradients))
     if not lengths:
         raise ValueError("train has no batches")
     return torch.cat(lengths)

@@ -112,14 +112,28 @@ class Operator:
             ValueError: If names or shapes do not fit, or if ranks that depend on each other's data
                 have passed different vectors.
         """
-        matrices = self.coordinates.matrices(vector)
+        products = self.apply(self.coordinates.matrices(vector))
+        return self.coordinates.vector(products, vector)
+
+    def apply(self, matrices: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+        """Multiply vectors as gradient matrices, ``[..., groups, out, in]``; as `__matmul__`."""
         self._require_alike(matrices)
         products = {
             block: spectrum.apply(matrices[block], self._of)
             for block, spectrum in self.spectra.items()
         }
-        leading = tuple(self.coordinates.leading(vector))
-        return self.coordinates.vector(shared(self.placed, products, leading), vector)
+        first = next(iter(matrices.values()))
+        return shared(self.placed, products, tuple(first.shape[:-3]))
+
+    def values(self, spectrum: Spectrum) -> Tensor:
+        """Return the eigenvalues of this matrix in a block, ``[groups, out, in]``."""
+        return self._of(spectrum.values)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks have all second-order data, and may multiply vectors of their own."""
+        everyone = set(range(self.placed.backend.world_size))
+        return all(set(place.gradient_workers) == everyone for _, place in self.placed)
 
     def sqrt(self) -> Operator:
         """Return the symmetric root: S with ``S S^T`` this matrix, for samples ``S @ noise``."""
@@ -190,8 +204,7 @@ class Operator:
 
     def _require_alike(self, matrices: Mapping[Block, Tensor]) -> None:
         """Check that ranks have the same vectors, where one computes products for others."""
-        everyone = set(range(self.placed.backend.world_size))
-        if all(set(place.gradient_workers) == everyone for _, place in self.placed):
+        if self.is_local:
             return
         # Extremes, since sums of the same entries may be rounded differently.
         extremes = [(float(m.min()), float(m.max())) for m in matrices.values() if m.numel()]

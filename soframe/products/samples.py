@@ -24,6 +24,12 @@ from soframe.products.fitting import LossOf, kept
 from soframe.products.vectors import Coordinates, Vector
 
 
+def _rotated(rows: Tensor, basis: Tensor | None) -> Tensor:
+    """Multiply rows ``[groups, samples, positions, n]`` by a basis ``[groups, n, n]``, or None."""
+    # One product for all samples: matmul would broadcast the basis to each.
+    return rows if basis is None else (rows.flatten(1, 2) @ basis).view_as(rows)
+
+
 @dataclass(frozen=True)
 class Rows:
     """The gradients of samples in a block, as rows of outputs and of inputs.
@@ -41,6 +47,16 @@ class Rows:
         """Whether rows are smaller than gradients."""
         positions, out, into = *self.left.shape[2:], self.right.shape[3]
         return positions * (out + into) < out * into
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The numbers of rows that a rotation of the left and of the right side multiplies."""
+        rows = self.left.shape[1] * self.left.shape[2]
+        return rows, rows
+
+    def rotated(self, left: Tensor | None, right: Tensor | None) -> Rows:
+        """Return the gradients ``L^T W R``, with None for the identity."""
+        return Rows(_rotated(self.left, left), _rotated(self.right, right))
 
     def dense(self) -> Tensor:
         """Return the gradients, ``[samples, groups, out, in]``."""
@@ -71,6 +87,18 @@ class Lookups:
     indices: Tensor
     size: int
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """See `Rows.rows`: on the right they are those of the gradients."""
+        _, samples, positions, out = self.left.shape
+        return samples * positions, samples * out
+
+    def rotated(self, left: Tensor | None, right: Tensor | None) -> Lookups | Dense:
+        """Return the gradients ``L^T W R``, with None for the identity."""
+        if right is not None:
+            return Dense(self.dense()).rotated(left, right)
+        return Lookups(_rotated(self.left, left), self.indices, self.size)
+
     def dense(self) -> Tensor:
         """Return the gradients, ``[samples, 1, out, in]``."""
         _, samples, _, out = self.left.shape
@@ -94,6 +122,17 @@ class Sum:
     first: Rows | Lookups | Dense
     second: Rows | Lookups | Dense
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """See `Rows.rows`."""
+        pairs = zip(self.first.rows, self.second.rows, strict=True)
+        left, right = (first + second for first, second in pairs)
+        return left, right
+
+    def rotated(self, left: Tensor | None, right: Tensor | None) -> Sum:
+        """Return the gradients ``L^T W R``, with None for the identity."""
+        return Sum(self.first.rotated(left, right), self.second.rotated(left, right))
+
     def dense(self) -> Tensor:
         """Return the gradients, ``[samples, groups, out, in]``."""
         return self.first.dense() + self.second.dense()
@@ -108,6 +147,21 @@ class Dense:
     """The gradients of samples in a block, ``[samples, groups, out, in]``."""
 
     matrices: Tensor
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """See `Rows.rows`."""
+        samples, _, out, into = self.matrices.shape
+        return samples * into, samples * out
+
+    def rotated(self, left: Tensor | None, right: Tensor | None) -> Dense:
+        """Return the gradients ``L^T W R``, with None for the identity."""
+        matrices = self.matrices
+        if left is not None:
+            matrices = left.mT @ matrices
+        if right is not None:
+            matrices = matrices @ right
+        return Dense(matrices)
 
     def dense(self) -> Tensor:
         """Return the gradients."""
@@ -184,7 +238,8 @@ def sample_gradients(
             value.backward()
     finally:
         capture.close()
-    return SampleGradients(collected.gradients(), collected.samples, coordinates)
+    with torch.no_grad():
+        return SampleGradients(collected.gradients(), collected.samples, coordinates)
 
 
 class _Collected:
@@ -233,6 +288,9 @@ class _Collected:
 
 def _joined(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Concatenate the positions of calls, dimension 2."""
+    if len(calls) == 1:
+        ((left, right),) = calls
+        return left.detach(), right.detach()
     return torch.cat([left for left, _ in calls], 2), torch.cat([right for _, right in calls], 2)
 
 

@@ -1,0 +1,113 @@
+"""Inner products of many samples with few queries, through a matrix of a curvature.
+
+In a block with the spectrum ``(R ⊗ L) diag(S) (R ⊗ L)^T`` the product of a query W_q and a sample
+W_t is the inner product of ``S * (L^T W_q R)`` and ``L^T W_t R``. Queries are kept as the former.
+Samples are rotated, which costs little as long as their gradients are rows. Over a long stream it
+would cost more than to rotate the queries back: each side is, when its samples have cost as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soframe.blocks.block import Block
+from soframe.products.operator import Operator
+from soframe.products.samples import Gradients, SampleGradients
+
+
+@dataclass(eq=False)
+class BlockQueries:
+    """Products of the matrix with the queries of a block.
+
+    Attributes:
+        matrices: ``[queries, groups, out, in]``, rotated by the bases below.
+        left: L, ``[groups, out, out]``; None for the identity.
+        right: R, ``[groups, in, in]``; None for the identity.
+    """
+
+    matrices: Tensor
+    left: Tensor | None = None
+    right: Tensor | None = None
+    left_rows: int = 0  # of samples that were rotated by L
+    right_rows: int = 0
+
+    def dot(self, gradients: Gradients) -> Tensor:
+        """Return inner products, ``[queries, samples]``."""
+        products = gradients.rotated(self.left, self.right).dot(self.matrices)
+        left_rows, right_rows = gradients.rows
+        self.left_rows += left_rows
+        self.right_rows += right_rows
+        queries, _, out, into = self.matrices.shape
+        if self.left is not None and self.left_rows > queries * into:
+            self.matrices, self.left = self.left @ self.matrices, None
+        if self.right is not None and self.right_rows > queries * out:
+            self.matrices, self.right = self.matrices @ self.right.mT, None
+        return products
+
+    def own(self, gradients: Gradients) -> Tensor:
+        """Return the inner product of each sample with the query of the same number."""
+        products = self.matrices * gradients.rotated(self.left, self.right).dense()
+        return products.flatten(1).sum(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """Products of a matrix with the gradients of queries."""
+
+    blocks: Mapping[Block, BlockQueries]
+
+    def dot(self, samples: SampleGradients) -> Tensor:
+        """Return inner products with the gradients of samples, ``[queries, samples]``."""
+        products = [queries.dot(samples.blocks[block]) for block, queries in self.blocks.items()]
+        return _total(products)
+
+    def own(self, samples: SampleGradients) -> Tensor:
+        """Return the inner product of each sample with the query of the same number."""
+        products = [queries.own(samples.blocks[block]) for block, queries in self.blocks.items()]
+        return _total(products)
+
+
+def _total(products: list[Tensor]) -> Tensor:
+    """Sum over blocks, whose dtypes and devices may differ."""
+    total = products[0]
+    for product in products[1:]:
+        total = total + product.to(total)
+    return total
+
+
+def queries_of(operator: Operator, batches: Iterable[SampleGradients]) -> Queries | None:
+    """Return the products of a matrix with the gradients of batches; None without a batch.
+
+    Every rank must call, with the same batches unless all ranks have all second-order data.
+    """
+    parts: dict[Block, list[Tensor]] = {}
+    for batch in batches:
+        for block, matrices in _products(operator, batch).items():
+            parts.setdefault(block, []).append(matrices)
+    if not parts:
+        return None
+    blocks = {}
+    for block in list(parts):
+        tensors = parts.pop(block)  # freed when they are joined
+        matrices = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        blocks[block] = BlockQueries(matrices)
+        if operator.is_local:
+            spectrum = operator.spectra[block]
+            blocks[block] = BlockQueries(matrices, spectrum.left, spectrum.right)
+    return Queries(blocks)
+
+
+def _products(operator: Operator, batch: SampleGradients) -> dict[Block, Tensor]:
+    """Return the products ``[samples, groups, out, in]`` by block, rotated on a local operator."""
+    if not operator.is_local:
+        dense = {block: gradients.dense() for block, gradients in batch.blocks.items()}
+        return operator.apply(dense)
+    products = {}
+    for block, spectrum in operator.spectra.items():
+        rotated = batch.blocks[block].rotated(spectrum.left, spectrum.right)
+        products[block] = rotated.dense() * operator.values(spectrum)
+    return products
