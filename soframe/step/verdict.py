@@ -152,10 +152,14 @@ class Verdict:
         """
         self._taken = True
         if self.good is not None:
-            written = {p for u in updates for b in u.blocks for p in b.parameters.values()}
-            others = home.of(p for p in parameters if p not in written)
-            tensors = [tensor for update in updates for tensor in update.tensors()]
-            keep_if(self.good, [*tensors, *others])
+            written: set[nn.Parameter] = set()
+            tensors: list[Tensor] = []
+            for update in updates:
+                tensors += update.tensors()
+                for block in update.blocks:
+                    written.update(block.parameters.values())
+            tensors += home.of(p for p in parameters if p not in written)
+            keep_if(self.good, tensors)
         write(updates, home)
 
     def commit(self, updates: Sequence[Update]) -> None:
