@@ -150,7 +150,7 @@ class Curvature(OfModel):
                 "distribution": distribution,
             }
             # A preconditioner may train the same model.
-            parts = parts_of(model, flat(settings), backend, stages, beside=True, means=True)
+            parts = parts_of(model, flat(settings), backend, stages, keeps_hooks=True, means=True)
         self._open(parts)
         stages.look_over(self.registration)
         self._fit = Fit(

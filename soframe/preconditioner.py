@@ -105,7 +105,7 @@ class Preconditioner(OfModel):
 
     curvature: Curvature
 
-    _beside = False  # whether another preconditioner may hook the same modules
+    _keeps_hooks = False  # whether another preconditioner may hook the same modules
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Preconditioner(OfModel):
                 self._settings,
                 self.backend,
                 stages,
-                beside=self._beside,
+                keeps_hooks=self._keeps_hooks,
                 common=(self._clipping,),
             )
             self._settings["fisher"] = parts.fisher.kind
@@ -582,12 +582,12 @@ class Preconditioner(OfModel):
             rank passes to collectives. Communication with other stages of a pipeline is the phase
             ``"stages"``.
         """
-        found, pipe = self.backend.traffic(), self._parts.stages.backend
+        traffic, pipe = self.backend.traffic(), self._parts.stages.backend
         if pipe is None:
-            return found
-        total, between = found.pop("total"), pipe.traffic()["total"]
+            return traffic
+        total, between = traffic.pop("total"), pipe.traffic()["total"]
         both = {key: total[key] + between[key] for key in total}
-        return {**found, PHASE: between, "total": both}
+        return {**traffic, PHASE: between, "total": both}
 
     def measure(self, *, norms: bool | None = None, times: bool | None = None) -> None:
         """Choose the measurements of all steps from the next one on; by default none, at no cost.

@@ -146,7 +146,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in GROUPS:
         group = group_of(name, settings)
         names = [field.name for field in dataclasses.fields(group)]
-        alone.update({one: getattr(group, one) for one in names})
+        alone.update({name: getattr(group, name) for name in names})
     return alone
 
 

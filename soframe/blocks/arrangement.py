@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -88,7 +88,10 @@ class Arrangement:
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all blocks, in their order."""
-        return [p for block in self.blocks for p in block.parameters.values()]
+        parameters: list[nn.Parameter] = []
+        for block in self.blocks:
+            parameters += block.parameters.values()
+        return parameters
 
     def used(self) -> tuple[int, ...]:
         """Return the blocks with a gradient."""
@@ -125,13 +128,12 @@ class Arrangement:
             return None
         (windows,) = self._windows
         start, blocks = tensor.storage_offset(), len(self.blocks)
-        each = [
-            tensor.as_strided(
-                (blocks, *size), (tensor.numel() // blocks, *stride), start + offset
-            ).unbind(0)
-            for size, stride, offset in windows or ()
-        ]
-        return [part for of_block in zip(*each, strict=True) for part in of_block]
+        step = tensor.numel() // blocks
+        parts_of_names: list[Sequence[Tensor]] = []  # by name in the block: a part for each block
+        for size, stride, offset in windows or ():
+            view = tensor.as_strided((blocks, *size), (step, *stride), start + offset)
+            parts_of_names.append(view.unbind(0))
+        return list(chain.from_iterable(zip(*parts_of_names, strict=True)))
 
     def with_values(self, tensor: Tensor | None, members: Members, values: Tensor) -> Tensor:
         """Return a tensor of the stack with other values for some blocks, in other memory."""
@@ -166,17 +168,19 @@ def _windows(block: Block, matrix: Tensor, in_order: bool) -> _Windows | None:
     named = block.layout.unpack(matrix)
     parts = [named[name] for name in block.parameters]
     memory = memory_of(matrix)
-    plain = all(memory_of(p) == memory and p.dtype == matrix.dtype for p in parts)
-    if not plain or sum(part.numel() for part in parts) != matrix.numel():
+    if sum(part.numel() for part in parts) != matrix.numel():
         return None
-    start = matrix.storage_offset()
-    begins = accumulate((part.numel() for part in parts[:-1]), initial=start)
-    placed = [
-        p.is_contiguous() and p.storage_offset() == at for p, at in zip(parts, begins, strict=True)
-    ]
-    if in_order and not all(placed):
-        return None
-    return tuple((tuple(p.shape), p.stride(), int(p.storage_offset() - start)) for p in parts)
+    windows: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+    start = end = int(matrix.storage_offset())  # of the parts so far
+    for part in parts:
+        if memory_of(part) != memory or part.dtype != matrix.dtype:
+            return None
+        begin = int(part.storage_offset())
+        if in_order and not (part.is_contiguous() and begin == end):
+            return None
+        windows.append((tuple(part.shape), part.stride(), begin - start))
+        end += part.numel()
+    return tuple(windows)
 
 
 def _runs(members: Members) -> list[tuple[int, int]]:

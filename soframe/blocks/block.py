@@ -84,8 +84,7 @@ class Block(BlockSpec):
 
     def damped_with(self, damping: float) -> float:
         """Return the block's damping, given the preconditioner's."""
-        own = self.record.damping
-        return damping if own is None else own
+        return damping if self.record.damping is None else self.record.damping
 
     def damp(self, damping: float | None) -> None:
         """Damp the block with a damping of its own; None for the preconditioner's."""
@@ -132,34 +131,35 @@ class Block(BlockSpec):
     def gradient(self) -> Tensor:
         """Return the gradient ``[groups, out, in]`` in the factors' dtype, with zeros for None."""
         assert not self.shards, "the gradient is in parts, which have to be gathered first"
-        each = self.home.each(list(self.parameters.values()))
-        tensors = {
-            name: torch.zeros_like(parameter) if gradient is None else gradient
-            for (name, parameter), gradient in zip(self.parameters.items(), each, strict=True)
-        }
+        gradients = self.home.each(list(self.parameters.values()))
+        tensors: dict[str, Tensor] = {}
+        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
+            tensors[name] = torch.zeros_like(parameter) if gradient is None else gradient
         return self.layout.pack(tensors).to(self.dtype)
 
     def parts(self) -> dict[str, Tensor]:
         """Return this rank's part of each gradient by name, in the shape of the home's `local`."""
-        home = self.home
-        found = {}
+        parts: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            gradient = home.read(parameter)
-            found[name] = torch.zeros_like(home.local(parameter)) if gradient is None else gradient
-        return found
+            gradient = self.home.read(parameter)
+            if gradient is None:
+                gradient = torch.zeros_like(self.home.local(parameter))
+            parts[name] = gradient
+        return parts
 
-    def assemble(self, wholes: Mapping[str, Tensor]) -> Tensor:
+    def assemble(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Pack whole gradients into ``[groups, out, in]``, in the factors' dtype.
 
         A whole gradient has the elements of its parameter, in any shape.
         """
-        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
-        tensors = {name: whole.reshape(shapes[name]) for name, whole in wholes.items()}
+        tensors: dict[str, Tensor] = {}
+        for name, gradient in gradients.items():
+            tensors[name] = gradient.reshape(self.parameters[name].shape)
         return self.layout.pack(tensors).to(self.dtype)
 
 
-def factor_dtype(parameters: Sequence[nn.Parameter], wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which factors are solved: ``wanted``, or the parameters', of 32 bits."""
-    if wanted is not None and wanted.itemsize >= 4:
-        return wanted
+def factor_dtype(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which factors are solved: ``dtype``, or the parameters', of 32 bits."""
+    if dtype is not None and dtype.itemsize >= 4:
+        return dtype
     return torch.promote_types(parameters[0].dtype.to_real(), torch.float32)

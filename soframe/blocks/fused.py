@@ -8,6 +8,7 @@ that class, and the sizes follow from its own attributes. Layouts that interleav
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,7 @@ def _thirds(module: Any, out: int) -> list[int]:
 
 def _splits(module: Any, out: int) -> list[int]:
     """GPT-2: queries, keys and values, or in cross-attention keys and values."""
-    return [module.split_size] * (out // module.split_size)
+    return list(repeat(module.split_size, out // module.split_size))
 
 
 def _grouped(module: Any, out: int) -> list[int]:
@@ -61,6 +62,6 @@ def fused_sizes(module: nn.Module, name: str, out: int) -> list[int] | None:
     for base in type(module).__mro__:
         child, sizes = FUSED.get(f"{base.__module__}.{base.__qualname__}", (None, _halves))
         if child == name and type(module).forward is base.forward:  # type: ignore[attr-defined]
-            found = sizes(module, out)
-            return found if sum(found) == out and min(found) > 0 else None
+            parts = sizes(module, out)
+            return parts if sum(parts) == out and min(parts) > 0 else None
     return None

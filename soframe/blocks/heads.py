@@ -19,12 +19,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 _NAMED = re.compile(r"(\w+_)?heads?|classifier|output|score")
-_GIVEN = ("get_output_embeddings", "get_classifier")
+_GETTERS = ("get_output_embeddings", "get_classifier")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class Heads:
     guessed: bool = False
 
 
+class _End(NamedTuple):
+    """A layer that makes outputs, and whether it is taken for a head for no other reason."""
+
+    layer: nn.Linear | _ConvNd
+    guessed: bool
+
+
 def heads_of(model: nn.Module, part: nn.Module) -> Heads:
     """Return the heads in a part of a model."""
     modules = list(model.modules())
@@ -49,35 +57,44 @@ def heads_of(model: nn.Module, part: nn.Module) -> Heads:
     within = modules if part is model else part.modules()
     linear = [m for m in within if isinstance(m, nn.Linear)]
     tied = [m for m in linear if id(m.weight) in embeddings]
-    # A weight that is computed of others, by a parametrization, is no parameter.
-    ends: list[tuple[nn.Linear | _ConvNd, bool]] = [(layer, False) for layer in tied]
-    ends = ends or list(_ends(part))
-    weights = [(layer._parameters.get("weight"), guessed) for layer, guessed in ends]
-    return Heads(
-        [weight for weight, _ in weights if weight is not None],
-        tied=bool(tied),
-        guessed=all(guessed for weight, guessed in weights if weight is not None),
-    )
+    ends = [_End(layer, guessed=False) for layer in tied] or list(_ends(part))
+    weights: list[nn.Parameter] = []
+    guesses: list[bool] = []
+    for end in ends:
+        # A weight that is computed of others, by a parametrization, is no parameter.
+        weight = end.layer._parameters.get("weight")
+        if weight is not None:
+            weights.append(weight)
+            guesses.append(end.guessed)
+    return Heads(weights, tied=bool(tied), guessed=all(guesses))
 
 
-def _ends(module: nn.Module, *, guessed: bool = True) -> Iterator[tuple[nn.Linear | _ConvNd, bool]]:
-    """Yield the layers that make a module's outputs, and whether each is a guess."""
+def _ends(module: nn.Module, *, guessed: bool = True) -> Iterator[_End]:
+    """Yield the layers that make a module's outputs."""
     if isinstance(module, nn.Linear | _ConvNd):
-        yield module, guessed
+        yield _End(module, guessed)
         return
-    children, is_guess = _last(module)
+    children, is_guess = _named_heads(module), False
+    if not children:
+        children, is_guess = _last(module)
     for child in children:
         yield from _ends(child, guessed=guessed and is_guess)
 
 
+def _named_heads(module: nn.Module) -> list[nn.Module]:
+    """Return the heads that a module names by a method."""
+    for getter in _GETTERS:
+        heads = getattr(module, getter)() if callable(getattr(module, getter, None)) else None
+        # timm's distilled models have two.
+        named = heads if isinstance(heads, tuple) else (heads,)
+        present = [head for head in named if head is not None]
+        if present:
+            return present
+    return []
+
+
 def _last(module: nn.Module) -> tuple[list[nn.Module], bool]:
     """Return the children, or layers, that make a module's outputs, and whether it is a guess."""
-    for getter in _GIVEN:
-        found = getattr(module, getter)() if callable(getattr(module, getter, None)) else None
-        # timm's distilled models have two.
-        every = [m for m in (found if isinstance(found, tuple) else (found,)) if m is not None]
-        if every:
-            return every, False
     named = {n: m for n, m in module.named_children() if _has_parameters(m)}
     children, lists = list(named.values()), nn.ModuleList | nn.ModuleDict
     # DeepSpeed's PipelineModule runs its children by their numbers.
@@ -95,5 +112,5 @@ def _last(module: nn.Module) -> tuple[list[nn.Module], bool]:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    own = module._parameters.values()  # first: walking over modules takes a while
-    return any(p is not None for p in own) or next(module.parameters(), None) is not None
+    parameters = module._parameters.values()  # first: walking over modules takes a while
+    return any(p is not None for p in parameters) or next(module.parameters(), None) is not None

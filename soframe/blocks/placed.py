@@ -33,10 +33,10 @@ class PlacedBlocks:
 
     def __post_init__(self) -> None:
         blocks, places = self.blocks, self.placement.blocks
-        stacks = [
-            Stack([blocks[i] for i in members], [places[i] for i in members])
-            for members in self.placement.stacks
-        ]
+        stacks: list[Stack] = []
+        for members in self.placement.stacks:
+            of_stack = [blocks[index] for index in members]
+            stacks.append(Stack(of_stack, [places[index] for index in members]))
         object.__setattr__(self, "rank", self.backend.rank)
         object.__setattr__(self, "stacks", tuple(stacks))
         object.__setattr__(self, "captured", tuple(b for b in blocks if b.captured))
@@ -48,8 +48,12 @@ class PlacedBlocks:
     def members(self, blocks: Sequence[Block]) -> dict[Stack, tuple[int, ...]]:
         """Return the stacks of some blocks, in the order of all stacks, with their members."""
         chosen = set(blocks)
-        found = {s: tuple(i for i, b in enumerate(s.blocks) if b in chosen) for s in self.stacks}
-        return {stack: members for stack, members in found.items() if members}
+        members_of: dict[Stack, tuple[int, ...]] = {}
+        for stack in self.stacks:
+            members = tuple(i for i, block in enumerate(stack.blocks) if block in chosen)
+            if members:
+                members_of[stack] = members
+        return members_of
 
     def keep(self, error: Exception, stack: Stack) -> None:
         """Raise an error of the middle of a step; with other ranks keep it: they go on."""

@@ -157,11 +157,25 @@ _UNCALLED: Mapping[str, tuple[str, ...]] = {
 
 def _uncalled(kind: type[nn.Module]) -> list[tuple[str, str]]:
     """Return the names of a class and of a submodule, for each that its modules do not call."""
-    return [
-        (f"{'nn.' * base.__module__.startswith('torch.nn.')}{base.__name__}", child)
-        for base in kind.__mro__
-        for child in _UNCALLED.get(f"{base.__module__}.{base.__qualname__}", ())
-    ]
+    uncalled: list[tuple[str, str]] = []
+    for base in kind.__mro__:
+        name = base.__name__
+        if base.__module__.startswith("torch.nn."):
+            name = f"nn.{name}"
+        children = _UNCALLED.get(f"{base.__module__}.{base.__qualname__}", ())
+        uncalled += [(name, child) for child in children]
+    return uncalled
+
+
+def _uncalled_in(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
+    """Return by name why modules have no block whose parameters others use."""
+    children_of = {kind: _uncalled(kind) for kind in {type(module) for _, module in modules}}
+    uncalled: dict[str, str] = {}
+    for name, module in modules:
+        for kind, child in children_of[type(module)]:
+            full = f"{name}.{child}" if name else child
+            uncalled[full] = Reason.UNCALLED.format(kind)
+    return uncalled
 
 
 def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
@@ -190,22 +204,16 @@ class Registration:
     def __init__(
         self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], choices: Choices
     ) -> None:
+        _require_helpers(choices.layers)
         self._choices = choices
         self._used: set[str] = set()
         self._reasons: dict[int, str] = {}
         self._notes: dict[str, str] = {}
         # By pattern of `layers`, for each parameter: why the helper does not serve it, or "".
         self._unserved: dict[str, list[str]] = {}
-        given: Mapping[str, object] = choices.layers
-        for pattern, helper in given.items():
-            known = isinstance(helper, type) and issubclass(helper, LayerHelper)
-            if helper != "all" and not known:
-                raise TypeError(
-                    f"layers[{pattern!r}] must be a LayerHelper class or 'all', not {helper!r}"
-                )
         self._methods = _PerLayer("method", choices.method, Method)
         if choices.forward_only:
-            self._methods.change(lambda one: one.forward_only() if one.captures else one)
+            self._methods.change(_forward_only)
         # The choice; if the user left it open, its name, or None if no block has it.
         self.solver = choices.solver
         # All blocks alike, if the user left it open. Where both were measured Cholesky takes no
@@ -214,19 +222,11 @@ class Registration:
         self._by_default = "eigen" if choices.dtype == torch.bfloat16 else "inverse"
         self._solvers = self._solve_by(self._by_default if self.solver is None else self.solver)
         self._eigen = self._solve_by("eigen").choose("")
-        self._auxiliary: Method | None = None
-        if choices.auxiliary is not None:
-            self._auxiliary = KINDS["method"].build(choices.auxiliary, Method)
-            if self._auxiliary.captures:
-                raise ValueError(
-                    f"auxiliary={choices.auxiliary!r} reads calls of layers, but the auxiliary "
-                    f"method updates single parameters from their gradients: choose it for layers "
-                    f"by patterns of method=, and pass auxiliary='adamw', for example"
-                )
-        every = (*self._methods.all(), *filter(None, [self._auxiliary]))
-        for each in every:
-            _require_direction(each)
-        self._captures = {id(each): each.captures for each in every}
+        self._auxiliary = _auxiliary(choices.auxiliary)
+        methods = [*self._methods.all(), *filter(None, [self._auxiliary])]
+        for method in methods:
+            _require_direction(method)
+        self._captures = {id(method): method.captures for method in methods}
         self.blocks: list[Block] = []
         self._kinds: dict[object, Block] = {}  # the first block of each kind
         self._in_block: set[int] = set()
@@ -237,15 +237,12 @@ class Registration:
         self._asked = ""  # the last block that would have no place in its method as a head
         self._names: dict[int, list[str]] = {}
         self._by_name: dict[str, nn.Module] = {}  # of a wrapper and its module the module
-        modules: dict[int, nn.Module] = {}
-        for full, module in model.named_modules(remove_duplicate=False):
-            name = plain_name(full)
-            self._names.setdefault(id(module), []).append(name)
-            self._by_name[name] = modules[id(module)] = module
-        self._modules = [(self._names[i][0], m) for i, m in modules.items() if m._parameters]
+        self._modules: list[tuple[str, nn.Module]] = []  # with parameters
+        self._find_modules(model)
         self._parameters = [(plain_name(name), p) for name, p in named]
         self._overridden: dict[tuple[type, type], str | None] = {}
         self._sharers = self._find_sharers()
+        self._uncalled = _uncalled_in(self._modules)
         for layer in list(self._collect()):
             self._decide(layer)
         self._register_parameters()
@@ -259,47 +256,59 @@ class Registration:
 
     # -- candidates -----------------------------------------------------------------------------
 
+    def _find_modules(self, model: nn.Module) -> None:
+        """Find the modules, by their names without wrappers."""
+        modules: dict[int, nn.Module] = {}
+        for full, module in model.named_modules(remove_duplicate=False):
+            name = plain_name(full)
+            self._names.setdefault(id(module), []).append(name)
+            self._by_name[name] = modules[id(module)] = module
+        self._modules = [(self._names[i][0], m) for i, m in modules.items() if m._parameters]
+
     def _find_sharers(self) -> dict[int, list[tuple[str, nn.Module]]]:
         """Return the modules that have each parameter, by its id."""
         sharers: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, module in self._modules:
             skipped = self._skipping(module) is not None
             for parameter in module._parameters.values():
-                if parameter is not None:
-                    if not skipped:
-                        _require_initialised(name, module, parameter)
-                    sharers.setdefault(id(parameter), []).append((name, module))
-                    if isinstance(module, nn.Embedding):
-                        self._embeddings.add(id(parameter))
+                if parameter is None:
+                    continue
+                if not skipped:
+                    _require_initialised(name, module, parameter)
+                sharers.setdefault(id(parameter), []).append((name, module))
+                if isinstance(module, nn.Embedding):
+                    self._embeddings.add(id(parameter))
         return sharers
 
     def _collect(self) -> Iterator[list[_Candidate]]:
         """Yield the layers of methods that read calls: the modules that share a weight."""
-        uncalled = {kind: _uncalled(kind) for kind in {type(m) for _, m in self._modules}}
         chooses = cache(_chooses)
-        self._uncalled = {
-            f"{n}.{child}" if n else child: Reason.UNCALLED.format(kind)
-            for n, m in self._modules
-            for kind, child in uncalled[type(m)]
-        }
         done: set[int] = set()
         for name, module in self._modules:
             if id(module) in done or not self._is_observed(name):
                 continue
-            one = self._candidate(name, module)
-            weight = parameter_of(module, "weight")
-            members = [one]
-            if one.helper is not None and one.reason is None and chooses(one.helper):
-                paths = {key.rpartition(".")[0] for key in one.helper.names(module)}
+            candidate = self._candidate(name, module)
+            helper = candidate.helper
+            if helper is not None and candidate.reason is None and chooses(helper):
+                # The helper has parameters of submodules, too.
+                layer = [candidate]
+                paths = {key.rpartition(".")[0] for key in helper.names(module)}
                 done.update(id(module.get_submodule(path)) for path in paths)
-            elif weight is not None:
-                shared = {id(m): (n, m) for n, m in self._sharers[id(weight)]}
-                members = [
-                    one if member is module else self._candidate(its_name, member)
-                    for its_name, member in shared.values()
-                ]
-            done.update(id(member.module) for member in members)
-            yield members
+            else:
+                layer = self._layer(candidate)
+            done.update(id(member.module) for member in layer)
+            yield layer
+
+    def _layer(self, candidate: _Candidate) -> list[_Candidate]:
+        """Return the modules that share the weight of one."""
+        weight = parameter_of(candidate.module, "weight")
+        if weight is None:
+            return [candidate]
+        layer = []
+        for name, module in {id(m): (n, m) for n, m in self._sharers[id(weight)]}.values():
+            is_same = module is candidate.module
+            layer.append(candidate if is_same else self._candidate(name, module))
+        return layer
 
     def _candidate(self, name: str, module: nn.Module) -> _Candidate:
         helper = self._helper_class(name, module)
@@ -346,9 +355,9 @@ class Registration:
             chosen = self._choices.layers[pattern]
             if chosen != "all":
                 return chosen
-        found = KINDS["layer"].lookup(type(module), optional=pattern is not None)
-        assert found is None or issubclass(found, LayerHelper)
-        return found
+        helper = KINDS["layer"].lookup(type(module), optional=pattern is not None)
+        assert helper is None or issubclass(helper, LayerHelper)
+        return helper
 
     def _is_observed(self, name: str) -> bool:
         """Return whether a module's method reads calls; without one, True if none is auxiliary."""
@@ -359,23 +368,27 @@ class Registration:
 
     def _decide(self, layer: Sequence[_Candidate]) -> None:
         """Add the blocks of a layer, or note why it has none."""
-        refused = [one for one in layer if one.reason is not None]
-        for one in layer if refused else ():
-            why = f"{type(one.module).__name__}: {one.reason}"
-            if one.reason is None:
-                why = Reason.SHARED.format(refused[0].name, refused[0].reason)
-            self._explain(one.module, why)
-        if refused or not (trained := self._trained(layer)):
+        refused = [candidate for candidate in layer if candidate.reason is not None]
+        if refused:
+            for candidate in layer:
+                why = f"{type(candidate.module).__name__}: {candidate.reason}"
+                if candidate.reason is None:
+                    why = Reason.SHARED.format(refused[0].name, refused[0].reason)
+                self._explain(candidate.module, why)
+            return
+        if not (trained := self._trained(layer)):
             return
         name = layer[0].name
         method: Method = self._methods.choose(name)
-        made = [
-            one.helper.of(one.module, trained, joint=method.joint) for one in layer if one.helper
-        ]
-        for helpers in zip(*made, strict=True):
-            for one, helper in zip(layer, helpers, strict=True):
-                _require_own_parameters(one.name, helper)
-            self._add(name, layer, method, helpers)
+        helpers_of_modules = []  # by module: a helper for each block
+        for candidate in layer:
+            assert candidate.helper is not None  # it is not refused
+            helpers = candidate.helper.of(candidate.module, trained, joint=method.joint)
+            helpers_of_modules.append(helpers)
+        for block_helpers in zip(*helpers_of_modules, strict=True):
+            for candidate, helper in zip(layer, block_helpers, strict=True):
+                _require_own_parameters(candidate.name, helper)
+            self._add(name, layer, method, block_helpers)
         for key in () if method.joint else trained:
             parameter = parameter_of(layer[0].module, key)
             if id(parameter) not in self._in_block:
@@ -384,32 +397,37 @@ class Registration:
     def _trained(self, layer: Sequence[_Candidate]) -> list[str]:
         """Return the names of the parameters that a layer's blocks can have, and explain others."""
         trained = []
-        members = {id(one.module) for one in layer}
-        for one in layer:
-            assert one.helper is not None
-            names = one.helper.names(one.module)
-            for key in dict.fromkeys([*names, *one.module._parameters]):
-                parameter = parameter_of(one.module, key)
-                if parameter is None and key in names:
-                    raise ValueError(
-                        f"module {one.name!r}: {one.helper.__name__}.names() has {key!r}, and "
-                        f"{type(one.module).__name__} has no such parameter"
-                    )
+        for candidate in layer:
+            helper, module = candidate.helper, candidate.module
+            assert helper is not None
+            names = helper.names(module)
+            for key in dict.fromkeys([*names, *module._parameters]):
+                parameter = parameter_of(module, key)
                 if parameter is None:
+                    if key in names:
+                        raise ValueError(
+                            f"module {candidate.name!r}: {helper.__name__}.names() has {key!r}, "
+                            f"and {type(module).__name__} has no such parameter"
+                        )
                     continue
-                # A block has a parameter only if it has all of its gradient.
-                owners = {id(owner) for _, owner in self._sharers[id(parameter)]}
-                others = (other.module for other in layer if other is not one)
-                alike = all(parameter_of(other, key) is parameter for other in others)
                 if not parameter.requires_grad:
                     self._reasons[id(parameter)] = FROZEN
                 elif key not in names:
-                    self._reasons[id(parameter)] = Reason.LEFT_OUT.format(one.helper.__name__)
-                elif not alike or (len(owners) > 1 and not owners <= members):
+                    self._reasons[id(parameter)] = Reason.LEFT_OUT.format(helper.__name__)
+                elif self._is_apart(layer, key, parameter):
                     self._reasons[id(parameter)] = Reason.APART.format(key)
-                elif one is layer[0]:
+                elif candidate is layer[0]:
                     trained.append(key)
         return trained
+
+    def _is_apart(self, layer: Sequence[_Candidate], key: str, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is not shared by the same modules as the layer's weight."""
+        # A block has a parameter only if it has all of its gradient.
+        owners = {id(module) for _, module in self._sharers[id(parameter)]}
+        members = {id(candidate.module) for candidate in layer}
+        if len(owners) > 1 and not owners <= members:
+            return True
+        return any(parameter_of(c.module, key) is not parameter for c in layer)
 
     def _add(
         self,
@@ -433,7 +451,8 @@ class Registration:
         reason = reason or self._unsuited(full, method, first)
         if reason is None:
             if len(layer) > 1:
-                self._notes[full] = "shared by " + ", ".join(one.name for one in layer)
+                names = ", ".join(candidate.name for candidate in layer)
+                self._notes[full] = f"shared by {names}"
             if (pattern := first_match(self._choices.layers, name)) is not None:
                 self._unserved.setdefault(pattern, []).append("")
             self._append(full, method, helpers)
@@ -489,8 +508,8 @@ class Registration:
             block.share(first)
             self.blocks.append(block)
             return
-        for one in block.helpers:
-            _require_matrix(block.name, one)
+        for helper in block.helpers:
+            _require_matrix(block.name, helper)
         require_declared(block.method, block.factors, block.shape)
         try:
             for why in self._refusals(block):
@@ -501,9 +520,9 @@ class Registration:
                 raise
             self._by_default, self._solvers = "eigen", self._solve_by("eigen")
             earlier, self.blocks, self._kinds = self.blocks, [], {}
-            for each in (*earlier, block):
-                solver = self._solvers.choose("") if each.method.captures else each.solver
-                self._admit(replace(each, solver=solver))
+            for former in (*earlier, block):
+                solver = self._solvers.choose("") if former.method.captures else former.solver
+                self._admit(replace(former, solver=solver))
         else:
             self.blocks.append(block)
 
@@ -516,7 +535,7 @@ class Registration:
 
     def _refusals(self, block: Block) -> Iterator[str]:
         """Yield why the method, its solvers or its factors do not serve the chosen settings."""
-        choices, method, damping = self._choices, block.method, self._choices.damping
+        choices, method = self._choices, block.method
         if choices.scaling not in method.scalings:
             yield (
                 f"{method!r} is not defined under scaling={choices.scaling!r}: pass "
@@ -527,25 +546,21 @@ class Registration:
                 f"{method!r} takes means of output gradients, which are those of the loss alone: "
                 f"pass Statistics(fisher='empirical'), or skip the module"
             )
-        for chosen, numbers in block.solvers:
-            mine = [block.solved_here[number][1] for number in numbers]
-            if (why := chosen.unsupported(mine)) is not None:
-                yield f"{chosen!r} cannot solve the factors of {method!r}: {why}"
-        if block.captured and not block.solved_here and damping is not None and damping.per_block:
+        for solver, numbers in block.solvers:
+            factors = [block.solved_here[number][1] for number in numbers]
+            if (why := solver.unsupported(factors)) is not None:
+                yield f"{solver!r} cannot solve the factors of {method!r}: {why}"
+        damping = choices.damping
+        is_relative = damping is not None and damping.per_block
+        if is_relative and block.captured and not block.solved_here:
             yield (
                 f"{damping!r} is relative to factors that are solved, and {method!r} has none: "
                 f"pass a number for damping=, or skip the module"
             )
-        counted = any(helper.counts_inputs for helper in block.helpers)
-        odd = [
-            factor
-            for factor in block.captured
-            if factor.mean_over == "group rows" or (counted and factor.kind == "diagonal")
-        ]
-        if odd and choices.scaling != "fisher":
+        if choices.scaling != "fisher" and (names := _beyond_kaisa(block)):
             yield (
                 f"scaling={choices.scaling!r} knows no diagonal factors, nor means over the rows "
-                f"of each group ({', '.join(f.name for f in odd)}): pass "
+                f"of each group ({', '.join(names)}): pass "
                 f"Statistics(scaling='fisher'), or "
                 f"skip the module"
             )
@@ -598,9 +613,9 @@ class Registration:
         if parameter.dim() > 2 and min(out, into) > 1:
             matrices = f"taken as {groups} matrices" if groups > 1 else "flattened to a matrix"
             self._notes.setdefault(full, f"{matrices} {out}x{into}")
-        sharers = [n for n, _ in self._sharers[id(parameter)]]
-        if len(set(sharers)) > 1:
-            self._notes[full] = "shared by " + ", ".join(dict.fromkeys(sharers))
+        sharers = dict.fromkeys(name for name, _ in self._sharers[id(parameter)])
+        if len(sharers) > 1:
+            self._notes[full] = f"shared by {', '.join(sharers)}"
         self._append(full, method, (), layout)
         return None
 
@@ -610,45 +625,49 @@ class Registration:
         if any(p.is_complex() for p in parameters.values()) and method.factors(layout.shape):
             return "it is complex, and factors are of real matrices"
         ids = set(map(id, parameters.values()))
-        is_tied, is_head = bool(ids & self._embeddings), bool(ids & self._heads)
+        is_tied = not self._embeddings.isdisjoint(ids)
+        is_head = not self._heads.isdisjoint(ids)
         layer = self._names[id(layout.module)][0]
         is_guess = is_head and self._guessed and not is_tied
+        is_hidden_by_name = is_guess and self._methods.names(layer)
         candidate = Candidate(
             name=name,
             module=layout.module,
             parameters=tuple(parameters),
             shape=BlockShape(*layout.shape),
-            last=is_tied or (is_head and not (is_guess and self._methods.names(layer))),
+            last=(is_tied or is_head) and not is_hidden_by_name,
         )
         reason = method.unsuited(candidate)
-        if reason is not None and is_guess:
-            is_suited_hidden = method.unsuited(replace(candidate, last=False)) is None
-            if is_suited_hidden:
+        if reason is not None:
+            if is_guess and method.unsuited(replace(candidate, last=False)) is None:
                 return _GUESS.format(f"^{re.escape(layer)}$", _name(method))
-        asks = not (self._heads or self._choices.skip or self._choices.staged)
-        if asks and reason is None and method.unsuited(replace(candidate, last=True)) is not None:
+            return reason
+        # Where the model shows no head, any layer may be it.
+        if self._is_open and method.unsuited(replace(candidate, last=True)) is not None:
             self._asked = name
-        return reason
+        return None
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether neither the model nor the choices show the head."""
+        return not (self._heads or self._choices.skip or self._choices.staged)
 
     def _layout(self, name: str, module: nn.Module, key: str) -> Layout:
         """Return the layout of one parameter: its helper's if its shape differs, else plain."""
         plain = plain_layout(module, key)
         helper = self._helper_class(name, module)
         if helper is None:
-            known = KINDS["layer"].lookup(type(module), optional=True)
-            if known is not None and issubclass(known, LayerHelper) and known.transposed:
-                helper = known
+            helper = _transposing(module)
         if helper is None:
             return plain
-        why = None if key in helper.names(module) else f"names() leaves out {key}"
-        why = why or helper.unsupported(module)
-        alone = [] if why else helper.of(module, [key], joint=False)
-        one = next((one for one in alone if set(one.parameters) == {key}), None)
+        alone, why = _alone(helper, module, key)
         if (pattern := first_match(self._choices.layers, name)) is not None:
-            why = f"{name}.{key}: {why or 'it has no block of this parameter alone'}"
-            self._unserved.setdefault(pattern, []).append("" if one is not None else why)
-        differs = one is not None and (helper.transposed or one.shape != plain.shape)
-        return one if one is not None and differs else plain
+            unserved = f"{name}.{key}: {why}" if why else ""
+            self._unserved.setdefault(pattern, []).append(unserved)
+        if alone is None:
+            return plain
+        differs = helper.transposed or alone.shape != plain.shape
+        return alone if differs else plain
 
     def _require_served(self) -> None:
         """Raise ValueError if a helper of ``layers`` serves no parameter of its pattern."""
@@ -716,7 +735,9 @@ class Registration:
         return f"solver {self.solver!r} by default{why}"
 
     def _make_report(self, solver: str) -> Report:
-        block_of = {id(p): block for block in self.blocks for p in block.parameters.values()}
+        block_of: dict[int, Block] = {}
+        for registered in self.blocks:
+            block_of.update(dict.fromkeys(map(id, registered.parameters.values()), registered))
         rows, texts = [], dict[int, tuple[str, list[str]]]()
         for name, parameter in self._parameters:
             block = block_of.get(id(parameter))
@@ -725,21 +746,21 @@ class Registration:
             if block is None:
                 reason = self._reasons[id(parameter)]
                 rows.append(ReportRow(name, shape, None, reason=reason))
-            else:
-                kind = id(block.tensors)  # which blocks of one kind share
-                if kind not in texts:
-                    solvers = [_name(solver) for _, _, solver in block.solved_here]
-                    method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
-                    texts[kind] = method, list(_reduced(block))
-                method, reduced = texts[kind]
-                notes = [self._notes.get(block.name, ""), *reduced]
-                if block.name == self._asked:
-                    owner = self._names[id(block.layout.module)][0]
-                    notes.append(_ASK.format(_name(block.method), f"^{owner}$"))
-                if not parameter.requires_grad:
-                    notes.append(FROZEN)
-                note = "; ".join(filter(None, notes))
-                rows.append(ReportRow(name, shape, block.name, method, note=note))
+                continue
+            kind = id(block.tensors)  # which blocks of one kind share
+            if kind not in texts:
+                solvers = [_name(solver) for _, _, solver in block.solved_here]
+                method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
+                texts[kind] = method, list(_reduced(block))
+            method, reduced = texts[kind]
+            notes = [self._notes.get(block.name, ""), *reduced]
+            if block.name == self._asked:
+                owner = self._names[id(block.layout.module)][0]
+                notes.append(_ASK.format(_name(block.method), f"^{owner}$"))
+            if not parameter.requires_grad:
+                notes.append(FROZEN)
+            note = "; ".join(filter(None, notes))
+            rows.append(ReportRow(name, shape, block.name, method, note=note))
         return Report(tuple(rows), solver=solver)
 
 
@@ -755,7 +776,8 @@ class _PerLayer:
 
     def change(self, change: Callable[[Any], Any]) -> None:
         """Replace each component by another one."""
-        self._by_pattern = {key: change(one) for key, one in self._by_pattern.items()}
+        for pattern, component in self._by_pattern.items():
+            self._by_pattern[pattern] = change(component)
 
     def all(self) -> list[Any]:
         return list(self._by_pattern.values())
@@ -784,6 +806,68 @@ class _PerLayer:
         return sorted(set(self._by_pattern) - self._used - {"", ".*"})
 
 
+def _require_helpers(layers: Mapping[str, object]) -> None:
+    """Check the values of ``layers``."""
+    for pattern, helper in layers.items():
+        is_helper = isinstance(helper, type) and issubclass(helper, LayerHelper)
+        if helper != "all" and not is_helper:
+            raise TypeError(
+                f"layers[{pattern!r}] must be a LayerHelper class or 'all', not {helper!r}"
+            )
+
+
+def _forward_only(method: Method) -> Method:
+    """Return a method with the identity for the factors of the outputs."""
+    return method.forward_only() if method.captures else method
+
+
+def _auxiliary(choice: Choice) -> Method | None:
+    """Return the auxiliary method, which reads gradients alone."""
+    if choice is None:
+        return None
+    method: Method = KINDS["method"].build(choice, Method)
+    if method.captures:
+        raise ValueError(
+            f"auxiliary={choice!r} reads calls of layers, but the auxiliary "
+            f"method updates single parameters from their gradients: choose it for layers "
+            f"by patterns of method=, and pass auxiliary='adamw', for example"
+        )
+    return method
+
+
+def _transposing(module: nn.Module) -> type[LayerHelper] | None:
+    """Return a helper that is no default, if the weights of its modules are transposed."""
+    helper = KINDS["layer"].lookup(type(module), optional=True)
+    if helper is None or not issubclass(helper, LayerHelper):
+        return None
+    return helper if helper.transposed else None
+
+
+def _alone(
+    helper: type[LayerHelper], module: nn.Module, key: str
+) -> tuple[LayerHelper | None, str]:
+    """Return the helper of a single parameter; without one, None and why."""
+    if key not in helper.names(module):
+        return None, f"names() leaves out {key}"
+    if why := helper.unsupported(module):
+        return None, why
+    for part in helper.of(module, [key], joint=False):
+        if set(part.parameters) == {key}:
+            return part, ""
+    return None, "it has no block of this parameter alone"
+
+
+def _beyond_kaisa(block: Block) -> list[str]:
+    """Return the factors that kfac-pytorch's scaling does not define."""
+    counted = any(helper.counts_inputs for helper in block.helpers)
+    names: list[str] = []
+    for factor in block.captured:
+        is_count = counted and factor.kind == "diagonal"
+        if is_count or factor.mean_over == "group rows":
+            names.append(factor.name)
+    return names
+
+
 def _require_trainable(full: str, parameter: nn.Parameter) -> None:
     """Check that a parameter can have a block of its own."""
     if parameter.numel() == 0:
@@ -804,10 +888,11 @@ def _overriding(module: nn.Module, helper: type[LayerHelper]) -> str | None:
     known = next(base for base in kind.__mro__ if registry.has(base))
     for step in ("forward", "_conv_forward"):  # torch's convolutions compute in the second
         if getattr(kind, step, None) is not getattr(known, step, None):
-            own = helper.__module__.startswith("soframe.layers.")
-            line = f"soframe.layers.{helper.__name__}" if own else helper.__name__
+            path = helper.__name__
+            if helper.__module__.startswith("soframe.layers."):
+                path = f"soframe.layers.{path}"
             return Reason.OVERRIDDEN.format(
-                sharding.class_name(module), step, known.__name__, helper.__name__, line
+                sharding.class_name(module), step, known.__name__, helper.__name__, path
             )
     return None
 
@@ -846,21 +931,25 @@ def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
 
     A square table that an embedding and a linear layer share has one shape, and two matrices.
     """
-    first, *others = helpers
-    if not others:  # most often; a table of numbers for each weight would take half a minute at 7B
+    first = helpers[0]
+    if (
+        len(helpers) == 1
+    ):  # most often; a table of numbers for each weight would take half a minute at 7B
         return True
-    if any(one.shape != first.shape for one in others):
+    if any(helper.shape != first.shape for helper in helpers):
         return False
     sides = (FactorSpec("A", "right", 1, 1), FactorSpec("G", "left", 1, 1))
     numbers = {
         name: torch.arange(p.numel(), dtype=torch.float64, device="cpu").view(p.shape)
         for name, p in first.parameters.items()
     }
-    return all(
-        [one.factor(side) for side in sides] == [first.factor(side) for side in sides]
-        and torch.equal(one.pack(numbers), first.pack(numbers))
-        for one in others
-    )
+    factors, matrix = [first.factor(side) for side in sides], first.pack(numbers)
+    for helper in helpers[1:]:
+        if [helper.factor(side) for side in sides] != factors:
+            return False
+        if not torch.equal(helper.pack(numbers), matrix):
+            return False
+    return True
 
 
 def _reduced(block: Block) -> Iterator[str]:
@@ -869,11 +958,14 @@ def _reduced(block: Block) -> Iterator[str]:
     for factor in block.factors:
         if factor.kind == "diagonal":
             yield f"{factor.name} diagonal ({factor.size} rows)"
+    if min(out, into) == 1 or block.captured:
+        return
     sides = {factor.side for factor in block.factors if factor.kind == "psd"}
-    usual = {f.side for shape in SMALL for f in block.method.factors(shape) if f.kind == "psd"}
-    if min(out, into) > 1 and not block.captured:
-        for side in sorted(usual - sides):
-            yield f"no factor of its {out if side == 'left' else into} {_SIDES[side]}"
+    usual: set[str] = set()
+    for shape in SMALL:
+        usual.update(f.side for f in block.method.factors(shape) if f.kind == "psd")
+    for side in sorted(usual - sides):
+        yield f"no factor of its {out if side == 'left' else into} {_SIDES[side]}"
 
 
 _SIDES = {"left": "outputs", "right": "inputs"}
@@ -911,19 +1003,19 @@ def _require_own_parameters(name: str, helper: LayerHelper) -> None:
 
 def _require_matrix(name: str, helper: LayerHelper) -> None:
     """Check the shapes of ``pack`` and ``unpack`` on meta tensors."""
-    given = {key: torch.empty(p.shape, device="meta") for key, p in helper.parameters.items()}
-    matrix = helper.pack(given)
+    tensors = {key: torch.empty(p.shape, device="meta") for key, p in helper.parameters.items()}
+    matrix = helper.pack(tensors)
     if matrix.shape != torch.Size(helper.shape):
         raise ValueError(
             f"{name}: {type(helper).__name__}.pack() gives a matrix {tuple(matrix.shape)}, and "
             f"its shape says {tuple(helper.shape)}, [groups, out, in]"
         )
-    shapes = {key: tuple(tensor.shape) for key, tensor in helper.unpack(matrix).items()}
-    wanted = {key: tuple(tensor.shape) for key, tensor in given.items()}
-    if shapes != wanted:
+    unpacked = {key: tuple(tensor.shape) for key, tensor in helper.unpack(matrix).items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    if unpacked != shapes:
         raise ValueError(
-            f"{name}: {type(helper).__name__}.unpack() gives {shapes}, and the parameters are "
-            f"{wanted}"
+            f"{name}: {type(helper).__name__}.unpack() gives {unpacked}, and the parameters are "
+            f"{shapes}"
         )
 
 

@@ -55,20 +55,19 @@ class Report:
         return len(self.rows)
 
     def __str__(self) -> str:
-        def told(row: ReportRow) -> tuple[str, ...]:
-            shape = "x".join(map(str, row.shape)) or "scalar"
-            return (shape, row.method, row.reason or row.note)
-
         # Layers that are alike share a line.
-        groups = alike(self.rows, lambda row: row.parameter, told)
-        cells = [(name, told(own[0])[0], _block(own), *told(own[0])[1:]) for name, own in groups]
+        cells = []
+        for name, rows in alike(self.rows, lambda row: row.parameter, _shown):
+            shape, method, note = _shown(rows[0])
+            cells.append((name, shape, _block(rows), method, note))
         lines = [self._covered]
         if self.memory:
             kinds = {kind: number for kind, number in self.memory.items() if number}
             total = format_bytes(kinds.pop("total", 0))
             parts = [f"{k.replace('_', ' ')} {format_bytes(n)}" for k, n in kinds.items()]
             lines.append(f"at most {total} on a rank: {', '.join(parts)}")
-        lines += [self.solver] if self.solver else []
+        if self.solver:
+            lines.append(self.solver)
         header = ("parameter", "shape", "block", "method", "why / note")
         return "\n".join([*lines, format_table(header, cells)])
 
@@ -103,20 +102,28 @@ class Report:
         for row in self.rows:
             if row.block is None:
                 names.setdefault(row.reason, []).append(row.parameter)
-        ordered = sorted(names.items(), key=lambda one: -len(one[1]))
-        lines = [f"{len(own)}, such as {own[0]}: {reason}" for reason, own in ordered[:most]]
-        lines += [f"and {len(ordered) - most} further reasons"] if len(ordered) > most else []
-        return "\n  ".join([self._covered, *lines])
+        reasons = sorted(names, key=lambda reason: -len(names[reason]))
+        lines = [self._covered]
+        lines += [f"{len(names[r])}, such as {names[r][0]}: {r}" for r in reasons[:most]]
+        if len(reasons) > most:
+            lines.append(f"and {len(reasons) - most} further reasons")
+        return "\n  ".join(lines)
 
     def with_note(self, note: str, blocks: Collection[str]) -> Report:
         """Return a report with a further note on the blocks of these names."""
-        rows = (
-            replace(row, note="; ".join(filter(None, (row.note, note))))
-            if row.block in blocks
-            else row
-            for row in self.rows
-        )
+        rows: list[ReportRow] = []
+        for row in self.rows:
+            if row.block in blocks:
+                rows.append(replace(row, note="; ".join(filter(None, (row.note, note)))))
+            else:
+                rows.append(row)
         return replace(self, rows=tuple(rows))
+
+
+def _shown(row: ReportRow) -> tuple[str, str, str]:
+    """Return the shape, the method and the note of a row, as text."""
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    return shape, row.method, row.reason or row.note
 
 
 def _block(rows: Sequence[ReportRow]) -> str:
@@ -131,18 +138,26 @@ def warn_of_lost_blocks(before: Report, after: Report, stacklevel: int) -> None:
     computed tensor, for example by pruning, continues without preconditioning.
     """
     kept = {row.block for row in after}
-    had = {row.block: row.method for row in before if row.block and row.block != row.parameter}
+    methods: dict[str, str] = {}
+    for row in before:
+        if row.block and row.block not in kept and row.block != row.parameter:
+            methods[row.block] = row.method
     lost = []
-    for name in (name for name in had if name not in kept):
-        rows = [row for row in after if row.parameter.startswith(f"{name}.")]
-        why = [row.reason for row in rows if row.block is None and row.reason != FROZEN]
-        why += [row.note for row in rows if row.block == row.parameter]
-        if why:
-            said = why[0] or "its parameters have other blocks"
-            lost.append(f"{name} ({had[name]} before): {said}")
+    for name, method in methods.items():
+        reasons = _reasons(after, name)
+        if reasons:
+            why = reasons[0] or "its parameters have other blocks"
+            lost.append(f"{name} ({method} before): {why}")
     if lost:
         warnings.warn(
             "soframe: the model was changed, and there are layers that are still trained and have "
             f"lost their block: {'; '.join(lost)}. report() says what became of each parameter",
             stacklevel=stacklevel,
         )
+
+
+def _reasons(report: Report, name: str) -> list[str]:
+    """Return why the trained parameters of a layer have no block, or blocks of single ones."""
+    rows = [row for row in report if row.parameter.startswith(f"{name}.")]
+    reasons = [row.reason for row in rows if row.block is None and row.reason != FROZEN]
+    return reasons + [row.note for row in rows if row.block == row.parameter]

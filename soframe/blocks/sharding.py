@@ -57,16 +57,16 @@ def local(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, which shares its memory; any other as it is."""
     if not is_distributed(tensor):
         return tensor
-    found: Tensor = _met("torch.distributed.tensor").local(tensor)
-    return found
+    part: Tensor = _met("torch.distributed.tensor").local(tensor)
+    return part
 
 
 def whole(tensor: Tensor, *, read: bool = True) -> Tensor:
     """Return the full tensor of a DTensor, by a collective unless its values are not to be read."""
     if type(tensor) is Tensor or (dtensors := _met("torch.distributed.tensor")) is None:
         return tensor
-    found: Tensor = dtensors.whole(tensor, read=read)
-    return found
+    full: Tensor = dtensors.whole(tensor, read=read)
+    return full
 
 
 def stands_for(now: object, registered: nn.Parameter, model: nn.Module | None) -> bool:
@@ -82,8 +82,8 @@ def home_of(parameter: nn.Parameter) -> GradientHome | None:
     """Return the home of a DTensor's gradient; None for other parameters."""
     if not is_distributed(parameter):
         return None
-    found: GradientHome = _met("torch.distributed.tensor").HOME
-    return found
+    home: GradientHome = _met("torch.distributed.tensor").HOME
+    return home
 
 
 def zero_homes(
@@ -94,15 +94,15 @@ def zero_homes(
     """Return the homes of gradients that DeepSpeed's ZeRO keeps (`soframe.parallel.deepspeed`)."""
     if "deepspeed" not in sys.modules:
         return {}
-    found: dict[nn.Parameter, GradientHome] = _met("deepspeed").homes(named, known, sources)
-    return found
+    homes: dict[nn.Parameter, GradientHome] = _met("deepspeed").homes(named, known, sources)
+    return homes
 
 
 def zero_count(parameters: Iterable[nn.Parameter]) -> int:
     """Return how many gradients DeepSpeed's ZeRO keeps."""
     if "deepspeed" not in sys.modules:
         return 0
-    return sum(any(mark in p.__dict__ for mark in MARKS[1:]) for p in parameters)
+    return sum(not p.__dict__.keys().isdisjoint(MARKS[1:]) for p in parameters)
 
 
 def shaped(parameters: Iterable[nn.Parameter | None]) -> AbstractContextManager[None]:
@@ -158,10 +158,8 @@ def require_model(
 def require_served(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raise a ValueError if the gradient of a named parameter can neither be read nor written."""
     for name, parameter in parameters:
-        own, plain = parameter.__dict__, type(parameter) is nn.Parameter
-        if (own and any(mark in own for mark in MARKS)) or (
-            not plain and is_distributed(parameter)
-        ):
+        is_marked = not parameter.__dict__.keys().isdisjoint(MARKS)
+        if is_marked or is_distributed(parameter):
             _refusals().require_served(name, parameter)
 
 

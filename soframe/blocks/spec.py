@@ -100,19 +100,24 @@ class BlockSpec:
     @cached_property
     def solved_here(self) -> tuple[tuple[int, FactorSpec, Solver], ...]:
         """The factors that are solved: the index, spec and solver of each."""
-        found = [(i, f, self.method.solver(f, self.solver)) for i, f in enumerate(self.factors)]
-        return tuple((i, f, solver) for i, f, solver in found if solver is not None)
+        solved: list[tuple[int, FactorSpec, Solver]] = []
+        for index, factor in enumerate(self.factors):
+            solver = self.method.solver(factor, self.solver)
+            if solver is not None:
+                solved.append((index, factor, solver))
+        return tuple(solved)
 
     @cached_property
     def solvers(self) -> list[tuple[Solver, list[int]]]:
         """The solvers, each with the numbers of its solved factors; equal solvers are merged."""
         solvers: list[tuple[Solver, list[int]]] = []
         for number, (_, _, solver) in enumerate(self.solved_here):
-            numbers = next((numbers for one, numbers in solvers if one == solver), None)
-            if numbers is None:
-                solvers.append((solver, [number]))
+            for known, numbers in solvers:
+                if known == solver:
+                    numbers.append(number)
+                    break
             else:
-                numbers.append(number)
+                solvers.append((solver, [number]))
         return solvers
 
     @cached_property
@@ -149,8 +154,9 @@ class BlockSpec:
     @cached_property
     def elementwise(self) -> bool:
         """Whether a stack may hold it as a vector of its entries."""
-        whole = all(spec.shape == tuple(self.shape) for spec in self.states.values())
-        return self.method.elementwise and whole and not self.factors and not self.shards
+        if not self.method.elementwise or self.factors or self.shards:
+            return False
+        return all(spec.shape == tuple(self.shape) for spec in self.states.values())
 
     @cached_property
     def takes_samples(self) -> bool:
@@ -160,19 +166,17 @@ class BlockSpec:
     @cached_property
     def shards(self) -> dict[str, Shards]:
         """How each parameter is sharded over ranks, by name; empty if all are whole."""
-        found: dict[str, Shards | None] = {}
+        shards_of: dict[str, Shards] = {}
+        is_sharded = False
         for name, parameter in self.parameters.items():
             try:
-                found[name] = self.home.shards(parameter, self.ranks)
+                shards = self.home.shards(parameter, self.ranks)
             except ValueError as error:
                 raise ValueError(f"{self.name}.{name}: {error}") from error
-        if not any(found.values()):
-            return {}
-        ranks = len(self.ranks)
-        return {
-            name: shards or Shards.none(tuple(p.shape), ranks, str(p.dtype).removeprefix("torch."))
-            for (name, shards), p in zip(found.items(), self.parameters.values(), strict=True)
-        }
+            is_sharded = is_sharded or bool(shards)
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            shards_of[name] = shards or Shards.none(tuple(parameter.shape), len(self.ranks), dtype)
+        return shards_of if is_sharded else {}
 
     @property
     def follows(self) -> bool:

@@ -212,9 +212,9 @@ class Stack(Arrangement):
 
     def arrive(self) -> None:
         """Wait for the pending reductions of statistics."""
-        pending, self._pending = self._pending, []
-        for one in pending:
-            one.wait()
+        arriving, self._pending = self._pending, []
+        for pending in arriving:
+            pending.wait()
 
     @property
     def factors(self) -> dict[str, Tensor]:
@@ -239,11 +239,11 @@ class Stack(Arrangement):
 
     def factor(self, name: str) -> Tensor:
         """Return a running factor of all blocks as `held` does, with both triangles."""
-        whole = self.held(name)
+        running = self.held(name)
         if name in self.lower:
-            self.hold(name, mirror(whole))
+            self.hold(name, mirror(running))
             self.lower.discard(name)
-        return whole
+        return running
 
     def matrices(self, factor: FactorSpec, members: Members, *, lower: bool = False) -> Tensor:
         """Return a running factor of some blocks, ``[groups, n, n]`` or its own shape.
@@ -267,10 +267,10 @@ class Stack(Arrangement):
         if factor.dtype == self.like.factor_dtype:
             return factor
         # As triangles, in which some placements keep them: all round alike.
-        whole = name in self.like.psd and factor.dim() == 3
-        rows = pack_triangle(factor) if whole else factor
+        is_matrix = name in self.like.psd and factor.dim() == 3
+        rows = pack_triangle(factor) if is_matrix else factor
         kept = dithered(rows, self.like.factor_dtype, rows.numel() // blocks, turn)
-        return unpack_triangle(kept, factor.shape[-1]) if whole else kept
+        return unpack_triangle(kept, factor.shape[-1]) if is_matrix else kept
 
     def set_factor(self, name: str, members: Members, stored: Tensor, turn: int = 0) -> None:
         """Store the running factor of some blocks, as the placement stores it."""
@@ -280,20 +280,20 @@ class Stack(Arrangement):
             self.lower.discard(name)
             return
         if name in self.factors:
-            whole = self.factor(name)
+            running = self.factor(name)
         else:
-            whole = self.empty(tuple(stored.shape), len(members), stored.dtype)
-        self.put(whole, members, stored)
-        self.hold(name, whole)
+            running = self.empty(tuple(stored.shape), len(members), stored.dtype)
+        self.put(running, members, stored)
+        self.hold(name, running)
 
     # -- second-order data ------------------------------------------------------------------------
 
     def data_of(self, members: Members) -> dict[str, dict[str, Tensor]]:
         """Return second-order data of some blocks, all solved or none, for `Method.direct`."""
-        one = self.blocks[members[0]]
-        data = self.solved_data(members) if one.solved else {}
-        for factor in one.unsolved:
-            if factor.name in one.record.masses and factor.name in self.factors:
+        block = self.blocks[members[0]]
+        data = self.solved_data(members) if block.solved else {}
+        for factor in block.unsolved:
+            if factor.name in block.record.masses and factor.name in self.factors:
                 data[factor.name] = {VALUE: self.matrices(factor, members)}
         return data
 
@@ -323,13 +323,13 @@ class Stack(Arrangement):
         like, dtype = self.like, self.like.dtype
         # The stack has no state tensors before the first update.
         if not self.blocks[members[0]].record.updates:
-            shapes = {
-                name: self.shape_of(members)
-                if self._flat
-                else (len(members) * spec.shape[0], *spec.shape[1:])
-                for name, spec in like.states.items()
-            }
-            return {n: torch.zeros(s, dtype=dtype, device=like.device) for n, s in shapes.items()}
+            states: dict[str, Tensor] = {}
+            for name, spec in like.states.items():
+                shape = (len(members) * spec.shape[0], *spec.shape[1:])
+                if self._flat:
+                    shape = self.shape_of(members)
+                states[name] = torch.zeros(shape, dtype=dtype, device=like.device)
+            return states
         return {name: t.to(dtype) for name, t in self.take_each(self.state, members).items()}
 
     def set_state(

@@ -27,7 +27,9 @@ class Watch:
         # By name, too: pruning renames a parameter, and computes the weight from it from then on.
         names = [list(slots.keys()) for slots in self._slots]
         ids = list(map(id, parameters))
-        children = [id(child) for slots in self._children for child in slots.values()]
+        children: list[int] = []
+        for slots in self._children:
+            children += map(id, slots.values())
         properties = list(map(_PROPERTIES, parameters))
         return names, ids, properties, children, sharding.zero_count(parameters)
 
@@ -35,7 +37,10 @@ class Watch:
         """Return the current parameters of the registered modules, without walking the model."""
         if self._sharded:
             sharding.reshard(self._sharded)  # parameters gathered for a pass are not compared
-        return [p for slots in self._slots for p in slots.values() if p is not None]
+        parameters: list[nn.Parameter] = []
+        for slots in self._slots:
+            parameters += [p for p in slots.values() if p is not None]
+        return parameters
 
     def forget(self) -> None:
         """Let blocks be made anew, without their state."""

@@ -40,7 +40,7 @@ REMEDY = (
 class DataRows(NamedTuple):
     """The rows or samples of a call that are data."""
 
-    index: Tensor
+    indices: Tensor
     unit: Unit
 
 
@@ -169,10 +169,10 @@ class Observed:
         for vector, weight in vectors:
             masked: list[Tensor | None] = []
             for part, mask in zip(vector, self.masks, strict=True):
-                if part is not None and mask is not None:
-                    masked.append(part * mask)
-                else:
+                if part is None or mask is None:
                     masked.append(part)
+                else:
+                    masked.append(part * mask)
             yield masked, weight * self.factor
 
 
@@ -185,23 +185,28 @@ def observed(
     size = len(outputs[0])
     positions = [math.prod(output.shape[2:]) for output in outputs]
     several = any(number > 1 for number in positions)
-    unmasked = (None,) * len(outputs)
+    unmasked = tuple(None for _ in outputs)
+    counted: Observed | None = None
     if batch.terms is None:
         by_position = samples == "positions" and several and not means
         unknown = callable(samples) or by_position
-        return Observed(None if unknown else size, unmasked)
-    if batch.mask is not None:
-        masked = _masked(batch.terms, batch.mask, outputs, positions, means)
-        if masked is not None:
-            return masked
-    has_sample_terms = batch.mask is None or not several
-    if batch.terms == size and has_sample_terms:
-        return Observed(size, unmasked)  # with a mask the outputs have the counted terms alone
-    if batch.mask is None and len(set(positions)) == 1 and batch.terms == size * positions[0]:
-        return Observed(batch.terms, unmasked, _undone(positions[0], means))
+        counted = Observed(None if unknown else size, unmasked)
+    elif batch.mask is not None:
+        counted = _masked(batch.terms, batch.mask, outputs, positions, means)
+    elif batch.terms == size:
+        counted = Observed(size, unmasked)
+    elif len(set(positions)) == 1 and batch.terms == size * positions[0]:
+        counted = Observed(batch.terms, unmasked, _undone(positions[0], means))
+    if counted is None:
+        raise _unknown_terms(outputs, batch)
+    return counted
+
+
+def _unknown_terms(outputs: Sequence[Tensor], batch: Batch) -> ValueError:
+    """Return the error of a declaration that does not fit the outputs."""
     shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
     terms = batch.terms if batch.mask is None else f"a mask {tuple(batch.mask.shape)}"
-    raise ValueError(
+    return ValueError(
         f"count() was given {terms}, which does not say which terms of the outputs {shapes} count: "
         f"observe outputs [N, features, positions...] or [terms, features], and pass count() a "
         f"mask [N, positions...]"
@@ -217,8 +222,12 @@ def _masked(
     if mask.shape != (size,):
         if all(mask.shape == (size, *output.shape[2:]) for output in outputs):
             mask, factor = mask.unsqueeze(1), _undone(positions[0], means)  # [N, 1, positions...]
-        elif mask.numel() == size and max(positions) <= 1:
+        elif max(positions) > 1:
+            return None
+        elif mask.numel() == size:
             mask = mask.reshape(-1)
+        elif terms == size:  # the outputs have the counted terms alone
+            return Observed(size, tuple(None for _ in outputs))
         else:
             return None
     return Observed(terms, tuple(_like(mask, output) for output in outputs), factor)

@@ -121,10 +121,14 @@ def _signed(
     for columns, weight in vectors:
         size = next(len(column) for column in columns if column is not None)
         signs = 2 * torch.randint(2, (size,), generator=generator, device="cpu") - 1
-        each = [
-            c if c is None else c * signs.to(c).view(-1, *(1 for _ in c.shape[1:])) for c in columns
-        ]
-        yield each, weight
+        signed: list[Tensor | None] = []
+        for column in columns:
+            if column is None:
+                signed.append(None)
+            else:
+                by_sample = signs.to(column).view(-1, *(1 for _ in column.shape[1:]))
+                signed.append(column * by_sample)
+        yield signed, weight
 
 
 def heads_of(outputs: Any) -> list[Tensor]:

@@ -275,7 +275,7 @@ class Capture:
         self._roots: dict[nn.Module, _Hook] = {}
         self._after: list[RemovableHandle] = []  # of the roots, after their calls
         self._passes = _Passes()
-        self._edges: list[_Watched] = []
+        self._watched: list[_Watched] = []
         self._probe: Probe | None = None
         self._delivering = False
         self._finalizer = weakref.finalize(self, _remove, self._handles)
@@ -363,13 +363,13 @@ class Capture:
         """Begin a new window."""
         self.called = {}
         self._passes = _Passes()
-        self._edges = []
+        self._watched = []
         self._reached, self._open, self._first = set(), [], None
         self.batch, self.failure, self.half = Batch(), None, False
 
     def say(self, batch: Batch) -> None:
         """Set the declaration of the forward passes that follow."""
-        if self._edges:  # observe() could not be matched with one forward pass
+        if self._watched:  # observe() could not be matched with one forward pass
             self.failure = RuntimeError(
                 "count() was called while a forward pass still waits for observe(): observe the "
                 "outputs of each forward pass before the next one"
@@ -404,8 +404,8 @@ class Capture:
         Raises:
             RuntimeError: If no layer was called since the last probe.
         """
-        edges = self._edges
-        if not edges:
+        watched = self._watched
+        if not watched:
             raise RuntimeError(
                 "no registered layer ran with gradients since the last probe: call it between "
                 "the model's forward pass and loss.backward()"
@@ -413,26 +413,30 @@ class Capture:
         self._passes.begin()
         try:
             for index, (vector, weight) in enumerate(vectors):
-                self._probe = Probe(weight, index == 0, samples)
-                # The first one has to reach every layer, since it counts the inputs.
-                starts = [
-                    (output, torch.zeros_like(output) if own is None else own)
-                    for output, own in zip(outputs, vector, strict=True)
-                    if own is not None or index == 0
-                ]
+                is_first = index == 0
+                self._probe = Probe(weight, is_first, samples)
+                starts: list[Tensor] = []
+                gradients: list[Tensor] = []
+                for output, gradient in zip(outputs, vector, strict=True):
+                    if gradient is not None:
+                        starts.append(output)
+                        gradients.append(gradient)
+                    elif is_first:  # which has to reach every layer, since it counts the inputs
+                        starts.append(output)
+                        gradients.append(torch.zeros_like(output))
                 reached: Sequence[Tensor | None] = torch.autograd.grad(
-                    [output for output, _ in starts],
-                    [edge for edge, _ in edges],
-                    grad_outputs=[gradient for _, gradient in starts],
+                    starts,
+                    [end.edge for end in watched],
+                    grad_outputs=gradients,
                     retain_graph=True,
                     allow_unused=True,
                 )
-                pairs = list(zip(edges, reached, strict=True))
+                pairs = list(zip(watched, reached, strict=True))
                 self._deliver(pairs)
-                if index == 0:
+                if is_first:
                     # Layers that were not reached belong to other forward passes, and wait.
-                    self._edges = [edge for edge, gradient in pairs if gradient is None]
-                    edges = [edge for edge, gradient in pairs if gradient is not None]
+                    self._watched = [end for end, gradient in pairs if gradient is None]
+                    watched = [end for end, gradient in pairs if gradient is not None]
         finally:
             self._probe, self.shares = None, False
             self._passes.leave()
@@ -441,9 +445,9 @@ class Capture:
         """Deliver the gradients that have reached calls inside modules."""
         self._delivering = True  # a checkpoint that recomputes meanwhile is no new forward pass
         try:
-            for (_, pending), gradient in pairs:
-                if pending is not None and gradient is not None:
-                    self._on_gradient(pending, pending.kept, gradient)
+            for end, gradient in pairs:
+                if end.pending is not None and gradient is not None:
+                    self._on_gradient(end.pending, end.pending.kept, gradient)
         finally:
             self._delivering = False
 
@@ -476,45 +480,64 @@ class Capture:
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self.sink is None or (pairs := self._own(helper)) is None:
+        if self.sink is None or (computing := self._computing(helper)) is None:
             return
         again = self._begin_call()
         inner = helper.observe(args, kwargs, output)
-        if inner is None and not isinstance(output, Tensor):
+        reaches = self._reaches(helper, output) if inner is None else bool(inner)
+        # If one was frozen since, the others still need the call.
+        names = [name for name, parameter in computing.items() if parameter.requires_grad]
+        if not names or not reaches:
+            return
+        self.called[helper] = helper.parameters[names[0]]._version
+        trained = [computing[name] for name in names]
+        # For a bias alone, inputs show which of several groups a call reaches.
+        reads = helper.multiplies or helper.groups > 1 or helper in self.rereading
+        keeps = reads and helper not in self.counting
+        if inner is None:
+            self._watch(helper, trained, args, kwargs, output, keeps=keeps, again=again)
+            return
+        for call in inner:
+            self._watch_inner(helper, trained, call, keeps=keeps, again=again)
+
+    def _reaches(self, helper: LayerHelper, output: object) -> bool:
+        """Return whether a backward pass can reach the output of a module."""
+        if not isinstance(output, Tensor):
             raise TypeError(
                 f"{self.names.get(helper, type(helper.module).__name__)}: "
                 f"{type(helper).__name__} serves modules that return one tensor, not "
                 f"{type(output).__name__}; skip the module (skip=[...])"
             )
-        # If one was frozen since, the others still need the call.
-        trained = [(registered, now) for registered, now in pairs if now.requires_grad]
-        if not trained or not (output.requires_grad if inner is None else inner):
-            return
-        self.called[helper] = trained[0][0]._version
-        own = [now for _, now in trained]
-        # For a bias alone, inputs show which of several groups a call reaches.
-        read = helper.multiplies or helper.groups > 1 or helper in self.rereading
-        keeps = read and helper not in self.counting
-        if inner is not None:
-            for call in inner:
-                self._watch_inner(helper, own, call, keeps=keeps, again=again)
-            return
+        return output.requires_grad
+
+    def _watch(
+        self,
+        helper: LayerHelper,
+        trained: Sequence[nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Tensor,
+        *,
+        keeps: bool,
+        again: bool,
+    ) -> None:
+        """Put a hook on the output of a module."""
         inputs = tuple(map(_values, helper.inputs(args, kwargs)))
-        plain = set(map(type, own)) == {nn.Parameter}
-        if not plain and self._has_rows_of_a_part(helper, own, (output, *inputs)):
+        plain = set(map(type, trained)) == {nn.Parameter}
+        if not plain and self._has_rows_of_a_part(helper, trained, (output, *inputs)):
             return
         if self.probing and self.batch.root.size is not None and not output.is_nested:
             _, batch, shared, _ = helper.output_rows(output.detach()).shape
             self.shares = self.shares or helper.lacks_batch(batch, shared, self.batch.root.size)
         where, view = _lasting(output, inputs)
-        pending = self._pending(helper, own, inputs if keeps else (), where.output_nr, view)
+        pending = self._pending(helper, trained, inputs if keeps else (), where.output_nr, view)
         if not self.probing and (node := where.grad_fn) is not None:  # a leaf has none
             pending.note_before(node, inputs)
             node.register_prehook(pending)
             return
         if self.probing and not again:
             # A recomputed call is reached through the graph of its first pass.
-            self._edges.append((get_gradient_edge(where), None))
+            self._watched.append(_Watched(get_gradient_edge(where)))
         where.register_hook(pending)
 
     def _watch_inner(
@@ -535,7 +558,7 @@ class Capture:
         # No reference to the node: it has the hook, and the cycle would never be freed.
         pending = self._pending(helper, trained, needed, call.edge.output_nr, call.arrange)
         if self.probing and not again:
-            self._edges.append((call.edge, pending))
+            self._watched.append(_Watched(call.edge, pending))
         pending.note_before(call.edge.node, ())
         call.edge.node.register_prehook(pending)
 
@@ -555,23 +578,24 @@ class Capture:
         )
         return True
 
-    def _own(self, helper: LayerHelper) -> list[tuple[nn.Parameter, nn.Parameter]] | None:
-        """Return each parameter with the tensor that computes in its place; None if others do.
+    def _computing(self, helper: LayerHelper) -> dict[str, nn.Parameter] | None:
+        """Return by name the tensor that computes in a parameter's place; None if others do.
 
         That tensor is the parameter itself; the one that fully_shard has gathered for this pass; or
         the shard of a later tensor-parallel plan, unless some ranks would not enter the collective
         that gathers its rows: such a model is an error at the step.
         """
-        pairs = []
+        computing: dict[str, nn.Parameter] = {}
         for name, registered in helper.parameters.items():
-            now = parameter_of(helper.module, name)
-            if now is not registered and sharding.is_distributed(now) and not self.alike:
-                return None
-            if now is not registered and not sharding.stands_for(now, registered, self.model):
-                return None
-            assert now is not None
-            pairs.append((registered, now))
-        return pairs
+            parameter = parameter_of(helper.module, name)
+            if parameter is not registered:
+                if sharding.is_distributed(parameter) and not self.alike:
+                    return None
+                if not sharding.stands_for(parameter, registered, self.model):
+                    return None
+            assert parameter is not None
+            computing[name] = parameter
+        return computing
 
     def _begin_call(self) -> bool:
         """Return whether a checkpoint calls a module again, for the backward pass under way."""
@@ -633,21 +657,11 @@ class Capture:
             self._first = number, batch
         earlier = call.pass_before(self._passes, number)
         batch.end(batch.terms)
-        if gradient.dtype == torch.float16:
-            single = (p.dtype == torch.float32 for p in helper.parameters.values())
-            self.half = self.half or any(single)
+        if gradient.dtype == torch.float16 and not self.half:
+            self.half = any(p.dtype == torch.float32 for p in helper.parameters.values())
         try:
-            device = gradient.device.type  # contexts take a while, even without effect
-            cast: Any = torch.is_autocast_enabled(device) and torch.autocast(device, enabled=False)
-            recorded: Any = torch.is_grad_enabled() and torch.no_grad()
-            with cast or _NOTHING, recorded or _NOTHING, within(self.precision):
-                inputs: tuple[Tensor, ...] = ()
-                again = self._probe is not None and not self._probe.first
-                if kept is not None and (not again or helper in self.rereading):
-                    # The tensor is held, not its node alone, which torch 2.12 frees without its
-                    # output. Its node has the tensors that `_Keep` saved; torch does not type that.
-                    inputs = kept.grad_fn.saved_tensors  # type: ignore[union-attr]  # of `_Keep`
-                    inputs = tuple([x if type(x) is Tensor else sharding.whole(x) for x in inputs])
+            with _exact(gradient.device.type), within(self.precision):
+                inputs = self._kept_inputs(helper, kept)
                 if type(gradient) is not Tensor:
                     gradient = sharding.whole(gradient, read=helper not in self.idle)
                 is_ragged = gradient.is_nested
@@ -661,6 +675,16 @@ class Capture:
         except Exception as error:  # of any kind: all ranks raise together
             error.add_note(f"soframe: in the statistics of {self.names[helper]!r}")
             self.keep(error, helper)
+
+    def _kept_inputs(self, helper: LayerHelper, kept: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the inputs of a call, where this backward pass needs them."""
+        again = self._probe is not None and not self._probe.first
+        if kept is None or (again and helper not in self.rereading):
+            return ()
+        # The tensor is held, not its node alone, which torch 2.12 frees without its output. Its
+        # node has the tensors that `_Keep` saved; torch does not type that.
+        saved = kept.grad_fn.saved_tensors  # type: ignore[union-attr]  # of `_Keep`
+        return tuple([x if type(x) is Tensor else sharding.whole(x) for x in saved])
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -704,10 +728,9 @@ class _Pending:
         """Find a node of this forward pass alone that follows the call's in a backward pass."""
         # The node itself has this hook: a reference to it would be a cycle. The casts of weights
         # by autocast and the root's inputs may be parts of other forward passes.
-        computed = (x.grad_fn for x in inputs if not self.batch.root.has(x))
-        transposed = (
-            n for n, _ in node.next_functions if n is not None and n.name() == _TRANSPOSED
-        )
+        computed = [x.grad_fn for x in inputs if not self.batch.root.has(x)]
+        following = [following for following, _ in node.next_functions if following is not None]
+        transposed = [f for f in following if f.name() == _TRANSPOSED]
         self.before = next(filter(None, (*computed, *transposed)), None)
         if self.before is not None:
             self.batch.recognise_by(self)
@@ -723,8 +746,12 @@ class _Pending:
 _TRANSPOSED = "TBackward0"
 """Of the weight, in each call of a linear layer."""
 
-_Watched = tuple[GradientEdge, _Pending | None]
-"""An end of a probe; and for a call inside a module its gradient hook."""
+
+class _Watched(NamedTuple):
+    """An end of a probe; and for a call inside a module its gradient hook."""
+
+    edge: GradientEdge
+    pending: _Pending | None = None
 
 
 def _lasting(
@@ -754,6 +781,18 @@ def _lasting(
         return gradient.as_strided(size, stride, gradient.storage_offset() + offset)
 
     return base, of_output
+
+
+@contextmanager
+def _exact(device: str) -> Iterator[None]:
+    """Compute without autocast and without a graph."""
+    # Contexts take a while, even without effect.
+    cast: Any = _NOTHING
+    if torch.is_autocast_enabled(device):
+        cast = torch.autocast(device, enabled=False)
+    recorded: Any = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+    with cast, recorded:
+        yield
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -44,11 +44,11 @@ class LossScale:
         if scaler is None:
             return 1.0
         try:
-            told = scaler if isinstance(scaler, torch.amp.GradScaler) else scaler()
-            if not isinstance(told, torch.amp.GradScaler):
-                return _checked("grad_scaler()", told)
-            self._known = told
-            return self._of_scaler(told) if told.is_enabled() else 1.0
+            scale = scaler if isinstance(scaler, torch.amp.GradScaler) else scaler()
+            if not isinstance(scale, torch.amp.GradScaler):
+                return _checked("grad_scaler()", scale)
+            self._known = scale
+            return self._of_scaler(scale) if scale.is_enabled() else 1.0
         except Exception as error:  # any error: all ranks raise it, at the step
             self._problem = self._problem or error
             return math.nan
@@ -89,8 +89,8 @@ class LossScale:
                 "grad_scaler=scaler, or grad_scaler=lambda: 1.0 for a loss that is not scaled"
             )
         if probed and self._known is None and callable(self._scaler):
-            told = self._scaler()
-            self._known = told if isinstance(told, torch.amp.GradScaler) else None
+            scale = self._scaler()
+            self._known = scale if isinstance(scale, torch.amp.GradScaler) else None
         if self._known is not None and self._known.is_enabled():
             _require_unscaled(self._known, optimizer)
 
@@ -119,7 +119,8 @@ def _require_unscaled(
                 f"grad_scaler=scaler.get_scale"
             )
         return
-    stages = [states[id(one)]["stage"] for one in _unwrapped(optimizer) if id(one) in states]
+    known = [id(layer) for layer in _unwrapped(optimizer) if id(layer) in states]
+    stages = [states[number]["stage"] for number in known]
     if OptState.STEPPED in stages:
         raise RuntimeError(
             "preconditioner.step() came after scaler.step(optimizer), which it was to prepare: "

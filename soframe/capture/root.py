@@ -12,6 +12,7 @@ of one tensor, or one has outputs of the other as inputs. Slices along the batch
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,8 +120,9 @@ class Sight:
     def has_samples_of(self, other: Sight) -> bool | None:
         """Return whether two forward passes are of the same samples; None if unknown."""
         for inputs, outputs in ((self.inputs, other.outputs), (other.inputs, self.outputs)):
-            if any(region.shares_memory(result) for region in inputs for result in outputs):
-                return True
+            for region in inputs:
+                if any(map(region.shares_memory, outputs)):
+                    return True
         known = set[bool | None]()
         for region in self.inputs:
             for previous in other.inputs:
@@ -145,7 +147,7 @@ def look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sight:
     integers = [entries(t) for t in tensors if t.dim() == 2 and t.dtype in INTEGERS]
     question = ""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
-    if any(isinstance(value, Tensor) for values in lists for value in values):
+    if any(isinstance(value, Tensor) for value in itertools.chain.from_iterable(lists)):
         question = f"it takes a list of tensors {_shapes(tensors)}"
     regions = (Region.of(tensor) for tensor in tensors)
     lengths = {len(tensor) for tensor in tensors}
@@ -169,17 +171,17 @@ def look_at_outputs(
     inputs = list(tensors_in((args, kwargs)))
     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     integers = [t for t in inputs if t.dim() == 2 and t.dtype in INTEGERS and entries(t) > len(t)]
-    shown = f"inputs {_shapes(inputs)} and outputs {_shapes(outputs)}"
     if not outputs:
-        # The loss was computed within the model.
-        question = sight.question or (f"it takes integers {_shapes(integers)}" if integers else "")
-        size = None if sight.question else sight.size
-        asks = bool(integers) and not sight.question
-        return replace(sight, size=size, question=question, asks_of_tokens=asks)
+        return _without_outputs(sight, integers)
+    shown = f"inputs {_shapes(inputs)} and outputs {_shapes(outputs)}"
     regions = (Region.of(tensor) for tensor in outputs)
     lengths = {len(tensor) for tensor in outputs}
-    seen = replace(sight, outputs=[r for r in regions if r is not None], question="")
-    seen = replace(seen, is_empty=lengths == {0})
+    seen = replace(
+        sight,
+        outputs=[region for region in regions if region is not None],
+        question="",
+        is_empty=lengths == {0},
+    )
     agreed = lengths & {len(tensor) for tensor in inputs}
     if len(agreed) == 1:
         seen = replace(seen, size=common(agreed))
@@ -187,20 +189,38 @@ def look_at_outputs(
         seen = _of_outputs(seen, inputs, common(lengths))
     else:
         seen = replace(seen, size=None, question=f"{shown} have no batch in common")
+    return _with_tokens(seen, integers, outputs, rows, shown)
+
+
+def _without_outputs(sight: Sight, integers: Sequence[Tensor]) -> Sight:
+    """Return the batch of a forward pass that computed the loss within the model."""
+    if sight.question:
+        return replace(sight, size=None, asks_of_tokens=False)
+    question = f"it takes integers {_shapes(integers)}" if integers else ""
+    return replace(sight, question=question, asks_of_tokens=bool(integers))
+
+
+def _with_tokens(
+    sight: Sight,
+    integers: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    rows: Collection[int],
+    shown: str,
+) -> Sight:
+    """Return the batch with its tokens, if an output has a row for each of the integers."""
     for tensor in outputs:
         features = tensor.shape[-1] if tensor.dim() > 1 else 1
         tokens = entries(tensor) // max(1, features)
-        is_flat = tensor.dim() == 2
-        of_tokens = [
-            t
-            for t in integers
-            if entries(t) == tokens and (is_flat or t.shape == tensor.shape[:-1])
-        ]
-        if of_tokens and features in rows:
-            return replace(seen, tokens=tokens, by_token=True, question="")
-        if of_tokens and not seen.question:
-            seen = replace(seen, question=shown, asks_of_tokens=True)
-    return seen
+        of_size = [t for t in integers if entries(t) == tokens]
+        if tensor.dim() != 2:  # else the tokens are perhaps flattened
+            of_size = [t for t in of_size if t.shape == tensor.shape[:-1]]
+        if not of_size:
+            continue
+        if features in rows:
+            return replace(sight, tokens=tokens, by_token=True, question="")
+        if not sight.question:
+            sight = replace(sight, question=shown, asks_of_tokens=True)
+    return sight
 
 
 def _of_outputs(sight: Sight, inputs: Sequence[Tensor], length: int | None) -> Sight:

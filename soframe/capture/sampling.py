@@ -109,10 +109,10 @@ class Sampler:
         data: DataRows | None,
     ) -> Tensor:
         if data is not None and count >= total:
-            return data.index
+            return data.indices
         index = chosen(self._step, self._rank, number, total, count)
         index = index.to(device, non_blocking=True)
-        return index if data is None else data.index[index]
+        return index if data is None else data.indices[index]
 
     def _count(self, total: int, size: int) -> int:
         if isinstance(self._rows, int):
@@ -143,6 +143,6 @@ def _units(
     """Return the drawn unit, None for the whole call; the number of units; the rows of each."""
     _, batch, shared, _ = rows.shape
     if data is not None:
-        return data.unit, len(data.index), shared if data.unit == "sample" else 1
+        return data.unit, len(data.indices), shared if data.unit == "sample" else 1
     unit: Unit | None = "sample" if by_sample and helper.unit == "row" else helper.unit
     return (unit, batch * shared, 1) if unit == "row" else (unit, batch, shared)

@@ -23,8 +23,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.cache
     def disabled() -> Callable[P, R]:
-        found: Callable[P, R] = torch.compiler.disable(function)
-        return found
+        excluded: Callable[P, R] = torch.compiler.disable(function)
+        return excluded
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

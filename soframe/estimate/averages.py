@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -151,7 +152,7 @@ def _gain(term: Term, decay: float) -> None:
             term.rates.append((1 - keep) / mass)
             continue
         new_masses = []
-        old_masses = masses.get(factor.name, (0.0,) * factor.groups)
+        old_masses = masses.get(factor.name, [0.0] * factor.groups)
         for old_mass, rows in zip(old_masses, term.reached[number], strict=True):
             if rows > 0:
                 mass = keep * old_mass + (1 - keep)
@@ -222,7 +223,7 @@ def _lerp_blocks(term: Term, running: Tensor, new: Tensor) -> None:
     rates = term.rates
     if len(rates) < len(new):
         groups = len(new) // len(rates)
-        rates = [rate for rate in rates for _ in range(groups)]
+        rates = list(chain.from_iterable(repeat(rate, groups) for rate in rates))
     start = 0
     for view in term.stack.views(running, term.members):
         stop = start + len(view)

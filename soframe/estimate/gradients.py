@@ -14,6 +14,7 @@ gradient, and the parts are sent to the gradient workers alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -252,42 +253,26 @@ class LocalGradients(AveragedGradients):
         Gradients of other parameters and of blocks that are not solved yet are averaged in place.
         """
         known = self._known()
-        everywhere = [p for p in self._rest if p in known]
-        used: dict[Stack, tuple[int, ...]] = {}
+        used = self._used(known)
         apart: dict[Stack, tuple[int, ...]] = {}
-        for stack in self._stacks:
-            members: list[int] = []
-            parameters: list[nn.Parameter] = []
-            for block in stack.blocks:
-                of_block = [p for p in self._of_block[block] if p in known]
-                if of_block:
-                    members.append(block.member)
-                    parameters += of_block
-            if not members:
-                continue
-            used[stack] = tuple(members)
-            if all(stack.blocks[member].active for member in members):
-                apart[stack] = used[stack]
+        parameters = list(self._rest)
+        for stack, members in used.items():
+            blocks = [stack.blocks[member] for member in members]
+            if all(block.active for block in blocks):
+                apart[stack] = members
             else:
                 # Without an update to receive, every rank needs the averaged gradient itself.
-                everywhere += parameters
+                parameters += itertools.chain.from_iterable(self._of_block[b] for b in blocks)
         averaged = _gathered(apart)
-        addends: list[_Addend] = []
-        for stack, matrix in averaged.items():
-            workers = stack.place.gradient_workers
-            addends.append(_Addend(workers[0] if len(workers) == 1 else None, matrix))
-        addends += [_Addend(None, gradient) for gradient in self._home.of(everywhere)]
+        addends = [_addend(stack, matrix) for stack, matrix in averaged.items()]
+        everywhere = self._home.of(p for p in parameters if p in known)
+        addends += [_Addend(None, gradient) for gradient in everywhere]
         _average(self._backend, addends)
-        in_place = _gathered({s: members for s, members in used.items() if s not in apart})
-        gradients: dict[Stack, Gradient] = {}
-        for stack, chosen in used.items():
-            matrix_here: Tensor | None = None
-            if stack not in apart:
-                matrix_here = in_place[stack]
-            elif self._backend.rank in stack.place.gradient_workers:
-                matrix_here = averaged[stack]
-            gradients[stack] = Gradient(chosen, matrix_here)
-        return gradients
+        matrices = _gathered({s: members for s, members in used.items() if s not in apart})
+        for stack, matrix in averaged.items():
+            if self._backend.rank in stack.place.gradient_workers:
+                matrices[stack] = matrix
+        return {stack: Gradient(members, matrices.get(stack)) for stack, members in used.items()}
 
     def _known(self) -> set[nn.Parameter]:
         """Return the parameters of which any rank has a gradient; the others get zeros."""
@@ -298,6 +283,21 @@ class LocalGradients(AveragedGradients):
                 # Zeros, if this rank has none: every rank must take part in the reduction.
                 self._home.fill(parameter)
         return known
+
+    def _used(self, known: set[nn.Parameter]) -> dict[Stack, tuple[int, ...]]:
+        """Return the blocks of each stack of which a parameter is known."""
+        used: dict[Stack, tuple[int, ...]] = {}
+        for stack in self._stacks:
+            blocks = [b for b in stack.blocks if not known.isdisjoint(self._of_block[b])]
+            if blocks:
+                used[stack] = tuple(block.member for block in blocks)
+        return used
+
+
+def _addend(stack: Stack, matrix: Tensor) -> _Addend:
+    """Return a gradient that is averaged on the gradient workers of a stack."""
+    workers = stack.place.gradient_workers
+    return _Addend(workers[0] if len(workers) == 1 else None, matrix)
 
 
 def _average(backend: Backend, addends: Sequence[_Addend]) -> None:

@@ -130,7 +130,9 @@ class Refresh:
         """
         if not due and not any(block.record.missed for block in placed.captured):
             return
-        used = {stack.blocks[m] for stack, one in gradients.items() for m in one.members}
+        used: set[Block] = set()
+        for stack, gradient in gradients.items():
+            used.update(stack.blocks[member] for member in gradient.members)
         for block in placed.captured:
             record = block.record
             if block in due:
@@ -166,7 +168,7 @@ class Refresh:
     def _turns(self, placed: PlacedBlocks, every: int) -> Sequence[int]:
         """Return the step of the interval at which each block is solved."""
         if not self.stagger:
-            return (0,) * len(placed.blocks)
+            return [0] * len(placed.blocks)
         # The balance is computed once per placement and interval.
         if self._turns_of is None or self._turns_of[:2] != (placed.placement, every):
             self._turns_of = (placed.placement, every, turns(placed.placement, every))

@@ -229,7 +229,13 @@ class Solved:
 def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
     """Solve this rank's factors of some runs; None for each with a solver that raises."""
     try:
-        attempts = _attempts(runs)
+        shares = _shares(runs)
+        problems = [run.problems(share) for run, share in zip(runs, shares, strict=True)]
+        every = list(itertools.chain.from_iterable(problems))
+        solved = solve_stacks(every)
+        # The flags of all solves in one tensor, of all devices: the host waits once.
+        flags = [good for _, good in solved]
+        usable = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
     except Exception as error:  # of any kind: all ranks raise together
         return _solve_apart(runs, error)
     finally:
@@ -238,9 +244,10 @@ def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
             for job in run.owned:
                 job.copy = None
     results: list[list[Tensor] | None] = []
-    for run, attempts_of_run in zip(runs, attempts, strict=True):
+    attempts = iter(_attempts(every, solved, usable))
+    for run in runs:
         try:
-            results.append(run.results(attempts_of_run))
+            results.append(run.results([next(attempts) for _ in run.owned]))
         except Exception as error:
             run.fail(error)
             results.append(None)
@@ -259,20 +266,17 @@ def _solve_apart(runs: Sequence[Run], error: Exception) -> list[list[Tensor] | N
     return [None] * len(runs)
 
 
-def _attempts(runs: Sequence[Run]) -> list[list[Attempt]]:
-    """Solve this rank's factors of some runs once, with one wait for the device."""
-    problems = [run.problems(share) for run, share in zip(runs, _shares(runs), strict=True)]
-    every = list(itertools.chain.from_iterable(problems))
-    solved = solve_stacks(every)
-    # The flags of all solves in one tensor, of all devices: the host waits once.
-    flags = [good for _, good in solved]
-    usable = iter(torch.cat([flag.to(flags[0].device) for flag in flags]).tolist())
-    attempts = []
-    for problem, (data, _) in zip(every, solved, strict=True):
-        failed = [group for group in range(len(problem.matrices)) if not next(usable)]
+def _attempts(
+    problems: Sequence[Problem],
+    solved: Sequence[tuple[dict[str, Tensor], Tensor]],
+    usable: Iterable[bool],
+) -> list[Attempt]:
+    """Return the attempts on problems, given the flags of all their groups."""
+    attempts, flags = [], iter(usable)
+    for problem, (data, _) in zip(problems, solved, strict=True):
+        failed = [group for group in range(len(problem.matrices)) if not next(flags)]
         attempts.append(Attempt(problem, data, failed))
-    remaining = iter(attempts)
-    return [list(itertools.islice(remaining, len(of_run))) for of_run in problems]
+    return attempts
 
 
 def _shares(runs: Sequence[Run]) -> list[list[Tensor]]:
@@ -293,7 +297,8 @@ def _shares(runs: Sequence[Run]) -> list[list[Tensor]]:
             shares[numbers[0]] = like.shares(same[0].traces, damping)
             continue
         # For each factor the traces, and then the shares, of all runs: [groups of all].
-        traces = [torch.cat(parts) for parts in zip(*(run.traces for run in same), strict=True)]
+        traces_of_runs = [run.traces for run in same]
+        traces = [torch.cat(parts) for parts in zip(*traces_of_runs, strict=True)]
         sizes = [len(run.traces[0]) for run in same]
         parts_of_factors = [share.split(sizes) for share in like.shares(traces, damping)]
         for number, parts in zip(numbers, zip(*parts_of_factors, strict=True), strict=True):
@@ -372,15 +377,18 @@ class Solution:
             for job in run.jobs:
                 run_of[id(job.parcel)] = run
         # Solves whose results travel are sent bucket by bucket, so that sending overlaps with the
-        # next solve. All others are batched.
-        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
-            runs = dict.fromkeys(run_of[id(parcel)] for parcel in bucket)
+        # next solve. All others are batched, as if in an empty bucket at the end.
+        travelling = buckets(self._backend, [job.parcel for job in self._jobs])
+        for bucket in [*travelling, []]:
+            runs = self._runs
+            if bucket:
+                runs = list(dict.fromkeys(run_of[id(parcel)] for parcel in bucket))
             with self._backend.phases("solve"):
-                _complete(runs)
-            with self._backend.phases("share"):
-                self._pending.append(send(self._backend, bucket, "share"))
-        with self._backend.phases("solve"):
-            _complete(self._runs)
+                now = [run for run in runs if run.work is None and not run.finished]
+                _place(runs, dict(zip(now, _solve(now) if now else (), strict=True)))
+            if bucket:
+                with self._backend.phases("share"):
+                    self._pending.append(send(self._backend, bucket, "share"))
         failed, retried = list[int](), list[int]()
         for job in self._jobs:
             failed += job.failed
@@ -418,13 +426,12 @@ class Solution:
                 self._placed.keep(error, stack)
 
 
-def _complete(runs: Iterable[Run]) -> None:
-    """Put this rank's results of some runs into the parcels: from the background, or solved now."""
-    unfinished = [run for run in runs if not run.finished]
-    now = [run for run in unfinished if run.work is None]
-    results = dict(zip(now, _solve(now), strict=True)) if now else {}
-    for run in unfinished:
-        tensors = results[run] if run.work is None else run.work.result()
+def _place(runs: Iterable[Run], solved: Mapping[Run, list[Tensor] | None]) -> None:
+    """Put this rank's results of some runs into parcels, from the background or solved now."""
+    for run in runs:
+        if run.finished:
+            continue
+        tensors = solved[run] if run.work is None else run.work.result()
         if tensors is not None:
             run.place(tensors)
 
@@ -500,7 +507,9 @@ def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
 
 def _add_up_traces(backend: Backend, runs: Sequence[Run], means: Mapping[Job, Tensor]) -> None:
     """Set the traces of factors whose owners differ, summed over ranks."""
-    sizes = [len(run.members) * job.factor.groups for run in runs for job in run.jobs]
+    sizes: list[int] = []
+    for run in runs:
+        sizes += [len(run.members) * job.factor.groups for job in run.jobs]
     # Zeros but for the factors of this rank: the sum over ranks has all traces.
     numbers = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
     for job, part in zip(_jobs(runs), numbers.split(sizes), strict=True):
@@ -545,11 +554,8 @@ def _install(stack: Stack, parts: Sequence[Solved], step: int | None) -> None:
     blocks = [stack.blocks[member] for member in chosen]
     jobs = parts[0].run.jobs
 
-    # States in the old eigenbases are expressed in the new ones. Only blocks that made updates with
-    # earlier data have states to rebase.
-    kept: tuple[int, ...] = ()
-    if stack.like.rebases and stack.state:
-        kept = tuple(b.member for b in blocks if b.solved and b.record.updates)
+    # States in the old eigenbases are expressed in the new ones.
+    kept = _with_states(stack, blocks)
     old = stack.solved_data(kept) if kept else {}
     for number, job in enumerate(jobs):
         if job.needed:
@@ -564,6 +570,13 @@ def _install(stack: Stack, parts: Sequence[Solved], step: int | None) -> None:
     if kept:
         moved = stack.like.method.rebase(stack.state_of(kept), old, stack.solved_data(kept))
         stack.set_state(kept, moved)
+
+
+def _with_states(stack: Stack, blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Return the blocks with states to rebase: those that made updates with earlier data."""
+    if not stack.like.rebases or not stack.state:
+        return ()
+    return tuple(b.member for b in blocks if b.solved and b.record.updates)
 
 
 def _joined(parts: Sequence[Solved], number: int, order: Sequence[int]) -> dict[str, Tensor]:
@@ -661,25 +674,29 @@ class Solves:
         ``changed`` are the blocks with new statistics, for second-order data that are refreshed
         from them between solves. Without ``step`` everything is solved at once.
         """
-        if not due and not self._under_way and not changed:
-            return
         landed: list[Block] = []
         if self._under_way:
             landed = self._land(-1 if step is None else step, placed, counters, due)
-        now, later = list(due), list[Block]()
+        now = list(due)
         if self.on and step is not None:
             # The first solve of a block is never in the background: it has no data yet.
             now = [block for block in due if not block.solved]
-            later = [block for block in due if block.solved]
         if following := {*landed, *changed}.difference(now):
             _follow(placed, following)
-        if later and step is not None:
-            lands = math.inf if self._ready else step + self._steps
-            self._under_way.append(Solution(placed, later, damping, step, self._worker, lands))
+        if len(now) < len(due):
+            self._begin(placed, [block for block in due if block.solved], damping, step)
         if now:
             solution = Solution(placed, now, damping, step)
             solution.share()
             solution.conclude(counters)
+
+    def _begin(
+        self, placed: PlacedBlocks, blocks: Sequence[Block], damping: float, step: int | None
+    ) -> None:
+        """Begin to solve blocks in the background."""
+        assert step is not None
+        lands = math.inf if self._ready else step + self._steps
+        self._under_way.append(Solution(placed, blocks, damping, step, self._worker, lands))
 
     def _land(
         self,

@@ -37,7 +37,7 @@ from soframe.estimate.averages import Term, by_group, enter
 from soframe.kernels.halves import widens
 from soframe.layers.base import LayerHelper
 from soframe.layers.sharing import SharedInputs
-from soframe.methods.base import Addend, Call
+from soframe.methods.base import Call
 from soframe.methods.returned import require_statistics
 from soframe.methods.scaling import CallScale, Contribution, Counts, Scale
 from soframe.specs import FactorSpec
@@ -125,14 +125,15 @@ class Accumulator:
                     readers.add(factor.name)
         # Layers whose inputs are needed along with every probe's rows.
         both: list[LayerHelper] = []
+        self._block_of: dict[LayerHelper, Block] = {}
         for block in blocks:
+            self._block_of.update(dict.fromkeys(block.helpers, block))
             if block.unequal or any(factor.reads == "both" for factor in block.factors):
                 both += block.helpers
         self._both = frozenset(both)
         self._blocks = blocks
         self.due: frozenset[Block] = frozenset()
         self._capture, self._sampler = capture, sampler
-        self._block_of = {helper: block for block in blocks for helper in block.helpers}
         self._scale = scale
         self._samples = samples
         self._grad_scale, self._voided = grad_scale, voided
@@ -211,7 +212,13 @@ class Accumulator:
         reached = None
         if block.unequal and self._wants_inputs(helper):
             rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
-        self._count(block, call, backward, _sizes(data, batch, shared)[1], users, reached)
+        # Means over rows weigh each row as the sums do. Several probes go through the same call,
+        # whose samples count once.
+        if probe is None or probe.first:
+            weight = users * self._share
+            rows_of_data = _sizes(data, batch, shared)[1] * weight
+            reached = reached and [number * weight for number in reached]
+            block.record.counts.add(call.number, backward.samples, rows_of_data, reached)
 
         loss_scale = backward.scale(self._grad_scale if probe is None else lambda: 1.0)
         factors = self._gathered(block)
@@ -220,7 +227,13 @@ class Accumulator:
                 helper.module, backward.samples, batch, shared, loss_scale, users
             )
             with self._backend.phases("accumulate"):
-                self._sum(block, factors, call, rows, data, scale)
+                if data is not None and data.unit == "row":
+                    both = [factor for factor in factors if factor.reads == "both"]
+                    if both:
+                        self._sum(block, both, call, _without(rows, data), None, scale)
+                    factors = [factor for factor in factors if factor.reads != "both"]
+                if factors:
+                    self._sum(block, factors, call, rows, data, scale)
 
     def _gathered(self, block: Block) -> list[FactorSpec]:
         """Return the factors of a block to which this rank contributes in this window."""
@@ -238,25 +251,6 @@ class Accumulator:
             self._routed.add(block)
         # A single sample of a layer that gets a part of the batch at other times is no table.
         return lacks and block not in self._routed
-
-    def _count(
-        self,
-        block: Block,
-        call: LayerCall,
-        backward: Pass,
-        rows: int,
-        users: int,
-        reached: list[float] | None,
-    ) -> None:
-        """Count a call's rows, which so many samples share, and those that reach each group."""
-        # Several probes go through the same call, whose samples count once.
-        if call.probe is not None and not call.probe.first:
-            return
-        # Means over rows weigh each row as the sums do.
-        weight = users * self._share
-        if reached is not None:
-            reached = [number * weight for number in reached]
-        block.record.counts.add(call.number, backward.samples, rows * weight, reached)
 
     def _pass_once(self, block: Block, call: LayerCall) -> None:
         """Refuse a second backward pass through a call, unless gradients of the first are gone."""
@@ -292,16 +286,9 @@ class Accumulator:
         """Record the gradients of the layers that a backward pass of the loss has reached."""
         for block in {self._block_of[helper] for helper in reached}:
             self._versions.pop(block, None)  # a framework may have put the gradient elsewhere
-            if block.record.counts.calls:
-                self._look_at(block)
-
-    def _look_at(self, block: Block) -> None:
-        """Record the version of a gradient of the block, if it has any."""
-        for parameter in block.parameters.values():
-            gradient = block.home.read(parameter)
-            if gradient is not None:
-                self._versions[block] = parameter, gradient._version
-                return
+            version = _version(block)
+            if block.record.counts.calls and version is not None:
+                self._versions[block] = version
 
     def _drop_zeroed(self, number: int) -> None:
         """Drop the statistics of gradients that were zeroed before backward pass ``number``."""
@@ -324,7 +311,9 @@ class Accumulator:
             block.stack.drop(block.member, number)
             del self._versions[block]
         self._shared.forget()
-        used = {n for block in self._blocks for n in block.record.counts.samples}
+        used: set[int] = set()
+        for block in self._blocks:
+            used.update(block.record.counts.samples)
         if not used:
             self._passes = Passes(self._samples)
             self._voided()
@@ -341,28 +330,7 @@ class Accumulator:
         data: DataRows | None,
         scale: CallScale,
     ) -> None:
-        """Add the moments of a call to the block's sums; for ``data`` see `_data`."""
-        if data is not None and data.unit == "row":
-            both = [factor for factor in factors if factor.reads == "both"]
-            if both:
-                # The gradient of a sample is a sum over its positions: padding adds zeros to it.
-                counts = rows.new_zeros(rows[0, :, :, :1].shape)  # [batch, shared, 1]
-                counts.view(-1)[data.index] = 1
-                self._sum_rows(block, both, call, rows * counts, None, scale)
-                factors = [factor for factor in factors if factor.reads != "both"]
-        if factors:
-            self._sum_rows(block, factors, call, rows, data, scale)
-
-    def _sum_rows(
-        self,
-        block: Block,
-        factors: Sequence[FactorSpec],
-        call: LayerCall,
-        rows: Tensor,
-        data: DataRows | None,
-        scale: CallScale,
-    ) -> None:
-        """Add the moments of the rows that are data to the sums of some factors."""
+        """Add the moments of a call to the sums of some factors; for ``data`` see `_data`."""
         helper, probe = call.helper, call.probe
         # Moments of inputs alone are added with the first probe only.
         is_repeated = probe is not None and not probe.first
@@ -372,7 +340,20 @@ class Accumulator:
             inputs, rows, part = self._sampler.take(
                 helper, (inputs, rows), call.number, block.takes_samples, data
             )
-        moments = self._moments(block, helper, inputs if reads else None, rows)
+        # Not inherited: a subclass may override the moments, and has to declare this itself.
+        declares_widening = vars(type(helper)).get("widens", False)
+        moments = block.method.statistics(
+            Call(
+                helper=helper,
+                inputs=inputs if reads else None,
+                rows=rows,
+                dtype=block.dtype,
+                shared=self._shared,
+                data=block.second_order if block.dependent else {},
+                widens=declares_widening and rows.shape[0] == 1 and widens(rows, block.dtype),
+                first=block.record.counts.calls <= 1,
+            )
+        )
         block.stack.allocate(factors)
         for factor in factors:
             if is_repeated and factor.reads == "inputs":
@@ -382,46 +363,12 @@ class Accumulator:
             multiplier = scale.of(factor) * part * self._share
             if probe is not None and factor.reads != "inputs":
                 multiplier *= probe.weight
-            self._add_moment(block, helper, factor, moments, multiplier)
-
-    def _moments(
-        self,
-        block: Block,
-        helper: LayerHelper,
-        inputs: tuple[Tensor, ...] | None,
-        rows: Tensor,
-    ) -> Mapping[str, Tensor | Addend]:
-        """Return the statistics of a call by the block's method."""
-        # Not inherited: a subclass may override the moments, and has to declare this itself.
-        declares_widening = vars(type(helper)).get("widens", False)
-        call = Call(
-            helper=helper,
-            inputs=inputs,
-            rows=rows,
-            dtype=block.dtype,
-            shared=self._shared,
-            data=block.second_order if block.dependent else {},
-            widens=declares_widening and rows.shape[0] == 1 and widens(rows, block.dtype),
-            first=block.record.counts.calls <= 1,
-        )
-        return block.method.statistics(call)
-
-    def _add_moment(
-        self,
-        block: Block,
-        helper: LayerHelper,
-        factor: FactorSpec,
-        moments: Mapping[str, Tensor | Addend],
-        multiplier: float,
-    ) -> None:
-        """Add a multiple of a call's statistics to a factor's sum, or refuse them."""
-        if factor.name not in moments or moments[factor.name] is None:
-            self._refuse(block, factor, None, "statistics()")
-            return
-        moment = moments[factor.name]
-        if not block.stack.add(factor, block.member, moment, multiplier):
-            source = f"statistics() of rows of {type(helper).__name__}"
-            self._refuse(block, factor, moment, source)
+            moment = moments.get(factor.name)
+            if moment is None:
+                self._refuse(block, factor, None, "statistics()")
+            elif not block.stack.add(factor, block.member, moment, multiplier):
+                source = f"statistics() of rows of {type(helper).__name__}"
+                self._refuse(block, factor, moment, source)
 
     def _refuse(self, block: Block, factor: FactorSpec, statistics: object, source: str) -> None:
         """Check statistics against the method's declaration; the step raises the error."""
@@ -685,9 +632,10 @@ def _reaching(
         reached = None if mask is None else mask.any(2).sum(1)
     else:
         reached = helper.group_rows(inputs, counted)
-    if reached is None:
-        return rows, [float(batch if reduces else batch * shared)] * groups
-    return rows, reached.tolist()
+    if reached is not None:
+        return rows, reached.tolist()
+    count = batch if reduces else batch * shared
+    return rows, list(itertools.repeat(float(count), groups))
 
 
 def _by_sample(block: Block, call: LayerCall) -> LayerCall:
@@ -740,8 +688,8 @@ def _sizes(data: DataRows | None, batch: int, shared: int) -> tuple[int, int]:
     if data is None:
         return batch, batch * shared
     if data.unit == "sample":
-        return len(data.index), len(data.index) * shared
-    return batch, len(data.index)
+        return len(data.indices), len(data.indices) * shared
+    return batch, len(data.indices)
 
 
 def _multiply(terms: Iterable[Term]) -> None:
@@ -754,6 +702,23 @@ def _multiply(terms: Iterable[Term]) -> None:
             scales.append(term.scale)
     if tensors:
         torch._foreach_mul_(tensors, scales)
+
+
+def _without(rows: Tensor, data: DataRows) -> Tensor:
+    """Return rows ``[groups, batch, shared, features]`` with zeros for padding."""
+    # The gradient of a sample is a sum over its positions, to which padding then adds nothing.
+    counts = rows.new_zeros(rows[0, :, :, :1].shape)  # [batch, shared, 1]
+    counts.view(-1)[data.indices] = 1
+    return rows * counts
+
+
+def _version(block: Block) -> tuple[nn.Parameter, int] | None:
+    """Return a parameter of a block that has a gradient, and the gradient's version."""
+    for parameter in block.parameters.values():
+        gradient = block.home.read(parameter)
+        if gradient is not None:
+            return parameter, gradient._version
+    return None
 
 
 def _all_contribute(placed: PlacedBlocks) -> bool:

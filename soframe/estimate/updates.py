@@ -56,7 +56,10 @@ class Update:
     def tensors(self) -> list[Tensor]:
         """Return the tensors that this rank writes."""
         if self.stack.like.shards:
-            return [part for by_name in self.parts.values() for part in by_name.values()]
+            tensors: list[Tensor] = []
+            for part_of in self.parts.values():
+                tensors += part_of.values()
+            return tensors
         return [] if self.matrix is None else [self.matrix]
 
     def each(self) -> Iterator[tuple[Block, Tensor]]:

@@ -126,7 +126,7 @@ class Task:
 class OnPaper(Preconditioner):
     """A preconditioner that leaves another one's hooks on the model, and gives its blocks."""
 
-    _beside = True
+    _keeps_hooks = True
 
     @property
     def intervals(self) -> tuple[int, int]:

@@ -126,12 +126,12 @@ class Fit:
 
     def _wanted(self) -> Gathering:
         """Return the factors without statistics that could take them now."""
-        wanted = {}
+        factors_of = {}
         for block in self._placed.blocks:
             able = block.gatherable() - block.record.masses.keys()
             if able:
-                wanted[block.name] = sorted(able)
-        return wanted
+                factors_of[block.name] = sorted(able)
+        return factors_of
 
     def _pass(
         self, loader: Iterable[Any], loss: LossOf, every: int, reduced: Callable[[], object]

@@ -82,7 +82,9 @@ def register(model: nn.Module, choices: Choices) -> Registration:
             "this Fisher makes statistics of calls, and no block's method reads any: leave fisher= "
             "out, or choose a method of calls, such as 'kfac', for some layers"
         )
-    every = [(f"{b.name}.{n}", p) for b in registration.blocks for n, p in b.parameters.items()]
+    every: list[tuple[str, nn.Parameter]] = []
+    for block in registration.blocks:
+        every += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
     # A model that is on the meta device as a whole can be planned.
     if not all(parameter.is_meta for _, parameter in every):
         require_materialised(every)
@@ -97,7 +99,8 @@ def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
     for block in blocks:
         kind = (block.method, block.solver)
         if (id(block.method), id(block.solver)) not in numbers:
-            kinds += [kind] if kind not in kinds else []
+            if kind not in kinds:
+                kinds.append(kind)
             numbers[id(block.method), id(block.solver)] = kinds.index(kind)
     work = tuple(block.work(numbers[id(block.method), id(block.solver)]) for block in blocks)
     placement = complete(strategy.place(work, ranks))
@@ -117,16 +120,17 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
     if (groups := grouping(optimizer)) is not None:
         groups.group(blocks)
     home = blocks[0].home
-    held = {id(p) for parameters in home.groups(optimizer) for p in parameters}
-    parameters = {
-        f"{block.name}.{name}": parameter
-        for block in blocks
-        for name, parameter in block.parameters.items()
-    }
-    missing = [name for name, parameter in parameters.items() if id(parameter) not in held]
+    optimised: set[int] = set()
+    for parameters in home.groups(optimizer):
+        optimised.update(map(id, parameters))
+    missing: list[str] = []
+    for block in blocks:
+        for name, parameter in block.parameters.items():
+            if id(parameter) not in optimised:
+                missing.append(f"{block.name}.{name}")
     if not missing:
         return
-    if len(missing) == len(parameters):
+    if len(missing) == sum(len(block.parameters) for block in blocks):
         # An optimizer that shards parameters replaces them, and reads gradients of its own.
         remedy = (
             "It has no parameter of any block: it is another model's, or one that shares "
@@ -204,8 +208,10 @@ def build(
     if settled is not strategy:
         placement = placed(settled)
         compare_ranks(backend, placement, described)
-    if not parts.beside:
-        modules = (helper.module for block in registration.blocks for helper in block.helpers)
+    if not parts.keeps_hooks:
+        modules: list[nn.Module] = []
+        for block in registration.blocks:
+            modules += [helper.module for helper in block.helpers]
         take_over(capture, modules)
     # Process groups are created by all ranks together, so only after they agree.
     backend.prepare(placement.groups())

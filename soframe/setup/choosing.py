@@ -82,8 +82,8 @@ def choose_damping(choice: DampingChoice) -> DampingPolicy:
 
 def methods(choice: Choice) -> list[Method]:
     """Return the methods of a choice."""
-    every = choice.values() if isinstance(choice, Mapping) else (choice,)
-    return [KINDS["method"].build(one, Method) for one in every]
+    choices = choice.values() if isinstance(choice, Mapping) else (choice,)
+    return [KINDS["method"].build(component, Method) for component in choices]
 
 
 def require(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -23,24 +23,26 @@ def text(
     now: Mapping[str, object],
 ) -> str:
     """Return settings as text, one per line, with their present values ``now``."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    held = sum(len(block.parameters) for block in blocks)
-    covered = f"{held} of {len(trained)} trainable parameters in {len(blocks)} block(s)"
-    lines = [f"model: {type(model).__name__}, {covered}"]
+    trained = sum(p.requires_grad for p in model.parameters())
+    covered = sum(len(block.parameters) for block in blocks)
+    coverage = f"{covered} of {trained} trainable parameters in {len(blocks)} block(s)"
+    lines = [f"model: {type(model).__name__}, {coverage}"]
     shown = {name: _show(value) for name, value in settings.items()}
     # The components that blocks have, in place of a mapping from patterns.
     shown["method"] = _each(block.method for block in blocks if not block.auxiliary)
     shown["auxiliary"] = _each(block.method for block in blocks if block.auxiliary)
     shown["solver"] = _each(block.solver for block in blocks if block.solved_here)
     for name, value in now.items():
-        scheduled = settings.get(name)
-        # A schedule or policy: its value at this step, then the schedule.
-        if scheduled is not None and not isinstance(scheduled, int | float):
-            shown[name] = f"{_show(value)} (now, of {_show(scheduled)})"
-        else:
-            shown[name] = _show(value)
+        shown[name] = _with_schedule(value, settings.get(name))
     lines += [f"{name}: {value}" for name, value in shown.items()]
-    return f"{owner}(\n" + "".join(f"  {line}\n" for line in lines) + ")"
+    return "\n  ".join([f"{owner}(", *lines]) + "\n)"
+
+
+def _with_schedule(value: object, setting: object) -> str:
+    """Return a setting's value at this step; of a schedule or policy also the schedule."""
+    if setting is None or isinstance(setting, int | float):
+        return _show(value)
+    return f"{_show(value)} (now, of {_show(setting)})"
 
 
 def _each(components: Iterable[object]) -> str:

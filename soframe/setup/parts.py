@@ -54,7 +54,7 @@ class Parts:
         loss_average: How the loss averages samples.
         precision: How a GPU multiplies float32.
         choices: The choices of the first registration.
-        beside: Whether the hooks of another curvature may stay on the model.
+        keeps_hooks: Whether the hooks of another curvature may stay on the model.
         common: Further settings that all ranks must share.
         means: Whether factors are fitted as means over data, rather than followed in training.
     """
@@ -78,7 +78,7 @@ class Parts:
     loss_average: LossAverage
     precision: Precision
     choices: Choices
-    beside: bool = False
+    keeps_hooks: bool = False
     common: tuple[object, ...] = ()
     means: bool = False
 
@@ -89,7 +89,7 @@ def parts_of(
     backend: Backend,
     stages: Stages,
     *,
-    beside: bool = False,
+    keeps_hooks: bool = False,
     common: tuple[object, ...] = (),
     means: bool = False,
 ) -> Parts:
@@ -100,7 +100,7 @@ def parts_of(
         settings: The settings of `soframe.Preconditioner`, without groups.
         backend: The communication backend.
         stages: The stages of a pipeline.
-        beside: Whether the hooks of another curvature may stay on the model.
+        keeps_hooks: Whether the hooks of another curvature may stay on the model.
         common: Further settings that all ranks must share.
         means: Whether factors are fitted as means over data.
 
@@ -184,7 +184,7 @@ def parts_of(
         loss_average=settings["loss_average"],
         precision=settings["precision"],
         choices=choices,
-        beside=beside,
+        keeps_hooks=keeps_hooks,
         common=common,
         means=means,
     )

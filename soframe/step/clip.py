@@ -85,7 +85,9 @@ def clip(
     takes_part = bool(clipped) or stages.backend is not None
     if not clips or not takes_part:
         return Clipped(finite=True)
-    scaled = [tensor for update in clipped for tensor in update.tensors()]
+    scaled: list[Tensor] = []
+    for update in clipped:
+        scaled += update.tensors()
     # A stage without clipped updates takes part in the sums with zeros.
     like = scaled[0] if scaled else torch.zeros((), dtype=torch.float64, device="cpu")
     factors: dict[str, Tensor] = {}

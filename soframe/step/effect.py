@@ -14,17 +14,19 @@ module that was not called.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.capture.hooks import Capture
+from soframe.layers.base import LayerHelper
 
 WINDOWS = 2
 """Windows with statistics in which each block is checked."""
@@ -72,9 +74,10 @@ class Effect:
         """Raise if a framework has sharded the parameters since they were registered."""
         judged = [block for block in self._judged if block in due]
         if judged:
-            self._home.check(
-                (f"{b.name}.{name}", p) for b in judged for name, p in b.parameters.items()
-            )
+            named: list[tuple[str, nn.Parameter]] = []
+            for block in judged:
+                named += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
+            self._home.check(named)
 
     def said(self, due: Collection[Block]) -> list[float]:
         """Return this rank's flags, equally many on every rank.
@@ -87,25 +90,31 @@ class Effect:
         if not judged:
             return self.nothing_said(due)
         seen = {block for block in judged if block.record.counts.calls}
-        reached = {block for block in seen if self._home.of(self._parameters[block])}
-        # Without statistics a gradient of zeros counts as none; testing for it makes the host wait.
-        unseen = [block for block in judged if block not in seen and not self._derived(block)]
-        if unseen:
-            reached |= self._with_gradient(unseen)
-        given = bool(reached) or any(
-            self._home.has(p) for each in self._parameters.values() for p in each
-        )
+        reached = self._reached(judged, seen)
+        parameters = itertools.chain.from_iterable(self._parameters.values())
+        has_any = bool(reached) or any(map(self._home.has, parameters))
         # Evidence that the backward pass ran, but reached no block.
-        others = not given and any(map(self._home.has, self._others))
-        numbers = [float(given), float(others)]
+        has_other = not has_any and any(map(self._home.has, self._others))
+        numbers = [float(has_any), float(has_other)]
         for block in self._blocks:
             if block in due:
                 numbers += [float(block in seen), float(block in reached)]
         return numbers
 
+    def _reached(self, blocks: Sequence[Block], seen: Collection[Block]) -> set[Block]:
+        """Return the blocks with a gradient, of which some were ``seen`` to be called."""
+        reached = {block for block in seen if self._home.of(self._parameters[block])}
+        # Without statistics a gradient of zeros counts as none; testing for it makes the host wait.
+        unseen = [block for block in blocks if block not in seen and not self._derived(block)]
+        if unseen:
+            reached |= self._with_gradient(unseen)
+        return reached
+
     def nothing_said(self, due: Collection[Block]) -> list[float]:
         """Return zeros in place of the numbers of `said`."""
-        return [] if not due or self._partial else [0.0] * (2 + 2 * len(due))
+        if not due or self._partial:
+            return []
+        return [0.0] * (2 + 2 * len(due))
 
     def require(self, due: Collection[Block], sums: Sequence[float]) -> None:
         """Check the sums of `said` over ranks.
@@ -116,28 +125,50 @@ class Effect:
         judged = [block for block in self._judged if block in due]
         if not judged:
             return
-        given, others, *each = sums
-        blocks = [block for block in self._blocks if block in due]
-        rows = list(zip(blocks, each[::2], each[1::2], strict=True))
-        missed = [block for block, seen, reached in rows if reached > 0 and seen == 0]
-        taken = [block for block, seen, reached in rows if seen > 0 and reached == 0]
+        numbers = iter(sums)
+        has_any, has_other = next(numbers) > 0, next(numbers) > 0
+        missed: list[Block] = []  # a gradient without statistics
+        taken: list[Block] = []  # statistics without a gradient
+        any_seen = False
+        for block in self._blocks:
+            if block not in due:
+                continue
+            seen, reached = next(numbers) > 0, next(numbers) > 0
+            any_seen |= seen
+            if reached != seen:
+                (missed if reached else taken).append(block)
         # Whether no block has ever had statistics: then the step would do nothing.
-        never = not any(seen for _, seen, _ in rows) and all(b.mass == 0 for b in self._blocks)
-        if missed and never:
-            raise RuntimeError(f"{self._without_statistics(missed)} No gradient was changed.")
-        if taken and given == 0:
-            raise RuntimeError(self._without_gradients(taken))
-        if given == 0 and others > 0 and never:
-            raise RuntimeError(
-                f"no block has a gradient or statistics, while other parameters have gradients: "
-                f"the backward pass has reached {_names(judged)} in no way, and the preconditioner "
-                f"would do nothing. {self._remedies(judged)}"
-            )
+        never = not any_seen and all(block.mass == 0 for block in self._blocks)
+        self._raise_if_idle(
+            judged, missed, taken, has_any=has_any, has_other=has_other, never=never
+        )
         if missed:
             warnings.warn(f"soframe: {self._without_statistics(missed)}", stacklevel=8)
         # With a probe, statistics do not imply that the loss depends on a block.
         if taken and not self._capture.probing:
             warnings.warn(f"soframe: {self._without_gradients(taken)}", stacklevel=8)
+
+    def _raise_if_idle(
+        self,
+        judged: Sequence[Block],
+        missed: Sequence[Block],
+        taken: Sequence[Block],
+        *,
+        has_any: bool,
+        has_other: bool,
+        never: bool,
+    ) -> None:
+        """Raise if the step would have no effect."""
+        if missed and never:
+            raise RuntimeError(f"{self._without_statistics(missed)} No gradient was changed.")
+        if taken and not has_any:
+            raise RuntimeError(self._without_gradients(taken))
+        if has_other and never and not has_any:
+            raise RuntimeError(
+                f"no block has a gradient or statistics, while other parameters have gradients: "
+                f"the backward pass has reached {_names(judged)} in no way, and the preconditioner "
+                f"would do nothing. {self._remedies(judged)}"
+            )
 
     def _derived(self, block: Block) -> bool:
         """Return whether the loss may depend on a block's derivatives alone."""
@@ -147,13 +178,17 @@ class Effect:
 
     def _with_gradient(self, blocks: Sequence[Block]) -> set[Block]:
         """Return the blocks with a nonzero gradient; the host waits at most once."""
-        gradients = [(b, g) for b in blocks for g in self._home.of(self._parameters[b])]
-        flags = [(b, (g.to_dense() if g.is_sparse else g).any()) for b, g in gradients]
+        owners: list[Block] = []
+        flags: list[Tensor] = []
+        for block in blocks:
+            for gradient in self._home.of(self._parameters[block]):
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                owners.append(block)
+                flags.append(dense.any())
         if not flags:
             return set()
-        device = flags[0][1].device
-        found: list[bool] = torch.stack([flag.to(device) for _, flag in flags]).tolist()
-        return {block for (block, _), flag in zip(flags, found, strict=True) if flag}
+        nonzero: list[bool] = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        return {block for block, flag in zip(owners, nonzero, strict=True) if flag}
 
     # -- errors -------------------------------------------------------------------------------
 
@@ -172,7 +207,9 @@ class Effect:
                 "with every output that the loss is of (soframe.losses.SumLoss for several). Leave "
                 "out layers that these do not depend on: skip=[...]"
             )
-        helpers = [helper for block in blocks for helper in block.helpers]
+        helpers: list[LayerHelper] = []
+        for block in blocks:
+            helpers += block.helpers
         modules = [self._model, *self._model.children(), *(helper.module for helper in helpers)]
         first = ""
         if any(helper in self._capture.called for helper in helpers):
@@ -200,7 +237,8 @@ class Effect:
         )
 
     def _without_gradients(self, blocks: Sequence[Block]) -> str:
-        if any(p._post_accumulate_grad_hooks for b in blocks for p in self._parameters[b]):
+        parameters = itertools.chain.from_iterable(self._parameters[block] for block in blocks)
+        if any(parameter._post_accumulate_grad_hooks for parameter in parameters):
             why = (
                 "Hooks on the parameters (register_post_accumulate_grad_hook) have taken them, as "
                 "an optimizer does that steps within the backward pass: let it step after "

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from soframe.blocks.block import Block
 from soframe.blocks.stack import Stack
 from soframe.comm.agreement import (
     fingerprint,
@@ -340,34 +341,40 @@ class Engine:
         if not plain or not sends or not sizes.queues:
             return False
         # Blocks without statistics take their first ones in any step.
-        return not any(
-            len(stack.like.captured) < len(stack.like.factors)
-            and not stack.like.method.refreshes_after
-            and (plan.observes or any(block.waits for block in stack.blocks))
-            for stack in curvature.placed.stacks
-        )
+        for stack in curvature.placed.stacks:
+            if len(stack.like.captured) == len(stack.like.factors):
+                continue
+            takes = plan.observes or any(block.waits for block in stack.blocks)
+            if takes and not stack.like.method.refreshes_after:
+                return False
+        return True
 
     def _read_flags(self, plan: Plan, updates: Sequence[Update]) -> Plan:
-        """Read the flags of the gradients, or leave them on the device if it can select.
+        """Read the flags of the gradients, or leave them on the device if it can select."""
+        blocks: list[Block] = []
+        for update in updates:
+            blocks += update.blocks
+        for stack in self.apart:
+            blocks += stack.blocks
+        if self._can_select(plan, blocks):
+            self.verdict.leave(blocks)
+            return plan
+        return self.verdict.read(plan, always_large=self._curvature.relatively_damped)
 
-        It cannot where the host decides by them: on statistics of gradients, on first updates, and
-        on float64 for large gradients. After a step that was not moderate the host reads again.
+    def _can_select(self, plan: Plan, blocks: Sequence[Block]) -> bool:
+        """Return whether the device can select the new states of blocks and their updates.
+
+        It cannot where the host decides by the flags: on statistics of gradients, on first updates,
+        and on float64 for large gradients. After a step that was not moderate the host reads again.
         All ranks find the same, as reading may be a collective.
         """
-        curvature, verdict = self._curvature, self.verdict
-        stacks = curvature.placed.stacks
-        selects = (
-            verdict.moderate
-            and not (curvature.relatively_damped or plan.undamped)
-            and (self._grouping is None or self._grouping.selects())
-            and len({stack.like.device for stack in stacks}) == 1
-            and all(len(stack.like.captured) == len(stack.like.factors) for stack in stacks)
-            and all(update.blocks[0].record.updates > 0 for update in updates)
-            and all(block.record.updates > 0 for stack in self.apart for block in stack.blocks)
-        )
-        if not selects:
-            return verdict.read(plan, always_large=curvature.relatively_damped)
-        blocks = [block for update in updates for block in update.blocks]
-        blocks += [block for stack in self.apart for block in stack.blocks]
-        verdict.leave(blocks)
-        return plan
+        if not self.verdict.moderate or plan.undamped or self._curvature.relatively_damped:
+            return False
+        if self._grouping is not None and not self._grouping.selects():
+            return False
+        stacks = self._curvature.placed.stacks
+        if len({stack.like.device for stack in stacks}) != 1:
+            return False
+        if any(len(stack.like.captured) < len(stack.like.factors) for stack in stacks):
+            return False
+        return all(block.record.updates > 0 for block in blocks)

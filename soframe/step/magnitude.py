@@ -28,14 +28,14 @@ class Flags:
         moderate: Whether all are moderate: a bool scalar on the device.
 
     Args:
-        own: The sum of this rank's magnitudes, a scalar.
+        magnitude: The sum of this rank's magnitudes, a scalar.
         backend: The backend.
     """
 
-    def __init__(self, own: Tensor, backend: Backend) -> None:
-        numbers = own.reshape(1)
+    def __init__(self, magnitude: Tensor, backend: Backend) -> None:
+        numbers = magnitude.reshape(1)
         if backend.world_size > 1:
-            numbers = torch.stack([own, own])
+            numbers = torch.stack([magnitude, magnitude])
             backend.all_reduce(numbers[1], "agree").wait()
         self.moderate = numbers[-1] < MODERATE  # not if it is NaN
         self._reading = Reading(numbers)
@@ -68,22 +68,13 @@ class Magnitude:
         squared: bool = False,
     ) -> None:
         self._squared = squared
-        some = [gradient for gradient in gradients if gradient.numel() > 0]
-        self._dense = [g.coalesce().values() if g.is_sparse else g for g in some]
-        if self._dense and on_gpu(self._dense[0]):
-            # On a GPU launches cost more than passes, and all norms take a few launches.
-            sums = list(torch._foreach_norm(self._dense, ord=math.inf))
-        else:
-            small = [g for g in self._dense if g.numel() <= SMALL]
-            sums = list(torch._foreach_norm(small)) if small else []
-            # A sum is the fastest pass, and elements that are not finite make it not finite.
-            large = [g for g in self._dense if g.numel() > SMALL]
-            sums += [g.sum(dtype=torch.float32 if g.itemsize < 4 else g.dtype) for g in large]
-        each = [*sums, *statistics]
-        if len({one.device for one in each}) > 1:
-            each = [one.to(each[0].device) for one in each]
+        self._dense = [_entries(gradient) for gradient in gradients if gradient.numel() > 0]
+        scalars = [*_sums(self._dense), *statistics]
         # One tensor, so that the host waits for the device once.
-        self._all = torch.stack(each) if each else None
+        self._all: Tensor | None = None
+        if scalars:
+            device = scalars[0].device
+            self._all = torch.stack([scalar.to(device) for scalar in scalars])
         self.queues = bool(parameters) and on_gpu(parameters[0])
         self._device = parameters[0].device if parameters else torch.device("cpu")
 
@@ -94,19 +85,21 @@ class Magnitude:
         all sums of gradients are moderate.
         """
         numbers = [] if self._all is None else self._all.tolist()
-        finite = all(abs(number) < math.inf for number in numbers[len(self._dense) :])
-        if all(abs(number) < MODERATE for number in numbers[: len(self._dense)]):
+        count = len(self._dense)
+        finite = all(abs(number) < math.inf for number in numbers[count:])
+        if all(abs(number) < MODERATE for number in numbers[:count]):
             return 0.0, finite
         return self._exact(), finite
 
     def queue(self, backend: Backend) -> None:
         """Begin to sum the magnitudes over ranks, as `flags`; every rank must call."""
-        found = self._all
-        if found is None:
-            own = torch.zeros((), device=self._device)
-        else:  # norms on a GPU, sums elsewhere
-            own = (found if on_gpu(found) else found.abs()).sum()
-        self.flags = Flags(own, backend)
+        if self._all is None:
+            total = torch.zeros((), device=self._device)
+        elif on_gpu(self._all):  # norms on a GPU, sums elsewhere
+            total = self._all.sum()
+        else:
+            total = self._all.abs().sum()
+        self.flags = Flags(total, backend)
 
     def read_queued(self) -> tuple[float, bool]:
         """Return the magnitude here, and whether all ranks' are moderate, the same on all ranks."""
@@ -124,6 +117,26 @@ class Magnitude:
         return largest
 
 
+def _entries(gradient: Tensor) -> Tensor:
+    """Return the entries of a gradient as a dense tensor."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _sums(gradients: list[Tensor]) -> list[Tensor]:
+    """Return a scalar of each gradient, which is not finite where the gradient is not."""
+    if gradients and on_gpu(gradients[0]):
+        # On a GPU launches cost more than passes, and all norms take a few launches.
+        return list(torch._foreach_norm(gradients, ord=math.inf))
+    small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
+    sums = list(torch._foreach_norm(small)) if small else []
+    for gradient in gradients:
+        if gradient.numel() > SMALL:
+            # A sum is the fastest pass, and elements that are not finite make it not finite.
+            dtype = torch.float32 if gradient.itemsize < 4 else gradient.dtype
+            sums.append(gradient.sum(dtype=dtype))
+    return sums
+
+
 def discard(parameters: Iterable[nn.Parameter], home: GradientHome) -> None:
     """Zero every gradient, so that a bad batch costs one update and not the weights."""
     for gradient in home.of(parameters):
@@ -139,5 +152,5 @@ def keep_if(good: Tensor, tensors: Iterable[Tensor]) -> None:
         real = torch.view_as_real(dense) if dense.is_complex() else dense
         bits = _BITS[real.itemsize]
         alike.setdefault((real.device, bits), []).append(real.view(bits))
-    for (device, bits), each in alike.items():
-        torch._foreach_mul_(each, good.to(device, bits))
+    for (device, bits), views in alike.items():
+        torch._foreach_mul_(views, good.to(device, bits))

@@ -94,13 +94,14 @@ def check(move: Move, *, name: str, prefix: str) -> None:
 
 def selects(groups: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether `descend` can let the parameters of all groups stay; see there."""
-    return all(
-        group["constraint"] is None
-        and (group["weight_decay"] == 0 or group["weight_decay_kind"] == "decoupled")
+    for group in groups:
+        decoupled = group["weight_decay"] == 0 or group["weight_decay_kind"] == "decoupled"
+        if group["constraint"] is not None or not decoupled:
+            return False
         # The factor of the decay is multiplied in the dtype of the weights.
-        and all(torch.finfo(p.dtype).bits >= 32 for p in group["params"])
-        for group in groups
-    )
+        if any(torch.finfo(p.dtype).bits < 32 for p in group["params"]):
+            return False
+    return True
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
@@ -115,14 +116,20 @@ def descend(
 
     With ``good``, a bool scalar on their device, all stay unless it is true: updates are zero then.
     """
-    each = zip(parameters, home.locals(parameters), home.each(parameters), strict=True)
-    moved = [(p, (local, to)) for p, local, to in each if to is not None]
+    moving: list[tuple[Tensor, Tensor]] = []  # weights here, and their updates
+    decaying: list[tuple[Tensor, Tensor]] = []
+    updates = home.each(parameters)
+    for parameter, weight, update in zip(parameters, home.locals(parameters), updates, strict=True):
+        if update is None:
+            continue
+        moving.append((weight, update))
+        if move.decay_vectors or parameter.dim() > 1:
+            decaying.append((weight, update))
     if move.weight_decay > 0:
-        decaying = [pair for p, pair in moved if move.decay_vectors or p.dim() > 1]
-        for weights, given in _alike(decaying):
-            _decay(weights, given, move, good)
-    for weights, given in _alike([pair for _, pair in moved]):
-        torch._foreach_add_(weights, given, alpha=-move.lr)
+        for weights, of_weights in _alike(decaying):
+            _decay(weights, of_weights, move, good)
+    for weights, of_weights in _alike(moving):
+        torch._foreach_add_(weights, of_weights, alpha=-move.lr)
 
 
 def _alike(
@@ -150,9 +157,9 @@ def _decay(
         if good is None:
             torch._foreach_mul_(weights, 1 - rate)
         else:
-            one = weights[0]
-            left = torch.full((), 1 - rate, dtype=one.dtype, device=one.device)
-            torch._foreach_mul_(weights, torch.where(good, left, 1))
+            first = weights[0]
+            remainder = torch.full((), 1 - rate, dtype=first.dtype, device=first.device)
+            torch._foreach_mul_(weights, torch.where(good, remainder, 1))
         return
     assert good is None
     # The product of signs: the product of two small numbers may underflow to zero.
@@ -228,16 +235,17 @@ class Ball:
         A missing update counts as zero; a group whose updates are all zero or missing stays.
         """
         self._require_whole()
-        given = {name: home.read(parameter) for name, parameter in self.matrices.items()}
-        if all(direction is None for direction in given.values()):
+        updates: dict[str, Tensor] = {}
+        for name, parameter in self.matrices.items():
+            update = home.read(parameter)
+            if update is not None:
+                updates[name] = update
+        if not updates:
             return
-        weights = self._wide(self.matrices)
-        directions = self._wide(
-            {
-                name: torch.zeros_like(self.matrices[name]) if direction is None else direction
-                for name, direction in given.items()
-            }
-        )
+        for name, parameter in self.matrices.items():
+            if name not in updates:
+                updates[name] = torch.zeros_like(parameter)
+        weights, directions = self._wide(self.matrices), self._wide(updates)
         # A group with a zero update must not divide by its length.
         lengths = self._lengths(directions)
         steps = self._each(torch.where(lengths > 0, lr * radii / lengths, 0))
@@ -264,8 +272,8 @@ class Ball:
     def _lengths(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the norm of each group, ``[groups]``, of tensors in the matrices' shapes."""
         if self.groups > 1:
-            each: Tensor = torch.linalg.vector_norm(self._packed(tensors), dim=(1, 2))
-            return each
+            norms: Tensor = torch.linalg.vector_norm(self._packed(tensors), dim=(1, 2))
+            return norms
         lengths = [torch.linalg.vector_norm(tensor) for tensor in tensors.values()]
         # With one group no packing is needed: layouts keep the norm of all entries.
         total: Tensor = torch.linalg.vector_norm(torch.stack(lengths))

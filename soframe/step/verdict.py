@@ -159,12 +159,13 @@ class Verdict:
         self._taken = True
         if self.good is not None:
             written = {parameter for stack in apart for parameter in stack.parameters}
+            tensors: list[Tensor] = []
             for update in updates:
+                tensors += update.tensors()
                 for block in update.blocks:
                     written.update(block.parameters.values())
-            others = home.of(p for p in parameters if p not in written)
-            tensors = [tensor for update in updates for tensor in update.tensors()]
-            keep_if(self.good, [*tensors, *others])
+            tensors += home.of(p for p in parameters if p not in written)
+            keep_if(self.good, tensors)
         write(updates, home)
 
     def commit(self, updates: Sequence[Update]) -> None:
