@@ -2,7 +2,6 @@
 
     python -m benchmarks.influence            # 1,000 training samples, 200 queries, three models
     python -m benchmarks.influence --short    # seconds: 64 samples, 16 queries
-    python -m benchmarks.influence --lds      # how well scores predict retrained models, minutes
 
 Models are trained on scikit-learn's digits, and every parameter of their linear layers and
 convolutions is attributed. Contenders take turns in one process of one thread, in float32, with
