@@ -2,7 +2,6 @@
 
     python -m benchmarks.influence            # 1,000 training samples, 200 queries, three models
     python -m benchmarks.influence --short    # seconds: 64 samples, 16 queries
-    python -m benchmarks.influence --lds      # how well scores predict retrained models, minutes
 
 Models are trained on scikit-learn's digits, and every parameter of their linear layers and
 convolutions is attributed. Contenders take turns in one process of one thread, in float32, with
@@ -11,8 +10,8 @@ medians over ``--rounds``. Libraries are those installed here::
 
     pip install kronfluence==1.0.1 dattri-llm==0.1.0
 
-*difference* is the norm of the difference to soframe's scores over their norm. *Memory* is what the
-resident set grows by at most, of fitting and scores in a process of its own.
+*difference* is the norm of the difference to soframe's scores over their norm. *Memory* is the
+largest growth of the resident set during fitting and scores, each library in a process of its own.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """What a contender took and computed.
+    """The seconds and the scores of a contender.
 
     Attributes:
         fit: Seconds of fitting.
@@ -297,7 +296,7 @@ class Contender:
     """A library.
 
     Attributes:
-        module: What it is imported as.
+        module: The name that it is imported by.
         run: Computes scores.
     """
 
@@ -325,7 +324,7 @@ def installed() -> list[str]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what libraries print and warn of."""
+    """Silence the output and the warnings of libraries."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
@@ -437,7 +436,7 @@ def main() -> int:
     for model in options.models.split(","):
         task = task_of(model, samples, queries)
         with quiet():
-            for name in names:  # imports, and what is made once
+            for name in names:  # imports, and caches of the process
                 CONTENDERS[name].run(task_of(model, *SHORT))
         results = timed(task, names, rounds)
         sizes = {}
