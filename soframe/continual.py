@@ -10,7 +10,7 @@ from torch import Tensor
 
 from soframe.curvature import Curvature
 from soframe.products.vectors import Vector
-from soframe.products.weights import covered
+from soframe.weights import covered
 
 
 def penalty(curvature: Curvature, anchor: Vector) -> Tensor:

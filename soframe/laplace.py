@@ -1,4 +1,4 @@
-"""Laplace approximation: a Gaussian over weights, and what it predicts.
+"""Laplace approximation: a Gaussian over weights, and its predictions.
 
 The posterior of the weights w that a curvature C covers is a Gaussian around their present values,
 with the precision ``H = N C + prior_precision I`` for N training samples (MacKay, 1992; with
@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from soframe.curvature import Curvature
 from soframe.losses import SquaredError
-from soframe.products.weights import covered, samples_of
+from soframe.weights import covered, samples_of
 
 Forward = Callable[[nn.Module, Any], Tensor]
 """``(model, inputs) -> outputs [samples, ...]``."""
@@ -229,8 +229,8 @@ class Laplace:
             inputs: A batch of inputs, passed to `forward`.
 
         Raises:
-            ValueError: If a module mixes samples, or its calls do not show which rows are of which
-                sample (`Curvature.gradients`).
+            ValueError: If a module mixes samples, or its calls do not show the sample of each row
+                (`Curvature.gradients`).
         """
         with torch.no_grad():
             mean = self.forward(self.curvature.parts.model, inputs)

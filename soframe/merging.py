@@ -9,7 +9,7 @@ from torch import Tensor
 
 from soframe.curvature import Curvature
 from soframe.products.vectors import Vector
-from soframe.products.weights import covered
+from soframe.weights import covered
 
 
 def merge(
@@ -36,7 +36,7 @@ def merge(
         Name -> ``[*shape]``, for ``model.load_state_dict(merged, strict=False)``.
 
     Raises:
-        ValueError: If there are no curvatures, models differ, or the damping is not positive.
+        ValueError: If no curvature is passed, models differ, or the damping is not positive.
         RuntimeError: If a curvature is not fitted, or the iterations do not suffice.
     """
     if not curvatures:

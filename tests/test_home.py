@@ -26,6 +26,7 @@ SAMPLES, STEPS = 12, 5
 READ_GRAD = {
     "blocks/home.py": "it is where gradients live",
     "parallel/dtensors.py": "there those of DTensors live",
+    "products/fitting.py": "it puts gradients aside and back, of a model that is not trained",
     "testing/methods.py": "it averages gradients over ranks, as DistributedDataParallel does",
     "testing/checks.py": "it compares gradients before and after",
 }

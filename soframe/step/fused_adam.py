@@ -31,8 +31,12 @@ def serves(stack: Stack, backend: Backend) -> bool:
         return False
     if like.dtype != like.state_dtype or like.device.type not in ("cpu", "cuda"):
         return False
-    if any(p.dtype != like.dtype or not p.is_contiguous() for p in stack.parameters):
-        return False
+    for parameter in stack.parameters:
+        # DTensors have parts elsewhere.
+        if type(parameter) is not nn.Parameter or parameter.dtype != like.dtype:
+            return False
+        if not parameter.is_contiguous():
+            return False
     if set(stack.place.gradient_workers) != set(range(backend.world_size)):
         return False
     # The kernel reads memory from end to end: moments are to lie as parameters do.
@@ -49,9 +53,9 @@ def complete(stack: Stack, group_of: Mapping[int, int], moves: Sequence[Move]) -
         moves: The settings of each group.
     """
     known = [_is_known(settings) for settings in moves]
-    for parameter in stack.parameters:
-        gradient = parameter.grad
-        if gradient is None or not parameter.requires_grad or gradient.is_sparse:
+    gradients = stack.like.home.each(stack.parameters)
+    for parameter, gradient in zip(stack.parameters, gradients, strict=True):
+        if type(gradient) is not Tensor or not parameter.requires_grad or gradient.is_sparse:
             return False
         if gradient.dtype != parameter.dtype or not gradient.is_contiguous():
             return False
@@ -126,7 +130,8 @@ class Adam:
             number = float(blocks[0].record.updates + 1)
             count = torch.full((), number, dtype=torch.float32, device=device)
             for batch in batches:
-                _step(batch, method, moves[batch.group], count, bad)
+                gradients = stack.like.home.each(batch.parameters)
+                _step(batch, gradients, method, moves[batch.group], count, bad)
             for block in blocks:
                 block.record.updates += 1
 
@@ -176,12 +181,19 @@ def _by_parameter(stack: Stack, name: str) -> dict[int, Tensor]:
     return {id(p): part for p, part in zip(stack.parameters, parts, strict=True)}
 
 
-def _step(batch: Batch, method: AdamW, move: Move, count: Tensor, bad: Tensor | None) -> None:
+def _step(
+    batch: Batch,
+    gradients: Sequence[Tensor | None],
+    method: AdamW,
+    move: Move,
+    count: Tensor,
+    bad: Tensor | None,
+) -> None:
     """Call the kernel for update number ``count``; it does nothing where ``bad`` is one."""
     kernel: Any = torch._fused_adamw_
     kernel(
         batch.parameters,
-        [parameter.grad for parameter in batch.parameters],
+        gradients,
         batch.means,
         batch.squares,
         [],

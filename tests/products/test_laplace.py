@@ -141,11 +141,12 @@ class Problem:
 
     def values(self) -> Tensor:
         """Return the eigenvalues of C from Kronecker products written out."""
-        first, _, last = self.model
-        hidden = first(self.inputs).tanh().detach()  # type: ignore[operator]
+        layers: Any = self.model
+        first, _, last = layers
+        hidden = first(self.inputs).tanh().detach()
         ones = torch.ones(9, 1, dtype=torch.float64)
         # Of y = W2 tanh(s) + b2 the derivatives in s, [9, outputs, hidden].
-        slopes = last.weight.detach() * (1 - hidden.square()).unsqueeze(1)  # type: ignore[operator]
+        slopes = last.weight.detach() * (1 - hidden.square()).unsqueeze(1)
         found = []
         for rows, gradients in (
             (torch.cat([self.inputs, ones], 1), slopes),
