@@ -236,7 +236,7 @@ class Accumulator:
     def _lacks_batch(
         self, block: Block, helper: LayerHelper, batch: int, shared: int, size: int
     ) -> bool:
-        """Return whether a call's rows are shared by all samples, as those of a table are."""
+        """Return whether a call's rows are shared by all samples, as a table's are."""
         lacks = helper.lacks_batch(batch, shared, size)
         if not lacks and 1 < batch < size:
             self._routed.add(block)
