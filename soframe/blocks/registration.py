@@ -169,7 +169,8 @@ def _uncalled(kind: type[nn.Module]) -> list[tuple[str, str]]:
 
 def _uncalled_in(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
     """Return by name why modules have no block whose parameters others use."""
-    children_of = {kind: _uncalled(kind) for kind in {type(module) for _, module in modules}}
+    kinds = {type(module) for _, module in modules}
+    children_of = {kind: _uncalled(kind) for kind in kinds}
     uncalled: dict[str, str] = {}
     for name, module in modules:
         for kind, child in children_of[type(module)]:
