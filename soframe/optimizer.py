@@ -196,7 +196,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """
         sharding.require_own_step(self._model.parameters())
         self._find_names()
-        # Blocks of which a parameter was replaced are made anew at the next step.
+        # Blocks with a replaced parameter are made anew at the next step.
         known = self._names.keys()
         current = [b for b in blocks if known >= set(map(id, b.parameters.values()))]
         self._join(current)

@@ -657,7 +657,10 @@ class Preconditioner(OfModel):
 
     def covered(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients `step` rewrites."""
-        return {p for block in self.curvature.blocks for p in block.parameters.values()}
+        parameters: set[nn.Parameter] = set()
+        for block in self.curvature.blocks:
+            parameters.update(block.parameters.values())
+        return parameters
 
     @property
     def loss(self) -> Loss | None:

@@ -58,26 +58,26 @@ TARGETS = {
 
 BOUNDS: dict[str, dict[str, float]] = {
     "soframe": {
-        "comprehensions": 62.3,
-        "nested": 4.0,
-        "conditional": 29.0,
-        "booleans": 41.6,
-        "starred": 14.4,
-        "pronouns": 27.7,
-        "repeated": 0.5,
-        "functions above 15": 41,
-        "functions above 10": 147,
+        "comprehensions": 55.3,
+        "nested": 0.4,
+        "conditional": 25.6,
+        "booleans": 38.5,
+        "starred": 13.6,
+        "pronouns": 0.4,
+        "repeated": 0.2,
+        "functions above 15": 0,
+        "functions above 10": 134,
     },
     "experiments": {
         "comprehensions": 40.3,
         "nested": 0.0,
-        "conditional": 23.1,
+        "conditional": 22.9,
         "booleans": 27.7,
         "starred": 14.5,
         "pronouns": 0.3,
         "repeated": 0.0,
         "functions above 15": 0,
-        "functions above 10": 15,
+        "functions above 10": 14,
     },
 }
 

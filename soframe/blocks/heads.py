@@ -50,8 +50,10 @@ class _End(NamedTuple):
     guessed: bool
 
 
-def heads_of(model: nn.Module, part: nn.Module) -> Heads:
-    """Return the heads in a part of a model."""
+def heads_of(model: nn.Module, part: nn.Module | None) -> Heads:
+    """Return the heads in a part of a model; none without a part."""
+    if part is None:
+        return Heads()
     modules = list(model.modules())
     embeddings = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
     within = modules if part is model else part.modules()

@@ -23,7 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from soframe.blocks import sharding
 from soframe.blocks.block import Block, factor_dtype
 from soframe.blocks.fused import fused_sizes
-from soframe.blocks.heads import Heads, heads_of
+from soframe.blocks.heads import heads_of
 from soframe.blocks.home import GradientHome
 from soframe.blocks.report import FROZEN, Report, ReportRow
 from soframe.damping.policies import DampingPolicy
@@ -169,7 +169,8 @@ def _uncalled(kind: type[nn.Module]) -> list[tuple[str, str]]:
 
 def _uncalled_in(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
     """Return by name why modules have no block whose parameters others use."""
-    children_of = {kind: _uncalled(kind) for kind in {type(module) for _, module in modules}}
+    kinds = {type(module) for _, module in modules}
+    children_of = {kind: _uncalled(kind) for kind in kinds}
     uncalled: dict[str, str] = {}
     for name, module in modules:
         for kind, child in children_of[type(module)]:
@@ -231,7 +232,7 @@ class Registration:
         self._kinds: dict[object, Block] = {}  # the first block of each kind
         self._in_block: set[int] = set()
         head = choices.head_in if choices.staged else model
-        heads = Heads() if head is None else heads_of(model, head)
+        heads = heads_of(model, head)
         self._heads, self._guessed = {id(weight) for weight in heads.weights}, heads.guessed
         self._embeddings: set[int] = set()
         self._asked = ""  # the last block that would have no place in its method as a head

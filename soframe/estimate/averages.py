@@ -179,7 +179,7 @@ def average(summed: Iterable[tuple[Term, Tensor | None]]) -> None:
 
 
 def _averaged(term: Term, new: Tensor) -> _Lerp | None:
-    """Average into a factor here; if all its blocks have one rate, return what is to be done."""
+    """Average into a factor here; with one rate for all its blocks return it for a fused call."""
     stack, factor, name = term.stack, term.factor, term.factor.name
     has_all_blocks = len(term.members) == len(stack.blocks)
     is_packed = stack.place.packed and factor.kind == "psd"
@@ -382,7 +382,7 @@ def settled(
 
 
 def _deferred(members: Mapping[Stack, tuple[int, ...]]) -> dict[Stack, tuple[int, ...]]:
-    """Return those of some blocks that have deferred statistics."""
+    """Return the blocks among some that have deferred statistics."""
     due: dict[Stack, tuple[int, ...]] = {}
     for stack, chosen in members.items():
         pending = tuple(m for m in chosen if stack.blocks[m].record.pending > 0)

@@ -275,7 +275,7 @@ class LocalGradients(AveragedGradients):
         return {stack: Gradient(members, matrices.get(stack)) for stack, members in used.items()}
 
     def _known(self) -> set[nn.Parameter]:
-        """Return the parameters of which any rank has a gradient; the others get zeros."""
+        """Return the parameters that have a gradient on any rank; on other ranks it is zero."""
         known = set()
         for parameter, ranks in zip(self._parameters, self._present, strict=True):
             if ranks > 0:
@@ -285,7 +285,7 @@ class LocalGradients(AveragedGradients):
         return known
 
     def _used(self, known: set[nn.Parameter]) -> dict[Stack, tuple[int, ...]]:
-        """Return the blocks of each stack of which a parameter is known."""
+        """Return the blocks of each stack that have a known parameter."""
         used: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
             blocks = [b for b in stack.blocks if not known.isdisjoint(self._of_block[b])]

@@ -204,21 +204,15 @@ class Accumulator:
             # Shared by all samples, whose gradients are added up: the positions of one.
             users = size
             if batch > 1:
-                rows = rows.flatten(1, 2).unsqueeze(1)  # [groups, 1, batch * shared, features]
-                call = call._replace(inputs=tuple(x.reshape(1, -1) for x in call.inputs))
+                call, rows = _as_one_sample(call, rows)
                 batch, shared = 1, batch * shared
         # Under a method that reduces, all positions of a sample make one row.
         shared = 1 if block.method.reduces else shared
         reached = None
         if block.unequal and self._wants_inputs(helper):
             rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
-        # Means over rows weigh each row as the sums do. Several probes go through the same call,
-        # whose samples count once.
-        if probe is None or probe.first:
-            weight = users * self._share
-            rows_of_data = _sizes(data, batch, shared)[1] * weight
-            reached = reached and [number * weight for number in reached]
-            block.record.counts.add(call.number, backward.samples, rows_of_data, reached)
+        rows_of_data = _sizes(data, batch, shared)[1]
+        _count(block, call, backward.samples, rows_of_data, reached, users * self._share)
 
         loss_scale = backward.scale(self._grad_scale if probe is None else lambda: 1.0)
         factors = self._gathered(block)
@@ -227,13 +221,10 @@ class Accumulator:
                 helper.module, backward.samples, batch, shared, loss_scale, users
             )
             with self._backend.phases("accumulate"):
-                if data is not None and data.unit == "row":
-                    both = [factor for factor in factors if factor.reads == "both"]
-                    if both:
-                        self._sum(block, both, call, _without(rows, data), None, scale)
-                    factors = [factor for factor in factors if factor.reads != "both"]
-                if factors:
-                    self._sum(block, factors, call, rows, data, scale)
+                of_samples, of_rows = _split(factors, data)
+                if of_samples and data is not None:
+                    self._sum(block, of_samples, call, _without(rows, data), None, scale)
+                self._sum(block, of_rows, call, rows, data, scale)
 
     def _gathered(self, block: Block) -> list[FactorSpec]:
         """Return the factors of a block to which this rank contributes in this window."""
@@ -245,7 +236,7 @@ class Accumulator:
     def _lacks_batch(
         self, block: Block, helper: LayerHelper, batch: int, shared: int, size: int
     ) -> bool:
-        """Return whether a call's rows are shared by all samples, as those of a table are."""
+        """Return whether a call's rows are shared by all samples, as a table's are."""
         lacks = helper.lacks_batch(batch, shared, size)
         if not lacks and 1 < batch < size:
             self._routed.add(block)
@@ -331,6 +322,8 @@ class Accumulator:
         scale: CallScale,
     ) -> None:
         """Add the moments of a call to the sums of some factors; for ``data`` see `_data`."""
+        if not factors:
+            return
         helper, probe = call.helper, call.probe
         # Moments of inputs alone are added with the first probe only.
         is_repeated = probe is not None and not probe.first
@@ -340,25 +333,12 @@ class Accumulator:
             inputs, rows, part = self._sampler.take(
                 helper, (inputs, rows), call.number, block.takes_samples, data
             )
-        # Not inherited: a subclass may override the moments, and has to declare this itself.
-        declares_widening = vars(type(helper)).get("widens", False)
         moments = block.method.statistics(
-            Call(
-                helper=helper,
-                inputs=inputs if reads else None,
-                rows=rows,
-                dtype=block.dtype,
-                shared=self._shared,
-                data=block.second_order if block.dependent else {},
-                widens=declares_widening and rows.shape[0] == 1 and widens(rows, block.dtype),
-                first=block.record.counts.calls <= 1,
-            )
+            _call(block, helper, inputs if reads else None, rows, self._shared)
         )
         block.stack.allocate(factors)
         for factor in factors:
-            if is_repeated and factor.reads == "inputs":
-                continue
-            if factor.reads_inputs and not reads:
+            if not _is_added(factor, reads=reads, is_repeated=is_repeated):
                 continue
             multiplier = scale.of(factor) * part * self._share
             if probe is not None and factor.reads != "inputs":
@@ -702,6 +682,69 @@ def _multiply(terms: Iterable[Term]) -> None:
             scales.append(term.scale)
     if tensors:
         torch._foreach_mul_(tensors, scales)
+
+
+def _as_one_sample(call: LayerCall, rows: Tensor) -> tuple[LayerCall, Tensor]:
+    """Return a call whose rows are all of one sample, ``[groups, 1, batch * shared, features]``."""
+    inputs = tuple(x.reshape(1, -1) for x in call.inputs)
+    return call._replace(inputs=inputs), rows.flatten(1, 2).unsqueeze(1)
+
+
+def _split(
+    factors: Sequence[FactorSpec], data: DataRows | None
+) -> tuple[Sequence[FactorSpec], Sequence[FactorSpec]]:
+    """Return the factors that take whole samples, where rows are data, and the others."""
+    if data is None or data.unit != "row":
+        return (), factors
+    of_samples = [factor for factor in factors if factor.reads == "both"]
+    return of_samples, [factor for factor in factors if factor.reads != "both"]
+
+
+def _is_added(factor: FactorSpec, *, reads: bool, is_repeated: bool) -> bool:
+    """Return whether a call adds to a factor: a repeated one has the same inputs."""
+    if is_repeated and factor.reads == "inputs":
+        return False
+    return reads or not factor.reads_inputs
+
+
+def _count(
+    block: Block,
+    call: LayerCall,
+    samples: int,
+    rows: int,
+    reached: list[float] | None,
+    weight: float,
+) -> None:
+    """Count a call's rows that are data, and those that reach each group."""
+    # Several probes go through the same call, whose samples count once.
+    if call.probe is not None and not call.probe.first:
+        return
+    # Means over rows weigh each row as the sums do.
+    if reached is not None:
+        reached = [number * weight for number in reached]
+    block.record.counts.add(call.number, samples, rows * weight, reached)
+
+
+def _call(
+    block: Block,
+    helper: LayerHelper,
+    inputs: tuple[Tensor, ...] | None,
+    rows: Tensor,
+    shared: SharedInputs,
+) -> Call:
+    """Return a call as methods see it."""
+    # Not inherited: a subclass may override the moments, and has to declare this itself.
+    declares_widening = vars(type(helper)).get("widens", False)
+    return Call(
+        helper=helper,
+        inputs=inputs,
+        rows=rows,
+        dtype=block.dtype,
+        shared=shared,
+        data=block.second_order if block.dependent else {},
+        widens=declares_widening and rows.shape[0] == 1 and widens(rows, block.dtype),
+        first=block.record.counts.calls <= 1,
+    )
 
 
 def _without(rows: Tensor, data: DataRows) -> Tensor:

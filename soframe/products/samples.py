@@ -20,6 +20,7 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.capture.hooks import Capture, LayerCall
 from soframe.estimate.statistics import batch_first
 from soframe.kernels.precision import Precision
+from soframe.layers.base import LayerHelper
 from soframe.products.fitting import LossOf, kept
 from soframe.products.vectors import Coordinates, Vector
 
@@ -229,7 +230,9 @@ def sample_gradients(
     _require_apart(model)
     capture = Capture(model=model, precision=precision)
     collected = _Collected(placed.blocks)
-    names = {helper: block.name for block in placed.blocks for helper in block.helpers}
+    names: dict[LayerHelper, str] = {}
+    for block in placed.blocks:
+        names.update(dict.fromkeys(block.helpers, block.name))
     capture.listen(collected.add, names, roots=[model])
     capture.expect(enabled=True, counting=frozenset(), idle=frozenset())
     try:
@@ -246,7 +249,9 @@ class _Collected:
     """The rows of the calls of a backward pass."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        self._block_of = {helper: block for block in blocks for helper in block.helpers}
+        self._block_of: dict[LayerHelper, Block] = {}
+        for block in blocks:
+            self._block_of.update(dict.fromkeys(block.helpers, block))
         self._rows: dict[Block, list[tuple[Tensor, Tensor]]] = {block: [] for block in blocks}
         # Of tables, whose rows of inputs are indices.
         self._lookups: dict[Block, list[tuple[Tensor, Tensor]]] = {block: [] for block in blocks}

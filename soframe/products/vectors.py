@@ -30,11 +30,12 @@ class Coordinates:
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], report: Report) -> None:
         of_parameter = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.names = {
-            block: {key: of_parameter[id(p)] for key, p in block.parameters.items()}
-            for block in blocks
-        }
-        covered = {name for names in self.names.values() for name in names.values()}
+        self.names: dict[Block, dict[str, str]] = {}
+        covered: set[str] = set()
+        for block in blocks:
+            names = {key: of_parameter[id(p)] for key, p in block.parameters.items()}
+            self.names[block] = names
+            covered.update(names.values())
         self.shapes = {
             name: parameter.shape for name, parameter in model.named_parameters() if name in covered
         }

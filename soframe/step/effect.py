@@ -102,7 +102,7 @@ class Effect:
         return numbers
 
     def _reached(self, blocks: Sequence[Block], seen: Collection[Block]) -> set[Block]:
-        """Return the blocks with a gradient, of which some were ``seen`` to be called."""
+        """Return the blocks with a gradient; some were ``seen`` to be called."""
         reached = {block for block in seen if self._home.of(self._parameters[block])}
         # Without statistics a gradient of zeros counts as none; testing for it makes the host wait.
         unseen = [block for block in blocks if block not in seen and not self._derived(block)]

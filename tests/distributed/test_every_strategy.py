@@ -71,7 +71,7 @@ def test_nothing_is_solved_or_preconditioned_twice(name, monkeypatch):
         return direct(update, *args)
 
     def count_problems(run: Any, shares: Any) -> Any:
-        done.update(("solved", b.name, job.factor.name) for job in run.mine for b in run.blocks)
+        done.update(("solved", b.name, job.factor.name) for job in run.owned for b in run.blocks)
         return problems(run, shares)
 
     monkeypatch.setattr(updates, "_direct", count)
