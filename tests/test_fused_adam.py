@@ -13,6 +13,7 @@ import soframe
 from soframe.step import fused_adam
 from tests import kit
 from tests.curvature import randn
+from tests.distributed.harness import run_ranks
 
 
 class Parts(nn.Module):
@@ -182,3 +183,31 @@ def test_a_state_that_was_loaded_is_not_written_by_later_steps() -> None:
     for name, block in kept.items():
         for key, tensor in block["state"].items():
             assert torch.equal(state["blocks"][name]["state"][key], tensor)
+
+
+def on_ranks(rank: int, ranks: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Parts().double()
+    local = soframe.Distribution(gradients="local")
+    own = soframe.Optimizer(model, "adamw", lr=0.01, distribution=local)
+    for step in range(4):
+        own.zero_grad()
+        loss_of(model, ranks * step + rank).backward()
+        own.step()
+        assert not own.preconditioner.apart  # each rank has gradients of its own samples
+    return dict(model.state_dict())
+
+
+@pytest.mark.distributed
+def test_local_gradients_are_averaged_before_they_move_weights() -> None:
+    torch.manual_seed(0)
+    model = Parts().double()
+    own = soframe.Optimizer(model, "adamw", lr=0.01)
+
+    def of_both(net: nn.Module, step: int) -> Tensor:
+        return (loss_of(net, 2 * step) + loss_of(net, 2 * step + 1)) / 2
+
+    kit.train(model, of_both, range(4), own)
+    for found in run_ranks(on_ranks, 2):
+        for key, weight in model.state_dict().items():
+            torch.testing.assert_close(found[key], weight, rtol=1e-10, atol=1e-12)

@@ -70,6 +70,7 @@ class AveragedGradients:
         divided: Whether a rank may lack the gradient of a stack.
         updates_divided: Whether it may lack its update, too.
         remembers: Whether the updates of any block depend on earlier gradients.
+        can_leave: Whether gradients are whole and averaged where they are, see `leave`.
 
     Args:
         model: The model.
@@ -79,6 +80,7 @@ class AveragedGradients:
 
     divided = False
     updates_divided = False
+    can_leave = True
 
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
         self._backend, self._home = placed.backend, home
@@ -220,6 +222,7 @@ class LocalGradients(AveragedGradients):
     """Gradients of each rank's own samples: each is averaged here, on the ranks that need it."""
 
     divided = True
+    can_leave = False
 
     def check(self) -> None:
         """See `AveragedGradients.check`.
@@ -354,6 +357,7 @@ class ShardedGradients(AveragedGradients):
     """
 
     divided = updates_divided = True
+    can_leave = False
 
     def own(self) -> list[Tensor]:
         """See `AveragedGradients.own`; of each parameter by itself."""

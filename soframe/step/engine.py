@@ -142,7 +142,8 @@ class Engine:
         """Choose the stacks that get no update in this step, as the optimizer moves them."""
         self.apart = ()
         # Norms of updates are measured on updates.
-        if self._grouping is not None and not self._measuring.norms:
+        can_leave = self._gradients.can_leave and not self._measuring.norms
+        if self._grouping is not None and can_leave:
             self.apart = self._grouping.moves(self._curvature.placed.stacks)
         self._gradients.leave(self.apart)
 
