@@ -241,8 +241,8 @@ class Laplace:
             for name, rows in self._root(gradients).items():
                 roots[name].append(rows.flatten(1))
         covariance = mean.new_zeros(len(mean), size, size)
-        for by_output in roots.values():
-            stacked = torch.stack(by_output, 1)  # [samples, outputs, weights]
+        for of_outputs in roots.values():
+            stacked = torch.stack(of_outputs, 1)  # [samples, outputs, weights]
             covariance += (stacked @ stacked.mT).to(covariance)
         return Predictive(mean, covariance)
 
