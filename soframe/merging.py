@@ -39,19 +39,8 @@ def merge(
         ValueError: If no curvature is passed, models differ, or the damping is not positive.
         RuntimeError: If a curvature is not fitted, or the iterations do not suffice.
     """
-    if not curvatures:
-        raise ValueError("merge: pass a fitted curvature of each model")
-    if not damping > 0:
-        raise ValueError(f"merge: damping must be positive, not {damping!r}")
+    _require_alike(curvatures, damping)
     models = [dict(curvature.parts.model.named_parameters()) for curvature in curvatures]
-    shapes = [{name: p.shape for name, p in model.items()} for model in models]
-    if any(of_model != shapes[0] for of_model in shapes):
-        raise ValueError("merge: the models have other names or shapes of parameters: build alike")
-    names = [set(covered(curvature)) for curvature in curvatures]
-    if any(of_curvature != names[0] for of_curvature in names):
-        raise ValueError(
-            "merge: the curvatures cover other parameters: pass the same layers=, skip= and method="
-        )
     merged = {}
     for name in models[0]:
         merged[name] = torch.stack([model[name].detach() for model in models]).mean(0)
@@ -63,6 +52,25 @@ def merge(
     system = _System(curvatures, damping)
     solution = _conjugate_gradients(system, residual, tolerance, iterations)
     return merged | _add(mean, solution)
+
+
+def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
+    """Raise a ValueError unless models and blocks are alike, and the damping is positive."""
+    if not curvatures:
+        raise ValueError("merge: pass a fitted curvature of each model")
+    if not damping > 0:
+        raise ValueError(f"merge: damping must be positive, not {damping!r}")
+    shapes: list[dict[str, torch.Size]] = []
+    for curvature in curvatures:
+        named = curvature.parts.model.named_parameters()
+        shapes.append({name: parameter.shape for name, parameter in named})
+    if any(of_model != shapes[0] for of_model in shapes):
+        raise ValueError("merge: the models have other names or shapes of parameters: build alike")
+    names = [set(covered(curvature)) for curvature in curvatures]
+    if any(of_curvature != names[0] for of_curvature in names):
+        raise ValueError(
+            "merge: the curvatures cover other parameters: pass the same layers=, skip= and method="
+        )
 
 
 class _System:
