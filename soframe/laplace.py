@@ -149,7 +149,7 @@ class Laplace:
 
     @property
     def effective_parameters(self) -> float:
-        """The number of weights that the data determine: the trace of ``N C H^-1``.
+        """The effective number of weights that the data determine, the trace of ``N C H^-1``.
 
         Every rank must call.
         """
