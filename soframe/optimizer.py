@@ -241,17 +241,24 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                     f"{', '.join(lost)} in no param group: give it to one, by param_groups= or "
                     f"add_param_group, or freeze it"
                 )
-        for block, parameter in missing:
-            group = self._group_of_block(number_of.get(id(parameter), 0), block)
-            group["params"].append(parameter)
+        self._assign(missing, number_of)
 
-    def _group_of_block(self, number: int, block: Block) -> dict[str, Any]:
-        """Return the param group for a block's method within a given group, a new one if needed."""
-        method = self._method_name(block)
+    def _assign(
+        self, missing: Sequence[tuple[Block, nn.Parameter]], number_of: Mapping[int, int]
+    ) -> None:
+        """Put parameters into the group of their method, within the group they were given in."""
+        groups: dict[tuple[int, str], dict[str, Any]] = {}
         for group in self.param_groups:
-            if group.get("given") == number and group.get("method") == method:
-                return group
-        return self._begin(number, method, block)
+            groups.setdefault((group.get("given", 0), group.get("method", "")), group)
+        names: dict[tuple[int, bool], str] = {}  # of the methods, which many blocks share
+        for block, parameter in missing:
+            kind = id(block.method), block.auxiliary
+            if kind not in names:
+                names[kind] = self._method_name(block)
+            key = number_of.get(id(parameter), 0), names[kind]
+            if key not in groups:
+                groups[key] = self._begin(*key, block)
+            groups[key]["params"].append(parameter)
 
     def _method_name(self, block: Block) -> str:
         """Return the name of a block's method in its param group."""
