@@ -44,7 +44,7 @@ from soframe.comm.base import Backend
 from soframe.comm.stages import STAGES
 from soframe.damping.policies import check_damping
 from soframe.estimate import averages
-from soframe.estimate.gradients import Gradients
+from soframe.estimate.gradients import AveragedGradients, Gradients, source_of
 from soframe.estimate.plan import Plan
 from soframe.estimate.statistics import Accumulator
 from soframe.estimate.updates import Update, precondition
@@ -274,6 +274,9 @@ class Curvature(OfModel):
         self._report = registration.report
         self._known: Coordinates | None = None
         self.placed = PlacedBlocks(registration.blocks, placement, parts.backend)
+        self.averaged: AveragedGradients = source_of(
+            parts.gradients, parts.model, self.placed, parts.home
+        )
         self.watch = Watch(parts.model)
         self.relatively_damped = any(block.relatively_damped for block in self.blocks)
         self.on_paper = any(block.device.type == "meta" for block in self.blocks)

@@ -159,13 +159,12 @@ class Preconditioner(OfModel):
             self.close()  # no caller gets this object, and its hooks would stay
             raise
         stages.look_over(self.curvature.registration)
-        with self.home.shaped(parts.model.parameters()):
-            self._engine = Engine(
-                self.curvature,
-                clipping=self._clipping,
-                grouping=grouping(optimizer),
-                measuring=self._measuring,
-            )
+        self._engine = Engine(
+            self.curvature,
+            clipping=self._clipping,
+            grouping=grouping(optimizer),
+            measuring=self._measuring,
+        )
         parts.refresh.warn_of_settings(self.curvature.blocks, stacklevel=3)
 
     def _require_read(self) -> None:

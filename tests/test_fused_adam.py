@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import soframe
@@ -211,3 +213,59 @@ def test_local_gradients_are_averaged_before_they_move_weights() -> None:
     for found in run_ranks(on_ranks, 2):
         for key, weight in model.state_dict().items():
             torch.testing.assert_close(found[key], weight, rtol=1e-10, atol=1e-12)
+
+
+ENDS = {"kernel": 3, "resumed": 6}
+"""The step after which the state is saved, and the last."""
+
+
+def averaged(rank: int, ranks: int, steps: range, folder: Path) -> dict[str, Tensor]:
+    """Train with micro-batches, eight in all, and gradients that are averaged over ranks."""
+    torch.manual_seed(0)
+    model = Parts().double()
+    own = soframe.Optimizer(model, "adamw", lr=0.01, weight_decay=0.1)
+    if steps.start:
+        state = torch.load(folder / "state.pt", weights_only=True)
+        model.load_state_dict(state["model"])
+        own.load_state_dict(state["own"])
+    for step in steps:
+        own.zero_grad()
+        for number in range(rank, 8, ranks):
+            (loss_of(model, 8 * step + number) * ranks / 8).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= ranks
+        own.step()
+        assert own.preconditioner.apart
+    state = {"model": model.state_dict(), "own": own.state_dict()}
+    if rank == 0 and not steps.start:
+        torch.save(state, folder / "state.pt")
+    own.close()
+    return dict(model.state_dict())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_four_ranks_are_one_process_and_two_go_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Parts().double()
+    twin = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    )
+    expected: list[dict[str, Tensor]] = []
+    for step in range(ENDS["resumed"]):
+        twin.zero_grad()
+        for number in range(8):
+            (loss_of(model, 8 * step + number) / 8).backward()
+        twin.step()
+        expected.append(copy.deepcopy(model.state_dict()))
+    first, last = range(ENDS["kernel"]), range(ENDS["kernel"], ENDS["resumed"])
+    for ranks, steps in ((4, first), (2, last)):
+        for found in run_ranks(averaged, ranks, steps, tmp_path):
+            for key, weight in expected[steps.stop - 1].items():
+                torch.testing.assert_close(found[key], weight, rtol=1e-9, atol=1e-11)

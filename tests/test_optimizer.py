@@ -15,6 +15,7 @@ import soframe
 from soframe import checkpoint
 from soframe.methods import SOAP, AdamW
 from soframe.settings import grouped
+from soframe.step import fused_adam
 from tests import kit
 from tests.distributed.harness import run_ranks
 
@@ -433,8 +434,12 @@ def test_a_run_with_parts_that_are_frozen_in_turn_is_resumed(frozen_at_last: int
     assert torch.equal(frozen[0], before)
 
 
-def test_moments_of_parameters_that_are_frozen_at_construction_are_not_loaded() -> None:
+def test_moments_of_parameters_that_are_frozen_at_construction_are_not_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Which is said: the thawed part would begin anew."""
+    # Frozen parts keep a stack from torch's kernel, which rounds otherwise.
+    monkeypatch.setattr(fused_adam, "serves", lambda stack, backend: False)
     model, again = small(), small()
     optimizer = soframe.Optimizer(model, "adamw", lr=0.01)
     expected = kit.train(model, alternate, range(5), optimizer)
@@ -444,9 +449,7 @@ def test_moments_of_parameters_that_are_frozen_at_construction_are_not_loaded() 
     with pytest.warns(UserWarning, match=r"moments of 2\.bias, 2\.weight.*freeze them afterwards"):
         other.load_state_dict(optimizer.state_dict())
     expected = kit.train(model, alternate, [6], optimizer)
-    # Frozen parts keep a stack from the fused kernel, whose last bits differ.
-    resumed = kit.train(again, alternate, [6], other)
-    torch.testing.assert_close(resumed, expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(kit.train(again, alternate, [6], other), expected)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -25,7 +25,6 @@ from soframe.comm.report import Report
 from soframe.curvature import Curvature
 from soframe.damping.policies import damping_at
 from soframe.diagnostics.metrics import Measuring
-from soframe.estimate.gradients import AveragedGradients, source_of
 from soframe.estimate.plan import Plan
 from soframe.estimate.updates import Update, exchange, write
 from soframe.kernels.precision import within
@@ -70,9 +69,7 @@ class Engine:
     def _connect(self, *, rebuilt: bool) -> None:
         """Take the gradients and the guard of the blocks that are registered now."""
         curvature, parts = self._curvature, self._parts
-        self._gradients: AveragedGradients = source_of(
-            parts.gradients, parts.model, curvature.placed, parts.home
-        )
+        self._gradients = curvature.averaged
         self._effect = Effect(
             parts.model,
             curvature.blocks,

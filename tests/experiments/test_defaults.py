@@ -5,14 +5,20 @@ import pytest
 from experiments.config import RunConfig
 from experiments.train import ALONE, run, train
 
-TARGETS = {"digits-autoencoder": (350, 0.18), "digits-cnn": (80, 0.01)}
+TARGETS = {"digits-autoencoder": (350, 0.15), "digits-cnn": (80, 0.01)}
+
+# Not reached any more, as docs/decisions/016-clips-bound-updates.md says.
+LOW = pytest.mark.xfail(strict=True, reason="a tenth of the rate is a tenth of the step")
+SLOWER = pytest.mark.xfail(strict=True, reason="0.165 to 0.173 with the safe damping and clip")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "lr"),
     [
-        pytest.param("digits-autoencoder", 0.1, marks=pytest.mark.thorough),
+        pytest.param("digits-autoencoder", 0.01, marks=[pytest.mark.thorough, LOW]),
+        pytest.param("digits-autoencoder", 0.1, marks=[pytest.mark.thorough, SLOWER]),
+        pytest.param("digits-cnn", 0.01, marks=[pytest.mark.thorough, LOW]),
         ("digits-cnn", 0.1),
     ],
 )
