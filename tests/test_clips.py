@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 import soframe
 from soframe.testing import compare
-from tests.curvature import closing
+from tests.curvature import closing, half_square, randn
+from tests.distributed.harness import run_ranks
 from tests.test_kl_clip import net, step
 
 
@@ -65,3 +68,52 @@ def test_a_clip_that_does_not_exist_is_refused() -> None:
 def test_bounds_out_of_range(bad: float) -> None:
     with pytest.raises(ValueError, match="energy_clip must be"):
         soframe.Preconditioner(net(), clips=soframe.Clips(further={"energy": bad}))
+
+
+STEPS = 4  # after the second, two ranks go on where four were
+
+
+def clipped(rank: int, ranks: int, strategy: str, steps: range, folder: Path) -> list[Tensor]:
+    """Take steps on a share of the batch each, with gradients that the step averages."""
+    model = net()
+    own = soframe.Preconditioner(
+        model,
+        strategy=strategy,
+        statistics_every=1,
+        solve_every=1,
+        clips=soframe.Clips(norm_clip=0.5, further={"energy": 1e-3}),
+        distribution=soframe.Distribution(gradients="local"),
+    )
+    if steps.start:
+        state = torch.load(folder / "state.pt", weights_only=True)
+        model.load_state_dict(state["model"])
+        own.load_state_dict(state["own"])
+    for number in steps:
+        model.zero_grad()
+        inputs, targets = randn(8, 2, 3, 3, seed=number), randn(8, 2, seed=number + 9)
+        for half in range(2):  # micro-batches
+            rows = slice((2 * rank + half) * 4 // ranks, (2 * rank + half + 1) * 4 // ranks)
+            (half_square(model(inputs[rows]), targets[rows]) / 2).backward()
+        own.step()
+        assert own.metrics()["energy_clip_factor"] < 1
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+    state = {"model": model.state_dict(), "own": own.state_dict()}
+    if rank == 0 and not steps.start:
+        torch.save(state, folder / "state.pt")
+    own.close()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
+def test_four_ranks_clip_as_one_process_and_two_go_on(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    half = STEPS // 2
+    for ranks, steps in ((4, range(half)), (2, range(half, STEPS))):
+        expected = clipped(0, 1, "comm-opt", steps, tmp_path / "alone")
+        for found in run_ranks(clipped, ranks, strategy, steps, tmp_path):
+            for weight, wanted in zip(found, expected, strict=True):
+                torch.testing.assert_close(weight, wanted, rtol=1e-9, atol=1e-11)

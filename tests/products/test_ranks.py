@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,26 @@ def test_an_interrupted_fit_goes_on_where_each_rank_was(tmp_path: Path) -> None:
         torch.testing.assert_close(found, values_of(alone), rtol=1e-10, atol=1e-12)
     with pytest.raises(ValueError, match=r"goes on, on 2 rank.*resume it with the same"):
         soframe.Curvature(network(), "ekfac").load(tmp_path)
+
+
+def on_four(rank: int, ranks: int, strategy: str, folder: str, *, load: bool) -> Any:
+    model, data = network(), batches(5, 4, 6, 3, 2)
+    curvature = soframe.Curvature(model, "ekfac", strategy=strategy)
+    if load:
+        curvature.load(folder)
+    else:
+        shares = [[data[0]], [], [data[1], data[4]], [data[2], data[3]]]  # one has no data
+        curvature.fit(shares[rank], cross_entropy, folder=folder)
+    return values_of(curvature), curvature.inverse(DAMPING) @ vector_of(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded", "hybrid-opt"])
+def test_four_ranks_are_one_process_and_two_load_it(strategy: str, tmp_path: Path) -> None:
+    model, data = network(), batches(5, 4, 6, 3, 2)
+    alone = soframe.Curvature(model, "ekfac").fit(data, cross_entropy)
+    wanted = values_of(alone), alone.inverse(DAMPING) @ vector_of(model)
+    for ranks, load in ((4, False), (2, True)):
+        run = functools.partial(on_four, load=load)
+        for found in run_ranks(run, ranks, strategy, str(tmp_path)):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
