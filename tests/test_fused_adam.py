@@ -103,6 +103,27 @@ def test_groups_have_rates_and_betas_of_their_own(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(weights[1][key], weight, rtol=1e-11, atol=1e-13)
 
 
+def test_parameters_may_change_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = Parts().double()
+        first = list(model.head.parameters())
+        rest = [p for p in model.parameters() if all(p is not q for q in first)]
+        groups = [{"params": rest, "lr": 0.03}, {"params": first}]
+        own = soframe.Optimizer(model, "adamw", lr=0.01, param_groups=groups)
+        with monkeypatch.context() as patch:
+            if not fused:
+                patch.setattr(fused_adam, "serves", lambda stack, backend: False)
+            kit.train(model, loss_of, range(2), own)
+            moved = own.param_groups[0]["params"].pop()
+            own.param_groups[1]["params"].append(moved)
+            kit.train(model, loss_of, range(2, 4), own)
+        ends.append(model.state_dict())
+    for key, weight in ends[0].items():
+        torch.testing.assert_close(ends[1][key], weight, rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize("change", ["cautious", "frozen", "missing", "norms"])
 def test_steps_that_the_kernel_cannot_take_are_the_twins(
     change: str, monkeypatch: pytest.MonkeyPatch

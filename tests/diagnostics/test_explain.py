@@ -54,6 +54,18 @@ def test_the_last_window_by_its_numbers() -> None:
     assert "factor G" in str(found)
 
 
+def test_each_factor_has_the_divisor_of_its_mean() -> None:
+    """Of a convolution with six positions: means over samples, and over rows."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(18, 1)).double()
+    own = soframe.Preconditioner(model, statistics_every=1)
+    with closing(own):
+        model(randn(5, 2, 3, 4)).square().mean().backward()
+        own.step()
+        found = own.explain("0")
+    assert found.ranks[0]["rows"] == 5 * 6
+    assert (found.factors["A"]["divisor"], found.factors["G"]["divisor"]) == (1.0, 6.0)
+
+
 def test_what_a_block_lacks_has_a_reason() -> None:
     model = model_of()
     own = soframe.Preconditioner(model)

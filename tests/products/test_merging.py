@@ -51,6 +51,18 @@ def test_merged_weights_solve_the_dense_system(name: str) -> None:
         torch.testing.assert_close(row[0], solution, rtol=1e-8, atol=1e-10)
 
 
+def test_conjugate_gradients_end_after_about_as_many_iterations_as_weights() -> None:
+    """Steepest descent takes over 500: the preconditioner is bad for curvatures so different."""
+    scale = torch.tensor([1.0, 3.0, 10.0, 30.0, 100.0, 300.0], dtype=torch.float64)
+    fitted = []
+    for number, scales in enumerate((scale, scale.flip(0))):
+        model = fill(nn.Linear(6, 3, bias=False), seed=3 * number)  # 18 weights
+        data = [(randn(12, 6, seed=number) * scales, torch.arange(12) % 3)]
+        fitted.append(soframe.Curvature(model).fit(data, cross_entropy))
+    merged = soframe.merging.merge(fitted, damping=1e-4, tolerance=1e-9, iterations=25)
+    assert merged.keys() == {"weight"}
+
+
 def test_a_large_damping_gives_the_mean() -> None:
     models = [network(), fill(network(), 7)]
     fitted = []
