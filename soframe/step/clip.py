@@ -132,8 +132,8 @@ def _total(
         terms.append(bounded.term(matrix, gradient))
     if not terms:
         return torch.zeros((), dtype=torch.float64, device=like.device)
-    kept = torch.float64 if plan.careful else like.dtype
-    total = torch.stack([term.to(like.device, kept) for term in terms]).sum()
+    dtype = torch.float64 if plan.careful else like.dtype
+    total = torch.stack([term.to(like.device, dtype) for term in terms]).sum()
     # The square of the rate may be out of range where the rate is not.
     return total.double() * plan.lr * plan.lr
 

@@ -99,7 +99,7 @@ class Adam:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._made_of: tuple[object, ...] = ()
+        self._source: _Source | None = None
         self._batches: list[tuple[list[Block], list[Batch]]] = []
 
     def move(
@@ -118,10 +118,11 @@ class Adam:
         for members in alike:
             if not stack.blocks[members[0]].record.updates:
                 stack.set_state(members, stack.state_of(members))  # zeros
-        decays = tuple(settings.decay_vectors for settings in moves)
-        made_of = (*(stack.state[name] for name in STATES), alike, group_of, decays)
-        if not _same(made_of, self._made_of):
-            self._made_of, self._batches = made_of, self._batch(alike, group_of, moves)
+        decays = [settings.decay_vectors for settings in moves]
+        states = tuple(stack.state[name] for name in STATES)
+        source = _Source(states, alike, group_of, decays)
+        if not source.is_that_of(self._source):
+            self._source, self._batches = source, self._batch(alike, group_of, moves)
         device = stack.like.device
         bad = None if good is None else good.logical_not().float()
         for blocks, batches in self._batches:
@@ -160,18 +161,29 @@ class Adam:
         return batched
 
 
-def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
-    """Return whether views of one are views of the other: tensors and dicts by identity."""
-    if len(one) != len(other):
-        return False
-    mean, square, alike, group_of, decays = one
-    return (
-        mean is other[0]
-        and square is other[1]
-        and alike == other[2]
-        and group_of is other[3]
-        and decays == other[4]
-    )
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What the batches of a stack are made of.
+
+    Attributes:
+        states: The moments.
+        alike: The sets of blocks in the same state.
+        group_of: The number of the param group of each parameter.
+        decays: Whether vectors of each group decay.
+    """
+
+    states: tuple[Tensor, ...]
+    alike: Sequence[Sequence[int]]
+    group_of: Mapping[int, int]
+    decays: Sequence[bool]
+
+    def is_that_of(self, other: _Source | None) -> bool:
+        """Return whether batches of the other are still right: tensors and dicts by identity."""
+        if other is None or self.group_of is not other.group_of:
+            return False
+        if any(new is not old for new, old in zip(self.states, other.states, strict=True)):
+            return False
+        return self.alike == other.alike and self.decays == other.decays
 
 
 def _by_parameter(stack: Stack, name: str) -> dict[int, Tensor]:
