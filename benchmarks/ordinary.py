@@ -83,10 +83,20 @@ def sgd(model: nn.Module, lr: float) -> Training:
     return Training(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9))
 
 
-def kfac(model: nn.Module, lr: float, **settings: Any) -> Training:
-    """Return the README's first snippet."""
+def kfac(model: nn.Module, lr: float, loss: str = "") -> Training:
+    """Return the README's first snippet, which observes the outputs if it is told the loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    return Training(optimizer, soframe.Preconditioner(model, optimizer=optimizer, **settings))
+    if not loss:
+        return Training(optimizer, soframe.Preconditioner(model, optimizer=optimizer))
+    statistics = soframe.Statistics(loss=loss)
+    preconditioner = soframe.Preconditioner(model, optimizer=optimizer, statistics=statistics)
+
+    def observe(module: nn.Module, inputs: Any, outputs: Tensor) -> None:
+        if module.training:  # not where the held-out loss is looked at
+            preconditioner.observe(outputs)
+
+    model.register_forward_hook(observe)
+    return Training(optimizer, preconditioner)
 
 
 def kfac_pytorch(model: nn.Module, lr: float) -> Training:
@@ -131,11 +141,13 @@ class Contender:
         make: From a model and a learning rate to what steps.
         lrs: The learning rates; None in place of a rate for the contender's own.
         base: The contender that it is compared with.
+        names_loss: Whether it is told the loss, where soframe has one of the problem's.
     """
 
-    make: Callable[[nn.Module, Any], Training]
+    make: Callable[..., Training]
     lrs: tuple[float | None, ...]
     base: str = "sgd"
+    names_loss: bool = False
 
 
 RATES = (0.1, 0.03, 0.01)
@@ -148,6 +160,7 @@ CONTENDERS: dict[str, Contender] = {
     "muon": Contender(muon, (0.06, 0.02, 0.006), base="adamw"),
     "kfac-pytorch": Contender(kfac_pytorch, RATES),
     "soframe: Preconditioner": Contender(kfac, RATES),
+    "soframe: Preconditioner with loss": Contender(kfac, RATES, names_loss=True),
     "soframe: recommend": Contender(recommended, (None,)),
     "soframe: Optimizer": Contender(
         lambda model, lr: Training(soframe.Optimizer(model, lr=lr)),
@@ -231,7 +244,9 @@ def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS, *, steps: int
     record = Record(cell, look(), [], [], [])
     seconds, total = 0.0, 0.0
     try:
-        training = contenders[cell.contender].make(model, cell.lr)
+        contender = contenders[cell.contender]
+        told = {"loss": problem.fisher_loss} if contender.names_loss else {}
+        training = contender.make(model, cell.lr, **told)
         schedule = SCHEDULES[cell.schedule]
         scheduler = None
         if not isinstance(training.optimizer, TRUST_REGIONS):  # which has no rate to schedule

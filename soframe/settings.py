@@ -33,8 +33,9 @@ class Statistics:
         fisher: The source of the output gradients in the statistics: ``"empirical"`` (the loss's
             own), ``"monte-carlo"``, ``"type-2"`` or ``"forward-only"`` (none: the identity stands
             for the factor of the outputs). Monte-Carlo and type-2 need `Preconditioner.observe`.
-            None is ``"empirical"`` for a Preconditioner, and the choice of a `soframe.TrustRegion`.
-        loss: The loss of a Fisher that is not empirical: a name, class or instance.
+            None is ``"empirical"``, or ``"monte-carlo"`` where ``loss`` is given, and the choice
+            of a `soframe.TrustRegion`.
+        loss: The loss, for its own Fisher: a name, class or instance.
         loss_average: How the loss averages samples: ``"local"`` (each backward pass over its own
             samples), ``"global"`` (over all samples of all passes and ranks) or ``"sum"`` (a sum).
             See `soframe.methods.scaling`.

@@ -316,3 +316,25 @@ def test_weights_of_vectors_add_up() -> None:
         pairs = list(Fisher(kind, MeanSquaredError(), samples).vectors(outputs))
         total = sum(weight for _, weight in pairs)
         assert math.isclose(total, 1.0 if kind == "monte-carlo" else 3.0)
+
+
+def test_a_loss_that_is_named_has_its_own_fisher() -> None:
+    """Monte-Carlo unless a Fisher is chosen; without a loss the empirical one."""
+
+    def factor(**statistics: str) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3)).double()
+        own = soframe.Preconditioner(model, statistics=soframe.Statistics(**statistics))
+        outputs = model(randn(6, 4))
+        own.observe(outputs)
+        F.mse_loss(outputs, torch.zeros(6, 3, dtype=outputs.dtype)).backward()
+        with closing(own):
+            own.step()
+            return factors(own, "0")[1].squeeze(0).clone()
+
+    named = factor(loss="mse")
+    assert torch.equal(named, factor(loss="mse", fisher="monte-carlo"))
+    # [3, 3]; the loss's Hessian is the identity times 2 over the number of outputs.
+    torch.testing.assert_close(named.trace(), torch.tensor(2.0, dtype=named.dtype))
+    assert not torch.allclose(named, factor())
+    assert torch.equal(factor(), factor(fisher="empirical", loss="mse"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -191,7 +191,7 @@ def parts_of(
 
 
 def _fisher(kind: str | None, loss: object) -> Fisher:
-    """Return the Fisher; None is the empirical one, where no trust region chooses."""
-    modelled = None if loss is None else KINDS["loss"].build(loss, Loss)
-    chosen: Literal["empirical"] | str = "empirical" if kind is None else kind
-    return Fisher(chosen, modelled)  # type: ignore[arg-type]  # checked there
+    """Return the Fisher; None is Monte-Carlo's of a loss that is named, else the empirical one."""
+    if loss is None:
+        return Fisher(kind or "empirical")  # type: ignore[arg-type]  # checked there
+    return Fisher(kind or "monte-carlo", KINDS["loss"].build(loss, Loss))  # type: ignore[arg-type]
