@@ -35,7 +35,16 @@ from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
 from soframe.schedules import Interval, Schedule
-from soframe.settings import Clips, Distribution, Statistics, defaults, flat, group_of
+from soframe.settings import (
+    KL_CLIP,
+    USUAL_CLIPS,
+    Clips,
+    Distribution,
+    Statistics,
+    defaults,
+    flat,
+    group_of,
+)
 from soframe.setup import building, choosing, describing
 from soframe.setup.grouping import grouping
 from soframe.setup.parts import Parts, parts_of
@@ -71,7 +80,8 @@ class Preconditioner(OfModel):
             name, class or instance of a damping policy that needs no reduction ratio.
         decay: The EMA decay of the running factors, per statistics step.
         kl_clip: Bound on ``sum <update, gradient>``, about twice the KL divergence of a step of
-            rate one; None turns it off.
+            rate one; None turns it off. With another value than the default, the norm clip is off
+            unless ``clips`` has it.
         statistics_every: Interval of statistics steps, in steps; None for 10 where statistics come
             from calls (K-FAC), and 1 where they come from the averaged gradient (SOAP, Shampoo).
         solve_every: Interval of solves, in steps; None for 10, which becomes 100 after 100 steps
@@ -118,7 +128,7 @@ class Preconditioner(OfModel):
         lr: Schedule | None = None,
         damping: DampingChoice = 0.05,
         decay: Schedule = 0.95,
-        kl_clip: Schedule | None = 0.1,
+        kl_clip: Schedule | None = KL_CLIP,
         statistics_every: Interval | None = None,
         solve_every: Interval | None = None,
         background: int | Literal["ready"] = 0,
@@ -137,6 +147,8 @@ class Preconditioner(OfModel):
         self.backend, stages = choosing.choose_backends(ranks.backend, ranks.pipeline)
         # An error in here is sent to the other ranks, which wait in `building.build`.
         with choosing.starting(lambda: self.backend, stages):
+            if clips is None and kl_clip == KL_CLIP:
+                settings["clips"] = USUAL_CLIPS
             limits: Clips = group_of("clips", settings)
             self._settings = flat(settings)
             bounds = {"kl": kl_clip, "norm": limits.norm_clip, **limits.further}
@@ -169,7 +181,8 @@ class Preconditioner(OfModel):
 
     def _require_read(self) -> None:
         """Raise a ValueError if no block reads a setting, which would be ignored silently."""
-        usual = {**defaults(Preconditioner), "fisher": "empirical"}
+        clips = {"norm_clip": USUAL_CLIPS.norm_clip}
+        usual = {**defaults(Preconditioner), "fisher": "empirical", **clips}
         blocks = self.curvature.blocks
         kinds = [blocks[first] for first, *_ in self.placement.kinds]
         combinations.require_read(self._settings, usual, kinds, self._parts.stages.totals)

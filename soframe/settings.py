@@ -114,13 +114,21 @@ class Clips:
     """The clips other than ``kl_clip``.
 
     Attributes:
-        norm_clip: Bound on the Euclidean length of the updates together; None turns it off.
+        norm_clip: Bound on the length of the updates together, where that of a layer is the root of
+            the mean square over its outputs; None turns it off. Without ``clips=`` it is 0.2 if
+            ``kl_clip`` has its default, and off if not.
         further: Bounds of other clips by their registered names, see `soframe.Clip`.
     """
 
     norm_clip: Schedule | None = None
     further: Mapping[str, Schedule] = field(default_factory=dict)
 
+
+KL_CLIP = 0.2
+"""The default of ``kl_clip``."""
+
+USUAL_CLIPS = Clips(norm_clip=0.2)
+"""The clips beside the default of ``kl_clip``."""
 
 Group = Statistics | Distribution | Clips
 GROUPS: dict[str, type[Group]] = {

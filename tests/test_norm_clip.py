@@ -17,10 +17,18 @@ from tests.examples import examples
 from tests.test_kl_clip import clip, factor_of, net, step
 
 
+def length_of(p: Sequence[Tensor]) -> float:
+    """The length by its definition, over parameters, whose first dimension are the outputs."""
+    total = 0.0
+    for update in p:
+        rows = [float(row.square().sum()) for row in update]
+        total += sum(rows) / len(rows)
+    return total**0.5
+
+
 def norm_clip(p: Sequence[Tensor], bound: float, lr: float = 1.0) -> float:
-    """The factor by its definition, over parameters."""
-    length = sum(float((lr * a).square().sum()) for a in p) ** 0.5
-    return min(1.0, bound / length)
+    """The factor by its definition."""
+    return min(1.0, bound / (lr * length_of(p)))
 
 
 @given(
@@ -33,9 +41,11 @@ def norm_clip(p: Sequence[Tensor], bound: float, lr: float = 1.0) -> float:
 def test_closed_form(sizes: list[int], bound: float, scale: float, lr: float) -> None:
     p = [scale * torch.randn(1, n, 2, dtype=torch.float64) for n in sizes]
     factor = factor_of(NormClip(), p, p, lr, bound)
-    compare(factor, torch.tensor(norm_clip(p, bound, lr), dtype=torch.float64), "factor")
-    moved = sum(float((lr * factor * q).square().sum()) for q in p)
-    assert moved**0.5 <= bound * (1 + 1e-12)
+    rows = [q[0] for q in p]  # [n, 2], of one group
+    compare(factor, torch.tensor(norm_clip(rows, bound, lr), dtype=torch.float64), "factor")
+    assert lr * float(factor) * length_of(rows) <= bound * (1 + 1e-12)
+    for one, term in zip(NormClip().terms(p, p), p, strict=True):
+        compare(one, NormClip().term(term, term), "term")
 
 
 @pytest.mark.parametrize("norm", [1e-4, 1e30])
@@ -52,7 +62,7 @@ def test_the_stricter_clip_holds(norm: float, kl: float | None) -> None:
     for one, other in zip(clipped, p, strict=True):
         compare(one, factor * other, "clipped")
     if norm < 1 and kl != 1e-8:
-        assert sum(float(q.square().sum()) for q in clipped) ** 0.5 == pytest.approx(norm)
+        assert length_of(clipped) == pytest.approx(norm)
 
 
 def test_a_schedule_of_the_bound() -> None:
@@ -91,3 +101,33 @@ def test_zeros_stay_zero() -> None:
 def test_bounds_out_of_range(bad: Any) -> None:
     with pytest.raises(ValueError, match="norm_clip must be"):
         soframe.Preconditioner(net(), clips=soframe.Clips(norm_clip=bad))
+
+
+@pytest.mark.parametrize(
+    ("options", "bounds"),
+    [
+        ({}, (0.2, 0.2)),
+        ({"kl_clip": None}, (None, None)),
+        ({"kl_clip": 0.4}, (0.4, None)),
+        ({"clips": soframe.Clips()}, (0.2, None)),
+        ({"clips": soframe.Clips(norm_clip=1.0)}, (0.2, 1.0)),
+        ({"kl_clip": 0.4, "clips": soframe.Clips(norm_clip=1.0)}, (0.4, 1.0)),
+    ],
+)
+def test_what_is_set_is_what_clips(
+    options: dict[str, Any], bounds: tuple[float | None, float | None]
+) -> None:
+    """Left alone, both clips are on; who sets a clip gets that one."""
+    with closing(soframe.Preconditioner(net(), **options)) as own:
+        assert (own.kl_clip, own.norm_clip) == bounds
+
+
+def test_the_default_bounds_the_first_updates() -> None:
+    """Of a model whose gradients are large, and whose updates would be longer."""
+    model, plain = net(), net()
+    own = soframe.Preconditioner(model, damping=1e-6)
+    with closing(own), closing(soframe.Preconditioner(plain, damping=1e-6, kl_clip=None)) as free:
+        _, p = step(plain, free)
+        _, clipped = step(model, own)
+    assert length_of(p) > 1
+    assert length_of(clipped) <= 0.2 * (1 + 1e-5)

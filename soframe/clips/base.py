@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -38,6 +39,18 @@ class Clip(ABC):
         Returns:
             A scalar on the device of the update.
         """
+
+    def terms(self, updates: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the term of each; override it where fewer calls of torch do.
+
+        Args:
+            updates: See `term`.
+            gradients: See `term`.
+
+        Returns:
+            Scalars.
+        """
+        return [self.term(*pair) for pair in zip(updates, gradients, strict=True)]
 
     @abstractmethod
     def factor(self, total: Tensor, bound: float) -> Tensor:

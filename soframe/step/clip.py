@@ -117,7 +117,8 @@ def _total(
     like: Tensor,
 ) -> Tensor:
     """Return this rank's part of a clip's sum, a float64 scalar on the device of ``like``."""
-    terms: list[Tensor] = []
+    matrices: list[Tensor] = []
+    averages: list[Tensor] = []
     for update in updates:
         # Each block's term is added by one rank: the clip sums over ranks.
         leads = gradients.leads if bounded.reads_gradients else gradients.counts
@@ -129,13 +130,17 @@ def _total(
         matrix = update.matrix
         if plan.careful:  # products of float32 numbers may overflow in float32
             matrix, gradient = matrix.double(), gradient.double()
-        terms.append(bounded.term(matrix, gradient))
+        matrices.append(matrix)
+        averages.append(gradient)
+    terms = bounded.terms(matrices, averages)
     if not terms:
         return torch.zeros((), dtype=torch.float64, device=like.device)
     dtype = torch.float64 if plan.careful else like.dtype
-    total = torch.stack([term.to(like.device, dtype) for term in terms]).sum()
+    total = torch.stack([term.to(like.device, dtype) for term in terms]).sum().double()
+    if plan.lr == 1:
+        return total
     # The square of the rate may be out of range where the rate is not.
-    return total.double() * plan.lr * plan.lr
+    return total * plan.lr * plan.lr
 
 
 def _scale(tensors: list[Tensor], factor: Tensor) -> None:

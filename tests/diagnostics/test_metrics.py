@@ -419,7 +419,8 @@ def test_scalars_are_named_numbers() -> None:
     of_g = metrics["blocks"]["0"]["factors"]["G"]["spectrum"]
     assert found["effective_rank/0.G"] == of_g["effective_rank"]
     assert found["seconds/solve"] == metrics["phases"]["solve"]["seconds"]
-    assert "overall/norm_clip" not in found  # it is off
+    assert found["overall/norm_clip"] == 0.2
+    assert "overall/energy_clip" not in found  # it is off
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ TARGETS = {"digits-autoencoder": (350, 0.15), "digits-cnn": (80, 0.01)}
 
 # Not reached any more, as docs/decisions/016-clips-bound-updates.md says.
 LOW = pytest.mark.xfail(strict=True, reason="a tenth of the rate is a tenth of the step")
-SLOWER = pytest.mark.xfail(strict=True, reason="0.165 to 0.173 with the safe damping and clip")
+SLOWER = pytest.mark.xfail(strict=True, reason="0.168 to 0.179 with the safe damping and clips")
 
 
 @pytest.mark.slow
