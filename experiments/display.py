@@ -9,13 +9,14 @@ import math
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from experiments import train
@@ -33,7 +34,16 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[np.float64]
 
-Watch = Callable[[str, train.Progress], None]
+
+@dataclass(frozen=True)
+class State:
+    """A run in words, and the fraction of it that is done."""
+
+    status: str
+    fraction: float
+
+
+Watch = Callable[[str, State | train.Progress], None]
 """Called with the label of a run, and how far it is."""
 
 # Okabe and Ito's palette, distinguishable under every common colour blindness; dashes separate
@@ -76,21 +86,20 @@ def print_json(value: object) -> None:
 _COLUMNS = (
     TextColumn("{task.description:<18}"),
     BarColumn(bar_width=32),
+    TimeRemainingColumn(),
     TextColumn("{task.fields[status]}"),
 )
 
 
 @contextlib.contextmanager
-def bars(screen: Console, labels: Sequence[str]) -> Iterator[Watch]:
+def bars(screen: Console, labels: Sequence[str], *, hidden: bool = False) -> Iterator[Watch]:
     """One progress bar for each run, with the loss; nothing unless on a terminal."""
-    with Progress(*_COLUMNS, console=screen, disable=not screen.is_terminal) as shown:
+    hidden = hidden or not screen.is_terminal
+    with Progress(*_COLUMNS, console=screen, disable=hidden) as shown:
         tasks = {label: shown.add_task(label, total=1.0, status="") for label in labels}
 
-        def watch(label: str, progress: train.Progress) -> None:
-            row = progress.row
-            loss = f"{row.loss:.4f}" if math.isfinite(row.loss) else "diverged"
-            status = f"loss {loss}  step {row.step}  {row.seconds:.1f} s"
-            shown.update(tasks[label], completed=progress.fraction, status=status)
+        def watch(label: str, progress: State | train.Progress) -> None:
+            shown.update(tasks[label], completed=progress.fraction, status=progress.status)
 
         yield watch
 
