@@ -21,7 +21,7 @@ from rich.table import Table
 
 from experiments import train
 from experiments.libraries import require
-from experiments.records import RunRecord, jsonable
+from experiments.records import MARK, NOTE, RunRecord, jsonable, labels
 from experiments.workloads import Workload
 from soframe.diagnostics.display import bytes_text
 
@@ -145,14 +145,15 @@ def table(
 
 def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
     """Return the table of several runs of one workload."""
+    names = labels(records, MARK)
     columns = ["optimizer", *(f"to {target:g}\nsteps / s" for target in records[0].targets)]
     columns.append("last\nloss")
     if workload.classifies:
         columns.append("test\nacc.")
     columns += ["ms/\nstep", "sent per\nstep, rank", "curvature\npeak, rank"]
     rows = []
-    for record in records:
-        cells = [record.label]
+    for name, record in zip(names, records, strict=True):
+        cells = [name]
         for target in record.targets:
             row = record.reached(target)
             cells.append("not reached" if row is None else f"{row.step} / {row.seconds:.1f}")
@@ -163,7 +164,10 @@ def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
         cells.append(bytes_text(sum(record.sent_bytes_per_step.values())))
         cells.append(bytes_text(max(record.curvature_bytes, default=0)))
         rows.append(cells)
-    return table(f"{workload.title}: {workload.loss_name}", columns, rows)
+    title = f"{workload.title}: {workload.loss_name}"
+    if names != [record.label for record in records]:
+        title += f"\n{NOTE}"
+    return table(title, columns, rows)
 
 
 def aligned(title: str, lines: Sequence[Sequence[str]]) -> str:
@@ -184,11 +188,14 @@ def loss_curves(
     Runs of one name look alike, and are named once; targets are the workload's if None.
     """
     figure, left, right = _panels()
+    end = max(record.last.seconds for record in records)
     for record, style in zip(records, _styles(records), strict=True):
         rows = [row for row in record.rows if row.loss > 0]
         losses = [row.loss for row in rows]
         left.plot([row.step for row in rows], losses, **style)
         right.plot([row.seconds for row in rows], losses, **style)
+        if not record.diverged:
+            _hold(right, record.last.seconds, record.last.loss, end, style)
     _finish(workload, records, workload.targets if targets is None else targets, left, right)
     processes = max(record.processes for record in records)
     where = f"{processes} processes" if processes > 1 else "1 process"
@@ -207,6 +214,8 @@ def loss_bands(workload: Workload, groups: Mapping[str, Sequence[RunRecord]], ti
         title: The title.
     """
     figure, left, right = _panels()
+    every = list(itertools.chain.from_iterable(groups.values()))
+    end = max(record.last.seconds for record in every)
     ranks = sorted({records[0].processes for records in groups.values()})
     styles = _styles([records[0] for records in groups.values()])
     for (label, records), style in zip(groups.items(), styles, strict=True):
@@ -220,7 +229,10 @@ def loss_bands(workload: Workload, groups: Mapping[str, Sequence[RunRecord]], ti
             style["linestyle"] = (0, (4, 2 * ranks.index(records[0].processes)))
         for axes, of in ((left, "step"), (right, "seconds")):
             _draw_band(axes, of, drawn, lost, style)
-    every = list(itertools.chain.from_iterable(groups.values()))
+        if drawn:
+            slowest = max(record.last.seconds for record in drawn)
+            loss = float(np.mean([record.last.loss for record in drawn]))
+            _hold(right, slowest, loss, end, style)
     _finish(workload, every, every[0].targets, left, right)
     figure.suptitle(title, fontsize=12)
     handles, labels = left.get_legend_handles_labels()
@@ -246,6 +258,16 @@ def _draw_band(
         points = [getattr(row, of) for row in record.rows]
         thin = {**style, "linewidth": 0.8, "label": "_"}
         axes.plot(points, [row.loss for row in record.rows], **thin)
+
+
+def _hold(axes: Axes, last: float, loss: float, end: float, style: Mapping[str, Any]) -> None:
+    """Mark the end of a run, and keep its last loss until the slowest contender has ended.
+
+    A curve that breaks off earlier would be compared with others at its own end alone.
+    """
+    if last < end:
+        look: dict[str, Any] = {"color": style["color"], "linewidth": 1.0, "linestyle": ":"}
+        axes.plot([last, end], [loss, loss], marker=".", markevery=[0], label="_", **look)
 
 
 def _on_grid(records: Sequence[RunRecord], of: str) -> tuple[Array, Array]:
@@ -300,6 +322,7 @@ def _finish(
             fontsize=8,
             color="#555555",
         )
+    right.set_xlim(right=max(record.last.seconds for record in records) or None)
     begun = [record.rows[0].loss for record in records]
     # Runs that diverge leave the panel: they would leave the others no room.
     if logarithmic and max(losses, default=0.0) > DIVERGED * max(begun):
@@ -317,7 +340,7 @@ def save(figure: Figure, path: Path) -> Path:
 def _styles(records: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
     assigned: dict[str, _Style] = {}
     preconditioned = 0
-    for record in records:
+    for record, marked in zip(records, labels(records, " (not tuned)"), strict=True):
         label, fixed = record.label, _FIXED.get(record.config.optimizer)
         named = label in assigned
         if not named:
@@ -329,7 +352,7 @@ def _styles(records: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
             "color": color,
             "linestyle": dashes,
             "linewidth": 1.0 if named else 1.8,
-            "label": f"_{label}" if named else label,
+            "label": f"_{label}" if named else marked,
         }
 
 
