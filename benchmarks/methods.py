@@ -43,7 +43,7 @@ from experiments.display import console
 from experiments.libraries import MissingLibraryError, require
 from experiments.records import RunRecord, write_json
 from experiments.runs import steps_to
-from experiments.train import ALONE, Run, numerics
+from experiments.train import ALONE, WorkloadRun, numerics
 from experiments.tuning import FOLDER, TUNING_SEED, TriedRates
 
 STEPS = 300
@@ -401,7 +401,7 @@ def apart(steps: int, names: Sequence[str], seed: int) -> dict[str, tuple[float,
     ends = {}
     with numerics(threads=1):
         for name in names:
-            one = Run(ALONE, CONTENDERS[name].config(lr, STEPS, seed))
+            one = WorkloadRun(ALONE, CONTENDERS[name].config(lr, STEPS, seed))
             start = torch.nn.utils.parameters_to_vector(one.model.parameters()).detach()
             one.take(steps)
             moved = torch.nn.utils.parameters_to_vector(one.model.parameters()).detach() - start

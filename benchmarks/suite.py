@@ -28,7 +28,7 @@ from experiments import display, tuning
 from experiments.config import TRUST_REGIONS, RunConfig
 from experiments.records import RunRecord, jsonable
 from experiments.runs import digest, kept, race
-from experiments.train import ALONE, Run
+from experiments.train import ALONE, WorkloadRun
 from experiments.workloads import PROBLEM
 
 TUNED = tuning.FOLDER / "suite.json"
@@ -120,7 +120,7 @@ def entrants(problem: str, optimizers: Sequence[str]) -> list[str]:
 def refusal(config: RunConfig) -> str | None:
     """Return why an optimizer refuses a problem, if it does."""
     try:
-        Run(ALONE, config).close()
+        WorkloadRun(ALONE, config).close()
     except ValueError as error:
         return str(error)
     return None

@@ -285,7 +285,11 @@ def show(name: str, records: Sequence[RunRecord], output: Path) -> None:
     said = sentences(lines, config.seconds or math.inf)
     for sentence in said:
         screen.print(sentence, highlight=False)
-    figure = display.loss_curves(problem, records, targets=records[0].targets)
+    shown = []
+    for record in records:
+        origin = "untuned" if record.config.optimizer == TRUST_REGION else "tuned by trials"
+        shown.append(replace(record, settings_from=origin))
+    figure = display.loss_curves(problem, shown, targets=records[0].targets)
     for suffix in ("png", "svg"):
         display.save(figure, output / f"{name}.{suffix}")
     where = {

@@ -5,6 +5,7 @@
     python -m benchmarks.track --target 2.1           # a loss of your own
     python -m benchmarks.track --figures runs/methods.json   # rank a report of methods.py
     python -m benchmarks.track --figures experiments/tuned/learning-rates/byte-gpt.json
+    python -m benchmarks.track --tune --warmup 0.1 --batch-size 32   # a protocol of your own
 
 Model, data, batch and architecture are fixed, and the method is free, with one forward and backward
 pass a step. Fewest steps to the held-out loss is first. The public track (modded-nanogpt,
@@ -14,21 +15,25 @@ fall along a line of that length, and two neighbours with the target between the
 by bisection. The public ranking of the same methods is printed beside.
 
 `--figures` ranks without training: the steps of a report of `methods.py`, or, of its trials of
-tuning, which all have one length, the losses after it.
+tuning, which all have one length, the losses after it. The two orders are correlated (`Agreement`).
+Two public entries keep the norm of the weights besides (hyperball), which the runs here do not.
 
 Runs are kept in `--runs`: an interrupted benchmark goes on where it was.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import typer
 from rich.table import Table
@@ -58,6 +63,7 @@ class Entry:
         public_steps: Its number of steps there (autumn 2026).
         lrs: The learning rates of tuning.
         options: Arguments of the optimizer.
+        modules: See `RunConfig`.
     """
 
     optimizer: str
@@ -65,9 +71,31 @@ class Entry:
     public_steps: int
     lrs: tuple[float, float, float]
     options: Mapping[str, Any] = field(default_factory=dict)
+    modules: str | None = None
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Part of a run in which the learning rate grows, and examples of a step; the usual if None."""
+
+    warmup: float = 0.0
+    batch_size: int | None = None
+
+    def setting(self, steps: int) -> str:
+        """Return the name of the setting, under which tried learning rates are kept."""
+        words = [f"{steps} steps"]
+        if self.warmup:
+            words.append(f"warm-up {self.warmup:g}")
+        if self.batch_size:
+            words.append(f"batches of {self.batch_size}")
+        return ", ".join(words)
 
 
 _ORTHOGONAL = (0.02, 0.03, 0.04)
+_OF_ADAM = (0.002, 0.004, 0.008)
+_BASES: Mapping[str, Any] = {"statistics_every": 1, "solve_every": 10}
+WITHIN = r"^layers\."
+"""The modules within the model, for methods that would take embeddings and the head, too."""
 ENTRIES: Mapping[str, Entry] = {
     "soap-muon": Entry(
         "soframe:soap-muon",
@@ -86,14 +114,27 @@ ENTRIES: Mapping[str, Entry] = {
         {"statistics_every": 1, "solve_every": 10},
     ),
     "adamw": Entry("adamw", "AdamW", 5625, (0.002, 0.004, 0.008)),
+    "soap": Entry("soframe:soap", "SOAP, hyperball", 3125, _OF_ADAM, _BASES, WITHIN),
+    "kl-soap": Entry("soframe:kl-soap", "KL-SOAP, hyperball", 3125, _OF_ADAM, _BASES, WITHIN),
+    "shampoo": Entry(
+        "soframe:momentum+shampoo",
+        "Shampoo, power -1/4, basis every 5 steps",
+        4100,
+        (0.001, 0.002, 0.004),
+        {"statistics_every": 1, "solve_every": 5},
+        WITHIN,
+    ),
 }
 
 
-_NAMES = {"adamw, all parameters": "adamw"}
+USUAL = Protocol()
+_NAMES = {"adamw, all parameters": "adamw", "shampoo, at Adam's length": "shampoo"}
 """Entries with another name in `methods.py`."""
 
 
-def configuration(name: str, lr: float, steps: int, seed: int) -> RunConfig:
+def configuration(
+    name: str, lr: float, steps: int, seed: int, protocol: Protocol = USUAL
+) -> RunConfig:
     """Return a run, which is evaluated at its end.
 
     Args:
@@ -101,6 +142,7 @@ def configuration(name: str, lr: float, steps: int, seed: int) -> RunConfig:
         lr: Its learning rate at the first step.
         steps: How many.
         seed: Of weights and order.
+        protocol: Of the run.
     """
     entry = ENTRIES[name]
     options = dict(entry.options)
@@ -112,7 +154,10 @@ def configuration(name: str, lr: float, steps: int, seed: int) -> RunConfig:
         lr=lr,
         betas=(0.9, 0.95),
         options=options,
+        modules=entry.modules,
         schedule="linear",
+        warmup=protocol.warmup,
+        batch_size=protocol.batch_size,
         steps=steps,
         stop_at_target=False,
         evaluate_every=steps,
@@ -141,12 +186,18 @@ def bracket(reaches: Callable[[int], bool], count: int, first: int) -> None:
         index = count - 1 if high == count else (low + high) // 2
 
 
-def tune(names: Sequence[str], steps: int, rates: TriedRates, losses: Losses) -> None:
+def tune(
+    names: Sequence[str],
+    steps: int,
+    rates: TriedRates,
+    losses: Losses,
+    protocol: Protocol = USUAL,
+) -> None:
     """Try every learning rate of every method once, and keep the losses."""
     pairs = [(name, lr) for name in names for lr in ENTRIES[name].lrs]
-    each = losses([configuration(name, lr, steps, TUNING_SEED) for name, lr in pairs])
+    each = losses([configuration(name, lr, steps, TUNING_SEED, protocol) for name, lr in pairs])
     scores = [(name, lr, loss) for (name, lr), loss in zip(pairs, each, strict=True)]
-    rates.keep(f"{steps} steps", scores)
+    rates.keep(protocol.setting(steps), scores)
 
 
 Losses = Callable[[Sequence[RunConfig]], list[float]]
@@ -161,6 +212,7 @@ def report(
     seeds: Sequence[int],
     target: float | None,
     losses: Losses,
+    protocol: Protocol = USUAL,
 ) -> dict[str, Any]:
     """Train until every method's steps to the target are known.
 
@@ -171,6 +223,7 @@ def report(
         seeds: Of the runs.
         target: Another one; None for that.
         losses: Trains.
+        protocol: Of the runs.
 
     Returns:
         The target, the losses of each method by length, and its `ranking`.
@@ -182,7 +235,7 @@ def report(
     def mean(name: str, length: int) -> float:
         if length not in found[name]:
             found[name][length] = losses(
-                [configuration(name, lrs[name], length, seed) for seed in seeds]
+                [configuration(name, lrs[name], length, seed, protocol) for seed in seeds]
             )
         return statistics.mean(found[name][length])
 
@@ -218,8 +271,9 @@ def ranking(reached: Mapping[str, float | None], lrs: Mapping[str, float]) -> di
         lrs: Their learning rates.
 
     Returns:
-        The rank correlation of three methods or more, and for each method its steps, their ratio to
-        Muon's, and its place, here and there; methods of one number of steps share a place.
+        The agreement of the two orders, of three methods or more, and for each method its steps,
+        their ratio to Muon's, and its place, here and there; methods of one number of steps share a
+        place.
     """
 
     def places(steps: Mapping[str, float]) -> dict[str, int]:
@@ -242,12 +296,101 @@ def ranking(reached: Mapping[str, float | None], lrs: Mapping[str, float]) -> di
         }
         for name, steps in reached.items()
     }
-    correlation = None
+    agreement = None
     if len(rows) > 2:
-        from scipy.stats import spearmanr  # takes a second to import
+        agreement = asdict(Agreement.of(list(here.values()), list(there.values())))
+    return {"agreement": agreement, "rows": rows}
 
-        correlation = float(spearmanr(list(here.values()), list(there.values())).statistic)
-    return {"rank_correlation": correlation, "rows": rows}
+
+Array = npt.NDArray[np.float64]
+RESAMPLES = 10_000
+PERMUTED = 9
+"""The largest number of methods all of whose orders are tried."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The rank correlations of two orders of the same methods.
+
+    Attributes:
+        methods: The number of methods.
+        spearman: Spearman's rho, ties at their mean rank.
+        spearman_interval: Its 95 % interval of a bootstrap over the methods (percentiles).
+        kendall: Kendall's tau-b.
+        kendall_interval: Its interval.
+        chance: The part of all orders, or of 10,000 drawn ones, whose rho is as large or larger.
+    """
+
+    methods: int
+    spearman: float
+    spearman_interval: tuple[float, float]
+    kendall: float
+    kendall_interval: tuple[float, float]
+    chance: float
+
+    @classmethod
+    def of(cls, here: Sequence[float], there: Sequence[float]) -> Agreement:
+        """Compare two scores of the same methods, the better the less; infinite ones tie."""
+        from scipy.stats import rankdata  # takes a second to import
+
+        own, public = rankdata(here), rankdata(there)
+        count, random = len(own), np.random.default_rng(0)
+        drawn = random.integers(count, size=(RESAMPLES, count))
+        # A method that is drawn twice ties with itself in both orders.
+        ranks = rankdata(own[drawn], axis=1), rankdata(public[drawn], axis=1)
+        if count <= PERMUTED:
+            orders = np.array(list(itertools.permutations(own)))
+        else:
+            orders = np.array([random.permutation(own) for _ in range(RESAMPLES)])
+        rho = _spearman(own, public)
+        return cls(
+            methods=count,
+            spearman=float(rho),
+            spearman_interval=_middle(_spearman(*ranks)),
+            kendall=float(_kendall(own, public)),
+            kendall_interval=_middle(_kendall(*ranks)),
+            chance=float((_spearman(orders, public) >= rho - 1e-9).mean()),
+        )
+
+
+def _spearman(first: Array, second: Array) -> Array:
+    """Return the correlation of ranks `(..., methods)`; NaN where all of an order tie."""
+    first = first - first.mean(axis=-1, keepdims=True)
+    second = second - second.mean(axis=-1, keepdims=True)
+    return _cosine(first, second)
+
+
+def _kendall(first: Array, second: Array) -> Array:
+    """Return tau-b of ranks `(..., methods)`: the correlation of the signs of all pairs."""
+    signs = []
+    for ranks in (first, second):
+        pairs = np.sign(ranks[..., :, None] - ranks[..., None, :])
+        signs.append(pairs.reshape(*ranks.shape[:-1], -1))
+    return _cosine(*signs)
+
+
+def _cosine(first: Array, second: Array) -> Array:
+    lengths = (first**2).sum(axis=-1) * (second**2).sum(axis=-1)
+    with np.errstate(invalid="ignore"):
+        cosine: Array = (first * second).sum(axis=-1) / np.sqrt(lengths)
+    return cosine
+
+
+def _middle(values: Array) -> tuple[float, float]:
+    low, high = np.nanpercentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def sentence(agreement: Mapping[str, Any]) -> str:
+    """Return the correlations of two orders in words."""
+    parts = []
+    for name, symbol in (("spearman", "Spearman's rho"), ("kendall", "Kendall's tau")):
+        low, high = agreement[f"{name}_interval"]
+        parts.append(f"{symbol} {agreement[name]:.2f} (95 % interval {low:.2f} to {high:.2f})")
+    return (
+        f"Of {agreement['methods']} methods the order here and the public one have "
+        f"{' and '.join(parts)}; {agreement['chance']:.0%} of all orders have as large a rho."
+    )
 
 
 def of_trials(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
@@ -257,7 +400,7 @@ def of_trials(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
         found: By method and learning rate the held-out loss.
 
     Returns:
-        The rank correlation, and for each method its loss and its places.
+        The agreement, and for each method its loss and its places.
 
     Raises:
         ValueError: If none of them is on the public track.
@@ -307,11 +450,9 @@ def of_methods(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def table(found: Mapping[str, Any]) -> Table:
     """Return the report as a table: the fewest steps first."""
-    correlation = found["rank_correlation"]
-    said = "" if correlation is None else f"; rank correlation {correlation:.2f}"
     by_loss = found["target"] is None
     what = "after as many steps" if by_loss else f"to the held-out loss {found['target']:.3f}"
-    result = Table(title=f"Byte-level GPT, {what}{said}", title_justify="left")
+    result = Table(title=f"Byte-level GPT, {what}", title_justify="left")
     result.add_column("place", justify="right")
     result.add_column("method")
     for header in ("lr", "held-out\nloss" if by_loss else "steps", "of\nMuon's"):
@@ -340,6 +481,8 @@ def main(
     tune_first: Annotated[bool, typer.Option("--tune", help="Tune them first.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Of Muon.")] = 300,
     target: Annotated[float | None, typer.Option(help="A held-out loss; Muon's if none.")] = None,
+    warmup: Annotated[float, typer.Option(help="Part of a run in which rates grow.")] = 0.0,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Examples of a step.")] = None,
     seeds: Annotated[str, typer.Option(help="Of the report, separated by commas.")] = "0",
     at_once: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     kept: Annotated[Path, typer.Option("--runs", help="Where runs are kept.")] = Path(
@@ -368,16 +511,17 @@ def main(
             found = runs.kept(configs, kept, at_once=at_once, word=sys.version, tell=tell)
             return [one.last.loss for one in found]
 
-        rates = TriedRates(tuned)
+        rates, protocol = TriedRates(tuned), Protocol(warmup, batch_size)
         if tune_first:
-            tune(names, steps, rates, losses)
+            tune(names, steps, rates, losses, protocol)
         found = report(
             names,
-            lrs=rates.best({name: ENTRIES[name].lrs for name in names}, f"{steps} steps"),
+            lrs=rates.best({name: ENTRIES[name].lrs for name in names}, protocol.setting(steps)),
             steps=steps,
             seeds=[int(seed) for seed in seeds.split(",")],
             target=target,
             losses=losses,
+            protocol=protocol,
         )
     found = jsonable(found)
     write_json(output, found)
@@ -388,6 +532,8 @@ def main(
     screen = console()
     screen.width = max(screen.width, 120)
     screen.print(table(found))
+    if found["agreement"] is not None:
+        screen.print(sentence(found["agreement"]), highlight=False)
 
 
 def tell(record: RunRecord) -> None:

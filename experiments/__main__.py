@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,7 +71,7 @@ def demo(
             if not as_json:
                 title = f"[bold]{workload(name).title}[/bold], {processes} process(es)"
                 display.console().print(title)
-            records = _run(configs, processes, as_json=as_json)
+            records = demonstration.marked(_run(configs, processes, as_json=as_json))
             sentences = demonstration.sentences(name, records)
             parts.append(_report(name, records, sentences, output, as_json=as_json))
     if as_json:
@@ -247,11 +248,7 @@ def _run(configs: Sequence[RunConfig], processes: int, *, as_json: bool) -> list
     labels = [config.label for config in configs]
     with display.bars(display.console(to_stderr=as_json), labels) as watch:
         return [
-            run(
-                config,
-                processes=processes,
-                on_progress=lambda progress, label=config.label: watch(label, progress),  # type: ignore[misc]
-            )
+            run(config, processes=processes, on_progress=partial(watch, config.label))
             for config in configs
         ]
 

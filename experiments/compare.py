@@ -18,7 +18,7 @@ import soframe
 from experiments import display, runs, tables, train, tuning
 from experiments.config import RunConfig, method_of
 from experiments.environment import environment, sources
-from experiments.records import RunRecord, write_json
+from experiments.records import MARK, RunRecord, write_json
 from experiments.tables import Group, Table
 from experiments.workloads import workload
 
@@ -190,8 +190,9 @@ def _report(
     paths = {suffix: plan.output / f"{plan.name}.{suffix}" for suffix in SUFFIXES}
     rows: list[dict[str, Any]] = []
     for group in groups:
-        about = {"label": group.label, "settings_from": group.tuning}
-        rows += [{**about, **record.as_dict()} for record in group.records]
+        for record in group.records:
+            own = replace(record, settings_from=group.tuning)
+            rows.append({"label": group.label, "tuned": own.tuned, **own.as_dict()})
     first = groups[0].records[0]
     source = None
     if problem.source:
@@ -225,9 +226,9 @@ def _named(groups: Sequence[Group]) -> dict[str, Sequence[RunRecord]]:
     """Return runs by their name in the legend, with the origin of the settings."""
     several = len({group.processes for group in groups}) > 1
     named: dict[str, Sequence[RunRecord]] = {}
-    for group in groups:
-        label = f"{group.label}, {_ranks(group.processes)}" if several else group.label
-        named[f"{label} ({group.tuning})"] = group.records
+    for label, group in zip(tables.labels(groups, MARK), groups, strict=True):
+        ranks = f", {_ranks(group.processes)}" if several else ""
+        named[f"{label}{ranks} ({group.tuning})"] = group.records
     return named
 
 

@@ -76,6 +76,7 @@ class RunConfig:
         schedule: The learning rate is constant, half a cosine to zero, or a line to zero.
         schedule_steps: Length of the schedule in steps; the budget in steps if None.
         schedule_seconds: Length of the schedule in seconds of training, instead.
+        warmup: Fraction of the schedule in which the learning rate grows from zero on a line.
         strategy: Strategy of the preconditioner, for optimizers with one.
         preconditioner: Further arguments of `soframe.Preconditioner`, for "kfac".
         options: Further arguments of a trust region, of `soframe.Optimizer`, or of a peer.
@@ -104,6 +105,7 @@ class RunConfig:
     schedule: ScheduleName = "constant"
     schedule_steps: int | None = None
     schedule_seconds: float | None = None
+    warmup: float = 0.0
     strategy: str = "comm-opt"
     preconditioner: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -132,10 +134,12 @@ class RunConfig:
         if self.seconds is None and self.steps is None:
             raise ValueError("a run needs a budget: seconds, steps or both")
         lengths = (self.schedule_steps, self.schedule_seconds, self.steps)
-        if self.schedule != "constant" and not any(lengths):
+        if (self.schedule != "constant" or self.warmup) and not any(lengths):
             raise ValueError(
                 f"a {self.schedule} schedule needs its length: schedule_steps or steps"
             )
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup is a fraction of the schedule, not {self.warmup}")
         for name in ("lr", "seconds", "steps", "batch_size", "evaluate_every", "schedule_steps"):
             value = getattr(self, name)
             if value is not None and not value > 0:  # NaN included

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from experiments.libraries import require
 
@@ -34,12 +34,9 @@ def size(examples: Source) -> int:
     return len(examples[0] if isinstance(examples, tuple) else examples)  # type: ignore[arg-type]
 
 
-def take(examples: Source, index: Tensor | slice) -> Examples:
-    """Return some of the examples; items of a dataset are stacked as by a `DataLoader`."""
-    if isinstance(examples, tuple):
-        return tuple(tensor[index] for tensor in examples)
-    chosen = range(size(examples))[index] if isinstance(index, slice) else index.tolist()
-    return tuple(default_collate([examples[i] for i in chosen]))
+def take(examples: Examples, index: Tensor | slice) -> Examples:
+    """Return some of the examples."""
+    return tuple(tensor[index] for tensor in examples)
 
 
 @contextmanager

@@ -11,11 +11,12 @@ same budget of training seconds, and end early once they reach the lowest target
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from experiments.config import RunConfig
 from experiments.records import RunRecord, verdict
-from experiments.tuning import require_other_seed, tuned
+from experiments.tuning import BY_HAND, require_other_seed, settled, tuned
 from experiments.workloads import workload
 
 #: Strategies that K-FAC is shown under.
@@ -67,6 +68,17 @@ def configurations(name: str, budget: float, seed: int) -> list[RunConfig]:
     runs = [tuned(name, "sgd", **fields), tuned(name, "adamw", **fields)]
     runs += [tuned(name, "kfac", strategy=strategy, **fields) for strategy in STRATEGIES]
     return runs if targets is None else [*runs, tuned(name, "trust-region", **fields)]
+
+
+def marked(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the runs with the origin of their settings, so that untuned ones are marked."""
+    runs = []
+    for record in records:
+        config, origin = record.config, BY_HAND
+        if config.workload != "byte-gpt":
+            _, origin = settled(config.workload, config.optimizer)
+        runs.append(replace(record, settings_from=origin))
+    return runs
 
 
 def sentences(name: str, records: Sequence[RunRecord]) -> list[str]:

@@ -9,18 +9,19 @@ import math
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from experiments import train
 from experiments.libraries import require
-from experiments.records import RunRecord, jsonable
+from experiments.records import MARK, NOTE, RunRecord, jsonable, labels
 from experiments.workloads import Workload
 from soframe.diagnostics.display import bytes_text
 
@@ -33,7 +34,16 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[np.float64]
 
-Watch = Callable[[str, train.Progress], None]
+
+@dataclass(frozen=True)
+class State:
+    """A run in words, and the fraction of it that is done."""
+
+    status: str
+    fraction: float
+
+
+Watch = Callable[[str, State | train.Progress], None]
 """Called with the label of a run, and how far it is."""
 
 # Okabe and Ito's palette, distinguishable under every common colour blindness; dashes separate
@@ -76,21 +86,20 @@ def print_json(value: object) -> None:
 _COLUMNS = (
     TextColumn("{task.description:<18}"),
     BarColumn(bar_width=32),
+    TimeRemainingColumn(),
     TextColumn("{task.fields[status]}"),
 )
 
 
 @contextlib.contextmanager
-def bars(screen: Console, labels: Sequence[str]) -> Iterator[Watch]:
+def bars(screen: Console, labels: Sequence[str], *, hidden: bool = False) -> Iterator[Watch]:
     """One progress bar for each run, with the loss; nothing unless on a terminal."""
-    with Progress(*_COLUMNS, console=screen, disable=not screen.is_terminal) as shown:
+    hidden = hidden or not screen.is_terminal
+    with Progress(*_COLUMNS, console=screen, disable=hidden) as shown:
         tasks = {label: shown.add_task(label, total=1.0, status="") for label in labels}
 
-        def watch(label: str, progress: train.Progress) -> None:
-            row = progress.row
-            loss = f"{row.loss:.4f}" if math.isfinite(row.loss) else "diverged"
-            status = f"loss {loss}  step {row.step}  {row.seconds:.1f} s"
-            shown.update(tasks[label], completed=progress.fraction, status=status)
+        def watch(label: str, progress: State | train.Progress) -> None:
+            shown.update(tasks[label], completed=progress.fraction, status=progress.status)
 
         yield watch
 
@@ -136,14 +145,15 @@ def table(
 
 def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
     """Return the table of several runs of one workload."""
+    names = labels(records, MARK)
     columns = ["optimizer", *(f"to {target:g}\nsteps / s" for target in records[0].targets)]
     columns.append("last\nloss")
     if workload.classifies:
         columns.append("test\nacc.")
     columns += ["ms/\nstep", "sent per\nstep, rank", "curvature\npeak, rank"]
     rows = []
-    for record in records:
-        cells = [record.label]
+    for name, record in zip(names, records, strict=True):
+        cells = [name]
         for target in record.targets:
             row = record.reached(target)
             cells.append("not reached" if row is None else f"{row.step} / {row.seconds:.1f}")
@@ -154,7 +164,10 @@ def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
         cells.append(bytes_text(sum(record.sent_bytes_per_step.values())))
         cells.append(bytes_text(max(record.curvature_bytes, default=0)))
         rows.append(cells)
-    return table(f"{workload.title}: {workload.loss_name}", columns, rows)
+    title = f"{workload.title}: {workload.loss_name}"
+    if names != [record.label for record in records]:
+        title += f"\n{NOTE}"
+    return table(title, columns, rows)
 
 
 def aligned(title: str, lines: Sequence[Sequence[str]]) -> str:
@@ -175,11 +188,14 @@ def loss_curves(
     Runs of one name look alike, and are named once; targets are the workload's if None.
     """
     figure, left, right = _panels()
+    end = max(record.last.seconds for record in records)
     for record, style in zip(records, _styles(records), strict=True):
         rows = [row for row in record.rows if row.loss > 0]
         losses = [row.loss for row in rows]
         left.plot([row.step for row in rows], losses, **style)
         right.plot([row.seconds for row in rows], losses, **style)
+        if not record.diverged:
+            _hold(right, record.last.seconds, record.last.loss, end, style)
     _finish(workload, records, workload.targets if targets is None else targets, left, right)
     processes = max(record.processes for record in records)
     where = f"{processes} processes" if processes > 1 else "1 process"
@@ -198,6 +214,8 @@ def loss_bands(workload: Workload, groups: Mapping[str, Sequence[RunRecord]], ti
         title: The title.
     """
     figure, left, right = _panels()
+    every = list(itertools.chain.from_iterable(groups.values()))
+    end = max(record.last.seconds for record in every)
     ranks = sorted({records[0].processes for records in groups.values()})
     styles = _styles([records[0] for records in groups.values()])
     for (label, records), style in zip(groups.items(), styles, strict=True):
@@ -211,7 +229,10 @@ def loss_bands(workload: Workload, groups: Mapping[str, Sequence[RunRecord]], ti
             style["linestyle"] = (0, (4, 2 * ranks.index(records[0].processes)))
         for axes, of in ((left, "step"), (right, "seconds")):
             _draw_band(axes, of, drawn, lost, style)
-    every = list(itertools.chain.from_iterable(groups.values()))
+        if drawn:
+            slowest = max(record.last.seconds for record in drawn)
+            loss = float(np.mean([record.last.loss for record in drawn]))
+            _hold(right, slowest, loss, end, style)
     _finish(workload, every, every[0].targets, left, right)
     figure.suptitle(title, fontsize=12)
     handles, labels = left.get_legend_handles_labels()
@@ -237,6 +258,16 @@ def _draw_band(
         points = [getattr(row, of) for row in record.rows]
         thin = {**style, "linewidth": 0.8, "label": "_"}
         axes.plot(points, [row.loss for row in record.rows], **thin)
+
+
+def _hold(axes: Axes, last: float, loss: float, end: float, style: Mapping[str, Any]) -> None:
+    """Mark the end of a run, and keep its last loss until the slowest contender has ended.
+
+    A curve that breaks off earlier would be compared with others at its own end alone.
+    """
+    if last < end:
+        look: dict[str, Any] = {"color": style["color"], "linewidth": 1.0, "linestyle": ":"}
+        axes.plot([last, end], [loss, loss], marker=".", markevery=[0], label="_", **look)
 
 
 def _on_grid(records: Sequence[RunRecord], of: str) -> tuple[Array, Array]:
@@ -291,6 +322,7 @@ def _finish(
             fontsize=8,
             color="#555555",
         )
+    right.set_xlim(right=max(record.last.seconds for record in records) or None)
     begun = [record.rows[0].loss for record in records]
     # Runs that diverge leave the panel: they would leave the others no room.
     if logarithmic and max(losses, default=0.0) > DIVERGED * max(begun):
@@ -308,7 +340,7 @@ def save(figure: Figure, path: Path) -> Path:
 def _styles(records: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
     assigned: dict[str, _Style] = {}
     preconditioned = 0
-    for record in records:
+    for record, marked in zip(records, labels(records, " (not tuned)"), strict=True):
         label, fixed = record.label, _FIXED.get(record.config.optimizer)
         named = label in assigned
         if not named:
@@ -320,7 +352,7 @@ def _styles(records: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
             "color": color,
             "linestyle": dashes,
             "linewidth": 1.0 if named else 1.8,
-            "label": f"_{label}" if named else label,
+            "label": f"_{label}" if named else marked,
         }
 
 

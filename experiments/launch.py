@@ -52,6 +52,16 @@ class Worker:
     send: Callable[[object], None]
 
 
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks; `control` is a group on CPUs, None for the default one."""
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup | None = None
+
+
 def launch(
     function: Callable[Concatenate[Worker, Parameters], Result],
     world_size: int,

@@ -148,9 +148,7 @@ def _within(model: nn.Module, pattern: str | None) -> tuple[list[nn.Parameter], 
 def build_preconditioner(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig
 ) -> soframe.Preconditioner | None:
-    """Return the preconditioner of "kfac", or the one within an optimizer of soframe's, or None."""
-    if isinstance(optimizer, soframe.TrustRegion | soframe.Optimizer):
-        return optimizer.preconditioner
+    """Return the preconditioner of "kfac", or None."""
     if config.optimizer != "kfac":
         return None
     return soframe.Preconditioner(
@@ -160,15 +158,22 @@ def build_preconditioner(
 
 def schedule_factor(config: RunConfig, step: int, seconds: float = 0.0) -> float:
     """Return the factor of the learning rate, from 1 to 0, after so many steps and seconds."""
-    if config.schedule == "constant":
-        return 1.0
     if config.schedule_seconds is not None:
-        part = min(seconds / config.schedule_seconds, 1.0)
-    else:
-        length = config.schedule_steps or config.steps
-        assert length is not None, "RunConfig checks this"
-        part = min(step / length, 1.0)
-    return 1.0 - part if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * part))
+        return factor(config.schedule, seconds, config.schedule_seconds, config.warmup)
+    length = config.schedule_steps or config.steps or math.inf
+    return factor(config.schedule, step, length, config.warmup)
+
+
+def factor(schedule: str, taken: float, length: float, warmup: float) -> float:
+    """Return the factor of the learning rate: it grows in a part of the run, then falls to 0."""
+    grown = warmup * length if warmup else 0.0
+    if taken < grown:
+        return (taken + 1) / (grown + 1)
+    if schedule == "constant":
+        return 1.0
+    remaining = max(length - taken, 0.0) / (length - grown)
+    shapes = {"linear": remaining, "root": math.sqrt(remaining)}
+    return shapes.get(schedule, 0.5 * (1 - math.cos(math.pi * remaining)))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -13,6 +13,8 @@ from experiments.config import RunConfig
 from experiments.workloads import workload
 
 KFAC = ("kfac", "trust-region")
+MARK = " †"
+NOTE = "†: not tuned, beside others that were: tuned it may be faster."
 #: Optimizers that a verdict compares with.
 FIRST_ORDER = ("sgd", "adamw", "muon", "soframe:muon")
 
@@ -53,6 +55,7 @@ class RunRecord:
         settings: The settings that the optimizer and the preconditioner had at the start, with
             the defaults of their libraries.
         environment: Versions, commit and hardware; empty unless the run is one of a comparison.
+        settings_from: The origin of the settings in words, with "trials" if they were tuned.
     """
 
     config: RunConfig
@@ -66,6 +69,7 @@ class RunRecord:
     gradient_workers: tuple[int, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
+    settings_from: str = ""
 
     @property
     def last(self) -> Row:
@@ -87,6 +91,11 @@ class RunRecord:
         """See `RunConfig.label`."""
         return self.config.label
 
+    @property
+    def tuned(self) -> bool:
+        """Whether a search chose the settings."""
+        return "trials" in self.settings_from
+
     def reached(self, target: float) -> Row | None:
         """Return the first evaluation at or below a loss, or None."""
         return next((row for row in self.rows if row.loss <= target), None)
@@ -107,6 +116,15 @@ class RunRecord:
         for name in ("targets", "curvature_bytes", "gradient_workers"):
             values[name] = tuple(values[name])
         return cls(**values)
+
+
+def labels(records: Sequence[RunRecord], mark: str) -> list[str]:
+    """Return the names of runs, with a mark at those that were not tuned beside one that was."""
+    is_mixed = any(record.tuned for record in records)
+    return [
+        f"{record.label}{mark}" if is_mixed and not record.tuned else record.label
+        for record in records
+    ]
 
 
 def jsonable(value: Any) -> Any:

@@ -22,7 +22,7 @@ import torch
 from experiments.config import RunConfig
 from experiments.launch import Worker
 from experiments.records import RunRecord, jsonable, write_json
-from experiments.train import ALONE, Run, numerics, run, train
+from experiments.train import ALONE, WorkloadRun, numerics, run, train
 
 Train = Callable[[Sequence[RunConfig]], Iterable[RunRecord]]
 """Trains runs, and yields their records in the same order."""
@@ -65,7 +65,7 @@ def race(
     if len(threads) != 1:
         raise ValueError(f"runs that are compared have one number of threads, not {threads}")
     with numerics(threads.pop()):
-        every = [Run(ALONE, config) for config in configs]
+        every = [WorkloadRun(ALONE, config) for config in configs]
         while not all(run.finished() for run in every):
             for run in every:
                 run.advance(run.rows[-1].seconds + turn)
@@ -96,7 +96,7 @@ def turns(
     if period % turn:
         raise ValueError(f"turns of {turn} steps do not make up a period of {period}")
     with numerics(configs[0].threads):
-        every = [Run(worker, config) for config in configs]
+        every = [WorkloadRun(worker, config) for config in configs]
         for run in every:
             run.take(turn)  # warms up, and solves for the first time
         times: list[list[float]] = [[] for _ in configs]

@@ -13,14 +13,14 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import rich.table
 from scipy.special import stdtrit
 
-from experiments import display
-from experiments.records import RunRecord
+from experiments import display, records
+from experiments.records import MARK, NOTE, RunRecord
 from experiments.workloads import Workload
 from soframe.diagnostics.display import bytes_text
 
@@ -33,7 +33,7 @@ class Group:
 
     Attributes:
         records: The runs.
-        tuning: The origin of their settings, such as "untuned".
+        tuning: The origin of their settings, such as "untuned", with "trials" if they were tuned.
     """
 
     records: tuple[RunRecord, ...]
@@ -53,6 +53,12 @@ class Group:
     def converged(self) -> tuple[RunRecord, ...]:
         """The runs whose last loss is finite."""
         return tuple(record for record in self.records if not record.diverged)
+
+
+def labels(groups: Sequence[Group], mark: str) -> list[str]:
+    """Return the names of rows, with a mark at those that were not tuned beside one that was."""
+    firsts = [replace(group.records[0], settings_from=group.tuning) for group in groups]
+    return records.labels(firsts, mark)
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,7 @@ _SPECIAL = {
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "±": r"$\pm$",
+    "†": r"$\dagger$",
     **{character: f"\\{character}" for character in "&%$#_{}"},
 }
 
@@ -207,7 +214,10 @@ def summary(workload: Workload, groups: Sequence[Group], budget: str) -> Table:
     columns = _columns(workload, targets, "mean" if len(seeds) > 1 else "")
 
     heads, below = ["optimizer", "settings"], ["", ""]
-    rows: list[list[str | Measured]] = [[group.label, group.tuning] for group in groups]
+    names = labels(groups, MARK)
+    rows: list[list[str | Measured]] = []
+    for name, group in zip(names, groups, strict=True):
+        rows.append([name, group.tuning])
 
     def add(head: str, statistic: str, cells: Sequence[str | Measured]) -> None:
         heads.append(head)
@@ -227,6 +237,8 @@ def summary(workload: Workload, groups: Sequence[Group], budget: str) -> Table:
     add("memory", "maximum", [bytes_text(_curvature(group)) for group in groups])
     title = f"{workload.title}: {workload.loss_name}"
     notes = _notes(groups, seeds, budget, targets, lost=any(lost))
+    if names != [group.label for group in groups]:
+        notes += (NOTE,)
     return Table(title, tuple(heads), tuple(below), tuple(map(tuple, rows)), notes)
 
 

@@ -1,9 +1,7 @@
-"""The training loop of all experiments.
+"""Runs of workloads, by the loop of `experiments.loop`.
 
 Every optimizer sees the same initial weights, the same examples in the same order, the same clock
-and the same budget. A batch is global: each of W processes takes a W-th of it, and
-DistributedDataParallel averages the gradients, so that W processes follow the trajectory of one.
-The clock runs during steps only; evaluations are outside.
+and the same budget.
 """
 
 from __future__ import annotations
@@ -15,24 +13,22 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import soframe
+from experiments.batches import Batches
 from experiments.config import RunConfig
-from experiments.data import Examples, Source, size, take
-from experiments.launch import RefusedError, Worker, launch
+from experiments.data import Source, size
+from experiments.launch import Place, RefusedError, Worker, launch
 from experiments.libraries import MissingLibraryError
+from experiments.loop import Job, Run
 from experiments.optimizers import (
-    Own,
     build_optimizer,
     build_preconditioner,
     schedule_factor,
-    set_lr,
     settings_of,
 )
 from experiments.records import Row, RunRecord
@@ -55,6 +51,13 @@ class Progress:
 
     row: Row
     fraction: float
+
+    @property
+    def status(self) -> str:
+        """The evaluation in words."""
+        row = self.row
+        loss = f"{row.loss:.4f}" if math.isfinite(row.loss) else "diverged"
+        return f"loss {loss}  step {row.step}  {row.seconds:.1f} s"
 
 
 def run(
@@ -98,7 +101,7 @@ def train(worker: Worker, config: RunConfig) -> RunRecord:
     """
     with numerics(config.threads):
         try:
-            training = Run(worker, config)
+            training = WorkloadRun(worker, config)
         except (ValueError, MissingLibraryError) as error:
             raise RefusedError(str(error)) from error
         training.advance()
@@ -106,35 +109,33 @@ def train(worker: Worker, config: RunConfig) -> RunRecord:
         return training.record()
 
 
-class Run:
-    """The state of one run on one rank: it can be paused, so that several runs can take turns.
+class WorkloadRun(Run):
+    """A run of a workload on one rank, with what is recorded of it.
 
     Raises:
         ValueError: If the batch cannot be split evenly, or exceeds the training set.
     """
 
     def __init__(self, worker: Worker, config: RunConfig) -> None:
+        place = Place(worker.rank, worker.world_size, torch.device("cpu"))
         self.worker, self.config = worker, config
         self.workload = workload(config.workload)
         self.task = task = self.workload.make(config.seed, getattr(torch, config.dtype))
-        self.model, examples = task.model, size(task.train)
-        self.batch_size = self._batch_size(examples)
-        full = self.batch_size == examples
-        self.optimizer = build_optimizer(self.model, config, task.likelihood, full_batch=full)
-        self.preconditioner = build_preconditioner(self.model, self.optimizer, config)
-        self.settings = settings_of(self.optimizer, self.preconditioner)
-        self.forward: nn.Module = self.model
-        if worker.world_size > 1:
-            self.forward = DistributedDataParallel(self.model)
+        examples = size(task.train)
+        batch_size = self._batch_size(examples)
+        optimizer = build_optimizer(
+            task.model, config, task.likelihood, full_batch=batch_size == examples
+        )
+        preconditioner = build_preconditioner(task.model, optimizer, config)
+        batches = Batches(task.train, task.test, place, batch_size, seed=config.seed)
+        clock = time.perf_counter if config.clock == "wall" else time.process_time
+        rate = partial(schedule_factor, config)
+        super().__init__(
+            Job(task.model, task.loss, optimizer, preconditioner, batches, rate, clock)
+        )
+        self.settings = settings_of(optimizer, self.preconditioner)
         self.targets = self.workload.targets if config.targets is None else config.targets
-        self.clock = time.perf_counter if config.clock == "wall" else time.process_time
-        self.seconds = 0.0
-        self.step_seconds: list[float] = []
         self.curvature_bytes = 0
-        self.batches = self._batches()
-        # Dropout and the Monte-Carlo Fisher draw: from this run and rank alone. 32 bits count.
-        generator = torch.Generator().manual_seed(config.seed + 1_000_003 * worker.rank)
-        self.random_state = generator.get_state()
         _warm_up()
         self.rows = [self.evaluate()]
 
@@ -146,37 +147,20 @@ class Run:
             self.rows.append(row)
             self.worker.send(Progress(row, 1.0 if self.finished() else self._fraction(row)))
 
-    def take(self, steps: int | None = None, *, until: Callable[[], bool] | None = None) -> float:
-        """Take so many steps, or until a condition holds, and return their seconds."""
-        before, first = self.seconds, len(self.step_seconds)
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.random_state)
-            while len(self.step_seconds) - first != steps:
-                self._step(next(self.batches))
-                if until is not None and until():
-                    break
-            self.random_state = torch.get_rng_state()
-        return self.seconds - before
-
-    def close(self) -> None:
-        """Remove hooks from the model."""
-        hooked = self.optimizer if isinstance(self.optimizer, Own) else self.preconditioner
-        if hooked is not None:
-            hooked.close()
-
     def record(self) -> RunRecord:
         """Return the record of this rank, so far; before the first step its time is NaN."""
         seconds = statistics.median(self.step_seconds) if self.step_seconds else math.nan
+        blocks = self.preconditioner.placement.blocks if self.preconditioner else ()
         return RunRecord(
             config=self.config,
-            processes=self.worker.world_size,
+            processes=self.place.size,
             parameters=sum(p.numel() for p in self.model.parameters()),
             targets=self.targets,
             rows=tuple(self.rows),
             milliseconds_per_step=1e3 * seconds,
             sent_bytes_per_step=self._sent_bytes_per_step(),
             curvature_bytes=(self.curvature_bytes,),
-            gradient_workers=self._gradient_workers(),
+            gradient_workers=tuple(len(block.gradient_workers) for block in blocks),
             settings=self.settings,
         )
 
@@ -189,109 +173,30 @@ class Run:
         lost = not math.isfinite(row.loss) and not isinstance(self.optimizer, soframe.TrustRegion)
         return self._fraction(row) >= 1.0 or lost or bool(reached)
 
-    @torch.no_grad()
     def evaluate(self) -> Row:
         """Return the loss and the accuracy; the ranks share the examples."""
-        if self.worker.world_size > 1:
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer, 0)  # batch norms' means differ between ranks
-        training = self.model.training
-        self.model.eval()
-        totals = torch.zeros(3, dtype=torch.float64)
-        measured, test = self.task.train, self.task.test
-        if self.workload.held_out:
-            assert test is not None
-            measured = test
-        with self._averaged(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # losses that draw are compared at the same draws
-            totals[0] = self._sum(self.task.loss, measured)
-            if test is not None and self.workload.classifies:
-                totals[1] = self._sum(_accuracy, test)
-        self.model.train(training)
-        if self.worker.rank == 0:
-            totals[2] = self.seconds  # for all ranks, so that they stop at the same step
-        if self.worker.world_size > 1:
-            dist.all_reduce(totals)
-        loss, correct, seconds = totals.tolist()
-        accuracy = None
-        if test is not None and self.workload.classifies:
-            accuracy = correct / size(test)
-        mean = self.workload.scale * loss / size(measured)
-        return Row(len(self.step_seconds), seconds, mean, accuracy)
+        task, accuracy = self.task, None
+        measured = task.test if self.workload.held_out else task.train
+        assert measured is not None
+        loss = self._mean(task.loss, measured)
+        if task.test is not None and self.workload.classifies:
+            accuracy = self._mean(_accuracy, task.test)
+        clock = self.seconds if self.place.rank == 0 else 0.0
+        (seconds,) = self.summed([torch.tensor(clock, dtype=torch.float64)])  # ranks stop together
+        return Row(self.step, seconds, self.workload.scale * loss, accuracy)
 
-    def _sum(self, mean: Callable[..., Tensor], examples: Source) -> float:
-        """Return this rank's part of a sum over examples."""
-        indices = torch.arange(self.worker.rank, size(examples), self.worker.world_size)
-        total = 0.0
-        for part in indices.split(self.workload.at_once or AT_ONCE):
-            total += float(mean(self.model, *take(examples, part))) * len(part)
-        return total
+    def _mean(self, mean: Callable[..., Tensor], examples: Source) -> float:
+        def measure(model: nn.Module, *batch: Tensor) -> dict[str, Tensor]:
+            return {"mean": mean(model, *batch)}
 
-    @contextlib.contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """Put averaged iterates into the model, where an optimizer has any."""
-        # The schedule-free optimizers have a mode of evaluation.
-        modes: Any = self.optimizer if hasattr(self.optimizer, "eval") else None
-        has_average = isinstance(self.optimizer, soframe.StochasticTrustRegion)
-        with self.optimizer.averaged() if has_average else contextlib.nullcontext():  # type: ignore[attr-defined]
-            if modes:
-                modes.eval()
-            yield
-            if modes:
-                modes.train()
+        return self.means(measure, examples, self.workload.at_once or AT_ONCE)["mean"]
 
     def _batch_size(self, examples: int) -> int:
         takes_all = self.config.optimizer == "trust-region" and self.workload.whole
         size = self.config.batch_size or (None if takes_all else self.workload.batch_size)
-        processes = self.worker.world_size
-        size = size or examples // processes * processes
-        if size % processes:
-            raise ValueError(f"a batch of {size} cannot be split evenly over {processes} processes")
-        if size > examples:
-            raise ValueError(f"a batch of {size} exceeds the {examples} training examples")
-        return size
+        return size or examples // self.worker.world_size * self.worker.world_size
 
-    def _batches(self) -> Iterator[Examples]:
-        """Yield this rank's part of every global batch, epoch after epoch in a new order.
-
-        The examples that are left over at the end of an epoch are dropped from it.
-        """
-        examples = size(self.task.train)
-        generator = torch.Generator().manual_seed(self.config.seed)
-        rank, world_size = self.worker.rank, self.worker.world_size
-        while True:
-            order = torch.randperm(examples, generator=generator)
-            if self.batch_size == examples:
-                order = order.sort().values  # the same sums, to the bit, at every step
-            for first in range(0, examples - self.batch_size + 1, self.batch_size):
-                yield take(
-                    self.task.train, order[first : first + self.batch_size][rank::world_size]
-                )
-
-    def _step(self, batch: Examples) -> None:
-        def closure() -> Tensor:
-            return self.task.loss(self.forward, *batch)
-
-        start = self.clock()
-        set_lr(self.optimizer, schedule_factor(self.config, len(self.step_seconds), self.seconds))
-        before = 0.0
-        if isinstance(self.optimizer, soframe.TrustRegion | soframe.StochasticTrustRegion):
-            self.optimizer.step(closure)
-        else:
-            self.optimizer.zero_grad()
-            closure().backward()
-            before = self.clock() - start
-            # Statistics peak here, second-order data after the step; looking is not training.
-            self._look_at_memory()
-            start = self.clock()
-            if self.preconditioner is not None and not isinstance(self.optimizer, Own):
-                self.preconditioner.step()
-            self.optimizer.step()
-        self.step_seconds.append(before + self.clock() - start)
-        self.seconds += self.step_seconds[-1]
-        self._look_at_memory()
-
-    def _look_at_memory(self) -> None:
+    def _look(self) -> None:
         if self.preconditioner is not None:
             used = self.preconditioner.memory_usage()["total"]
             self.curvature_bytes = max(self.curvature_bytes, used)
@@ -304,29 +209,22 @@ class Run:
             return lambda: self.seconds >= at
         step = last.step + (config.evaluate_every or self.workload.evaluate_every)
         step = min(step, config.steps or step)
-        return lambda: len(self.step_seconds) >= step
+        return lambda: self.step >= step
 
     def _fraction(self, row: Row) -> float:
         steps = 0.0 if self.config.steps is None else row.step / self.config.steps
         seconds = 0.0 if self.config.seconds is None else row.seconds / self.config.seconds
         return min(1.0, max(steps, seconds))
 
-    def _gradient_workers(self) -> tuple[int, ...]:
-        if self.preconditioner is None:
-            return ()
-        blocks = self.preconditioner.placement.blocks
-        return tuple(len(block.gradient_workers) for block in blocks)
-
     def _sent_bytes_per_step(self) -> dict[str, float]:
-        if self.worker.world_size == 1 or not self.step_seconds:
+        if self.place.size == 1 or not self.step:
             return {}
         gradients = sum(p.numel() * p.element_size() for p in self.model.parameters())
         sent = {"gradients": float(gradients)}
         if self.preconditioner is not None:
             for phase, traffic in self.preconditioner.traffic().items():
                 if phase != "total":
-                    per_step = traffic["bytes"] / len(self.step_seconds)
-                    sent[phase] = sent.get(phase, 0.0) + per_step
+                    sent[phase] = sent.get(phase, 0.0) + traffic["bytes"] / self.step
         return sent
 
 

@@ -33,7 +33,7 @@ Space = Mapping[str, Any]
 """By setting a range, uniform in the logarithm, or a list of choices. See `configure`."""
 
 UNTUNED = "untuned"
-BY_HAND = "set by hand"
+BY_HAND = "set by hand, not tuned"
 
 RATES: Mapping[str, float] = {
     "sgd": 0.01,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 import soframe
+from experiments.optimizers import factor
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,9 @@ class Common:
             steps: Steps of the whole run.
             epoch: Epochs taken.
         """
-        grown = self.warmup * steps
-        if step < grown:
-            return (step + 1) / (grown + 1)
-        if self.schedule == "milestones":
+        if self.schedule == "milestones" and step >= self.warmup * steps:
             return float(0.1 ** sum(epoch >= milestone for milestone in self.milestones))
-        remaining = (steps - step) / max(steps - grown, 1)
-        shapes = {"linear": remaining, "root": math.sqrt(remaining), "constant": 1.0}
-        return shapes.get(self.schedule, 0.5 * (1 - math.cos(math.pi * remaining)))
+        return factor(self.schedule, step, steps, self.warmup)
 
 
 PASSED = ("method", "solver", "strategy", "statistics_every", "solve_every")

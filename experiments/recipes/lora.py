@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import soframe
+from experiments.launch import Place
 from experiments.libraries import require
 from experiments.recipes import common, loop
 from experiments.recipes.common import Built, Common
-from experiments.recipes.ranks import Interrupt, Place, agreed, group
+from experiments.recipes.ranks import Interrupt, agreed, group
 from experiments.records import jsonable, write_json
 
 

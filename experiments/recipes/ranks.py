@@ -6,25 +6,15 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
+from experiments.launch import Place
 from experiments.recipes.common import Common
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process among the ranks; `control` is a group on CPUs, None for the default one."""
-
-    rank: int
-    size: int
-    device: torch.device
-    control: dist.ProcessGroup | None = None
 
 
 @contextlib.contextmanager

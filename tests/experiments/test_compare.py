@@ -256,8 +256,9 @@ def test_settings_that_are_known_are_marked(folder: Path, here: list[str]) -> No
     with (folder / "lines.py").open("a") as file:
         file.write('settings = {"sgd": {"lr": 0.5, "momentum": 0.0}}\n')
     runs = json.loads(invoke(*SHORT, "--seeds", "1", "--json").stdout)["runs"]
-    assert [run["settings_from"] for run in runs] == ["set by hand", "untuned"]
+    assert [run["settings_from"] for run in runs] == ["set by hand, not tuned", "untuned"]
     assert (runs[0]["config"]["lr"], runs[0]["config"]["momentum"]) == (0.5, 0.0)
+    assert [run["tuned"] for run in runs] == [False, False]
     # The demonstration's search: 16, 4 and 1 trials.
     settings, mark = tuning.settled("digits-cnn", "sgd")
     assert mark == "21 trials of 10 s"

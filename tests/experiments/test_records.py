@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from experiments import demo
 from experiments.config import RunConfig
 from experiments.display import comparison, loss_curves, save
 from experiments.records import RunRecord, jsonable, verdict
@@ -78,3 +79,39 @@ def test_the_table_and_the_plot_show_every_run(tmp_path):
     assert list(right.lines[0].get_xdata()) == [0.0, 0.5, 1.0, 1.5, 2.0]
     assert left.get_ylim()[1] == pytest.approx(9.0)  # what diverges leaves the panel
     assert save(figure, tmp_path / "plots" / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_against_seconds_runs_to_the_end_of_the_slowest_contender():
+    fast, slow = record(seconds=0.1), record(config=KFAC, seconds=0.7)
+    figure = loss_curves(workload("digits-autoencoder"), [fast, slow])
+    left, right = figure.axes
+    assert right.get_xlim() == (0.0, pytest.approx(2.8))
+    ends = [line.get_xdata()[-1] for line in right.lines[:3]]
+    assert ends == pytest.approx([0.4, 2.8, 2.8])
+    held = right.lines[1]  # the faster contender's last loss
+    assert list(held.get_xdata()) == pytest.approx([0.4, 2.8])
+    assert list(held.get_ydata()) == [0.4, 0.4]
+    assert len(left.lines) == len(right.lines) - 1  # nothing is held against steps
+
+
+def test_what_was_not_tuned_is_marked_beside_what_was():
+    tuned = record(settings_from="8 trials of 4 s")
+    runs = [tuned, record(config=KFAC, settings_from="untuned")]
+    table = comparison(workload("digits-autoencoder"), runs)
+    assert list(table.columns[0].cells) == ["SGD", "K-FAC, comm-opt †"]
+    assert "†: not tuned" in table.title
+    figure = loss_curves(workload("digits-autoencoder"), runs)
+    texts = [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
+    assert texts == ["SGD", "K-FAC, comm-opt (not tuned)"]
+    alike = comparison(workload("digits-autoencoder"), runs[1:])
+    assert list(alike.columns[0].cells) == ["K-FAC, comm-opt"]
+    assert "†" not in alike.title
+
+
+def test_the_demonstration_says_where_its_settings_are_from():
+    tuned = RunConfig("digits-autoencoder", "sgd", lr=0.1, steps=40)
+    own, other = demo.marked(
+        [record(config=tuned), record(config=tuned.but(optimizer="trust-region"))]
+    )
+    assert own.tuned
+    assert other.settings_from == "untuned"

@@ -15,7 +15,7 @@ from experiments import runs
 from experiments.config import RunConfig
 from experiments.environment import sources
 from experiments.records import RunRecord
-from experiments.train import ALONE, Run
+from experiments.train import ALONE, WorkloadRun
 
 SGD = RunConfig("digits-autoencoder", "sgd", lr=0.002, steps=3, evaluate_every=2)
 
@@ -103,11 +103,11 @@ def test_runs_at_a_time_and_runs_of_two_processes_end_alike(tmp_path: Path) -> N
 def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[tuple[float, int]] = []
 
-    def take(self: Run, steps: int) -> float:
+    def take(self: WorkloadRun, steps: int) -> float:
         taken.append((self.config.lr, steps))
         return len(taken) * 1.0
 
-    monkeypatch.setattr(Run, "take", take)
+    monkeypatch.setattr(WorkloadRun, "take", take)
     configs = [SGD, SGD.but(lr=0.1)]
     times = runs.turns(ALONE, configs, cycles=2, period=4, turn=2)
     assert taken == [(0.002, 2), (0.1, 2)] * 5

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from benchmarks import suite
 from benchmarks.problems import PROBLEMS, UNSEEN
-from experiments.train import ALONE, Run
+from experiments.train import ALONE, WorkloadRun
 from experiments.workloads import workload
 
 app = typer.Typer()
@@ -71,7 +71,7 @@ def test_peers_without_a_rate_have_their_defaults():
 
 def test_a_schedule_free_peer_is_evaluated_at_its_average():
     pytest.importorskip("pytorch_optimizer")
-    state = Run(ALONE, configure("norms", "schedule-free", 0))
+    state = WorkloadRun(ALONE, configure("norms", "schedule-free", 0))
     state.take(3)
     there = [p.detach().clone() for p in state.model.parameters()]
     with state._averaged():

@@ -100,6 +100,8 @@ def test_markdown_has_a_line_for_each_group() -> None:
         "| optimizer | settings | diverged<br>seeds | steps to 0.5<br>mean | s to 0.5<br>mean "
         "| last loss<br>mean | accuracy, %<br>mean | ms/step<br>median | memory<br>maximum |"
     )
+    assert lines[5].startswith("| K-FAC, comm-opt † | untuned_x & 5% |")
+    assert lines[7].endswith("†: not tuned, beside others that were: tuned it may be faster.")
     assert lines[4] == (
         "| SGD | 21 trials of 10 s | 0 of 3 | 20 ± 25 | 1.0 ± 1.2 | 0.20 ± 0.25 | 70 ± 25 "
         "| 50 ± 0 | - |"
@@ -108,6 +110,19 @@ def test_markdown_has_a_line_for_each_group() -> None:
     assert "over seeds 1, 2, 3, ± the 95 % interval of Student's t" in lines[7]
     assert "after 40 steps" in lines[7]
     assert "settings were tuned for the shortest time to 0.5." in lines[7]
+
+
+def test_only_what_was_not_tuned_beside_what_was_has_the_mark() -> None:
+    hand = Group(SGD.records, "set by hand, not tuned")
+    for groups, marked in (
+        ([SGD, KFAC, hand], [False, True, True]),
+        ([SGD, SGD], [False, False]),
+        ([KFAC, hand], [False, False]),
+    ):
+        table = summary(CNN, groups, "40 steps")
+        assert [str(row[0]).endswith(" †") for row in table.rows] == marked
+        assert any("†" in note for note in table.notes) == any(marked)
+        assert [row[0] for row in table.as_dict()["rows"]] == [row[0] for row in table.rows]
 
 
 def test_latex_has_the_rules_of_booktabs_and_as_many_cells_in_each_row() -> None:
@@ -121,7 +136,9 @@ def test_latex_has_the_rules_of_booktabs_and_as_many_cells_in_each_row() -> None
     rows = re.findall(r"^(.*) \\\\$", text, re.MULTILINE)
     assert len(rows) == 4
     assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {len(alignment) - 1}
-    assert r"K-FAC, comm-opt & untuned\_x \& 5\% & 1 of 3 & 20 $\pm$ 127 (2/3) &" in rows[3]
+    assert (
+        r"K-FAC, comm-opt $\dagger$ & untuned\_x \& 5\% & 1 of 3 & 20 $\pm$ 127 (2/3) &" in rows[3]
+    )
     # No character with a meaning of its own is left, but in the first line, a comment.
     body = text.partition("\n")[2]
     assert not re.findall(r"(?<!\\)[%#_~^]", body)
@@ -176,6 +193,9 @@ def test_bands_reach_from_the_lowest_to_the_highest_seed_and_count_the_lost() ->
     assert right.lines[0].get_xdata().tolist()[-1] == last > 1.0
     ends = [record.rows[-1].loss for record in SGD.records]
     assert right.lines[0].get_ydata()[-1] == pytest.approx(sum(ends) / len(ends))
+    # The dots go on with the last loss until the slowest contender, who is of the other group.
+    slowest = max(record.last.seconds for record in (*SGD.records, *KFAC.records))
+    assert right.get_xlim() == (0.0, slowest)
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         "SGD (tuned)",

@@ -1,6 +1,7 @@
 """The training loop: the same runs again, on any number of processes, and what is measured."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -11,13 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import soframe
 from experiments import train as training
+from experiments.batches import Batches
 from experiments.config import RunConfig
 from experiments.data import size, take
+from experiments.launch import Place
+from experiments.loop import seed_draws
 from experiments.optimizers import build_optimizer, schedule_factor
-from experiments.train import ALONE, Run, run, train
+from experiments.train import ALONE, WorkloadRun, run, train
 from soframe.methods import Chain, Momentum, Shampoo
 
 SGD = RunConfig("digits-autoencoder", "sgd", lr=0.002, steps=6, evaluate_every=2, dtype="float64")
@@ -123,11 +128,9 @@ def test_a_run_that_diverges_ends_unless_its_last_step_can_be_undone():
 def test_every_example_is_seen_once_an_epoch_whatever_the_number_of_ranks():
     task = training.workload(SGD.workload).make(0, torch.float64)
 
-    def batches(rank, world_size):
-        state = Run.__new__(Run)
-        state.worker = dataclasses.replace(ALONE, rank=rank, world_size=world_size)
-        state.config, state.batch_size, state.task = SGD, 500, task
-        iterator = state._batches()
+    def batches(rank, ranks):
+        place = Place(rank, ranks, torch.device("cpu"))
+        iterator = Batches(task.train, None, place, 500).training(0)
         return [next(iterator)[0] for _ in range(3)]
 
     whole = batches(0, 1)
@@ -138,17 +141,30 @@ def test_every_example_is_seen_once_an_epoch_whatever_the_number_of_ranks():
         assert torch.equal(torch.unique(together, dim=0), torch.unique(batch, dim=0))
 
 
+def test_a_dataset_s_items_are_collated_in_the_order_of_tensors():
+    place = Place(1, 2, torch.device("cpu"))
+    tensors = (torch.arange(12.0), torch.arange(12) * 2)
+    of_items = Batches(TensorDataset(*tensors), None, place, 4, accumulate=2, steps=5, seed=3)
+    of_tensors = Batches(tensors, None, place, 4, accumulate=2, steps=5, seed=3)
+    pairs = list(zip(of_items.training(1), of_tensors.training(1), strict=True))
+    assert len(pairs) == 8  # the micro-batches of steps 1 to 4
+    for items, taken in pairs:
+        assert all(map(torch.equal, items, taken))
+    shares = (b.shares(b.train, 5) for b in (of_items, of_tensors))
+    assert [[len(part[0]) for part in share] for share in shares] == [[5, 1], [5, 1]]
+
+
 def test_the_trust_region_takes_all_examples_and_is_told_so():
     own = SGD.but(optimizer="trust-region", lr=1.0)
-    state = Run(ALONE, own)
+    state = WorkloadRun(ALONE, own)
     assert state.optimizer._full_batch
-    first, second = next(state.batches), next(state.batches)
+    first, second = itertools.islice(state.job.batches.training(0), 2)
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[0], state.task.train[0])
     state.worker = dataclasses.replace(ALONE, world_size=2)
     assert state._batch_size(1797) == 1796
     state.close()
-    some = Run(ALONE, own.but(batch_size=500))
+    some = WorkloadRun(ALONE, own.but(batch_size=500))
     assert not some.optimizer._full_batch
     some.close()
 
@@ -169,7 +185,7 @@ def test_numerics_are_put_back():
     [
         ({"batch_size": 2000}, 1, "exceeds the 1797"),
         ({"workload": "mnist"}, 1, "no workload 'mnist'; there are: digits-autoencoder"),
-        ({"batch_size": 5}, 2, "a batch of 5 cannot be split evenly over 2 processes"),
+        ({"batch_size": 5}, 2, "a batch of 5 cannot be split evenly over 2 rank"),
     ],
 )
 def test_impossible_runs_are_refused(changes, processes, message):
@@ -186,6 +202,8 @@ def test_impossible_runs_are_refused(changes, processes, message):
         ({"schedule": "line"}, "no schedule 'line'; there are: constant, cosine, linear"),
         ({"steps": None}, "needs a budget"),
         ({"steps": None, "seconds": 1.0, "schedule": "cosine"}, "needs its length"),
+        ({"steps": None, "seconds": 1.0, "warmup": 0.1}, "needs its length"),
+        ({"warmup": 1.0}, "a fraction of the schedule"),
         ({"seconds": float("nan")}, "seconds must be positive, not nan"),
         ({"preconditioner": {"damping": 1.0}}, "sgd takes no preconditioner"),
         ({"optimizer": "kfac", "options": {"damping": 1.0}}, "kfac takes no options"),
@@ -210,6 +228,9 @@ def test_schedules_fall_from_one_to_zero():
     factors = [schedule_factor(cosine, 1, seconds) for seconds in (0.0, 2.0, 4.0, 5.0)]
     assert factors == pytest.approx([1.0, 0.5, 0.0, 0.0])
     assert schedule_factor(SGD, 3) == 1.0
+    grown = line.but(warmup=0.2)
+    factors = [schedule_factor(grown, step) for step in (0, 9, 20, 60, 100)]
+    assert factors == pytest.approx([1 / 21, 10 / 21, 1.0, 0.5, 0.0])
 
 
 @pytest.mark.slow
@@ -225,27 +246,25 @@ def test_the_schedule_reaches_the_optimizer_and_the_kl_clip():
 
 
 def test_curves_report_the_whole_squared_error():
-    state = Run(ALONE, SGD.but(workload="curves"))
+    state = WorkloadRun(ALONE, SGD.but(workload="curves"))
     images = state.task.train[0]
     expected = (state.model(images) - images).square().sum(1).mean().item()
     assert state.rows[0].loss == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.slow
 def test_ranks_draw_their_own_random_numbers():
-    def drawn(rank, seed):
-        state = Run(dataclasses.replace(ALONE, rank=rank), SGD.but(seed=seed)).random_state
-        generator = torch.Generator()
-        generator.set_state(state)
-        return torch.rand(1, generator=generator).item()
+    def drawn(rank, seed, step=0):
+        seed_draws(seed, step, rank)
+        return torch.rand(1).item()
 
-    assert len({drawn(rank, seed) for rank in (0, 1, 2) for seed in (0, 1)}) == 6
-    assert drawn(1, 0) == drawn(1, 0)
+    with torch.random.fork_rng(devices=[]):
+        assert len({drawn(rank, seed) for rank in (0, 1, 2) for seed in (0, 1)}) == 6
+        assert drawn(1, 0) == drawn(1, 0) != drawn(1, 0, step=1)
 
 
 @pytest.mark.slow
 def test_evaluations_use_running_statistics_in_parts_and_leave_them_alone(monkeypatch):
-    state = Run(ALONE, SGD.but(workload="cluttered-digits:60", batch_size=20))
+    state = WorkloadRun(ALONE, SGD.but(workload="cluttered-digits:60", batch_size=20))
     state.take(2)
     assert len(state.step_seconds) == 2
     before = {name: value.clone() for name, value in state.model.named_buffers()}
@@ -266,7 +285,7 @@ def test_evaluations_use_running_statistics_in_parts_and_leave_them_alone(monkey
 @pytest.mark.slow
 def test_the_stochastic_trust_region_is_evaluated_at_its_average():
     config = SGD.but(optimizer="stochastic-trust-region", lr=0.5, batch_size=64, steps=3)
-    state = Run(ALONE, config)
+    state = WorkloadRun(ALONE, config)
     state.take(3)
     iterates = [p.detach().clone() for p in state.model.parameters()]
 
@@ -317,10 +336,13 @@ def test_the_published_soap_and_soframe_s_share_a_model_with_adamw_alike():
     pytest.importorskip("pytorch_optimizer")
     theirs = SGD.but(optimizer="soap", lr=0.02, betas=(0.95, 0.95), modules="^[24]$")
     with pytest.raises(ValueError, match="give both"):
-        Run(ALONE, theirs)
+        WorkloadRun(ALONE, theirs)
     theirs = theirs.but(options={"adamw_lr": 0.01})
     options = {"auxiliary_lr": 0.01, "statistics_every": 1}
-    pair = [Run(ALONE, theirs.but(optimizer="soframe:soap", options=options)), Run(ALONE, theirs)]
+    pair = [
+        WorkloadRun(ALONE, theirs.but(optimizer="soframe:soap", options=options)),
+        WorkloadRun(ALONE, theirs),
+    ]
     starts = {name: p.detach().clone() for name, p in pair[0].model.named_parameters()}
     for one in pair:
         one.take(2)
@@ -350,10 +372,6 @@ def test_examples_are_taken_together():
     inputs, targets = take((torch.arange(4), torch.arange(4) * 2), torch.tensor([3, 1]))
     assert (inputs.tolist(), targets.tolist()) == ([3, 1], [6, 2])
     items = [(torch.arange(2.0) + i, i) for i in range(4)]  # a map-style dataset
-    inputs, targets = take(items, torch.tensor([3, 1]))
-    assert inputs.tolist() == [[3.0, 4.0], [1.0, 2.0]]
-    assert torch.equal(targets, torch.tensor([3, 1]))
-    assert take(items, slice(1, None, 2))[1].tolist() == [1, 3]
     assert size(items) == size((torch.zeros(4, 2), torch.zeros(4))) == 4
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
+from experiments.launch import Place
 from experiments.recipes import loop, pinn
 from experiments.recipes.common import Common
-from experiments.recipes.ranks import Place
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,9 @@ def begin_then_resume(rank, ranks, folder, stop, changes):
     settings = Settings(output=folder / "whole", **changes)
     loop.run(sys.modules[__name__], settings)
     place = Place(rank, ranks, torch.device("cpu"))
-    run = loop.Run(sys.modules[__name__], replace(settings, output=folder / "parts"), place)
-    batches = run._batches()
-    for _ in range(stop):
-        run._step(batches)
-    run._save()
+    run = loop.RecipeRun(sys.modules[__name__], replace(settings, output=folder / "parts"), place)
+    run.take(stop)
+    run.save()
     resumed = replace(settings, output=folder / "parts", resume=True)
     return loop.run(sys.modules[__name__], resumed).step
 
@@ -76,11 +74,9 @@ def begin_then_resume(rank, ranks, folder, stop, changes):
 def train_until(rank, ranks, settings, stop):
     """Train, or go on, to a step; return the weights there."""
     place = Place(rank, ranks, torch.device("cpu"))
-    run = loop.Run(sys.modules[__name__], settings, place)
-    batches = run._batches()
-    while run.step < stop:
-        run._step(batches)
-    run._save()
+    run = loop.RecipeRun(sys.modules[__name__], settings, place)
+    run.take(stop - run.step)
+    run.save()
     return nn.utils.parameters_to_vector(run.model.parameters()).detach()
 
 

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.batches import Batches
+from experiments.launch import Place
 from experiments.recipes import loop, pinn
 from experiments.recipes.__main__ import main
-from experiments.recipes.ranks import Interrupt, Place
+from experiments.recipes.ranks import Interrupt
 from soframe import checkpoint
 from tests.distributed.harness import run_ranks
 from tests.experiments.helpers import interrupt, is_alive
@@ -85,12 +87,10 @@ def test_four_ranks_with_micro_batches_that_go_on_as_two_are_one(tmp_path, chang
 
 def batches(rank, ranks, workers=0):
     """The micro-batches of a rank, without a process group."""
-    run = loop.Run.__new__(loop.Run)
-    run.settings = small.Settings(output=Path("nowhere"), workers=workers)
-    run.place, run.step = Place(rank, ranks, torch.device("cpu")), 0
-    run.train, run.test = small.data(run.settings)
-    run._count_steps()
-    return [images for images, _ in run._batches()]
+    place = Place(rank, ranks, torch.device("cpu"))
+    sets = small.data(small.Settings())
+    shared = Batches(*sets, place, 8, accumulate=2, epochs=2, workers=workers)
+    return [images for images, _ in shared.training(0)]
 
 
 def test_ranks_and_workers_share_the_samples_of_one():
@@ -139,7 +139,7 @@ def test_figures_are_written_and_lines_after_a_checkpoint_are_cut_off(tmp_path):
         ({}, "has checkpoints of another run: pass --resume"),
         ({"resume": True, "momentum": 0.5}, "begun with momentum=0.9: pass the same"),
         ({"output": Path("other"), "batch_size": 64}, "a batch of 64 exceeds the 44 samples"),
-        ({"output": Path("other"), "batch_size": 7}, "batch of 7 cannot be split over 1 rank"),
+        ({"output": Path("other"), "batch_size": 7}, "cannot be split evenly over 1 rank"),
         ({"output": Path("other"), "processes": 2, "workers": 1}, "use torchrun"),
         ({"output": Path("other"), "lr": 1e30, "optimizer": "sgd"}, "the loss is nan at step 4"),
     ],
@@ -220,9 +220,9 @@ def resumable(folder):
     settings = pinn.Settings(
         output=folder, points=256, width=8, batch_size=256, device="cpu", resume=True, **ENDLESS
     )
-    run = loop.Run(pinn, settings, Place(0, 1, torch.device("cpu")))
+    run = loop.RecipeRun(pinn, settings, Place(0, 1, torch.device("cpu")))
     assert run.step == step
-    run._step(run._batches())
+    run.take(1)
     return f"interrupted after step {step} of 1000000; the same command with --resume"
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import soframe
+from experiments.launch import Place
 from experiments.libraries import MissingLibraryError
 from experiments.recipes import NAMES, common, loop
-from experiments.recipes.ranks import Place
 from soframe.planning import workloads
 from tests.compatibility.families import imported_timm
 from tests.experiments.recipes import files
@@ -153,14 +153,14 @@ def test_the_second_phase_begins_with_the_weights_of_the_first(tmp_path):
     first = settings_of("bert_large", tmp_path, positions=16, output=tmp_path / "first", length=8)
     loop.run(bert, first)
     place = Place(0, 1, torch.device("cpu"))
-    trained = loop.Run(bert, replace(first, resume=True), place).model.state_dict()
+    trained = loop.RecipeRun(bert, replace(first, resume=True), place).model.state_dict()
     second = replace(first, length=16, init=first.output, output=tmp_path / "second")
-    begun = loop.Run(bert, second, place)
+    begun = loop.RecipeRun(bert, second, place)
     assert begun.step == 0
     for name, weight in begun.model.state_dict().items():
         torch.testing.assert_close(weight, trained[name])
     assert loop.run(bert, second).finished
-    resumed = loop.Run(bert, replace(second, init=tmp_path / "gone", resume=True), place)
+    resumed = loop.RecipeRun(bert, replace(second, init=tmp_path / "gone", resume=True), place)
     assert resumed.step == second.steps  # the run's own checkpoint, and not the first phase's
 
 
@@ -182,9 +182,9 @@ def test_settings_of_the_machine_reach_the_model(tmp_path, monkeypatch):
     precision = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", precision.append)
     settings = settings_of("resnet50", tmp_path, channels_last=True, tf32=True)
-    run = loop.Run(recipe("resnet50"), settings, Place(0, 1, torch.device("cpu")))
+    run = loop.RecipeRun(recipe("resnet50"), settings, Place(0, 1, torch.device("cpu")))
     assert precision == ["high"]
-    (images, classes), *_ = map(run._moved, run._test_batches())
+    (images, classes), *_ = map(run.moved, run.job.batches.shares(run.test, 4))
     kernel = next(run.model.parameters())
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in (kernel, images))
     assert classes.dim() == 1
