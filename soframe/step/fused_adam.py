@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import PlainGrad
@@ -33,7 +34,7 @@ def serves(stack: Stack, backend: Backend) -> bool:
         return False
     for parameter in stack.parameters:
         # DTensors have parts elsewhere.
-        if type(parameter) is not nn.Parameter or parameter.dtype != like.dtype:
+        if is_traceable_wrapper_subclass(parameter) or parameter.dtype != like.dtype:
             return False
         if not parameter.is_contiguous():
             return False
@@ -55,7 +56,9 @@ def complete(stack: Stack, group_of: Mapping[int, int], moves: Sequence[Move]) -
     known = [_is_known(settings) for settings in moves]
     gradients = stack.like.home.each(stack.parameters)
     for parameter, gradient in zip(stack.parameters, gradients, strict=True):
-        if type(gradient) is not Tensor or not parameter.requires_grad or gradient.is_sparse:
+        if gradient is None or not parameter.requires_grad or gradient.is_sparse:
+            return False
+        if is_traceable_wrapper_subclass(gradient):
             return False
         if gradient.dtype != parameter.dtype or not gradient.is_contiguous():
             return False
