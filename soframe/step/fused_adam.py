@@ -106,15 +106,14 @@ class Adam:
         self._batches: list[tuple[list[Block], list[Batch]]] = []
 
     def move(
-        self, group_of: Mapping[int, int], moves: Sequence[Move], good: Tensor | None = None
+        self, group_of: Mapping[int, int], moves: Sequence[Move], bad: Tensor | None = None
     ) -> None:
         """Move the weights, and count the updates of the blocks.
 
         Args:
             group_of: The number of the param group of each parameter, by identity.
             moves: The settings of each group, without a constraint and with decoupled decay.
-            good: Whether the step counts, a bool scalar on the device: weights and moments stay
-                unless it is true. None if it does.
+            bad: A scalar on the device: weights and moments stay where it is one. None for none.
         """
         stack = self._stack
         alike = stack.alike(stack.all)
@@ -127,7 +126,6 @@ class Adam:
         if not source.is_that_of(self._source):
             self._source, self._batches = source, self._batch(alike, group_of, moves)
         device = stack.like.device
-        bad = None if good is None else good.logical_not().float()
         for blocks, batches in self._batches:
             method = blocks[0].acting or blocks[0].method
             assert isinstance(method, AdamW)
