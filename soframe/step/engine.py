@@ -267,10 +267,10 @@ class Engine:
         statistics = curvature.statistics
         due = statistics.due
         size, finite = math.nan, True
+        parameters = curvature.watch.parameters()
         self.verdict.begin()
         try:
             largest = statistics.largest() if due else ()
-            parameters = curvature.watch.parameters()
             # Gathered only now if sums of statistics still have to be reduced, for their memory.
             gradients = parts.home.of(parameters) if due else self._gradients.own()
             sizes = Magnitude(parameters, gradients, largest, self._gradients.remembers)
@@ -287,7 +287,7 @@ class Engine:
         bad_gradient = not math.isfinite(size)
         passes, most, fewest = statistics.seen()
         counted = parts.scaling == "fisher"
-        changed = float(curvature.watch.changed())
+        changed = float(curvature.watch.changed(parameters))
         report = Report(
             failed=float(error is not None),
             bad_gradient=float(bad_gradient),
