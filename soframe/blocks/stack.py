@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from soframe.blocks.block import Block
 
 # In what blocks differ for which a method is called apart.
-_STATUS = attrgetter("record.updates", "record.damping", "record.solved", "record.masses", "acting")
+_STATUS = attrgetter("record.updates", "record.damping", "record.solved", "acting")
 
 
 @dataclass
@@ -123,9 +123,10 @@ class Stack(Arrangement):
         if members and not unsolved and statuses.count(statuses[0]) == len(statuses):
             return [tuple(members)]
         same: dict[tuple[object, ...], list[int]] = {}
-        for member, (*status, masses, acting) in zip(members, statuses, strict=True):
-            known = [name in masses for name in unsolved]
-            same.setdefault((*status, *known, id(acting)), []).append(member)
+        for member, status in zip(members, statuses, strict=True):
+            masses = self.blocks[member].record.masses
+            known = tuple([name in masses for name in unsolved])
+            same.setdefault((status[:-1], known, id(status[-1])), []).append(member)
         return list(map(tuple, same.values()))
 
     # -- the window -------------------------------------------------------------------------------

@@ -146,10 +146,7 @@ def descend(
         for weights, of_weights in _alike(decaying):
             _decay(weights, of_weights, move, bad)
     for weights, of_weights in _alike(moving):
-        if bad is None:
-            torch._foreach_add_(weights, of_weights, alpha=-move.lr)
-        else:
-            _add_unless(bad, weights, of_weights, move.lr)
+        _add(weights, of_weights, move.lr, bad)
 
 
 def _alike(
@@ -168,9 +165,12 @@ def _alike(
             yield weights, updates
 
 
-def _add_unless(bad: Tensor, weights: list[Tensor], updates: list[Tensor], lr: float) -> None:
+def _add(weights: list[Tensor], updates: list[Tensor], lr: float, bad: Tensor | None) -> None:
     """Move weights along their updates unless ``bad`` is one, in one pass where memory is dense."""
-    tensors = (*weights, *updates)
+    if bad is None:
+        torch._foreach_add_(weights, updates, alpha=-lr)
+        return
+    tensors = weights + updates
     is_dense = all(t.layout == torch.strided and t.is_contiguous() for t in tensors)
     if is_dense and all(update.dtype == weights[0].dtype for update in updates):
         kernel: Any = torch._fused_sgd_
