@@ -13,7 +13,8 @@ damped inverses before SGD.
 Steps are of three kinds: ``plain``, ``statistics``, and ``solve``, which takes statistics too where
 the method has any of calls (SOAP refreshes its bases there). Counted is everything but the forward
 and the backward pass of the model; the statistics that hooks take within them are counted, as the
-phase ``accumulate``. The first step, which creates states, is not counted.
+phase ``accumulate``. The first step, which creates states, is not counted. Bytes are those of the
+tensors that operators read and write: what a product reads twice, or keeps in a cache, is not seen.
 """
 
 from __future__ import annotations
@@ -134,11 +135,12 @@ def counted(network: str, method: str, layers: int | None = None) -> dict[str, A
     with counting.Gpu():
         optimizers = contender(model, method)
         # Statistics of calls come from hooks in the passes; without any, passes need not run.
-        captures = method not in ("adamw", "muon", "soap", "soap-muon")
+        captures = method == "kfac"
+        has_statistics = method not in ("adamw", "muon")
         for number, kind in enumerate(KINDS):
             COUNTS.clear()
             step(parameters, loss if captures else None, optimizers)
-            if number > 0 and (captures or kind != "statistics"):
+            if number > 0 and (has_statistics or kind != "statistics"):
                 steps[kind] = outcome()
     return {"network": network, "method": method, "steps": steps}
 
@@ -150,10 +152,12 @@ def outcome() -> dict[str, Any]:
     phases: Counter[str] = Counter()
     for (name, _, _), number in operators.items():
         phases[name] += number
+    moved = sum(n for key, n in COUNTS.bytes.items() if key[0] not in PASSES)
     ordered = sorted(operators.items(), key=lambda item: -item[1])
     return {
         "operators": sum(operators.values()),
         "waits": sum(waits.values()),
+        "GB": round(moved / 1e9, 1),
         "phases": dict(phases.most_common()),
         "lines": [[number, *key] for key, number in ordered],
         "waits_by_line": [[number, *key] for key, number in waits.items()],
@@ -166,7 +170,9 @@ def text(counts: dict[str, Any], lines: int) -> str:
     names = sorted({name for one in steps.values() for name in one["phases"]})
     rows = [["", *steps]]
     rows += [[name, *(str(one["phases"].get(name, 0)) for one in steps.values())] for name in names]
-    rows += [[key, *(str(one[key]) for one in steps.values())] for key in ("operators", "waits")]
+    rows += [
+        [key, *(str(one[key]) for one in steps.values())] for key in ("operators", "waits", "GB")
+    ]
     parts = [aligned(f"{counts['network']}, {counts['method']}: operators", rows)]
     for kind, one in steps.items():
         by_line = [["", "phase", "line", "operator"]]

@@ -36,6 +36,7 @@ from soframe.checks.arguments import check_model
 from soframe.checks.numbers import require_numbers
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes
+from soframe.estimate.updates import by_parameter
 from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS, describe
@@ -425,10 +426,16 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         return [stack for stack in self._adam if complete(stack, self._group_of, self._moves)]
 
     def _move(self, good: Tensor | None) -> None:
-        """Move all parameters along their updates, which are stored as gradients."""
+        """Move all parameters along their updates, or where ``good`` is false none of them."""
         where, moved = self.preconditioner.home, set[int]()
+        parameters, values = by_parameter(self.preconditioner.take_updates())
+        updates = dict(zip(map(id, parameters), values, strict=True))
+        bad: Tensor | None = None
+        if good is not None:
+            bad = torch.empty((), device=good.device, dtype=torch.float32)
+            torch.logical_not(good, out=bad)
         for stack in self.preconditioner.apart:
-            self._adam[stack].move(self._group_of, self._moves, good)
+            self._adam[stack].move(self._group_of, self._moves, bad)
             moved.update(map(id, stack.parameters))
         rates: dict[int, Any] = {}
         for group in self.param_groups:
@@ -436,13 +443,13 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 rates.update(dict.fromkeys(map(id, group["params"]), group["lr"]))
         for ball in self._constrained() if rates else ():
             ids = [id(p) for p in ball.matrices.values()]
-            ball.move(where, self._radii[ball.key], float(rates[ids[0]]))
+            ball.move(where, self._radii[ball.key], float(rates[ids[0]]), updates)
             moved.update(ids)
         for group, move in zip(self.param_groups, self._moves, strict=True):
             # A parameter that was frozen after its backward pass still has a gradient.
             free = [p for p in group["params"] if p.requires_grad and id(p) not in moved]
             if free:
-                moving.descend(free, where, move, good)
+                moving.descend(free, where, move, updates, bad)
 
     def selects(self) -> bool:
         """Return whether weights can stay where they are without the host.

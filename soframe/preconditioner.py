@@ -31,6 +31,7 @@ from soframe.curvature import Curvature
 from soframe.damping.policies import DampingChoice
 from soframe.diagnostics.explain import Explanation, explain
 from soframe.diagnostics.metrics import Measuring, Spectra
+from soframe.estimate.updates import Update
 from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
@@ -376,7 +377,7 @@ class Preconditioner(OfModel):
 
     @property
     def updated(self) -> bool:
-        """Whether the last step rewrote gradients; False if it zeroed them."""
+        """Whether the updates of the last step count; False if it was skipped."""
         return self._engine.verdict.taken
 
     @property
@@ -389,11 +390,19 @@ class Preconditioner(OfModel):
 
     @property
     def apart(self) -> Sequence[Stack]:
-        """The stacks whose gradients the last step left alone, for the optimizer to move.
+        """The stacks that the last step gave no update, for the optimizer to move.
 
         :meta private:
         """
         return self._engine.apart
+
+    def take_updates(self) -> Sequence[Update]:
+        """Return the updates of the last step, once, for the optimizer to move weights along them.
+
+        :meta private:
+        """
+        updates, self._engine.updates = self._engine.updates, ()
+        return updates
 
     @property
     def counters(self) -> dict[str, int]:

@@ -184,9 +184,9 @@ def test_a_flag_of_the_device_selects() -> None:
     loss_of(model, 2).backward()
     (stack,) = own.preconditioner.apart
     adam = fused_adam.Adam(stack)
-    adam.move(own._group_of, own._moves, torch.tensor(False))
+    adam.move(own._group_of, own._moves, torch.tensor(1.0))
     assert all(torch.equal(model.state_dict()[k], w) for k, w in before.items())
-    adam.move(own._group_of, own._moves, torch.tensor(True))
+    adam.move(own._group_of, own._moves, torch.tensor(0.0))
     assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
 
 

@@ -41,6 +41,48 @@ def moved(parameters: list[nn.Parameter], move: Move) -> None:
         descend(parameters, PlainGrad(), move)
 
 
+# -- steps that the device may leave out --------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["dense", "transposed", "double", "gradient"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_device_leaves_a_step_out(layout: str, decay: float) -> None:
+    """Where memory is dense by one kernel, else by zeros; weights are the same to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient = torch.randn(2, 5, 4, generator=generator)
+    update = torch.randn(5, 4, generator=generator)
+    values = {
+        "dense": update,
+        "transposed": update.T.contiguous().T,
+        "double": update.double(),
+        "gradient": None,
+    }[layout]
+
+    def after(bad: float | None, value: float | None = None) -> Tensor:
+        parameter = nn.Parameter(weight.clone())
+        parameter.grad = gradient.clone() if value is None else torch.full_like(weight, value)
+        updates: dict[int, Tensor] = {}
+        if values is not None:
+            filled = values.clone() if value is None else torch.full_like(values, value)
+            updates[id(parameter)] = filled
+        flag = None if bad is None else torch.tensor(bad)
+        move = move_of(0.3, decay)
+        with torch.no_grad():
+            descend([parameter], PlainGrad(), move, updates, flag)
+        if value is not None:
+            assert not parameter.grad.isfinite().any()  # gradients stay
+        return parameter.detach()
+
+    expected = (
+        weight.double() * (1 - 0.3 * decay)
+        - 0.3 * (gradient if values is None else values).double()
+    )
+    for flag in (None, 0.0):
+        torch.testing.assert_close(after(flag), expected.float(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(after(1.0, math.nan), weight)
+    assert torch.equal(after(1.0, math.inf), weight)
+
+
 # -- decay --------------------------------------------------------------------------------------
 
 SIGNED = st.lists(

@@ -282,6 +282,27 @@ def test_states_of_others_are_refused_and_change_nothing() -> None:
     kit.train(model, loss_of, range(2), optimizer)
 
 
+@pytest.mark.parametrize(
+    "method", ["kfac", "soap", "muon", "soap-normuon", "shampoo", "adamw", "sgd"]
+)
+@pytest.mark.parametrize("bad", [False, True], ids=["good", "bad"])
+def test_gradients_stay(method: str, *, bad: bool) -> None:
+    """As in torch.optim: a second backward pass adds to them, and clips see gradients."""
+    model = text()
+    optimizer = soframe.Optimizer(model, method, lr=0.02)
+    kit.train(model, loss_of, range(2), optimizer)
+    backward(model, 2)
+    if bad:
+        model.norm.weight.grad[0] = float("nan")
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0, equal_nan=True)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]) == bad, name
+
+
 def test_a_bad_batch_moves_nothing() -> None:
     model = text()
     optimizer = soframe.Optimizer(model, "soap-muon", **SETTINGS)

@@ -32,6 +32,12 @@ PACKAGE = f"{Path(__file__).parents[2] / 'soframe'}{os.sep}"
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 _phases = ["other"]
 
+# Operators that overwrite a tensor without reading it; and arguments that are read alone, whatever
+# their schema says.
+OVERWRITING = {"copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_"}
+READ = {"grads"}
+# Operators without a fake twin, which return nothing.
+WITHOUT_FAKE = {"_fused_sgd_"}
 # Operators that launch nothing, beside those whose schema says that they return views.
 FREE = {"device", "detach", "alias", "lift_fresh", "t", "sym_size", "is_same_size", "record_stream"}
 FREE |= {"view", "_unsafe_view", "_reshape_alias", "empty", "empty_like", "empty_strided"}
@@ -91,15 +97,17 @@ def phase(name: str) -> Iterator[None]:
 
 @dataclass
 class Counts:
-    """Operators by phase, line and name; and waits by phase and line."""
+    """Operators, and bytes, by phase, line and name; and waits by phase and line."""
 
     operators: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
     times: int = 0
 
     def clear(self) -> None:
         """Count from zero."""
         self.operators.clear()
+        self.bytes.clear()
         self.waits.clear()
         self.times += 1
 
@@ -163,11 +171,42 @@ class Gpu(TorchDispatchMode):
             else:
                 with FAKE:
                     out = func(*args, **kwargs)
+        elif name in WITHOUT_FAKE:
+            out = None
         else:
             out = func(*args, **kwargs)
         if (tensors or target == "cuda") and not _launches_nothing(func, name):
             COUNTS.operators[_phases[-1], _line(), name] += 1
+            COUNTS.bytes[_phases[-1], _line(), name] += _bytes(func, name, args, kwargs, out)
         return out
+
+
+def _bytes(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> int:
+    """Return the bytes that an operator reads and writes, each memory once."""
+    read: dict[tuple[int, int], int] = {}
+    written: dict[tuple[int, int], int] = {}
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        is_written = is_written and argument.name not in READ
+        for leaf in tree_leaves(value):
+            if not isinstance(leaf, FakeTensor):
+                continue
+            if is_written:
+                written |= _sizes(leaf)
+            if not is_written or not (argument.is_out or name in OVERWRITING):
+                read |= _sizes(leaf)
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, FakeTensor):
+            written |= _sizes(leaf)
+    return sum(read.values()) + sum(written.values())
+
+
+def _sizes(tensor: Tensor) -> dict[tuple[int, int], int]:
+    """Return the bytes of a tensor by its memory; of an expanded one those of its memory."""
+    storage = tensor.untyped_storage()
+    size = min(tensor.numel() * tensor.itemsize, storage.nbytes())
+    return {(storage._cdata, int(tensor.storage_offset())): size}
 
 
 def _read(name: str, args: Any, kwargs: dict[str, Any], target: str | None) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,9 @@ from soframe.strategies.work import BlockPlacement
 
 if TYPE_CHECKING:
     from soframe.blocks.block import Block
+
+# In what blocks differ for which a method is called apart.
+_STATUS = attrgetter("record.updates", "record.damping", "record.solved", "acting")
 
 
 @dataclass
@@ -114,14 +118,15 @@ class Stack(Arrangement):
 
     def alike(self, members: Members) -> list[tuple[int, ...]]:
         """Return sets of blocks in the same state; a method is called once for each set."""
-        same: dict[tuple[object, ...], list[int]] = {}
+        statuses = list(map(_STATUS, [self.blocks[member] for member in members]))
         unsolved = [factor.name for factor in self.like.unsolved]
-        for member in members:
-            block = self.blocks[member]
-            record = block.record
-            known = tuple([name in record.masses for name in unsolved]) if unsolved else ()
-            key = (record.updates, record.damping, record.solved, known, id(block.acting))
-            same.setdefault(key, []).append(member)
+        if members and not unsolved and statuses.count(statuses[0]) == len(statuses):
+            return [tuple(members)]
+        same: dict[tuple[object, ...], list[int]] = {}
+        for member, status in zip(members, statuses, strict=True):
+            masses = self.blocks[member].record.masses
+            known = tuple([name in masses for name in unsolved])
+            same.setdefault((status[:-1], known, id(status[-1])), []).append(member)
         return list(map(tuple, same.values()))
 
     # -- the window -------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter, methodcaller
 
 from torch import nn
 
 from soframe.blocks import sharding
 
 _PROPERTIES = attrgetter("requires_grad", "dtype", "device")
+_VALUES = methodcaller("values")
 
 
 class Watch:
@@ -19,17 +22,14 @@ class Watch:
         self._slots = [module._parameters for module in modules]
         self._children = [module._modules for module in modules]
         self._sharded = sharding.sharded_modules(model)
-        self._seen = self._look()
+        self._seen = self._look(self.parameters())
         self.forgets = False
 
-    def _look(self) -> tuple[object, ...]:
-        parameters = self.parameters()
+    def _look(self, parameters: Sequence[nn.Parameter]) -> tuple[object, ...]:
         # By name, too: pruning renames a parameter, and computes the weight from it from then on.
         names = [list(slots.keys()) for slots in self._slots]
         ids = list(map(id, parameters))
-        children: list[int] = []
-        for slots in self._children:
-            children += map(id, slots.values())
+        children = list(map(id, chain.from_iterable(map(_VALUES, self._children))))
         properties = list(map(_PROPERTIES, parameters))
         return names, ids, properties, children, sharding.zero_count(parameters)
 
@@ -37,15 +37,17 @@ class Watch:
         """Return the current parameters of the registered modules, without walking the model."""
         if self._sharded:
             sharding.reshard(self._sharded)  # parameters gathered for a pass are not compared
-        parameters: list[nn.Parameter] = []
-        for slots in self._slots:
-            parameters += [p for p in slots.values() if p is not None]
-        return parameters
+        slots = chain.from_iterable(map(_VALUES, self._slots))
+        return [parameter for parameter in slots if parameter is not None]
 
     def forget(self) -> None:
         """Let blocks be made anew, without their state."""
         self.forgets = True
 
-    def changed(self) -> bool:
-        """Return whether parameters, modules or the owner of the gradients have changed."""
-        return self.forgets or self._look() != self._seen
+    def changed(self, parameters: Sequence[nn.Parameter] | None = None) -> bool:
+        """Return whether parameters, modules or the owner of the gradients have changed.
+
+        The current `parameters` may be passed, if they are known.
+        """
+        current = self.parameters() if parameters is None else parameters
+        return self.forgets or self._look(current) != self._seen

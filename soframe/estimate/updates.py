@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
@@ -213,24 +213,30 @@ def _scatter(placed: PlacedBlocks, updates_of: Mapping[Stack, Sequence[Update]])
             update.parts.setdefault(block, {})[name] = split.part
 
 
-def write(updates: Sequence[Update], home: GradientHome) -> None:
-    """Overwrite the gradients with the updates, in place."""
-    gradients: list[Tensor | None] = []
+def by_parameter(updates: Sequence[Update]) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Return this rank's parts of updates, views in the shapes of `GradientHome.local`."""
+    parameters: list[nn.Parameter] = []
     values: list[Tensor] = []
     for update in updates:
         parts = _parts(update)
         if parts is not None:
-            gradients += home.each(update.stack.parameters)
+            parameters += update.stack.parameters
             values += parts
             continue
         of_blocks: Mapping[Block, Mapping[str, Tensor]] = update.parts
         if not update.stack.like.shards:
             of_blocks = {block: block.layout.unpack(matrix) for block, matrix in update.each()}
         for block, named in of_blocks.items():
-            gradients += home.each([block.parameters[name] for name in named])
+            parameters += [block.parameters[name] for name in named]
             values += named.values()
+    return parameters, values
+
+
+def write(updates: Sequence[Update], home: GradientHome) -> None:
+    """Overwrite the gradients with the updates, in place."""
+    parameters, values = by_parameter(updates)
     # A parameter of a block without a gradient gets none.
-    pairs = zip(gradients, values, strict=True)
+    pairs = zip(home.each(parameters), values, strict=True)
     written = [(gradient, value) for gradient, value in pairs if gradient is not None]
     if written:
         targets, sources = zip(*written, strict=True)

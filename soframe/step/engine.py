@@ -31,7 +31,7 @@ from soframe.kernels.precision import within
 from soframe.setup.grouping import Grouping
 from soframe.step.clip import Clipped, Clipping, clip
 from soframe.step.effect import Effect
-from soframe.step.magnitude import Magnitude
+from soframe.step.magnitude import Magnitude, discard
 from soframe.step.verdict import SKIPPED_STATISTICS, Verdict
 
 OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
@@ -49,6 +49,7 @@ class Engine:
 
     Attributes:
         verdict: Whether the last step counts.
+        updates: The updates of the last step, if an optimizer moves the weights along them.
         apart: The stacks of the last step whose weights the optimizer moves by their gradients.
     """
 
@@ -63,6 +64,7 @@ class Engine:
         self._curvature, self._parts = curvature, curvature.parts
         self._clipping, self._grouping, self._measuring = clipping, grouping, measuring
         self.verdict = Verdict(self._parts.backend, curvature.counts)
+        self.updates: Sequence[Update] = ()
         self.apart: Sequence[Stack] = ()
         self._connect(rebuilt=False)
 
@@ -84,8 +86,9 @@ class Engine:
     # -- the step -----------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Rewrite the gradients by the updates of one step."""
+        """Rewrite the gradients by the updates of one step, or leave these to the optimizer."""
         curvature, verdict, parts = self._curvature, self.verdict, self._parts
+        rewrites, self.updates = self._grouping is None, ()
         phase = parts.backend.phases
         verdict.settle()
         curvature.arrive()  # sums of earlier steps that are still under way
@@ -122,13 +125,17 @@ class Engine:
             )
             if clipped.finite:
                 curvature.observe(gradients, plan, after=True)
-                with phase("write"):
-                    parameters = curvature.watch.parameters()
-                    verdict.write(updates, parameters, parts.home, self.apart)
+                if rewrites:
+                    with phase("write"):
+                        verdict.write(updates, curvature.watch.parameters(), parts.home)
+                else:
+                    self.updates = updates
                 verdict.commit(updates)
                 curvature.solve(plan, after=True)
             else:
-                verdict.skip(plan, parts.model.parameters(), parts.home)
+                verdict.skip(plan)
+                if rewrites:
+                    discard(parts.model.parameters(), parts.home)
         except BaseException:
             curvature.begin()  # the sums of this window may be used up already
             raise
@@ -260,10 +267,10 @@ class Engine:
         statistics = curvature.statistics
         due = statistics.due
         size, finite = math.nan, True
+        parameters = curvature.watch.parameters()
         self.verdict.begin()
         try:
             largest = statistics.largest() if due else ()
-            parameters = curvature.watch.parameters()
             # Gathered only now if sums of statistics still have to be reduced, for their memory.
             gradients = parts.home.of(parameters) if due else self._gradients.own()
             sizes = Magnitude(parameters, gradients, largest, self._gradients.remembers)
@@ -280,7 +287,7 @@ class Engine:
         bad_gradient = not math.isfinite(size)
         passes, most, fewest = statistics.seen()
         counted = parts.scaling == "fisher"
-        changed = float(curvature.watch.changed())
+        changed = float(curvature.watch.changed(parameters))
         report = Report(
             failed=float(error is not None),
             bad_gradient=float(bad_gradient),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import PlainGrad
@@ -33,7 +34,7 @@ def serves(stack: Stack, backend: Backend) -> bool:
         return False
     for parameter in stack.parameters:
         # DTensors have parts elsewhere.
-        if type(parameter) is not nn.Parameter or parameter.dtype != like.dtype:
+        if is_traceable_wrapper_subclass(parameter) or parameter.dtype != like.dtype:
             return False
         if not parameter.is_contiguous():
             return False
@@ -52,17 +53,17 @@ def complete(stack: Stack, group_of: Mapping[int, int], moves: Sequence[Move]) -
         group_of: The number of the param group of each parameter, by identity.
         moves: The settings of each group.
     """
-    known = [_is_known(settings) for settings in moves]
-    gradients = stack.like.home.each(stack.parameters)
-    for parameter, gradient in zip(stack.parameters, gradients, strict=True):
-        if type(gradient) is not Tensor or not parameter.requires_grad or gradient.is_sparse:
+    numbers = {group_of.get(id(parameter), -1) for parameter in stack.parameters}
+    # Before groups follow a changed model a parameter has none.
+    if -1 in numbers or not all(_is_known(moves[number]) for number in numbers):
+        return False
+    dtype = stack.like.dtype
+    for gradient in stack.like.home.each(stack.parameters):
+        if gradient is None or gradient.dtype != dtype or gradient.layout != torch.strided:
             return False
-        if gradient.dtype != parameter.dtype or not gradient.is_contiguous():
+        if not gradient.is_contiguous():
             return False
-        number = group_of.get(id(parameter))  # None before groups follow a changed model
-        if number is None or not known[number]:
-            return False
-    return True
+    return all(parameter.requires_grad for parameter in stack.parameters)
 
 
 def _is_known(settings: Move) -> bool:
@@ -103,28 +104,27 @@ class Adam:
         self._batches: list[tuple[list[Block], list[Batch]]] = []
 
     def move(
-        self, group_of: Mapping[int, int], moves: Sequence[Move], good: Tensor | None = None
+        self, group_of: Mapping[int, int], moves: Sequence[Move], bad: Tensor | None = None
     ) -> None:
         """Move the weights, and count the updates of the blocks.
 
         Args:
             group_of: The number of the param group of each parameter, by identity.
             moves: The settings of each group, without a constraint and with decoupled decay.
-            good: Whether the step counts, a bool scalar on the device: weights and moments stay
-                unless it is true. None if it does.
+            bad: A scalar on the device: weights and moments stay where it is one. None for none.
         """
         stack = self._stack
         alike = stack.alike(stack.all)
         for members in alike:
             if not stack.blocks[members[0]].record.updates:
                 stack.set_state(members, stack.state_of(members))  # zeros
-        decays = [settings.decay_vectors for settings in moves]
+        # At a decay of zero vectors and matrices are one batch.
+        decays = [move.decay_vectors or move.weight_decay == 0 for move in moves]
         states = tuple(stack.state[name] for name in STATES)
         source = _Source(states, alike, group_of, decays)
         if not source.is_that_of(self._source):
-            self._source, self._batches = source, self._batch(alike, group_of, moves)
+            self._source, self._batches = source, self._batch(alike, group_of, decays)
         device = stack.like.device
-        bad = None if good is None else good.logical_not().float()
         for blocks, batches in self._batches:
             method = blocks[0].acting or blocks[0].method
             assert isinstance(method, AdamW)
@@ -140,7 +140,7 @@ class Adam:
         self,
         alike: Sequence[Sequence[int]],
         group_of: Mapping[int, int],
-        moves: Sequence[Move],
+        vectors_decay: Sequence[bool],
     ) -> list[tuple[list[Block], list[Batch]]]:
         """Return the blocks that are alike, with their parameters by group and decay."""
         stack = self._stack
@@ -152,7 +152,7 @@ class Adam:
             for block in blocks:
                 for parameter in block.parameters.values():
                     group = group_of[id(parameter)]
-                    decays = moves[group].decay_vectors or parameter.dim() > 1
+                    decays = vectors_decay[group] or parameter.dim() > 1
                     batch = batches.setdefault((group, decays), Batch(group, decays))
                     batch.parameters.append(parameter)
                     batch.means.append(means[id(parameter)])
@@ -169,7 +169,7 @@ class _Source:
         states: The moments.
         alike: The sets of blocks in the same state.
         group_of: The number of the param group of each parameter.
-        decays: Whether vectors of each group decay.
+        decays: Whether vectors of each group are in one batch with matrices.
     """
 
     states: tuple[Tensor, ...]

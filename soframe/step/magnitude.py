@@ -13,10 +13,8 @@ from soframe.comm.base import Backend
 from soframe.kernels.devices import Reading, on_gpu
 
 MODERATE = 1e10
-"""Below this sum, or norm, of a gradient products with it are in range."""
+"""Below this norm of a gradient products with it are in range."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SMALL = 4096
-"""Up to this size, in elements, a CPU computes the norm of a gradient faster than its sum."""
 
 
 class Flags:
@@ -69,12 +67,9 @@ class Magnitude:
     ) -> None:
         self._squared = squared
         self._dense = [_entries(gradient) for gradient in gradients if gradient.numel() > 0]
-        scalars = [*_sums(self._dense), *statistics]
+        scalars = [*_norms(self._dense), *statistics]
         # One tensor, so that the host waits for the device once.
-        self._all: Tensor | None = None
-        if scalars:
-            device = scalars[0].device
-            self._all = torch.stack([scalar.to(device) for scalar in scalars])
+        self._all = _stacked(scalars) if scalars else None
         self.queues = bool(parameters) and on_gpu(parameters[0])
         self._device = parameters[0].device if parameters else torch.device("cpu")
 
@@ -82,23 +77,18 @@ class Magnitude:
         """Return the magnitude, and whether the statistics are finite.
 
         The magnitude is the largest absolute value, infinite or NaN if an element is, or zero if
-        all sums of gradients are moderate.
+        the norms of gradients are moderate.
         """
         numbers = [] if self._all is None else self._all.tolist()
         count = len(self._dense)
         finite = all(abs(number) < math.inf for number in numbers[count:])
-        if all(abs(number) < MODERATE for number in numbers[:count]):
+        if sum(numbers[:count]) < MODERATE:  # not if one is NaN
             return 0.0, finite
         return self._exact(), finite
 
     def queue(self, backend: Backend) -> None:
         """Begin to sum the magnitudes over ranks, as `flags`; every rank must call."""
-        if self._all is None:
-            total = torch.zeros((), device=self._device)
-        elif on_gpu(self._all):  # norms on a GPU, sums elsewhere
-            total = self._all.sum()
-        else:
-            total = self._all.abs().sum()
+        total = torch.zeros((), device=self._device) if self._all is None else self._all.sum()
         self.flags = Flags(total, backend)
 
     def read_queued(self) -> tuple[float, bool]:
@@ -122,19 +112,26 @@ def _entries(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _sums(gradients: list[Tensor]) -> list[Tensor]:
+def _norms(gradients: list[Tensor]) -> list[Tensor]:
     """Return a scalar of each gradient, which is not finite where the gradient is not."""
-    if gradients and on_gpu(gradients[0]):
-        # On a GPU launches cost more than passes, and all norms take a few launches.
-        return list(torch._foreach_norm(gradients, ord=math.inf))
-    small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
-    sums = list(torch._foreach_norm(small)) if small else []
+    alike: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
-        if gradient.numel() > SMALL:
-            # A sum is the fastest pass, and elements that are not finite make it not finite.
-            dtype = torch.float32 if gradient.itemsize < 4 else gradient.dtype
-            sums.append(gradient.sum(dtype=dtype))
-    return sums
+        alike.setdefault(gradient.dtype, []).append(gradient)
+    norms: list[Tensor] = []
+    for dtype, tensors in alike.items():
+        # A CPU adds squares up faster than it compares numbers.
+        order = math.inf if on_gpu(tensors[0]) else 2.0
+        wide = torch.float32 if dtype.itemsize < 4 else None
+        norms += torch._foreach_norm(tensors, ord=order, dtype=wide)
+    return norms
+
+
+def _stacked(scalars: Sequence[Tensor]) -> Tensor:
+    """Return scalars of any devices in one tensor, on the device of the first."""
+    device = scalars[0].device
+    if any(scalar.device != device for scalar in scalars):
+        scalars = [scalar.to(device) for scalar in scalars]
+    return torch.stack(list(scalars))
 
 
 def discard(parameters: Iterable[nn.Parameter], home: GradientHome) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,9 +29,11 @@ from torch.optim import Optimizer
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
+from soframe.step.magnitude import keep_if
 
 WeightDecayKind = Literal["decoupled", "cautious"]
 Constraint = Literal["hyperball"]
+NONE: Mapping[int, Tensor] = MappingProxyType({})
 WEIGHT_DECAY_KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint)
 
 
@@ -110,26 +113,40 @@ def is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def descend(
-    parameters: Sequence[nn.Parameter], home: GradientHome, move: Move, good: Tensor | None = None
+    parameters: Sequence[nn.Parameter],
+    home: GradientHome,
+    move: Move,
+    updates: Mapping[int, Tensor] = NONE,
+    bad: Tensor | None = None,
 ) -> None:
     """Move parameters along their updates, without a constraint; others stay.
 
-    With ``good``, a bool scalar on their device, all stay unless it is true: updates are zero then.
+    Args:
+        parameters: The parameters; those without a gradient stay.
+        home: Where gradients live: parameters without an update move along theirs.
+        move: The settings of the step.
+        updates: This rank's part of each update, by the identity of its parameter.
+        bad: A scalar on the device, see `selects`: all stay where it is one. None for none.
     """
     moving: list[tuple[Tensor, Tensor]] = []  # weights here, and their updates
     decaying: list[tuple[Tensor, Tensor]] = []
-    updates = home.each(parameters)
-    for parameter, weight, update in zip(parameters, home.locals(parameters), updates, strict=True):
-        if update is None:
+    gradients = home.each(parameters)
+    for parameter, weight, gradient in zip(
+        parameters, home.locals(parameters), gradients, strict=True
+    ):
+        if gradient is None:
             continue
+        update = updates.get(id(parameter))
+        if update is None:  # of a block that is not solved yet
+            update = gradient if bad is None else gradient.clone()
         moving.append((weight, update))
         if move.decay_vectors or parameter.dim() > 1:
             decaying.append((weight, update))
     if move.weight_decay > 0:
         for weights, of_weights in _alike(decaying):
-            _decay(weights, of_weights, move, good)
+            _decay(weights, of_weights, move, bad)
     for weights, of_weights in _alike(moving):
-        torch._foreach_add_(weights, of_weights, alpha=-move.lr)
+        _add(weights, of_weights, move.lr, bad)
 
 
 def _alike(
@@ -138,30 +155,55 @@ def _alike(
     """Yield parameters with their updates by device and dtype, for which kernels are fused."""
     pairs: Any = list(map(list, zip(*moved, strict=True)))
     alike: Any = Optimizer._group_tensors_by_device_and_dtype(pairs) if moved else {}
-    for (_, dtype), ((weights, directions), _) in alike.items():
+    for (_, dtype), ((weights, updates), _) in alike.items():
         if dtype.is_complex:
             yield (
-                [torch.view_as_real(w) for w in weights],
-                list(map(torch.view_as_real, directions)),
+                [torch.view_as_real(weight) for weight in weights],
+                list(map(torch.view_as_real, updates)),
             )
         else:
-            yield weights, directions
+            yield weights, updates
 
 
-def _decay(
-    weights: list[Tensor], directions: list[Tensor], move: Move, good: Tensor | None
-) -> None:
+def _add(weights: list[Tensor], updates: list[Tensor], lr: float, bad: Tensor | None) -> None:
+    """Move weights along their updates unless ``bad`` is one, in one pass where memory is dense."""
+    if bad is None:
+        torch._foreach_add_(weights, updates, alpha=-lr)
+        return
+    tensors = weights + updates
+    is_dense = all(t.layout == torch.strided and t.is_contiguous() for t in tensors)
+    if is_dense and all(update.dtype == weights[0].dtype for update in updates):
+        kernel: Any = torch._fused_sgd_
+        kernel(
+            weights,
+            updates,
+            [],
+            weight_decay=0.0,
+            momentum=0.0,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=None,
+            found_inf=bad,
+        )
+        return
+    keep_if(bad == 0, updates)
+    torch._foreach_add_(weights, updates, alpha=-lr)
+
+
+def _decay(weights: list[Tensor], directions: list[Tensor], move: Move, bad: Tensor | None) -> None:
     """Let weights decay, before they move."""
     rate = move.lr * move.weight_decay
     if move.kind == "decoupled":
-        if good is None:
+        if bad is None:
             torch._foreach_mul_(weights, 1 - rate)
         else:
-            first = weights[0]
-            remainder = torch.full((), 1 - rate, dtype=first.dtype, device=first.device)
-            torch._foreach_mul_(weights, torch.where(good, remainder, 1))
+            remainder = (bad.to(weights[0].dtype) * rate).add_(1 - rate)  # one in a bad step
+            torch._foreach_mul_(weights, remainder)
         return
-    assert good is None
+    assert bad is None
     # The product of signs: the product of two small numbers may underflow to zero.
     masks = torch._foreach_sign(weights)
     dense = [d.to_dense() if d.is_sparse else d for d in directions]
@@ -229,17 +271,24 @@ class Ball:
         """Return saved norms on the block's device and in at least float32."""
         return radii.to(device=self._block.device, dtype=self._dtype)
 
-    def move(self, home: GradientHome, radii: Tensor, lr: float) -> None:
+    def move(
+        self,
+        home: GradientHome,
+        radii: Tensor,
+        lr: float,
+        updates_by_id: Mapping[int, Tensor] = NONE,
+    ) -> None:
         """Move the weights along their updates, on spheres with the norms ``radii``, ``[groups]``.
 
-        A missing update counts as zero; a group whose updates are all zero or missing stays.
+        Without an update a weight moves along its gradient. A missing gradient counts as zero; a
+        group whose updates are all zero or missing stays.
         """
         self._require_whole()
         updates: dict[str, Tensor] = {}
         for name, parameter in self.matrices.items():
-            update = home.read(parameter)
-            if update is not None:
-                updates[name] = update
+            gradient = home.read(parameter)
+            if gradient is not None:
+                updates[name] = updates_by_id.get(id(parameter), gradient)
         if not updates:
             return
         for name, parameter in self.matrices.items():

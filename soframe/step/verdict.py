@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
-from soframe.blocks.stack import Stack
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.base import Backend
 from soframe.estimate.plan import Plan
 from soframe.estimate.updates import Update, write
-from soframe.step.magnitude import MODERATE, Flags, Magnitude, discard, keep_if
+from soframe.step.magnitude import MODERATE, Flags, Magnitude, keep_if
 
 SKIPPED_UPDATES, SKIPPED_STATISTICS = "skipped_updates", "skipped_statistics"
 MANY = 10
@@ -137,28 +136,21 @@ class Verdict:
 
     # -- the effect ---------------------------------------------------------------------------
 
-    def skip(self, plan: Plan, parameters: Iterable[nn.Parameter], home: GradientHome) -> None:
-        """Zero every gradient, so that a bad batch costs one update and not the weights."""
+    def skip(self, plan: Plan) -> None:
+        """Count a step whose updates are left out."""
         self._taken = False
         # Bad gradients are counted already; these are updates that are not finite.
         self.counts[SKIPPED_UPDATES] += plan.finite is not False
-        discard(parameters, home)
 
     def write(
-        self,
-        updates: Sequence[Update],
-        parameters: Iterable[nn.Parameter],
-        home: GradientHome,
-        apart: Sequence[Stack] = (),
+        self, updates: Sequence[Update], parameters: Iterable[nn.Parameter], home: GradientHome
     ) -> None:
         """Overwrite the gradients with the updates, or with zeros where the device finds them bad.
 
-        The host takes the step as one that counts until `settle`. Gradients of stacks ``apart``
-        stay as they are.
+        The host takes the step as one that counts until `settle`.
         """
-        self._taken = True
         if self.good is not None:
-            written = {parameter for stack in apart for parameter in stack.parameters}
+            written: set[nn.Parameter] = set()
             tensors: list[Tensor] = []
             for update in updates:
                 tensors += update.tensors()
@@ -170,6 +162,7 @@ class Verdict:
 
     def commit(self, updates: Sequence[Update]) -> None:
         """Store the new states, and count the updates; every rank must call."""
+        self._taken = True
         for update in updates:
             stack, members = update.stack, update.members
             turn = update.blocks[0].record.updates  # alike for all of them
