@@ -36,7 +36,6 @@ from soframe.layers.layout import (
     PlainLayout,
     parameter_of,
     plain_layout,
-    positions_of,
 )
 from soframe.layers.recurrent import without_helper
 from soframe.layers.tied import tables_and_heads
@@ -231,8 +230,6 @@ class Registration:
         self._captures = {id(method): method.captures for method in methods}
         self.blocks: list[Block] = []
         self._kinds: dict[object, Block] = {}  # the first block of each kind
-        # By a method's identity and the positions of a kernel, see `Method.of_kernel`.
-        self._of_kernels: dict[tuple[int, int], Method] = {}
         self._in_block: set[int] = set()
         head = choices.head_in if choices.staged else model
         heads = heads_of(model, head)
@@ -611,10 +608,6 @@ class Registration:
             return reason
         layout = self._layout(name, module, full.rpartition(".")[2])
         method, layout = self._cut(name, full, method, layout)
-        positions = positions_of(module, layout)
-        if positions > 1:
-            key = id(method), positions
-            method = self._of_kernels.setdefault(key, method.of_kernel(positions))
         if (reason := self._unsuited(full, method, layout)) is not None:
             return reason
         groups, out, into = layout.shape

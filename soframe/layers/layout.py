@@ -193,18 +193,6 @@ def plain_layout(module: nn.Module, name: str) -> PlainLayout:
     return PlainLayout(module, name)
 
 
-def positions_of(module: nn.Module, layout: Layout) -> int:
-    """Return how many neighbouring columns belong to each input channel of a convolution.
-
-    One for other modules, for kernels of one position, and for layers of one channel.
-    """
-    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return 1
-    channels, positions = module.in_channels // module.groups, prod(module.kernel_size)
-    is_kernel = layout.shape[2] == channels * positions
-    return positions if is_kernel and channels > 1 else 1
-
-
 def _stacks(module: nn.Module, name: str) -> bool:
     """Return whether a parameter is a stack of matrices."""
     parameter = module._parameters[name]

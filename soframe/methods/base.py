@@ -276,9 +276,6 @@ class Method(ABC):
         # An update of its own belongs to another curvature.
         if {"direct", "precondition"} & vars(cls).keys() and "spectrum" not in vars(cls):
             cls.spectrum = Method.spectrum  # type: ignore[method-assign]
-        # Statistics of its own are of whole sides.
-        if {"factors", "observe", "direct"} & vars(cls).keys() and "of_kernel" not in vars(cls):
-            cls.of_kernel = Method.of_kernel  # type: ignore[method-assign]
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a param group may change, by their names there."""
@@ -462,19 +459,6 @@ class Method(ABC):
     def state_names(self) -> frozenset[str]:
         """Return the names of its state tensors, over blocks of all shapes."""
         return frozenset(itertools.chain.from_iterable(map(self.state, SMALL)))
-
-    def of_kernel(self, positions: int) -> Method:
-        """Return the method of a convolution's weight, ``[groups, out, channels * positions]``.
-
-        Args:
-            positions: The number of neighbouring columns that belong to one input channel, above 1.
-
-        Returns:
-            By default this method. `SOAP` and `Shampoo` return one whose right factor is of the
-            channels, summed over positions.
-        """
-        del positions
-        return self
 
     def forward_only(self) -> Method:
         """Return this method with the identity as the output factor, for the forward-only Fisher.

@@ -9,19 +9,13 @@ with one side only ``L^(-1/2) X`` or ``X R^(-1/2)``. Its length is unrelated to 
 *grafting* gives it the length of another method's update (Agarwal et al., 2020), which is also the
 update of the first steps, while few gradients leave the factors without full rank (Shi et al.,
 2023, arXiv 2309.06497, section 3: ``start_preconditioning_step``).
-
-A convolution has a tensor ``[out, channels, positions]``, and each dimension a factor of its own
-(section 4 there). Positions are few, and have none here; so with the slices ``G_p``, ``[out,
-channels]``, of its gradient
-
-    L = sum_p G_p G_p^T        R = sum_p G_p^T G_p
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
@@ -41,42 +35,21 @@ Roots = Mapping[str, Tensor]
 
 
 def gradient_factors(
-    shape: BlockShape, decay: float, *, left: bool = True, right: bool = True, positions: int = 1
+    shape: BlockShape, decay: float, *, left: bool = True, right: bool = True
 ) -> tuple[FactorSpec, ...]:
-    """Return L ``[groups, out, out]`` and R ``[groups, in, in]``, or one of them.
-
-    With ``positions`` of a kernel R is ``[groups, channels, channels]``.
-    """
+    """Return L ``[groups, out, out]`` and R ``[groups, in, in]``, or one of them."""
     groups, out, into = shape
-    size = into // positions
     every = (
         (left, FactorSpec("L", "left", groups, out, reads="gradient", decay=decay)),
-        (right, FactorSpec("R", "right", groups, size, reads="gradient", decay=decay)),
+        (right, FactorSpec("R", "right", groups, into, reads="gradient", decay=decay)),
     )
     return tuple(factor for there, factor in every if there)
 
 
-def swapped(matrix: Tensor, inner: int) -> Tensor:
-    """Reorder columns: from ``[..., outer * inner]`` to ``[..., inner * outer]``."""
-    if inner in (1, matrix.shape[-1]):
-        return matrix
-    return matrix.unflatten(-1, (-1, inner)).mT.flatten(-2)
-
-
-def times(matrix: Tensor, right: Tensor) -> Tensor:
-    """Multiply runs of n columns of ``[groups, out, in]`` by ``[groups, n, n]``."""
-    if right.shape[-1] == matrix.shape[-1]:
-        return matrix @ right
-    return (matrix.reshape(len(matrix), -1, right.shape[-1]) @ right).view(matrix.shape)
-
-
 def gradient_moments(
-    gradient: Tensor, names: Collection[str], weights: Roots | None = None, positions: int = 1
+    gradient: Tensor, names: Collection[str], weights: Roots | None = None
 ) -> dict[str, Tensor]:
-    """Compute ``G P_R P_R^T G^T`` and ``G^T P_L P_L^T G``; missing roots are the identity.
-
-    With ``positions`` of a kernel the columns of each channel are neighbours.
-    """
+    """Compute ``G P_R P_R^T G^T`` and ``G^T P_L P_L^T G``; missing roots are the identity."""
     weights = {} if weights is None else weights
     moments = {}
     if "L" in names:
@@ -84,9 +57,6 @@ def gradient_moments(
         moments["L"] = rows @ rows.mT
     if "R" in names:
         columns = weights["L"].mT @ gradient if "L" in weights else gradient
-        # A row for each output and position: [groups, out * positions, channels].
-        channels = columns.shape[-1] // positions
-        columns = swapped(columns, positions).reshape(len(columns), -1, channels)
         moments["R"] = columns.mT @ columns
     return moments
 
@@ -98,8 +68,7 @@ class Shampoo(Method):
 
     Factors are updated with this step's gradient before the update is computed; roots are
     recomputed every ``solve_every`` steps. With the defaults the learning rate is Adam's. The
-    published momentum is a stage before: ``Chain(("momentum", "shampoo"))``. The right factor of a
-    convolution is of its input channels, shared by the positions of the kernel.
+    published momentum is a stage before: ``Chain(("momentum", "shampoo"))``.
 
     Attributes:
         decay: The decay of the factors per step.
@@ -113,7 +82,6 @@ class Shampoo(Method):
             gradient are not used; at least ``solve_every``.
         max_size: The longest side that may have a factor; larger matrices are skipped. `Blocked`
             splits them.
-        positions: See `of_kernel`, which sets it.
     """
 
     joint = False
@@ -127,7 +95,6 @@ class Shampoo(Method):
     graft: Any = "adamw"
     graft_steps: int = 10
     max_size: int = 8192
-    positions: int = field(default=1, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -147,14 +114,11 @@ class Shampoo(Method):
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         left, right = self.sides != "right", self.sides != "left"
-        return gradient_factors(shape, self.decay, left=left, right=right, positions=self.positions)
-
-    def of_kernel(self, positions: int) -> Method:
-        return replace(self, positions=positions)
+        return gradient_factors(shape, self.decay, left=left, right=right)
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         del data
-        return gradient_moments(gradient, self._names, positions=self.positions)
+        return gradient_moments(gradient, self._names)
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         graft: Method | None = self.graft
@@ -172,9 +136,7 @@ class Shampoo(Method):
         if self.sides != "right":
             matrix = step.data["L"]["root"] @ matrix
         if self.sides != "left":
-            channels = matrix.shape[-1] // self.positions
-            matrix = times(swapped(matrix, self.positions), step.data["R"]["root"])
-            matrix = swapped(matrix, channels)
+            matrix = matrix @ step.data["R"]["root"]
         if graft is None:
             return Direction(matrix)
         return Direction(at_length(matrix, graft.matrix), graft.state)

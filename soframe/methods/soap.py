@@ -12,9 +12,6 @@ that a gradient never contributes to the basis into which it is rotated. Both m 
 the basis, and transferred to a new one. The paper keeps m unrotated and rotates it at every step,
 which is equivalent: averages and rotations commute, so only the gradient has to be rotated.
 
-The right factor of a convolution is of its input channels, and shared by the positions of its
-kernel, see `soframe.methods.shampoo`; states are kept by position and channel.
-
 *SOAP-Muon* takes the Nesterov momentum for X, without a momentum of its own, and orthogonalises.
 """
 
@@ -23,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -36,7 +33,7 @@ from soframe.methods.chain import Chain
 from soframe.methods.momentum import Momentum, require_beta, second_moment
 from soframe.methods.normuon import NormaliseRows
 from soframe.methods.orthogonal import RMS, Coefficients, Orthogonal
-from soframe.methods.shampoo import gradient_factors, gradient_moments, swapped, times
+from soframe.methods.shampoo import gradient_factors, gradient_moments
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.solvers.basis import Basis
@@ -51,8 +48,8 @@ class SOAP(Method):
     """Adam in a slowly changing eigenbasis; alone, or a stage.
 
     Sides of length one or above ``max_size`` have no factor and are not rotated; without factors
-    this is Adam. The sides of a convolution are its output and its input channels. Bases are
-    recomputed every ``solve_every`` steps: 10 in the paper, while 1 converges in the fewest steps.
+    this is Adam. Bases are recomputed every ``solve_every`` steps: 10 in the paper, while 1
+    converges in the fewest steps.
 
     Attributes:
         betas: The decays of m and v; with a first of 0 no m is kept.
@@ -69,7 +66,6 @@ class SOAP(Method):
         normalise: Whether updates are divided by their root mean square, in each group.
         carry: How v is transferred to a new basis: ``"permute"`` reorders its columns (published),
             ``"rotate"`` applies the squared overlaps between old and new columns.
-        positions: See `of_kernel`, which sets it.
     """
 
     joint = False
@@ -88,7 +84,6 @@ class SOAP(Method):
     correct_bias: bool = True
     normalise: bool = False
     carry: Carry = "permute"
-    positions: int = field(default=1, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -106,20 +101,13 @@ class SOAP(Method):
         _, out, into = shape
         if min(out, into) == 1:
             return ()
-        size = into // self.positions
-        left = out <= self.max_size and out < self.max_ratio * size
-        right = size <= self.max_size and size < self.max_ratio * out
-        return gradient_factors(
-            shape, self.shampoo_beta, left=left, right=right, positions=self.positions
-        )
-
-    def of_kernel(self, positions: int) -> Method:
-        return replace(self, positions=positions)
+        left = out <= self.max_size and out < self.max_ratio * into
+        right = into <= self.max_size and into < self.max_ratio * out
+        return gradient_factors(shape, self.shampoo_beta, left=left, right=right)
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         del data
-        names = factor_names(self, gradient.shape)
-        return gradient_moments(gradient, names, positions=self.positions)
+        return gradient_moments(gradient, factor_names(self, gradient.shape))
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         names = ("rotated_mean", "square") if self.betas[0] else ("square",)
@@ -136,10 +124,10 @@ class SOAP(Method):
         if any(name not in step.data for name in names):
             return Direction(step.incoming.clone())
         first, second = self.betas
-        new = into_basis(swapped(step.gradient, self.positions), step.data)
+        new = into_basis(step.gradient, step.data)
         state = {"square": second_moment(step.state["square"], new, second)}
         alone = step.incoming is step.gradient
-        mean = new if alone else into_basis(swapped(step.incoming, self.positions), step.data)
+        mean = new if alone else into_basis(step.incoming, step.data)
         if "rotated_mean" in step.state:
             mean = state["rotated_mean"] = step.state["rotated_mean"].lerp(mean, 1 - first)
         root = state["square"].sqrt().add_(self.eps)
@@ -150,7 +138,7 @@ class SOAP(Method):
             # The first update has no basis, or is skipped.
             count = max(1, step.updates + (not (names or self.skip_first)))
             matrix = matrix * (math.sqrt(1 - second**count) / (1 - first**count))
-        return Direction(swapped(matrix, matrix.shape[-1] // self.positions), state)
+        return Direction(matrix, state)
 
     def rebase(
         self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
@@ -167,12 +155,10 @@ class SOAP(Method):
                     continue  # every column stays in its place
                 order = new[name]["order"].long()
                 order = order.unsqueeze(-1 if name == "L" else -2)
-                # Of each position the columns: [groups, out * positions, channels].
-                rows = square if name == "L" else square.reshape(len(square), -1, order.shape[-1])
-                square = rows.gather(dim, order.expand_as(rows)).view(square.shape)
+                square = square.gather(dim, order.expand_as(square))
             else:
                 overlap = (new[name]["vectors"].mT @ old[name]["vectors"]).square()
-                square = overlap @ square if name == "L" else times(square, overlap.mT)
+                square = overlap @ square if name == "L" else square @ overlap.mT
         return {**moved, "square": square}
 
 
@@ -250,11 +236,11 @@ def into_basis(matrix: Tensor, data: SecondOrder) -> Tensor:
     """Rotate ``[groups, out, in]`` into the basis; sides without a factor are not rotated."""
     if "L" in data:
         matrix = data["L"]["vectors"].mT @ matrix
-    return times(matrix, data["R"]["vectors"]) if "R" in data else matrix
+    return matrix @ data["R"]["vectors"] if "R" in data else matrix
 
 
 def _out_of(matrix: Tensor, data: SecondOrder) -> Tensor:
     """Undo `into_basis`."""
     if "L" in data:
         matrix = data["L"]["vectors"] @ matrix
-    return times(matrix, data["R"]["vectors"].mT) if "R" in data else matrix
+    return matrix @ data["R"]["vectors"].mT if "R" in data else matrix

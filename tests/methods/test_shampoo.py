@@ -93,28 +93,6 @@ def test_shampoo(shape: tuple[int, int], method: Shampoo, every: int) -> None:
             compare(model[0].weight.grad, expected, f"step {step}", rtol=1e-8)
 
 
-def test_the_right_side_of_a_convolution_is_its_channels() -> None:
-    """Three steps of a kernel ``[out, channels, positions]``, by einsum."""
-    method = Shampoo(DECAY, graft=None)
-    model = nn.Sequential(nn.Conv2d(3, 4, (2, 3), bias=False)).double()
-    past: list[Tensor] = []
-    with closing(stages.preconditioner(model, method, solve_every=1)) as own:
-        for step in range(3):
-            kernel = randn(4, 3, 6, seed=step)
-            past.append(kernel)
-            model[0].weight.grad = kernel.reshape(4, 3, 2, 3).clone()
-            own.step()
-            shares = torch.tensor([DECAY**age for age in reversed(range(len(past)))]).double()
-            weighted = torch.stack(past) * (shares / shares.sum()).sqrt().view(-1, 1, 1, 1)
-            rows = torch.einsum("sacp,sbcp->ab", weighted, weighted)
-            channels = torch.einsum("sacp,sadp->cd", weighted, weighted)
-            left = power_of(rows, -0.25, method.epsilon)
-            right = power_of(channels, -0.25, method.epsilon)
-            expected = torch.einsum("ai,icp,cd->adp", left, kernel, right)
-            found = model[0].weight.grad.reshape(4, 3, 6)
-            compare(found, expected, f"step {step}", rtol=1e-8)
-
-
 def test_what_it_is_not_for() -> None:
     model = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 3))
     with closing(stages.preconditioner(model, Shampoo(max_size=4))) as own:

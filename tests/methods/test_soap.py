@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.layers.layout import BlockShape
-from soframe.methods import SOAP, Blocked, Chain, Momentum, Muon, SOAPMuon
+from soframe.methods import SOAP, Chain, Momentum, Muon, SOAPMuon
 from soframe.solvers import Basis
 from soframe.specs import FactorSpec
 from soframe.testing import compare
@@ -130,84 +130,6 @@ def test_soap_is_the_published_algorithm(options: dict[str, Any], every: int) ->
             compare(model[0].weight.grad, expected, f"step {step}", rtol=1e-9)
             orders.add(str(own.blocks[0].second_order["L"]["order"].tolist()))
     assert len(orders) > 1
-
-
-class OfKernel(Published):
-    """The same for a kernel ``[out, channels, positions]``, with factors of the first two sides."""
-
-    def rotate(self, x: Matrix, *, back: bool = False) -> Matrix:
-        left, right = self.bases["L"], self.bases["R"]
-        if back:
-            left, right = left.T, right.T
-        return np.einsum("ai,bj,abp->ijp", left, right, x)
-
-    def gather(self, gradient: Matrix) -> None:
-        moments = {
-            "L": np.einsum("acp,bcp->ab", gradient, gradient),
-            "R": np.einsum("acp,adp->cd", gradient, gradient),
-        }
-        kept = self.options.shampoo_beta
-        for side, moment in moments.items():
-            self.factors[side] = kept * self.factors[side] + (1 - kept) * moment
-
-
-@pytest.mark.parametrize(
-    ("convolution", "shape"),
-    [
-        (nn.Conv1d(3, 4, 5, bias=False), (4, 3, 5)),
-        (nn.Conv2d(3, 4, (2, 3), bias=False), (4, 3, 2, 3)),
-    ],
-    ids=["1d", "2d"],
-)
-def test_the_right_side_of_a_convolution_is_its_channels(
-    convolution: nn.Module, shape: tuple[int, ...]
-) -> None:
-    method = SOAP()
-    reference = OfKernel(method, 2)
-    model = nn.Sequential(copy.deepcopy(convolution)).double()
-    with closing(stages.preconditioner(model, method, solve_every=2)) as own:
-        assert [factor.size for factor in own.blocks[0].factors] == [4, 3]
-        orders = set()
-        for step, gradient in enumerate(gradients((4, 15 if len(shape) == 3 else 18), 10)):
-            # Other scales for the channels, too: the order of their basis changes.
-            scales = torch.linspace(1.0, 3.0, 3).double().roll(step // 2)
-            kernel = gradient.view(4, 3, -1) * scales[:, None]
-            model[0].weight.grad = kernel.reshape(shape).clone()
-            own.step()
-            expected = torch.from_numpy(reference.step(kernel.numpy())).reshape(shape)
-            compare(model[0].weight.grad, expected, f"step {step}", rtol=1e-9)
-            orders.add(str(own.blocks[0].second_order["R"]["order"].tolist()))
-    assert len(orders) > 1
-
-
-@pytest.mark.parametrize("method", ["soap", "shampoo"])
-def test_state_of_convolutions_is_small(method: str) -> None:
-    """The sides are channels, not channels times positions; soframe.Optimizer has one group."""
-    model = nn.Sequential(nn.Conv2d(16, 16, 3, bias=False), nn.Conv2d(16, 32, 3, bias=False))
-    model.append(nn.Linear(32, 32, bias=False))
-    with closing(soframe.Optimizer(model, method, lr=0.1)) as own:
-        weights = 16 * 16 * 9 + 16 * 32 * 9 + 32 * 32
-        sides = 3 * 16**2 + 3 * 32**2
-        planned = own.preconditioner.placement.memory(0)
-        assert planned["factors"] == 4 * sides
-        assert planned["state"] == 4 * 2 * weights
-        assert [group["method"] for group in own.param_groups] == [method]
-
-
-@pytest.mark.parametrize("method", ["kl-soap", "kl-shampoo", "soap-muon", Blocked("soap", 64)])
-def test_other_methods_keep_the_sides_of_convolutions(method: Any) -> None:
-    model = nn.Sequential(nn.Conv2d(4, 16, 2, bias=False), nn.Conv2d(16, 2, 1, bias=False))
-    with closing(stages.preconditioner(model, method)) as own:
-        sizes = {factor.name: factor.size for factor in own.blocks[0].factors}
-        assert (sizes["L"], sizes["R"]) == (16, 16)
-
-
-def test_kernels_of_one_channel_or_position_are_matrices() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 3, 2, bias=False), nn.Conv2d(3, 5, 1, bias=False))
-    model.append(nn.ConvTranspose2d(5, 2, 2, bias=False))
-    with closing(stages.preconditioner(model, "soap")) as own:
-        sides = [[factor.size for factor in block.factors] for block in own.blocks]
-    assert sides == [[3, 4], [5, 3], [2, 20]]
 
 
 @pytest.mark.parametrize("method", ["soap", "shampoo"])
