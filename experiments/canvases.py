@@ -8,8 +8,8 @@ canvases are the same for any number of canvases.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +35,7 @@ INK = 0.35
 _CHUNK = 500
 
 
-@dataclass(frozen=True)
-class Canvases:
+class Canvases(NamedTuple):
     """Images with what they show; four quadrants each, in the order of `QUADRANTS`.
 
     Attributes:
@@ -79,12 +78,7 @@ def canvases(count: int, *, held_out: bool) -> Canvases:
     for index in range(-(-count // _CHUNK)):
         generator = torch.Generator().manual_seed(2 * index + held_out)
         chunks.append(_chunk(digits, classes, generator))
-    return Canvases(
-        torch.cat([chunk.images for chunk in chunks])[:count],
-        torch.cat([chunk.classes for chunk in chunks])[:count],
-        torch.cat([chunk.boxes for chunk in chunks])[:count],
-        torch.cat([chunk.masks for chunk in chunks])[:count],
-    )
+    return Canvases(*(torch.cat(tensors)[:count] for tensors in zip(*chunks, strict=True)))
 
 
 def _chunk(digits: Tensor, labels: Tensor, generator: torch.Generator) -> Canvases:

@@ -4,7 +4,7 @@ Model, masks and loss are those of `experiments.recipes.bert_large`, small, with
 the width asks for; tokens are bytes, and the mask is one more. Text is the running interpreter's:
 losses compare within one version of Python.
 
-Run to its end on a CPU, by `benchmarks.applications`.
+Run on a CPU: docs/benchmarks/applications.md has first trials.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Settings", "data", "loss", "model", "terms"]
 
 @dataclass(frozen=True)
 class Settings(bert_large.Settings):
-    """BERT over the bytes of Python's standard library (run to its end on a CPU)."""
+    """BERT over the bytes of Python's standard library (rates not tuned)."""
 
     rates: ClassVar[Mapping[str, float]] = {"soframe": 1e-2, "adamw": 1e-2}
 

@@ -6,7 +6,7 @@ sum of the three. The canvases also show halves of digits, which are no objects
 (`experiments.canvases`). The figure is F1: a detection counts if its cell has the centre of a
 digit, the class is right, and the boxes' intersection is at least half of their union.
 
-Run to its end on a CPU, by `benchmarks.applications`.
+Run on a CPU: docs/benchmarks/applications.md has first trials.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OVERLAP = 0.5
 
 @dataclass(frozen=True)
 class Settings(Common):
-    """A small one-stage detector on canvases of digits (run to its end on a CPU)."""
+    """A small one-stage detector on canvases of digits (rates not tuned)."""
 
     rates: ClassVar[Mapping[str, float]] = {"soframe": 0.1, "sgd": 0.1, "adamw": 3e-3}
 
@@ -139,10 +139,10 @@ def _heads(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def loss(model: nn.Module, images: Tensor, classes: Tensor, boxes: Tensor) -> Tensor:
     """Return the sum of three losses, each summed over the cells of an image."""
-    logits, found, scores = _heads(model, images)
+    logits, predicted, scores = _heads(model, images)
     has_digit = (classes >= 0).to(logits.dtype)
     of_objects = F.binary_cross_entropy_with_logits(logits, has_digit, reduction="sum")
-    distances = F.smooth_l1_loss(found, boxes, reduction="none").sum(-1)
+    distances = F.smooth_l1_loss(predicted, boxes, reduction="none").sum(-1)
     of_boxes = (distances * has_digit).sum()
     of_classes = F.cross_entropy(
         scores.flatten(0, 1), classes.flatten(), ignore_index=-1, reduction="sum"
@@ -150,23 +150,23 @@ def loss(model: nn.Module, images: Tensor, classes: Tensor, boxes: Tensor) -> Te
     return (of_objects + of_boxes + of_classes) / len(images)
 
 
-def overlaps(boxes: Tensor, others: Tensor) -> Tensor:
+def overlaps(boxes: Tensor, targets: Tensor) -> Tensor:
     """Return intersections over unions of boxes of the same cells, `(..., 4)` to `(...)`."""
     corners = []
-    for each in (boxes, others):
-        centres, sides = each[..., :2] * CELL, each[..., 2:].exp() * USUAL
+    for box in (boxes, targets):
+        centres, sides = box[..., :2] * CELL, box[..., 2:].exp() * USUAL
         corners.append((centres - sides / 2, centres + sides / 2))
-    (left_top, right_bottom), (other_left_top, other_right_bottom) = corners
-    shared = torch.minimum(right_bottom, other_right_bottom)
-    shared = (shared - torch.maximum(left_top, other_left_top)).clamp(min=0).prod(-1)
-    areas = (right_bottom - left_top).prod(-1) + (other_right_bottom - other_left_top).prod(-1)
+    (left_top, right_bottom), (target_left_top, target_right_bottom) = corners
+    shared = torch.minimum(right_bottom, target_right_bottom)
+    shared = (shared - torch.maximum(left_top, target_left_top)).clamp(min=0).prod(-1)
+    areas = (right_bottom - left_top).prod(-1) + (target_right_bottom - target_left_top).prod(-1)
     return shared / (areas - shared)
 
 
 def metrics(model: nn.Module, images: Tensor, classes: Tensor, boxes: Tensor) -> dict[str, Tensor]:
-    logits, found, scores = _heads(model, images)
+    logits, predicted, scores = _heads(model, images)
     detected, has_digit = logits > 0, classes >= 0
-    is_right = (scores.argmax(-1) == classes) & (overlaps(found, boxes) >= OVERLAP)
+    is_right = (scores.argmax(-1) == classes) & (overlaps(predicted, boxes) >= OVERLAP)
     per_image = 1 / len(images)
     return {
         "correct": (detected & has_digit & is_right).sum() * per_image,

@@ -5,7 +5,7 @@ transposed convolutions on the way up, which K-FAC covers too (`LAYERS`). It mar
 pixels of digits on canvases that show halves of digits too, which are background
 (`experiments.canvases`). The figure is the Dice coefficient of all held-out canvases.
 
-Run to its end on a CPU, by `benchmarks.applications`.
+Run for 150 steps on a CPU, not to its end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYERS = {"^up": "all"}
 
 @dataclass(frozen=True)
 class Settings(Common):
-    """A small U-Net on canvases of digits (run to its end on a CPU)."""
+    """A small U-Net on canvases of digits (rates not tuned)."""
 
     rates: ClassVar[Mapping[str, float]] = {"soframe": 0.3, "sgd": 0.3, "adamw": 1e-2}
 
@@ -135,11 +135,11 @@ def optimizer(model: nn.Module, settings: Settings, **more: Any) -> Built:
 
 
 def metrics(model: nn.Module, images: Tensor, masks: Tensor) -> dict[str, Tensor]:
-    found = (model(images).squeeze(1) > 0).float()
+    marked = (model(images).squeeze(1) > 0).float()
     per_image = 1 / len(images)
     return {
-        "correct": (found * masks).sum() * per_image,
-        "marked": (found.sum() + masks.sum()) * per_image,
+        "correct": (marked * masks).sum() * per_image,
+        "marked": (marked.sum() + masks.sum()) * per_image,
     }
 
 
