@@ -25,5 +25,8 @@ It may also have:
 `experiments.recipes.loop.run` trains any such module.
 """
 
-NAMES = ("resnet32", "resnet50", "bert_large", "gpt2", "vit", "lora", "pinn")
+NAMES = (
+    *("resnet32", "resnet50", "bert_large", "gpt2", "vit", "lora"),
+    *("pinn", "unet", "detector", "bert_bytes"),
+)
 """The recipes."""

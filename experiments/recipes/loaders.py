@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from experiments.libraries import require
 
@@ -432,12 +432,12 @@ class MaskedTokens(Dataset[Example]):
     are drawn. Of these 80 % become the mask, 10 % a random token, and 10 % stay.
 
     Args:
-        inner: The windows.
+        inner: The windows, the first tensor of an item.
         vocabulary: The number of tokens there are.
         mask: The token of the mask.
     """
 
-    def __init__(self, inner: Tokens, vocabulary: int, mask: int) -> None:
+    def __init__(self, inner: Tokens | TensorDataset, vocabulary: int, mask: int) -> None:
         self._inner, self._vocabulary, self._mask = inner, vocabulary, mask
 
     def __len__(self) -> int:

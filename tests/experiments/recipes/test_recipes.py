@@ -19,6 +19,7 @@ from tests.experiments.recipes import files
 
 SHORT = {"steps": 3, "evaluate_every": 3, "tensorboard": False, "device": "cpu"}
 IMAGES = {"side": 32, "classes": 2, "batch_size": 8}
+CANVASES = {"canvases": 20, "test_canvases": 5, "batch_size": 10}
 TEXT = {"vocabulary": 60, "length": 16, "width": 16, "layers": 2, "heads": 2, "batch_size": 4}
 CASES = {
     "resnet32": (files.cifar, {"width": 4, "layers": 1, "batch_size": 10}),
@@ -27,8 +28,11 @@ CASES = {
     "gpt2": (files.tokens, TEXT),
     "bert_large": (files.tokens, {**TEXT, "mask": 59, "base": "adamw", "lr": 1e-3}),
     "pinn": (lambda folder: folder, {"points": 256, "width": 8, "batch_size": 256}),
+    "unet": (lambda folder: folder, {**CANVASES, "width": 2}),
+    "detector": (lambda folder: folder, {**CANVASES, "width": 4}),
+    "bert_bytes": (lambda folder: folder, {"length": 16, "width": 8, "heads": 2, "batch_size": 4}),
 }
-FIRST_ORDER = {"resnet32": "sgd", "resnet50": "sgd"}
+FIRST_ORDER = dict.fromkeys(("resnet32", "resnet50", "unet", "detector"), "sgd")
 
 
 def recipe(name):
