@@ -10,8 +10,8 @@
 It is a chain: momentum, signs, Muon's stage, and the division. The last line makes a bias
 correction of v unnecessary.
 
-To reproduce: loss against tokens of GPT-2 and Qwen2.5 models, beside AdamW and Muon: over 40 %
-more efficient than Adam in the larger ones.
+To reproduce: loss against tokens of language models, beside AdamW and Muon: over 40 % more
+efficient than Adam at the larger scales.
 """
 
 from __future__ import annotations

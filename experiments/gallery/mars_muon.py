@@ -9,8 +9,8 @@ takes the gradient of the step before in place of a second pass over the batch::
 
 It is a chain: the corrected momentum and Muon's last stages. |c| is the norm of each matrix.
 
-To reproduce: loss against tokens of GPT-2 models on OpenWebText and FineWeb-Edu, beside Muon,
-AdamW and MARS-AdamW.
+To reproduce: losses of language models and of image classifiers against steps, beside Muon, AdamW
+and MARS-AdamW.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class PSGDKron(WithoutFactors):
     def _fitted(self, root: Tensor, bound: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         moment = rows @ rows.mT
         eye = torch.eye(root.shape[-1]).to(root)
-        length = torch.linalg.matrix_norm(moment, 2)[:, None, None] + rows.shape[-1]
+        length = torch.linalg.eigvalsh(moment)[:, -1, None, None] + rows.shape[-1]
         bound = torch.maximum(length, bound.lerp(length, 1 - self.bound_beta))
         factor = eye - self.rate / (2 * bound) * (moment - rows.shape[-1] * eye)
         root = factor @ root @ factor

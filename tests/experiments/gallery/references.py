@@ -211,12 +211,166 @@ def sinkgd(gradients: Sequence[Matrix]) -> Iterator[Matrix]:
         yield matrix
 
 
+def polargrad(gradients: Sequence[Matrix]) -> Iterator[Matrix]:
+    for momentum in momenta(gradients, 0.95):
+        yield polar(momentum) * np.linalg.svd(momentum, compute_uv=False).sum()
+
+
+def mousse(gradients: Sequence[Matrix]) -> Iterator[Matrix]:
+    momentum = np.zeros_like(gradients[0])
+    lefts = averages([g @ g.T for g in gradients], 0.95)
+    rights = averages([g.T @ g for g in gradients], 0.95)
+    for gradient, left, right in zip(gradients, lefts, rights, strict=True):
+        momentum = 0.95 * momentum + gradient
+        powers = {}
+        for name, factor in (("left", left), ("right", right)):
+            values, vectors = np.linalg.eigh(factor * len(factor) / np.trace(factor))
+            values = np.maximum(values, 1e-6)
+            for exponent in (-0.125, 0.125):
+                powers[name, exponent] = vectors @ np.diag(values**exponent) @ vectors.T
+        white = powers["left", -0.125] @ momentum @ powers["right", -0.125]
+        orthogonal = newton_schulz(white)
+        update = powers["left", 0.125] @ orthogonal @ powers["right", 0.125]
+        yield update * np.linalg.norm(orthogonal) / np.linalg.norm(update)
+
+
+def spectral(matrix: Matrix, steps: int = 5) -> Matrix:
+    out, into = matrix.shape
+    return np.sqrt(max(1.0, out / into)) * newton_schulz(matrix, steps)
+
+
+def muon_squared(gradients: Sequence[Matrix]) -> Iterator[Matrix]:
+    squares = momenta([gradient**2 for gradient in gradients], 0.95)
+    for momentum, square in zip(momenta(gradients, 0.95), squares, strict=True):
+        yield spectral(momentum / np.sqrt(square + 1e-8), steps=3)
+
+
+def muon_eq(gradients: Sequence[Matrix]) -> Iterator[Matrix]:
+    for momentum in momenta(gradients, 0.95):
+        balanced = np.stack([row / np.sqrt((row**2).sum()) for row in momentum])
+        yield 0.2 * np.sqrt(max(momentum.shape)) * newton_schulz(balanced)
+
+
+def muon_vs(gradients: Sequence[Matrix]) -> Iterator[Matrix]:
+    mean, variance = np.zeros_like(gradients[0]), np.zeros_like(gradients[0])
+    for count, gradient in enumerate(gradients, 1):
+        variance = 0.95 * variance + 0.95 * 0.05 * (mean - gradient) ** 2
+        mean = 0.95 * mean + 0.05 * gradient
+        correction = 1 - 0.95**count
+        ahead = gradient + 0.95 / 0.05 * mean / correction
+        yield spectral(ahead / np.sqrt(variance / correction + 1e-8))
+
+
+def unit(matrix: Matrix) -> Matrix:
+    return matrix / np.sqrt((matrix**2).mean())
+
+
+def cosmos(gradients: Sequence[Matrix]) -> Iterator[Matrix]:
+    rank = max(1, gradients[0].shape[1] // 2)
+    means = momenta(gradients, 0.95)
+    square = np.zeros((len(gradients[0]), rank))
+    basis = np.linalg.svd(gradients[0])[2][:rank].T
+    moment = np.zeros((rank, rank))
+    for count, (gradient, mean) in enumerate(zip(gradients, means, strict=True), 1):
+        # The running average in the old subspace, and the new gradient's whole moment.
+        whole = 0.95 * basis @ moment @ basis.T + 0.05 * gradient.T @ gradient
+        if count > 1:
+            basis = gram_schmidt(whole @ basis)
+        moment = basis.T @ whole @ basis
+        square = 0.95 * square + 0.05 * (gradient @ basis) ** 2
+        correction = 1 - 0.95**count
+        adaptive = (mean @ basis) / correction / np.sqrt((square + 1e-8) / correction)
+        rest = mean @ (np.eye(len(basis)) - basis @ basis.T)
+        yield unit(adaptive @ basis.T + 0.2 * unit(newton_schulz(rest)))
+
+
+def jorge(gradients: Sequence[Matrix]) -> Iterator[Matrix]:
+    out, into = gradients[0].shape
+    left, right = 1e-6**-0.25 * np.eye(out), 1e-6**-0.25 * np.eye(into)
+    mean, total = np.zeros((out, into)), np.zeros((out, into))
+
+    def updated(root: Matrix, moment: Matrix) -> Matrix:
+        x = root @ root @ root @ root @ moment
+        norm = np.sqrt((x**2).sum())
+        decay = norm / (norm + 1)
+        x = (1 - decay) / decay * x
+        return decay**-0.25 * root @ (np.eye(len(x)) - x / 4 + 5 * x @ x / 32)
+
+    for gradient in gradients:
+        left = updated(left, gradient @ gradient.T)
+        right = updated(right, gradient.T @ gradient)
+        mean = 0.9 * mean + 0.1 * left @ gradient @ right
+        total = 0.9 * total + gradient
+        yield mean * np.linalg.norm(total) / np.linalg.norm(mean)
+
+
+Samples = Sequence[tuple[Matrix, Matrix]]
+"""Of each step the inputs ``[N, in]`` and the output gradients ``[N, out]`` of its samples."""
+
+
+def gradient_of(inputs: Matrix, outputs: Matrix) -> Matrix:
+    return outputs.T @ inputs / len(inputs)
+
+
+def adafisher(samples: Samples) -> Iterator[Matrix]:
+    inputs = averages([(a**2).mean(axis=0) for a, _ in samples], 0.92)
+    outputs = averages([(g**2).mean(axis=0) for _, g in samples], 0.92)
+    means = averages([gradient_of(a, g) for a, g in samples], 0.9)
+    for mean, h, s in zip(means, inputs, outputs, strict=True):
+        product = np.outer((s - s.min()) / np.ptp(s), (h - h.min()) / np.ptp(h))
+        yield mean / (product + 1e-3)
+
+
+def sophia_g(samples: Samples) -> Iterator[Matrix]:
+    """Of the empirical Fisher, whose sample gradients can be written down."""
+    squares = [
+        np.mean([np.outer(y, x) ** 2 for x, y in zip(a, g, strict=True)], 0) for a, g in samples
+    ]
+    curvatures = averages(squares, 0.99)
+    means = momenta([gradient_of(a, g) for a, g in samples], 0.96)
+    for mean, curvature in zip(means, curvatures, strict=True):
+        yield np.clip(mean / np.maximum(0.05 * curvature, 1e-12), -1, 1)
+
+
+def mkor(samples: Samples) -> Iterator[Matrix]:
+    """With inverses by LAPACK, and the factors whose inverses are kept."""
+    momentum: Matrix | float = 0.0
+    inverses = {0: np.eye(samples[0][0].shape[1]), 1: np.eye(samples[0][1].shape[1])}
+    for pair in samples:
+        for side, rows in enumerate(pair):
+            vector = rows.mean(axis=0)
+            factor = 0.95 * np.linalg.inv(inverses[side]) + 0.05 * np.outer(vector, vector)
+            inverse = np.linalg.inv(factor)
+            if np.abs(inverse).max() > 2:
+                inverse = 0.9 * inverse + 0.1 * np.eye(len(inverse))
+            inverses[side] = inverse
+        gradient = gradient_of(*pair)
+        update = inverses[1] @ gradient @ inverses[0]
+        update *= np.linalg.norm(gradient) / np.linalg.norm(update)
+        momentum = 0.9 * momentum + update
+        yield momentum
+
+
+CALLS: dict[str, Callable[[Samples], Iterator[Matrix]]] = {
+    "adafisher": adafisher,
+    "mkor": mkor,
+    "sophia-g": sophia_g,
+}
+"""Methods that read inputs and output gradients of calls."""
+
 GRADIENTS: dict[str, tuple[Reference, float]] = {
     "adamuon": (adamuon, 1e-9),
     "caspr": (caspr, 1e-9),
     "conda": (conda, 1e-7),
+    "cosmos": (cosmos, 1e-9),
     "dion": (dion, 1e-9),
+    "jorge": (jorge, 1e-9),
     "mars-muon": (mars_muon, 1e-9),
+    "mousse": (mousse, 1e-9),
+    "muon-eq": (muon_eq, 1e-9),
+    "muon-squared": (muon_squared, 1e-9),
+    "muon-vs": (muon_vs, 1e-9),
+    "polargrad": (polargrad, 1e-3),
     "psgd-kron": (psgd_kron, 1e-9),
     "racs": (racs, 1e-9),
     "sinkgd": (sinkgd, 1e-9),

@@ -27,19 +27,22 @@ from tests.compatibility.kit import assert_same
 from tests.compatibility.test_fully_shard import alone, train_all
 from tests.curvature import closing, randn
 from tests.distributed.harness import run_ranks
-from tests.experiments.gallery.references import GRADIENTS
+from tests.experiments.gallery.references import CALLS, GRADIENTS
 from tests.methods import stages
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "experiments" / "gallery"
 FILES = sorted(path for path in FOLDER.glob("*.py") if not path.name.startswith("__"))
-NAMES = sorted(GRADIENTS)
+NAMES = sorted((*CALLS, *GRADIENTS))
 SHAPES = ((4, 3), (3, 5), (4, 4))
 # A factor of one gradient that is no square has a null space, whose basis is a convention.
 CASES = [
-    (name, shape) for name in NAMES for shape in SHAPES if name != "splus" or shape[0] == shape[1]
+    (name, shape)
+    for name in GRADIENTS
+    for shape in SHAPES
+    if name != "splus" or shape[0] == shape[1]
 ]
-ON_RANKS = ("conda", "psgd-kron", "splus")
+ON_RANKS = ("mkor", "psgd-kron", "splus")
 """They differ in what they keep and have solved; `make test-all` runs all."""
 
 
@@ -83,6 +86,24 @@ def test_updates_are_the_papers(name: str, shape: tuple[int, int]) -> None:
             preconditioner.step()
             update = torch.from_numpy(np.ascontiguousarray(expected[step]))
             compare(model[0].weight.grad, update, f"step {step}", rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_updates_of_calls_are_the_papers(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4)).double()
+    weight, bias = (parameter.detach().numpy() for parameter in model.parameters())
+    batches = [(randn(6, 3, seed=step), randn(6, 4, seed=10 + step)) for step in range(5)]
+    samples = []
+    for inputs, targets in batches:
+        rows = np.concatenate([inputs.numpy(), np.ones((6, 1))], axis=1)
+        samples.append((rows, inputs.numpy() @ weight.T + bias - targets.numpy()))
+    with closing(stages.preconditioner(model, built(name))) as preconditioner:
+        for (inputs, targets), update in zip(batches, CALLS[name](samples), strict=True):
+            model.zero_grad()
+            (0.5 * (model(inputs) - targets).square().sum(1).mean()).backward()
+            preconditioner.step()
+            joint = torch.cat([model[0].weight.grad, model[0].bias.grad[:, None]], dim=1)
+            compare(joint, torch.from_numpy(update), name, rtol=1e-9)
 
 
 @pytest.mark.slow
