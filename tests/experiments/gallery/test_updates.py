@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import math
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -169,6 +170,37 @@ def test_each_method_has_its_reference(name: str, gallery: ModuleType) -> None:
     docstring = " ".join(sys.modules[gallery.METHODS[name].__module__].__doc__.split())
     assert re.sub("[{}]", "", read["title"]) in docstring
     assert read.get("eprint", "") in docstring
+
+
+def test_the_race_tries_as_many_rates_of_each_method(gallery: ModuleType) -> None:
+    race = importlib.import_module("experiments.gallery.__main__")
+    for name in (*gallery.METHODS, *race.BASELINES):
+        configs = race.configurations(name, "problem:norms", steps=5)
+        assert len({config.lr for config in configs}) == len(race.FACTORS)
+        assert {config.optimizer for config in configs} == {f"soframe:{name}"}
+    assert {*race.RATES, *race.OPTIONS} <= {*gallery.METHODS, *race.BASELINES}
+
+
+@pytest.mark.parametrize(
+    ("losses", "mark"),
+    [
+        ((3.0, 1.0, 2.0), "lr 2"),
+        ((3.0, 2.0, 1.0), "lr 3 (end)"),
+        ((3.0, math.nan, 4.0), "lr 1 (end)"),
+    ],
+    ids=str,
+)
+def test_the_lowest_finite_loss_counts(losses: tuple[float, ...], mark: str) -> None:
+    race = importlib.import_module("experiments.gallery.__main__")
+    records = [
+        SimpleNamespace(
+            config=SimpleNamespace(lr=float(index)),
+            last=SimpleNamespace(loss=loss),
+            diverged=not math.isfinite(loss),
+        )
+        for index, loss in enumerate(losses, 1)
+    ]
+    assert race.best(records).tuning == mark
 
 
 def test_methods_are_registered_once_the_package_is_imported() -> None:
