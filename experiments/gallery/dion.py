@@ -66,7 +66,9 @@ class Dion(WithoutFactors):
         left = torch.linalg.qr(buffer @ right)[0]  # [groups, out, rank]
         product = buffer.mT @ left  # [groups, in, rank]
         lengths = torch.linalg.vector_norm(product, dim=1, keepdim=True)
-        right = product / lengths.where(lengths > 0, 1.0)
+        # A buffer of low rank leaves columns of rounding errors, which are no directions.
+        rounding = 100 * torch.finfo(product.dtype).eps * lengths.amax(2, keepdim=True)
+        right = torch.where(lengths > rounding, product / lengths, 0.0)
         buffer = buffer - (1 - self.momentum) * left @ product.mT
         _, out, into = buffer.shape
         update = math.sqrt(out / into) * left @ right.mT
