@@ -78,6 +78,12 @@ format: $(VENV)/.stamp-lint ## write the style that lint asks for
 docs: $(VENV)/.stamp-docs ## build the documentation in docs/_build/html, warnings are errors
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
 
+.PHONY: wheel
+wheel: $(VENV)/.stamp-release ## build the source distribution and the wheel in dist, and check their metadata
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
 # Others take longer: `python -m benchmarks.simulation`, `scaling`, `time_to_target`, `methods` and `kaisa`; their pages
 # have the commands.
 .PHONY: figures

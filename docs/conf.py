@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from latex2mathml.converter import convert
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -23,8 +24,8 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
 templates_path: list[str] = []
@@ -34,7 +35,8 @@ html_title = f"soframe {release}"
 html_show_sphinx = False
 html_search_scorer = str(ROOT / "docs" / "_static" / "scorer.js")
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["tables.css", "figures.css"]
+html_math_renderer = "mathml"  # which browsers draw themselves, without a network
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
@@ -135,6 +137,19 @@ def _public(target: str) -> list[Any]:
     return [None]
 
 
+def inline_math(translator: Any, node: nodes.math) -> None:
+    """Write a formula within a line as MathML."""
+    translator.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def display_math(translator: Any, node: nodes.math_block) -> None:
+    """Write a formula of its own lines as MathML."""
+    translator.body.append(convert(node.astext(), display="block"))
+    raise nodes.SkipNode
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.connect("missing-reference", public_name)
+    app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))

@@ -55,20 +55,28 @@ if TYPE_CHECKING:
     from soframe.trust_region import StochasticTrustRegion as StochasticTrustRegion
     from soframe.trust_region import TrustRegion as TrustRegion
 else:
-    _LAZY = (
+    _MODULES = (
         *("checkpoint", "continual", "influence", "laplace"),
         *("merging", "testing", "trust_region"),
     )
+    _MEMBERS = {
+        "Recommendation": "soframe.planning.recommendation",
+        "StochasticTrustRegion": "soframe.trust_region",
+        "TrustRegion": "soframe.trust_region",
+        "recommend": "soframe.planning.recommendation",
+    }
 
     def __getattr__(name: str) -> Any:
         """Import rarely used modules on first access: DCP, component checks, advice, extensions."""
-        if name in _LAZY:
+        if name in _MODULES:
             return importlib.import_module(f"soframe.{name}")
-        if name in ("StochasticTrustRegion", "TrustRegion"):
-            return getattr(importlib.import_module("soframe.trust_region"), name)
-        if name in ("Recommendation", "recommend"):
-            return getattr(importlib.import_module("soframe.planning.recommendation"), name)
+        if name in _MEMBERS:
+            return getattr(importlib.import_module(_MEMBERS[name]), name)
         raise AttributeError(f"module 'soframe' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """List the names that are imported on first access with the others."""
+        return sorted({*globals(), *_MODULES, *_MEMBERS})
 
 
 __all__ = [

@@ -1,12 +1,17 @@
-"""BibTeX entries of components and of soframe: `references.bib`, with one field to a line."""
+"""BibTeX entries of components and of soframe: `references.bib`, with one field to a line.
+
+A component of another package has entries of the same form as an attribute of its class, `bibtex`.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+
+from soframe.registry import KINDS
 
 KFAC = ("martens2015kfac", "grosse2016kfc", "eschenhagen2023kfac")
 
@@ -71,8 +76,28 @@ PAPERS: dict[str, dict[str, tuple[str, ...]]] = {
 @cache
 def entries() -> dict[str, str]:
     """Return the BibTeX entries of `references.bib`, by key."""
-    text = Path(__file__).with_name("references.bib").read_text(encoding="utf-8")
+    return read(Path(__file__).with_name("references.bib").read_text(encoding="utf-8"))
+
+
+def read(text: str) -> dict[str, str]:
+    """Return the BibTeX entries of a text, by key."""
     return {match[1]: match[0] for match in re.finditer(r"@\w+\{(\w+),\n(?:  .*\n)*\}", text)}
+
+
+def _of_others() -> Iterator[tuple[str, str, str]]:
+    """Yield kind, name and entries of every component whose class has ``bibtex``."""
+    for kind, registry in KINDS.items():
+        for component in registry.available().values():
+            if hasattr(component, "bibtex"):
+                yield kind, registry.name_of(component), component.bibtex
+
+
+def papers() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return keys of entries by kind and name: `PAPERS`, and of components of other packages."""
+    known = {kind: dict(names) for kind, names in PAPERS.items()}
+    for kind, name, text in _of_others():
+        known.setdefault(kind, {})[name] = tuple(read(text))
+    return known
 
 
 def fields(entry: str) -> dict[str, str]:
@@ -84,10 +109,13 @@ def fields(entry: str) -> dict[str, str]:
 def cite(*names: str) -> dict[str, str]:
     """Return the BibTeX entries of components by registered names and, last, of soframe, by key."""
     known: dict[str, Sequence[str]] = {}
-    for of_kind in PAPERS.values():
+    for of_kind in papers().values():
         known |= of_kind
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(f"no references for {unknown}; there are: {', '.join(sorted(known))}")
+    texts = dict(entries())
+    for _, _, text in _of_others():
+        texts |= read(text)
     keys = dict.fromkeys(itertools.chain.from_iterable(known[name] for name in names))
     keys.pop("soframe", None)
-    return {key: entries()[key] for key in (*keys, "soframe")}
+    return {key: texts[key] for key in (*keys, "soframe")}

@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,7 +65,7 @@ def _user_errors() -> Iterator[None]:
     """Print errors that a user can put right in one line; others keep their traceback."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
 
@@ -294,19 +295,25 @@ def components(as_json: AsJson = False) -> None:
 @app.command()
 def cite(
     name: Annotated[list[str] | None, typer.Argument(help="Components, such as kfac.")] = None,
+    module: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="A module that registers components, imported first."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print BibTeX of components and of soframe; without a name, list what can be cited."""
     with _user_errors():
+        for imported in module or ():
+            import_module(imported)
         cited = citations.cite(*name or ())
     if as_json:
         read = {key: citations.fields(entry) for key, entry in cited.items()}
-        _print_json(read if name else citations.PAPERS)
+        _print_json(read if name else citations.papers())
     elif name:
         typer.echo("\n\n".join(cited.values()))
     else:
         table = Table("kind", "name", "papers")
-        for kind, known in citations.PAPERS.items():
+        for kind, known in citations.papers().items():
             for component, keys in known.items():
                 table.add_row(kind, component, ", ".join(keys) or "none")
             table.add_section()

@@ -117,6 +117,14 @@ def test_modules_that_are_imported_once_they_are_asked_for(
     assert getattr(soframe, name) is sys.modules[f"soframe.{name}"]
 
 
+def test_dir_lists_names_that_are_not_imported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {*soframe.__all__, "checkpoint", "testing"}
+    for name in (*soframe._MODULES, *soframe._MEMBERS):
+        monkeypatch.delitem(vars(soframe), name, raising=False)
+    assert not names <= set(vars(soframe))
+    assert names <= set(dir(soframe))
+
+
 def rooms() -> dict[str, set[str]]:
     """Which folders, and files of the root, each of them imports."""
     package = ROOT / "soframe"

@@ -1,0 +1,97 @@
+"""Race the gallery: ``python -m experiments.gallery``, about ten minutes of a processor.
+
+Every method, and `BASELINES` of soframe, trains one small problem from one seed with as many
+learning rates, `FACTORS` times its `RATES`, which follow from the length of its updates. The best
+last loss counts. Runs are kept in the output folder, so that the same command goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import soframe
+from experiments import display, runs, tables, train
+from experiments.config import RunConfig
+from experiments.environment import sources
+from experiments.gallery import METHODS
+from experiments.records import RunRecord
+from experiments.workloads import workload
+
+BASELINES = ("adamw", "kfac", "muon", "shampoo", "soap", "soap-muon")
+FACTORS = (1 / 4, 1.0, 4.0)
+USUAL = 0.003
+"""The rate of updates whose entries have a root mean square of about one, as Adam's."""
+RATES = {
+    **dict.fromkeys(("dion", "mousse", "muon", "muon-squared", "muon-vs", "soap-muon"), 0.02),
+    **dict.fromkeys(("adamuon", "mars-muon", "muon-eq"), 0.015),
+    **dict.fromkeys(("jorge", "kfac", "mkor", "polargrad"), 0.03),
+    "racs": 0.06,
+    "splus": 0.1,
+}
+OPTIONS: dict[str, dict[str, Any]] = {"mkor": {"statistics_every": 1}}
+
+
+def configurations(name: str, problem: str, steps: int) -> list[RunConfig]:
+    """Return the runs of a method, one for each rate."""
+    return [
+        RunConfig(
+            problem,
+            f"soframe:{name}",
+            lr=factor * RATES.get(name, USUAL),
+            schedule="cosine",
+            options={"auxiliary": "adamw", **OPTIONS.get(name, {})},
+            steps=steps,
+            stop_at_target=False,
+            clock="cpu",
+        )
+        for factor in FACTORS
+    ]
+
+
+def best(records: Sequence[RunRecord]) -> tables.Group:
+    """Return the run of the best rate, with the rate, marked if it is the least or the largest."""
+    finite = [record for record in records if not record.diverged] or list(records)
+    chosen = min(finite, key=lambda record: record.last.loss)
+    rates = [record.config.lr for record in records]
+    edge = chosen.config.lr in (min(rates), max(rates))
+    return tables.Group((chosen,), f"lr {chosen.config.lr:g}{' (end)' if edge else ''}")
+
+
+def race(
+    problem: Annotated[str, typer.Option("--workload")] = "problem:norms",
+    steps: int = 100,
+    output: Path = Path("runs/gallery"),
+) -> None:
+    """Train all methods, print the table, and write it as Markdown and LaTeX."""
+    names = sorted((*METHODS, *BASELINES))
+    configs: list[RunConfig] = []
+    for name in names:
+        configs += configurations(name, problem, steps)
+    screen = display.console()
+
+    def trained(missing: Sequence[RunConfig]) -> Iterator[RunRecord]:
+        for config in missing:
+            record = train.train(train.ALONE, config)
+            screen.print(f"{config.label}, lr {config.lr:g}: {record.last.loss:.4g}")
+            yield record
+
+    word = f"soframe {soframe.__version__} {workload(problem).digest} {sources()}"
+    records = runs.kept(configs, output / "runs", train=trained, processes=1, word=word)
+    groups = [
+        best(records[start : start + len(FACTORS)])
+        for start in range(0, len(records), len(FACTORS))
+    ]
+    groups.sort(key=lambda group: group.records[0].last.loss)
+    table = tables.summary(workload(problem), groups, f"{steps} steps")
+    screen.print(table.terminal())
+    for suffix, text in (("md", table.markdown()), ("tex", table.latex("gallery"))):
+        (output / f"gallery.{suffix}").write_text(text, encoding="utf-8")
+        screen.print(output / f"gallery.{suffix}")
+
+
+if __name__ == "__main__":
+    typer.run(race)
