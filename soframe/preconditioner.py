@@ -196,7 +196,7 @@ class Preconditioner(OfModel):
         fisher, curvature = self._parts.fisher, self.curvature
         if fisher.kind == "empirical":
             return
-        curvature.statistics.weigh(weight)
+        curvature.statistics.window.weigh(weight)
         fisher.observe(outputs, curvature.capture, self._parts.samples, curvature.steps)
 
     def count(self, terms: int | Tensor | None = None, *, rows: Tensor | None = None) -> None:
@@ -308,7 +308,7 @@ class Preconditioner(OfModel):
     @property
     def takes_statistics(self) -> bool:
         """Whether the backward passes before the next `step` give statistics, of any layer."""
-        return bool(self.curvature.statistics.due)
+        return bool(self.curvature.statistics.window.due)
 
     # -- the coming step ----------------------------------------------------------------------
 
@@ -464,7 +464,7 @@ class Preconditioner(OfModel):
         self._engine.verdict.forget()
         # The metrics of the last step are of another run.
         self._measuring.forget()
-        self._engine.begin(saved.get("late", ()))
+        self.curvature.begin(saved.get("late", ()))
 
     @property
     def placed(self) -> PlacedBlocks:
@@ -571,7 +571,10 @@ class Preconditioner(OfModel):
             are any (buffers of reductions under way; the call waits for these and frees them), and
             their ``"total"``.
         """
-        return state.memory_usage(self.curvature.placed, self._parts.solves.held())
+        curvature = self.curvature
+        return state.memory_usage(
+            curvature.placed, curvature.statistics.window, self._parts.solves.held()
+        )
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return the bytes and calls of this rank's collectives so far.

@@ -28,7 +28,6 @@ class Block(BlockSpec):
     def join(self, stack: Stack, member: int) -> None:
         """Become a member of a stack, which keeps the block's tensors from now on."""
         self.stack, self.member = stack, member
-        self.record.gathered = self.gatherable()
 
     @property
     def running(self) -> RunningFactors:
@@ -77,9 +76,12 @@ class Block(BlockSpec):
         able, masses = self.gatherable(), self.record.masses
         return any(f.needs and f.name in able and f.name not in masses for f in self.captured)
 
-    def gatherable(self) -> frozenset[str]:
-        """Return the factors that can take statistics: some need second-order data for that."""
-        ready = self.solved
+    def gatherable(self, *, late: bool = False) -> frozenset[str]:
+        """Return the factors that can take statistics: some need second-order data for that.
+
+        ``late`` means that the data are there, and these factors take statistics a window later.
+        """
+        ready = self.solved and not late
         return frozenset(f.name for f in self.captured if ready or not f.needs)
 
     def damped_with(self, damping: float) -> float:

@@ -24,8 +24,6 @@ from soframe.comm.packing import pack_triangle, packed_diagonal, unpack_triangle
 from soframe.kernels.devices import on_device, on_host
 from soframe.kernels.gram import mirror
 from soframe.kernels.halves import dithered
-from soframe.methods.base import Addend
-from soframe.methods.scaling import Counts
 from soframe.specs import VALUE, FactorSpec
 from soframe.strategies.work import BlockPlacement
 
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Record:
-    """The numbers of one block; all but the window's are the same on every rank."""
+    """The numbers of one block, the same on every rank."""
 
     # By factor with statistics, for all groups or each: the EMA weight, 1 without start-up bias.
     masses: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -45,8 +43,6 @@ class Record:
     failures: Counter[str] = field(default_factory=Counter)  # of solves, by factor
     failed: bool = False  # whether a solve failed since the last snapshot
     damping: float | None = None  # the block's own; None for the preconditioner's
-    counts: Counts = field(default_factory=Counts)  # of the window, on this rank
-    gathered: frozenset[str] = frozenset()  # the factors that take statistics in the window
     statistics_at: dict[str, int] = field(default_factory=dict)  # factor -> step of the last ones
     solved_at: dict[str, int] = field(default_factory=dict)  # factor -> step of the solved average
     # 1 if it was not used at its last turn for statistics, 2 if it was used since: see `Refresh`.
@@ -76,14 +72,12 @@ class Stack(Arrangement):
     """The tensors of blocks that are alike, as this rank holds them.
 
     Second-order data and states are replaced, never changed in place: a reference to former ones
-    stays valid. Sums, factors and accumulators change in place.
+    stays valid. Factors and accumulators change in place.
     """
 
     def __init__(self, blocks: Sequence[Block], places: Sequence[BlockPlacement]) -> None:
         super().__init__(blocks)
         self.places, self.place = tuple(places), places[0]  # they differ in owners alone
-        self.sums: dict[str, Tensor] = {}  # of the window; matrices in the lower triangle
-        self._parts: dict[str, Sequence[Tensor]] = {}  # each block's
         self._factors: dict[str, Tensor] = {}
         self.lower: set[str] = set()  # factors that are valid in the lower triangle alone
         self.accumulators: dict[str, Tensor] = {}  # deferred statistics, packed
@@ -101,7 +95,6 @@ class Stack(Arrangement):
     def clear(self) -> None:
         """Drop all tensors, once pending collectives have finished."""
         self.arrive()
-        self.drop_sums()
         self.lower.clear()
         for tensors in (self.factors, self.accumulators, self.data, self.state):
             tensors.clear()
@@ -124,80 +117,12 @@ class Stack(Arrangement):
             same.setdefault(key, []).append(member)
         return list(map(tuple, same.values()))
 
-    # -- the window -------------------------------------------------------------------------------
-
-    def begin_window(self) -> None:
-        """Drop the statistics of the window, and begin another."""
-        for block in self.blocks:
-            block.record.counts, block.record.gathered = Counts(), block.gatherable()
-        self.drop_sums()
-
-    def allocate(self, factors: Sequence[FactorSpec]) -> None:
-        """Begin the sums of factors that several blocks share, with zeros, by one call for all."""
-        like, blocks = self.like, len(self.blocks)
-        new = {
-            f.name: torch.empty(
-                (blocks * f.groups, *f.shape[1:]), dtype=like.dtype, device=like.device
-            )
-            for f in factors
-            if blocks > 1 and f.name not in self.sums
-        }
-        if new:
-            torch._foreach_zero_(list(new.values()))
-            self.sums |= new
-            self._parts |= {name: total.chunk(blocks) for name, total in new.items()}
-
-    def add(
-        self, factor: FactorSpec, member: int, moment: Tensor | Addend, multiplier: float
-    ) -> bool:
-        """Add a multiple of a call's statistics to a block's sum; False if shapes differ."""
-        name = factor.name
-        if isinstance(moment, Tensor) and moment.shape != factor.shape:
-            return False
-        if len(self.blocks) == 1 and name not in self.sums:
-            new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
-            if new.shape != factor.shape:
-                return False
-            self.sums[name], self._parts[name] = new, (new,)
-            return True
-        if name not in self.sums:
-            self.allocate((factor,))
-        total = self._parts[name][member]
-        if isinstance(moment, Tensor):
-            total.add_(moment, alpha=multiplier)
-            return True
-        try:
-            moment(total, multiplier)
-        except RuntimeError:
-            if moment(None, multiplier).shape == factor.shape:
-                raise
-            return False
-        return True
-
-    def drop_sums(self) -> None:
-        """Drop the sums, which have entered the averages."""
-        self.sums, self._parts = {}, {}
-
-    def drop(self, member: int, since: int) -> None:
-        """Drop a block's statistics of the window from the backward passes before ``since``."""
-        self.blocks[member].record.counts = Counts(since=since)
-        if len(self.blocks) == 1:
-            self.drop_sums()
-        for parts in self._parts.values():
-            parts[member].zero_()
-
     def renew(self, members: Members, name: str) -> None:
-        """Drop the statistics that need second-order data of factor ``name``, now replaced."""
+        """Drop the averages that need second-order data of factor ``name``, now replaced."""
         for factor in self.like.factors:
-            if name not in factor.needs:
-                continue
-            for member in members:
-                record = self.blocks[member].record
-                record.gathered -= {factor.name}
-                record.masses.pop(factor.name, None)
-            if factor.name in self.sums:
-                for view in self.views(self.sums[factor.name], members):
-                    view.zero_()
+            if name in factor.needs:
+                for member in members:
+                    self.blocks[member].record.masses.pop(factor.name, None)
 
     # -- running factors --------------------------------------------------------------------------
 

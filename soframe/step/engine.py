@@ -8,7 +8,7 @@ an error on a rank. From there on all ranks enter the same collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,7 @@ from soframe.damping.policies import damping_at
 from soframe.diagnostics.metrics import Measuring
 from soframe.estimate.plan import Plan
 from soframe.estimate.updates import Update, exchange, write
+from soframe.estimate.window import Window
 from soframe.kernels.precision import within
 from soframe.setup.grouping import Grouping
 from soframe.step.clip import Clipped, Clipping, clip
@@ -64,9 +65,9 @@ class Engine:
         self._clipping, self._grouping, self._measuring = clipping, grouping, measuring
         self.verdict = Verdict(self._parts.backend, curvature.counts)
         self.apart: Sequence[Stack] = ()
-        self._connect(rebuilt=False)
+        self._connect()
 
-    def _connect(self, *, rebuilt: bool) -> None:
+    def _connect(self, partial: Window | None = None) -> None:
         """Take the gradients and the guard of the blocks that are registered now."""
         curvature, parts = self._curvature, self._parts
         self._gradients = curvature.averaged
@@ -76,10 +77,8 @@ class Engine:
             curvature.registration.others,
             curvature.capture,
             home=parts.home,
-            rebuilt=rebuilt,
+            partial=partial,
         )
-        if not rebuilt:
-            self._effect.begin(curvature.statistics.due)
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -132,8 +131,9 @@ class Engine:
         except BaseException:
             curvature.begin()  # the sums of this window may be used up already
             raise
+        self._effect.end(curvature.statistics.window)
         curvature.end_step(plan)
-        self.begin()
+        curvature.begin()
 
     def _part_stacks(self) -> None:
         """Choose the stacks that get no update in this step, as the optimizer moves them."""
@@ -143,11 +143,6 @@ class Engine:
         if self._grouping is not None and can_leave:
             self.apart = self._grouping.moves(self._curvature.placed.stacks)
         self._gradients.leave(self.apart)
-
-    def begin(self, late: Collection[str] = ()) -> None:
-        """Begin an empty window; for ``late`` see `Accumulator.late`."""
-        self._curvature.begin(late)
-        self._effect.begin(self._curvature.statistics.due)
 
     def repeat(self, damping: float) -> None:
         """Precondition the gradients that are there now, with the present dampings of blocks.
@@ -180,14 +175,14 @@ class Engine:
     def _agree(self) -> Plan:
         """Agree with all ranks on the plan of the step; rebuild if the model has changed."""
         curvature, parts = self._curvature, self._parts
-        statistics = curvature.statistics
+        statistics, window = curvature.statistics, curvature.statistics.window
         plan, common, error = self._evaluate()
         report, error = self._report(plan, common, error)
         # Over the stages of a model first, then over the copies of each stage.
         of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
         report, error = parts.stages.put_together(report, of_stages, error)
         error = error or parts.stages.miscounted(report.passes)
-        statistics.complete(int(report.passes), int(report.samples))
+        window.complete(int(report.passes), int(report.samples))
         local_bad = report.bad_gradient > 0
         failed = error is not None or report.failed > 0
         bad_statistics = max(report.bad_statistics, min(report.due, report.bad_gradient))
@@ -211,22 +206,22 @@ class Engine:
         self.verdict.counts[SKIPPED_STATISTICS] += total.bad_statistics > 0
         if total.bad_statistics and report.curved == 0:
             parts.refresh.owe(2)  # without the statistics of this step no block has curvature
-        if statistics.due and not total.bad_statistics:
+        if window.due and not total.bad_statistics:
             plan = replace(plan, weights=total.weights)
         return self.verdict.agree(plan, bad=total.bad_gradient, large=total.large, local=local_bad)
 
     def _evaluate(self) -> tuple[Plan, dict[str, object], Exception | None]:
         """Return the step's plan, the values that ranks must share, and an error or None."""
         curvature, parts = self._curvature, self._parts
-        step, refresh = curvature.steps, parts.refresh
+        step, refresh, window = curvature.steps, parts.refresh, curvature.statistics.window
         try:
             if curvature.placed.errors:
                 raise curvature.placed.errors[0]
-            self._effect.check(curvature.statistics.due)  # names the framework that sharded
+            self._effect.check(window)  # names the framework that sharded
             self._gradients.check()
-            capture = curvature.capture
-            parts.loss_scale.check(parts.optimizer, half=capture.half, probed=capture.probing)
             curvature.statistics.require_counted()
+            probed = curvature.capture.probing
+            parts.loss_scale.check(parts.optimizer, half=window.calls.half, probed=probed)
             plan = Plan(
                 step=step,
                 damping=damping_at(parts.damping, step),
@@ -257,28 +252,27 @@ class Engine:
     ) -> tuple[Report, Exception | None]:
         """Return this rank's report, without its weights, and its error."""
         curvature, parts = self._curvature, self._parts
-        statistics = curvature.statistics
-        due = statistics.due
+        window = curvature.statistics.window
         size, finite = math.nan, True
         self.verdict.begin()
         try:
-            largest = statistics.largest() if due else ()
+            largest = window.largest()
             parameters = curvature.watch.parameters()
             # Gathered only now if sums of statistics still have to be reduced, for their memory.
-            gradients = parts.home.of(parameters) if due else self._gradients.own()
+            gradients = parts.home.of(parameters) if window.due else self._gradients.own()
             sizes = Magnitude(parameters, gradients, largest, self._gradients.remembers)
             if self._reads_later(sizes, plan):
                 size = 0.0
                 self.verdict.leave_unread(sizes)
             else:
                 size, finite = sizes.read()
-            present, reached = self._gradients.present(), self._effect.said(due)
+            present, reached = self._gradients.present(), self._effect.said(window)
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
             # All ranks must reduce equally many numbers.
-            present, reached = self._gradients.none_present(), self._effect.nothing_said(due)
+            present, reached = self._gradients.none_present(), self._effect.nothing_said(window)
         bad_gradient = not math.isfinite(size)
-        passes, most, fewest = statistics.seen()
+        passes, most, fewest = window.seen()
         counted = parts.scaling == "fisher"
         changed = float(curvature.watch.changed())
         report = Report(
@@ -286,10 +280,10 @@ class Engine:
             bad_gradient=float(bad_gradient),
             # Damping relative to a small curvature is small: updates may be large.
             large=float(size > 0 or curvature.relatively_damped),
-            bad_statistics=float(not finite or (bool(due) and bad_gradient)),
+            bad_statistics=float(not finite or (bool(window.due) and bad_gradient)),
             changed=changed,
             changed_stages=changed,
-            due=float(bool(due)),
+            due=float(bool(window.due)),
             curved=float(curvature.curved),
             passes=float(passes),
             samples=float(most if counted else 0),
@@ -309,7 +303,7 @@ class Engine:
             if report.changed:
                 require_all_ranks(backend, report.changed)
             elif not (any(report.changed_anywhere) or report.bad_gradient or report.bad_statistics):
-                self._effect.require(self._curvature.statistics.due, report.reached)
+                self._effect.require(self._curvature.statistics.window, report.reached)
         except Exception as error:  # of any kind: all stages raise together
             return error
         return None
@@ -320,7 +314,7 @@ class Engine:
         with stages.together():
             if changed:
                 curvature.rebuild()
-                self._connect(rebuilt=True)
+                self._connect(partial=curvature.statistics.window)
         stages.look_over(curvature.registration)
         # All stages take statistics at the same steps: the most that any of them needs.
         refresh = self._parts.refresh
@@ -335,7 +329,7 @@ class Engine:
         """
         curvature, parts = self._curvature, self._parts
         sends = parts.backend.wire_device(torch.device("cpu")).type == "cpu"
-        plain = not curvature.statistics.due and parts.stages.backend is None
+        plain = not curvature.statistics.window.due and parts.stages.backend is None
         if not plain or not sends or not sizes.queues:
             return False
         # Blocks without statistics take their first ones in any step.
