@@ -42,6 +42,7 @@ from soframe.setup.parts import Parts, parts_of
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.bound import OfModel
+from soframe.step import phases
 from soframe.step.clip import Clipping
 from soframe.step.engine import Engine
 from soframe.strategies.base import Strategy
@@ -151,7 +152,7 @@ class Preconditioner(OfModel):
             )
             self._settings["fisher"] = parts.fisher.kind
         self._closed = False
-        self._measuring = Measuring(self.backend.phases)
+        self._measuring = Measuring(self.backend.phases, phases.names)
         self.curvature = Curvature.of(parts)
         try:
             self._require_read()

@@ -1,4 +1,4 @@
-"""The step, from top to bottom: `Engine.step`.
+"""A step: ranks agree, and the phases of a table run (`soframe.step.phases`).
 
 Ranks agree first (`Engine._agree`): one all-reduce sums their reports, with flags for gradients and
 statistics that are not finite, the weights of the statistics, and flags for a changed model and for
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
-from soframe.blocks.block import Block
 from soframe.blocks.stack import Stack
 from soframe.comm.agreement import (
     fingerprint,
@@ -26,13 +26,14 @@ from soframe.curvature import Curvature
 from soframe.damping.policies import damping_at
 from soframe.diagnostics.metrics import Measuring
 from soframe.estimate.plan import Plan
-from soframe.estimate.updates import Update, exchange, write
+from soframe.estimate.updates import exchange, write
 from soframe.estimate.window import Window
 from soframe.kernels.precision import within
 from soframe.setup.grouping import Grouping
-from soframe.step.clip import Clipped, Clipping, clip
+from soframe.step.clip import Clipping
 from soframe.step.effect import Effect
 from soframe.step.magnitude import Magnitude
+from soframe.step.phases import TABLE, Step
 from soframe.step.verdict import SKIPPED_STATISTICS, Verdict
 
 OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
@@ -84,55 +85,30 @@ class Engine:
 
     def step(self) -> None:
         """Rewrite the gradients by the updates of one step."""
-        curvature, verdict, parts = self._curvature, self.verdict, self._parts
-        phase = parts.backend.phases
-        verdict.settle()
+        curvature, phases = self._curvature, self._parts.backend.phases
+        self.verdict.settle()
         curvature.arrive()  # sums of earlier steps that are still under way
-        with phase("agree"):
+        with phases("agree"):
             plan = self._agree()
+        step = Step(
+            curvature,
+            plan,
+            self.verdict,
+            self._clipping,
+            self._measuring,
+            self._grouping,
+            self.apart,
+        )
         try:
-            if plan.weights is not None:
-                with phase("reduce"):
-                    curvature.fold(plan)
-            with phase("average"):
-                gradients = self._gradients.raw()
-            curvature.end_window(gradients, plan)
-            # A gradient that is not finite would stay in the averages for ever.
-            if plan.finite is not False:
-                curvature.observe(gradients, plan)
-            curvature.solve(plan)
-            updates = curvature.direct(gradients, plan)
-            exchange(curvature.placed, updates)
-            if plan.finite is None:
-                # Behind the work of this step, which the device has to do meanwhile.
-                plan = self._read_flags(plan, updates)
-            clipped = Clipped(finite=False)
-            if plan.finite is not False:
-                clips = self._clipping.clips
-                clipped = clip(updates, self._gradients, clips, plan, stages=parts.stages)
-            # Before `write`: gradient matrices may be views of the memory that it overwrites.
-            self._measuring.note(
-                curvature.blocks,
-                gradients,
-                updates,
-                plan,
-                finite=clipped.finite,
-                factors=clipped.factors,
-            )
-            if clipped.finite:
-                curvature.observe(gradients, plan, after=True)
-                with phase("write"):
-                    parameters = curvature.watch.parameters()
-                    verdict.write(updates, parameters, parts.home, self.apart)
-                verdict.commit(updates)
-                curvature.solve(plan, after=True)
-            else:
-                verdict.skip(plan, parts.model.parameters(), parts.home)
+            for phase in TABLE:
+                if step.is_in(phase.when):
+                    with phases(phase.name) if phase.is_range else nullcontext():
+                        phase.run(step)
         except BaseException:
             curvature.begin()  # the sums of this window may be used up already
             raise
         self._effect.end(curvature.statistics.window)
-        curvature.end_step(plan)
+        curvature.end_step(step.plan)
         curvature.begin()
 
     def _part_stacks(self) -> None:
@@ -340,33 +316,3 @@ class Engine:
             if takes and not stack.like.method.refreshes_after:
                 return False
         return True
-
-    def _read_flags(self, plan: Plan, updates: Sequence[Update]) -> Plan:
-        """Read the flags of the gradients, or leave them on the device if it can select."""
-        blocks: list[Block] = []
-        for update in updates:
-            blocks += update.blocks
-        for stack in self.apart:
-            blocks += stack.blocks
-        if self._can_select(plan, blocks):
-            self.verdict.leave(blocks)
-            return plan
-        return self.verdict.read(plan, always_large=self._curvature.relatively_damped)
-
-    def _can_select(self, plan: Plan, blocks: Sequence[Block]) -> bool:
-        """Return whether the device can select the new states of blocks and their updates.
-
-        It cannot where the host decides by the flags: on statistics of gradients, on first updates,
-        and on float64 for large gradients. After a step that was not moderate the host reads again.
-        All ranks find the same, as reading may be a collective.
-        """
-        if not self.verdict.moderate or plan.undamped or self._curvature.relatively_damped:
-            return False
-        if self._grouping is not None and not self._grouping.selects():
-            return False
-        stacks = self._curvature.placed.stacks
-        if len({stack.like.device for stack in stacks}) != 1:
-            return False
-        if any(len(stack.like.captured) < len(stack.like.factors) for stack in stacks):
-            return False
-        return all(block.record.updates > 0 for block in blocks)
