@@ -32,11 +32,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Solved
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice, Registration, plain_name
 from soframe.blocks.report import Report, warn_of_lost_blocks
-from soframe.blocks.stack import Solved
 from soframe.blocks.watch import Watch
 from soframe.capture.counting import declare
 from soframe.capture.hooks import Capture

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from soframe import combinations
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Solved, Stack
 from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
-from soframe.blocks.stack import Solved, Stack
 from soframe.capture.untraced import untraced
 from soframe.comm.stages import PHASE
 from soframe.curvature import Curvature

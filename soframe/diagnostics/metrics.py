@@ -15,9 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, unpack
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.stack import unpack
 from soframe.comm.agreement import gather_texts
 from soframe.diagnostics.norms import Norms, measure
 from soframe.diagnostics.spectra import spectrum

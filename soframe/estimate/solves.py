@@ -24,9 +24,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Stack, unpack
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.stack import Stack, unpack
 from soframe.comm.base import Backend, Handle
 from soframe.comm.fused import Parcel, Pending, buckets, send
 from soframe.estimate.averages import settle

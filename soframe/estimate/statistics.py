@@ -25,9 +25,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Stack
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.stack import Stack
 from soframe.capture.counting import Batch, DataRows, Passes, Samples
 from soframe.capture.hooks import Capture, LayerCall
 from soframe.capture.sampling import Draw, Sampler

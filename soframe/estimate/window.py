@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Stack
 from soframe.blocks.home import any_nonzero
-from soframe.blocks.stack import Stack
 from soframe.capture.counting import Pass, Passes
 from soframe.capture.hooks import Calls, LayerCall
 from soframe.capture.sampling import Draw

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from soframe.blocks.stack import Stack
+from soframe.blocks.block import Stack
 from soframe.comm.agreement import (
     fingerprint,
     require_all_ranks,

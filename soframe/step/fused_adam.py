@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Stack
 from soframe.blocks.home import PlainGrad
-from soframe.blocks.stack import Stack
 from soframe.comm.base import Backend
 from soframe.methods.adam import AdamW
 from soframe.step.moving import Move

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from soframe.blocks.block import Block
-from soframe.blocks.stack import Stack
+from soframe.blocks.block import Block, Stack
 from soframe.curvature import Curvature
 from soframe.diagnostics.metrics import Measuring
 from soframe.estimate.gradients import Gradients

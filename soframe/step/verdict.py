@@ -14,9 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Stack
 from soframe.blocks.home import GradientHome
-from soframe.blocks.stack import Stack
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.base import Backend
 from soframe.estimate.plan import Plan
