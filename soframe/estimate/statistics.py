@@ -221,7 +221,7 @@ class Accumulator:
             rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         rows_of_data = _sizes(data, batch, shared)[1]
         counts = self.window.tallies[block].counts
-        _count(counts, call, backward.samples, rows_of_data, reached, users * self.window.share)
+        _count(counts, call, backward.samples, rows_of_data, reached, users * self.window.weight)
 
         loss_scale = 1.0 if probe is not None else self.window.passes.loss_scale(backward)
         factors = self._gathered(block)
@@ -302,7 +302,7 @@ class Accumulator:
         for factor in factors:
             if not _is_added(factor, reads=reads, is_repeated=is_repeated):
                 continue
-            multiplier = scale.of(factor) * part * self.window.share
+            multiplier = scale.of(factor) * part * self.window.weight
             if probe is not None and factor.reads != "inputs":
                 multiplier *= probe.weight
             moment = moments.get(factor.name)

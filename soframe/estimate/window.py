@@ -116,7 +116,7 @@ class Window:
         sums: The sums of statistics by stack.
         contributions: The multipliers and weights that this rank sent last, by block.
         shared: The input moments that layers share.
-        share: The weight of the next backward passes, until the batch ends.
+        weight: The weight of the statistics of the next backward passes, until the batch ends.
         of_model: The passes, and the samples, of the stage of the whole model that has the most.
     """
 
@@ -128,15 +128,15 @@ class Window:
     sums: dict[Stack, Sums] = field(default_factory=dict)
     contributions: dict[Block, Contribution] = field(default_factory=dict)
     shared: SharedInputs = field(default_factory=SharedInputs)
-    share: float = 1.0
+    weight: float = 1.0
     of_model: tuple[int, int] = (0, 0)
 
-    def weigh(self, share: float) -> None:
-        """Multiply the statistics of the next backward passes by ``share``, until the batch ends.
+    def weigh(self, weight: float) -> None:
+        """Multiply the statistics of the next backward passes by a weight, until the batch ends.
 
         For micro-batches of unequal sizes: the size of each over their mean.
         """
-        self.share = share
+        self.weight = weight
 
     # -- passes -------------------------------------------------------------------------------
 

@@ -154,12 +154,13 @@ class Engine:
         statistics, window = curvature.statistics, curvature.statistics.window
         plan, common, error = self._evaluate()
         report, error = self._report(plan, common, error)
-        # Over the stages of a model first, then over the copies of each stage.
+        # Reports are reduced over the stages of a model first.
         of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
         report, error = parts.stages.put_together(report, of_stages, error)
         error = error or parts.stages.miscounted(report.passes)
         window.complete(int(report.passes), int(report.samples))
         local_bad = report.bad_gradient > 0
+        # Then over the copies of each stage, with the weights, which need the passes of all stages.
         failed = error is not None or report.failed > 0
         bad_statistics = max(report.bad_statistics, min(report.due, report.bad_gradient))
         total = replace(
@@ -169,16 +170,18 @@ class Engine:
             changed_anywhere=[] if parts.stages.backend is None else [report.changed_stages],
             weights=statistics.weights(),
         ).over_ranks(parts.backend)
+        # What stops the step is raised on all ranks, before anything is written.
         if total.failed > 0:
             error = parts.stages.spread(error)
         require_no_failure(parts.backend, error, total.failed)
         parts.stages.require_none(self._problem(total, common))
         self._gradients.agree(total.present)
         parts.solves.agree(total.waits)
+        # A changed model is registered anew, and the ranks agree once more.
         if total.changed or any(total.changed_anywhere):
             self._rebuild(changed=total.changed > 0)
-            # The new blocks have other weights and flags.
             return self._agree()
+        # Statistics that are not finite on some rank are dropped on all.
         self.verdict.counts[SKIPPED_STATISTICS] += total.bad_statistics > 0
         if total.bad_statistics and report.curved == 0:
             parts.refresh.owe(2)  # without the statistics of this step no block has curvature

@@ -1,14 +1,14 @@
-"""The phases of a step: one table, which the step runs, metrics order and the planner walks.
+"""The phases of a step after the agreement: one table, for the step, for metrics and for plans.
 
-A new phase is its file and one row, added by `add`::
+A new phase is its file and one row::
 
     def average_weights(step: Step) -> None:
         ...
 
     add(Phase("weights", average_weights, when="counts", seconds=price), after="write")
 
-The step runs its function at its place, on all ranks. A tracer sees its range, metrics have a row
-of its time and of what it sends under its name, and plans its seconds.
+The step calls the function at its place, on all ranks. Profilers see its range, metrics have its
+time and the traffic under its name, and plans add its seconds.
 """
 
 from __future__ import annotations
@@ -81,10 +81,15 @@ class Step:
 
 
 class Machine(Protocol):
-    """Hardware, as `Phase.seconds` needs it."""
+    """The hardware of a plan, for `Phase.seconds`."""
 
-    bandwidth: float  # bytes a second
-    launch: float  # seconds of an operator at least
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second."""
+
+    @property
+    def launch(self) -> float:
+        """Seconds of an operator at least."""
 
 
 @dataclass(frozen=True)
