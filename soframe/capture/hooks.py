@@ -196,7 +196,7 @@ def _eagerly() -> Callable[..., None]:
 
 @dataclass(eq=False)
 class Calls:
-    """What hooks leave of the forward and backward passes of one window; the next begins empty.
+    """The records of the hooks in one window; the next begins empty.
 
     Attributes:
         batch: The declaration of the forward passes under way.

@@ -105,14 +105,14 @@ class Sums:
 
 @dataclass(eq=False)
 class Window:
-    """What passes leave between two steps on this rank.
+    """The records of the passes between two steps, on this rank.
 
     Attributes:
         due: The blocks that take statistics, the same on every rank.
         passes: The backward passes, and their samples.
         draw: Takes some of the rows of each call.
         tallies: The numbers of each block; empty if no block takes statistics.
-        calls: What the hooks leave.
+        calls: The records of the hooks.
         sums: The sums of statistics by stack.
         contributions: The multipliers and weights that this rank sent last, by block.
         shared: The input moments that layers share.

@@ -170,7 +170,7 @@ class Engine:
             changed_anywhere=[] if parts.stages.backend is None else [report.changed_stages],
             weights=statistics.weights(),
         ).over_ranks(parts.backend)
-        # What stops the step is raised on all ranks, before anything is written.
+        # An error of one rank is raised on all, before anything is written.
         if total.failed > 0:
             error = parts.stages.spread(error)
         require_no_failure(parts.backend, error, total.failed)

@@ -37,7 +37,7 @@ device; if the updates count; or if they do not."""
 
 @dataclass(eq=False)
 class Step:
-    """A step under way: what its phases read, and hand on.
+    """A step under way, with the results of its phases.
 
     Attributes:
         curvature: The curvature.
@@ -49,7 +49,7 @@ class Step:
         apart: The stacks without an update, which the optimizer moves.
         gradients: The averaged gradients, from phase *average* on.
         updates: The updates, from phase *direct* on.
-        clipped: Whether updates are finite, and what the clips did, from phase *clip* on.
+        clipped: Whether updates are finite, and the factors of clips, from phase *clip* on.
     """
 
     curvature: Curvature
