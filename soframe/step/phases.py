@@ -97,7 +97,7 @@ class Phase:
     """A phase: a row of the table.
 
     Attributes:
-        name: The name of its range, of its times and of what it sends.
+        name: The name of its range, times and traffic.
         run: Its function.
         when: The steps in which it runs.
         is_range: Whether all of it is one range; False if the function opens ranges of this name
