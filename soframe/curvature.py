@@ -32,11 +32,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Solved
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice, Registration, plain_name
 from soframe.blocks.report import Report, warn_of_lost_blocks
-from soframe.blocks.stack import Solved
 from soframe.blocks.watch import Watch
 from soframe.capture.counting import declare
 from soframe.capture.hooks import Capture
@@ -228,13 +227,16 @@ class Curvature(OfModel):
 
         Every rank of the copies of this stage must call.
         """
-        former, statistics, report = self.placed, self.statistics, self._report
+        former, window, report = self.placed, self.statistics.window, self._report
         # Install background solves in the old blocks, whose state moves below.
         self.land("Preconditioner.step()")
         self.dampings.update((block.name, block.record.damping) for block in former.blocks)
         forgets = self.watch.forgets
         self._build(former)
-        if hand_over(former, self.placed, forgets=forgets):
+        self._listen()
+        self.statistics.resume(window)
+        windows = (window, self.statistics.window)
+        if hand_over(former, self.placed, windows, forgets=forgets):
             # Blocks without statistics take them now, not at the next interval; and in the next
             # window too, since the hooks may have missed the calls of this one.
             self.parts.refresh.owe(2)
@@ -246,8 +248,6 @@ class Curvature(OfModel):
         warn_of_lost_blocks(report, self._report, stacklevel=9)
         if report.solver:
             self._report = replace(self._report, solver=report.solver)
-        self.statistics.resume(statistics)
-        self._listen()
 
     def _build(self, former: PlacedBlocks | None = None) -> None:
         """Register the model, place the work and prepare the statistics."""
@@ -288,10 +288,9 @@ class Curvature(OfModel):
             self.placed,
             scale=scale,
             samples=parts.samples,
-            grad_scale=parts.stages.scaled(parts.loss_scale.now),
+            scale_reader=lambda: parts.stages.scaled(parts.loss_scale.reader()),
             capture=self.capture,
             sampler=parts.sampler,
-            voided=parts.loss_scale.begin,
             part_of=parts.stages.part_of,
         )
 
@@ -656,15 +655,11 @@ class Curvature(OfModel):
     # -- windows ------------------------------------------------------------------------------
 
     def begin(self, late: Collection[str] = ()) -> None:
-        """Begin an empty window; for ``late`` see `Accumulator.late`. Every rank must call."""
-        parts = self.parts
-        due = parts.refresh.observed(self.placed, self.steps)
-        self.statistics.begin(due, self.steps)
-        parts.loss_scale.begin()
-        self.capture.reset()
-        if late:
-            due = parts.refresh.observed(self.placed, self.steps, late)
-            self.statistics.postpone(due, late)
+        """Begin a window; for ``late`` see `Accumulator.late`. Every rank must call."""
+        due = self.parts.refresh.observed(self.placed, self.steps, late)
+        self.statistics.begin(
+            due, self.steps, lambda block: block.gatherable(late=block.name in late)
+        )
 
     def report(self) -> Report:
         """Return the planned bytes, and every parameter with its block, or why it has none."""
@@ -684,7 +679,7 @@ class Curvature(OfModel):
 
     def end_window(self, gradients: Gradients, plan: Plan) -> None:
         """Note which blocks have missed their turn of statistics, see `Refresh.end_window`."""
-        due = self.statistics.due
+        due = self.statistics.window.due
         not_finite = plan.weights is None and bool(due)
         if self.placed.captured and not not_finite:
             self.parts.refresh.end_window(self.placed, due, gradients, plan.step)
@@ -705,7 +700,7 @@ class Curvature(OfModel):
         # Blocks whose factors have changed: second-order data may be refreshed without a solve.
         changed: Collection[Block] = ()
         if plan.weights is not None and not after:
-            changed = self.statistics.due
+            changed = self.statistics.window.due
         due = self.parts.refresh.due(self.placed, plan, after=after)
         with within("full"):
             self.parts.solves.update(
@@ -732,11 +727,14 @@ class Curvature(OfModel):
 
     def solve_again(self, blocks: Sequence[Block], damping: float) -> None:
         """Solve blocks at once, with a damping."""
-        self.parts.solves.update(self.placed, blocks, damping=damping, counters=self.counts)
+        solves = self.parts.solves
+        solved = solves.update(self.placed, blocks, damping=damping, counters=self.counts)
+        self.statistics.window.renew(solved)
 
     def land(self, call: str) -> None:
         """Install all background solves; every rank must call. ``call`` names it in errors."""
-        self.parts.solves.land(self.placed, self.counts, call)
+        landed = self.parts.solves.land(self.placed, self.counts, call)
+        self.statistics.window.renew(landed)
 
     def close(self) -> None:
         """Remove every hook; background solves are cancelled, and one that runs is waited for."""

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks import home, sharding
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Stack
 from soframe.blocks.registration import Choice, plain_name, unwrap
 from soframe.blocks.report import Report
-from soframe.blocks.stack import Stack
 from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model
 from soframe.checks.numbers import require_numbers

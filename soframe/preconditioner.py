@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from soframe import combinations
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Solved, Stack
 from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
-from soframe.blocks.stack import Solved, Stack
 from soframe.capture.untraced import untraced
 from soframe.comm.stages import PHASE
 from soframe.curvature import Curvature
@@ -52,6 +51,7 @@ from soframe.setup.parts import Parts, parts_of
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.bound import OfModel
+from soframe.step import phases
 from soframe.step.clip import Clipping
 from soframe.step.engine import Engine
 from soframe.strategies.base import Strategy
@@ -164,7 +164,7 @@ class Preconditioner(OfModel):
             )
             self._settings["fisher"] = parts.fisher.kind
         self._closed = False
-        self._measuring = Measuring(self.backend.phases)
+        self._measuring = Measuring(self.backend.phases, phases.names)
         self.curvature = Curvature.of(parts)
         try:
             self._require_read()
@@ -210,7 +210,7 @@ class Preconditioner(OfModel):
         fisher, curvature = self._parts.fisher, self.curvature
         if fisher.kind == "empirical":
             return
-        curvature.statistics.weigh(weight)
+        curvature.statistics.window.weigh(weight)
         fisher.observe(outputs, curvature.capture, self._parts.samples, curvature.steps)
 
     def count(self, terms: int | Tensor | None = None, *, rows: Tensor | None = None) -> None:
@@ -322,7 +322,7 @@ class Preconditioner(OfModel):
     @property
     def takes_statistics(self) -> bool:
         """Whether the backward passes before the next `step` give statistics, of any layer."""
-        return bool(self.curvature.statistics.due)
+        return bool(self.curvature.statistics.window.due)
 
     # -- the coming step ----------------------------------------------------------------------
 
@@ -486,7 +486,7 @@ class Preconditioner(OfModel):
         self._engine.verdict.forget()
         # The metrics of the last step are of another run.
         self._measuring.forget()
-        self._engine.begin(saved.get("late", ()))
+        self.curvature.begin(saved.get("late", ()))
 
     @property
     def placed(self) -> PlacedBlocks:
@@ -593,7 +593,10 @@ class Preconditioner(OfModel):
             are any (buffers of reductions under way; the call waits for these and frees them), and
             their ``"total"``.
         """
-        return state.memory_usage(self.curvature.placed, self._parts.solves.held())
+        curvature = self.curvature
+        return state.memory_usage(
+            curvature.placed, curvature.statistics.window, self._parts.solves.held()
+        )
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return the bytes and calls of this rank's collectives so far.

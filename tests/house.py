@@ -7,8 +7,8 @@
   files and functions of soframe that are entered ("inner": lambdas and comprehensions), most frames
   of soframe on the stack, calls; of both passes and `step()`, and of the next `step()` alone.
 - Functions by cyclomatic complexity (ruff's C901), classes by methods, constructors by parameters.
-- Circles of imports among modules and among rooms (folders and files below `soframe/`), and
-  imports of the extensions by the core.
+- Circles of imports, annotations included, among modules and among rooms (folders and files below
+  `soframe/`), and imports of the extensions by the core.
 - Lines of each room.
 
 `BOUNDS` holds the largest values that tests/test_house.py accepts, and `TARGETS` where they go.
@@ -42,23 +42,23 @@ ENTRANCES = ("__init__", "__main__", "cli")  # import everything, for users
 FACADES = ("preconditioner.Preconditioner", "curvature.Curvature")  # hand every call on
 
 BOUNDS: dict[str, int] = {
-    "kfac: files": 58,
-    "kfac: functions": 368,
-    "kfac: depth": 11,
-    "kfac: calls": 1154,
-    "kfac: functions of step()": 247,
-    "kfac: calls of step()": 791,
+    "kfac: files": 59,
+    "kfac: functions": 369,
+    "kfac: depth": 12,
+    "kfac: calls": 1199,
+    "kfac: functions of step()": 244,
+    "kfac: calls of step()": 830,
     "soap: files": 53,
-    "soap: functions": 241,
-    "soap: depth": 14,
-    "soap: calls": 970,
-    "soap: functions of step()": 241,
-    "soap: calls of step()": 970,
+    "soap: functions": 240,
+    "soap: depth": 15,
+    "soap: calls": 995,
+    "soap: functions of step()": 240,
+    "soap: calls of step()": 995,
     "functions that check, require, refuse, ensure or forbid": 138,
     "functions above complexity 15": 0,
     "classes above 30 methods": 0,
     "most parameters of a constructor": 19,
-    "lines": 43650,
+    "lines": 44700,
     "modules in circles": 0,
     "rooms in circles": 0,
     "imports of extensions by the core": 1,
@@ -195,15 +195,13 @@ def _import_statements(body: list[ast.stmt], lazy: bool) -> Iterator[ast.Import 
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from _import_statements(node.orelse, lazy)
         elif lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for field in ("body", "orelse", "handlers", "finalbody"):
                 yield from _import_statements(getattr(node, field, []), lazy)
 
 
 def imports(files: dict[str, str], lazy: bool = False) -> dict[str, set[str]]:
-    """Return the modules of soframe that each imports, not for types alone.
+    """Return the modules of soframe that each imports, for annotations too.
 
     With `lazy`, imports inside functions count too.
     """

@@ -236,7 +236,7 @@ def test_checkpoints_change_nothing() -> None:
                 observe(
                     model, own, [(randn(4, 3, seed=step), labels(4, classes=3))], F.cross_entropy
                 )
-                assert own.curvature.capture._watched == []  # nothing is held without a probe
+                assert own.curvature.capture.calls.watched == []  # nothing is held without a probe
                 own.step()
             results.append([*(t for name in blocks(own) for t in factors(own, name))])
     assert len(results[0]) == 6

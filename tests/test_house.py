@@ -25,7 +25,7 @@ def test_imports_and_circles() -> None:
     graph = house.imports(files)
     assert graph == {
         "__init__": set(),
-        "a": {"b.c"},
+        "a": {"b.c", "d"},
         "b": set(),
         "b.c": {"b.e", "d"},
         "b.e": {"b.c"},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe.blocks import stack
+from soframe.blocks import block as blocks_of
 from tests import kit
 from tests.curvature import fill, randn
 from tests.distributed.harness import run_ranks
@@ -59,8 +59,8 @@ def outcome(
 
     with pytest.MonkeyPatch.context() as patch:
         if offload:
-            patch.setattr(stack, "on_host", copied)
-            patch.setattr(stack, "on_device", copied)
+            patch.setattr(blocks_of, "on_host", copied)
+            patch.setattr(blocks_of, "on_device", copied)
         own = make()
         kit.train(model, loss, range(6), kit.Averaging(model), own)
         if resume:
@@ -90,8 +90,8 @@ def test_offloaded_factors_are_the_same(method: str) -> None:
 def test_both_triangles_stay() -> None:
     """A factor that was mirrored for one reader is so for the next."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stack, "on_host", torch.clone)
-        patch.setattr(stack, "on_device", lambda x, device: x.clone())
+        patch.setattr(blocks_of, "on_host", torch.clone)
+        patch.setattr(blocks_of, "on_device", lambda x, device: x.clone())
         model = fill(Net().double())
         own = kit.precondition(model, statistics=soframe.Statistics(offload=True), lr=0.1)
         kit.train(model, lambda m, _: m(randn(6, 3, 4)).square().mean(), range(2), own)

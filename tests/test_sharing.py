@@ -183,9 +183,9 @@ def test_nothing_is_held_between_steps() -> None:
     model = fill(nn.Sequential(nn.Linear(3, 2)))
     with closing(preconditioner(model)) as own:
         model(randn(2, 5, 3)).square().mean().backward()
-        assert own.curvature.statistics._shared._known is not None
+        assert own.curvature.statistics.window.shared._known is not None
         own.step()
-        assert own.curvature.statistics._shared._known is None
+        assert own.curvature.statistics.window.shared._known is None
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.blocks.arrangement import Arrangement
+from soframe.blocks.block import Stack
 from soframe.blocks.home import PlainGrad
-from soframe.blocks.stack import Stack
 from soframe.estimate import solves
 from soframe.estimate.gradients import _gathered
 from soframe.layers import LinearHelper

@@ -6,28 +6,29 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from soframe.blocks.spec import BlockSpec
 from soframe.kernels.devices import memory_of
 
-if TYPE_CHECKING:
-    from soframe.blocks.block import Block
-
 Members = Sequence[int]
+
+B = TypeVar("B", bound=BlockSpec)
 
 _Windows = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 """The size, strides and offset of each parameter in its block's matrix."""
 
 
-class Arrangement:
+class Arrangement(Generic[B]):
     """Blocks whose tensors are slices of one, along the first dimension, in a placement's order."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self.blocks, self.like = tuple(blocks), blocks[0]
+    def __init__(self, blocks: Sequence[B]) -> None:
+        self.blocks: tuple[B, ...] = tuple(blocks)
+        self.like: B = blocks[0]
         self.all = tuple(range(len(self.blocks)))
         self._windows: frozenset[_Windows | None] | None = None
         self._flat = len(self.blocks) > 1 and self.like.elementwise
@@ -159,7 +160,7 @@ class Arrangement:
         return torch.zeros(tuple(shape), dtype=kind, device=like.device)
 
 
-def _windows(block: Block, matrix: Tensor, in_order: bool) -> _Windows | None:
+def _windows(block: BlockSpec, matrix: Tensor, in_order: bool) -> _Windows | None:
     """Return the windows of a block's parameters in its matrix, which is contiguous.
 
     None unless all are views, of the matrix's dtype, and together all of it; and with ``in_order``

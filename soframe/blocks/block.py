@@ -1,17 +1,76 @@
-"""A block: its numbers (`soframe.blocks.stack.Record`), its slices of a stack, its gradients."""
+"""Blocks, and stacks: blocks that are alike, as one batch of matrices.
+
+A block has its numbers (`Record`), its slices of the tensors of a stack, and its gradients.
+
+Blocks of the same matrix shape, factors, method, solver, dtype and place form a stack. It keeps one
+tensor for each accumulator, factor, second-order datum and method state, with the groups of all its
+blocks side by side: a tensor ``[g, ...]`` of one block is a slice of the stack's ``[blocks * g,
+...]``. Blocks of an elementwise method need not be alike in shape: several of them are one vector,
+``[entries, 1, 1]``. Each phase of the step is then one batched call for a stack, or for some of its
+blocks (*members*, ascending indices). Numbers that differ by block are in `Record`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
+from soframe.blocks.arrangement import Arrangement, Members
 from soframe.blocks.spec import BlockSpec
-from soframe.blocks.stack import Record, RunningFactors, SecondOrderData, Solved, Stack, State
+from soframe.comm.fused import Pending
+from soframe.comm.packing import pack_triangle, packed_diagonal, unpack_triangle
+from soframe.kernels.devices import on_device, on_host
+from soframe.kernels.gram import mirror
+from soframe.kernels.halves import dithered
 from soframe.methods.base import Method
+from soframe.specs import VALUE, FactorSpec
+from soframe.strategies.work import BlockPlacement
+
+# In what blocks differ for which a method is called apart.
+_STATUS = attrgetter("record.updates", "record.damping", "record.solved", "acting")
+
+
+@dataclass
+class Record:
+    """The numbers of one block, the same on every rank."""
+
+    # By factor with statistics, for all groups or each: the EMA weight, 1 without start-up bias.
+    masses: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    pending: float = 0.0  # the part of the weight that is still in the ranks' accumulators
+    updates: int = 0
+    solved: bool = False  # whether gradient workers have second-order data of all factors
+    failures: Counter[str] = field(default_factory=Counter)  # of solves, by factor
+    failed: bool = False  # whether a solve failed since the last snapshot
+    damping: float | None = None  # the block's own; None for the preconditioner's
+    statistics_at: dict[str, int] = field(default_factory=dict)  # factor -> step of the last ones
+    solved_at: dict[str, int] = field(default_factory=dict)  # factor -> step of the solved average
+    # 1 if it was not used at its last turn for statistics, 2 if it was used since: see `Refresh`.
+    missed: int = 0
+
+    def mass(self, name: str) -> float:
+        """Return the EMA weight of a factor; of its groups the largest."""
+        return max(self.masses.get(name, (0.0,)))
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Data and damping of a block on this rank; see `soframe.Preconditioner.snapshot`.
+
+    Attributes:
+        data: Second-order data: factor -> tensor name -> tensor.
+        damping: The block's own damping; None for the preconditioner's.
+        failed: Whether a factor could not be solved since the last snapshot.
+    """
+
+    data: Mapping[str, Mapping[str, Tensor]]
+    damping: float | None
+    failed: bool
 
 
 @dataclass(eq=False)
@@ -28,7 +87,6 @@ class Block(BlockSpec):
     def join(self, stack: Stack, member: int) -> None:
         """Become a member of a stack, which keeps the block's tensors from now on."""
         self.stack, self.member = stack, member
-        self.record.gathered = self.gatherable()
 
     @property
     def running(self) -> RunningFactors:
@@ -77,9 +135,12 @@ class Block(BlockSpec):
         able, masses = self.gatherable(), self.record.masses
         return any(f.needs and f.name in able and f.name not in masses for f in self.captured)
 
-    def gatherable(self) -> frozenset[str]:
-        """Return the factors that can take statistics: some need second-order data for that."""
-        ready = self.solved
+    def gatherable(self, *, late: bool = False) -> frozenset[str]:
+        """Return the factors that can take statistics: some need second-order data for that.
+
+        ``late`` means that the data are there, and these factors take statistics a window later.
+        """
+        ready = self.solved and not late
         return frozenset(f.name for f in self.captured if ready or not f.needs)
 
     def damped_with(self, damping: float) -> float:
@@ -123,11 +184,6 @@ class Block(BlockSpec):
         """Whether the method already computes an update from the block's gradient."""
         return self.solved or self.method.starts_at_once
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether any parameter of the block has a gradient."""
-        return any(map(self.home.has, self.parameters.values()))
-
     def gradient(self) -> Tensor:
         """Return the gradient ``[groups, out, in]`` in the factors' dtype, with zeros for None."""
         assert not self.shards, "the gradient is in parts, which have to be gathered first"
@@ -156,6 +212,291 @@ class Block(BlockSpec):
         for name, gradient in gradients.items():
             tensors[name] = gradient.reshape(self.parameters[name].shape)
         return self.layout.pack(tensors).to(self.dtype)
+
+
+class Stack(Arrangement[Block]):
+    """The tensors of blocks that are alike, as this rank holds them.
+
+    Second-order data and states are replaced, never changed in place: a reference to former ones
+    stays valid. Factors and accumulators change in place.
+    """
+
+    def __init__(self, blocks: Sequence[Block], places: Sequence[BlockPlacement]) -> None:
+        super().__init__(blocks)
+        self.places, self.place = tuple(places), places[0]  # they differ in owners alone
+        self._factors: dict[str, Tensor] = {}
+        self.lower: set[str] = set()  # factors that are valid in the lower triangle alone
+        self.accumulators: dict[str, Tensor] = {}  # deferred statistics, packed
+        self.data: dict[str, dict[str, Tensor]] = {}  # factor -> tensor name -> tensor
+        self.state: dict[str, Tensor] = {}
+        self._pending: list[Pending] = []
+        for index, block in enumerate(self.blocks):
+            block.join(self, index)
+
+    def __repr__(self) -> str:
+        shapes = Counter(" x ".join(map(str, block.shape)) for block in self.blocks)
+        text = ", ".join(f"{number} x {shape}" for shape, number in shapes.items())
+        return f"Stack({text}, {self.like.method!r})"
+
+    def clear(self) -> None:
+        """Drop all tensors, once pending collectives have finished."""
+        self.arrive()
+        self.lower.clear()
+        for tensors in (self.factors, self.accumulators, self.data, self.state):
+            tensors.clear()
+
+    def active(self, members: Members) -> Members:
+        """Return the blocks whose method already computes updates."""
+        if self.like.method.starts_at_once or not self.like.tensors:
+            return members
+        return [member for member in members if self.blocks[member].active]
+
+    def alike(self, members: Members) -> list[tuple[int, ...]]:
+        """Return sets of blocks in the same state; a method is called once for each set."""
+        statuses = list(map(_STATUS, [self.blocks[member] for member in members]))
+        unsolved = [factor.name for factor in self.like.unsolved]
+        if members and not unsolved and statuses.count(statuses[0]) == len(statuses):
+            return [tuple(members)]
+        same: dict[tuple[object, ...], list[int]] = {}
+        for member, status in zip(members, statuses, strict=True):
+            masses = self.blocks[member].record.masses
+            known = tuple([name in masses for name in unsolved])
+            same.setdefault((status[:-1], known, id(status[-1])), []).append(member)
+        return list(map(tuple, same.values()))
+
+    def renew(self, members: Members, name: str) -> None:
+        """Drop the averages that need second-order data of factor ``name``, now replaced."""
+        for factor in self.like.factors:
+            if name in factor.needs:
+                for member in members:
+                    self.blocks[member].record.masses.pop(factor.name, None)
+
+    # -- running factors --------------------------------------------------------------------------
+
+    def expect(self, pending: Pending) -> None:
+        """Register a collective that must finish before factors are next read."""
+        self._pending.append(pending)
+
+    @property
+    def pending(self) -> tuple[Pending, ...]:
+        """The reductions of statistics that are under way."""
+        return tuple(self._pending)
+
+    def arrive(self) -> None:
+        """Wait for the pending reductions of statistics."""
+        arriving, self._pending = self._pending, []
+        for pending in arriving:
+            pending.wait()
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """The running factors of all blocks as they are stored, after pending reductions.
+
+        Offloaded ones are on the host, and read by `held` alone: a copy may be under way.
+        """
+        if self._pending:
+            self.arrive()
+        return self._factors
+
+    def held(self, name: str) -> Tensor:
+        """Return a running factor of all blocks as it is stored, on their device."""
+        if self._pending:
+            self.arrive()
+        stored = self._factors[name]
+        return on_device(stored, self.like.device) if self.like.offload else stored
+
+    def hold(self, name: str, factor: Tensor) -> None:
+        """Store a running factor of all blocks, on the host if it is offloaded."""
+        self._factors[name] = on_host(factor) if self.like.offload else factor
+
+    def factor(self, name: str) -> Tensor:
+        """Return a running factor of all blocks as `held` does, with both triangles."""
+        running = self.held(name)
+        if name in self.lower:
+            self.hold(name, mirror(running))
+            self.lower.discard(name)
+        return running
+
+    def matrices(self, factor: FactorSpec, members: Members, *, lower: bool = False) -> Tensor:
+        """Return a running factor of some blocks, ``[groups, n, n]`` or its own shape.
+
+        With ``lower`` the entries above the diagonals of matrices may be undefined.
+        """
+        stored = self.held(factor.name) if lower else self.factor(factor.name)
+        return unpack(self.take(stored, members), factor).to(self.like.dtype)
+
+    def diagonals(self, factor: FactorSpec, members: Members) -> Tensor:
+        """Return the diagonals of a factor, ``[groups, n]``; all entries if it is no matrix."""
+        stored = self.take(self.held(factor.name), members)
+        if factor.kind != "psd":
+            return stored.flatten(1)
+        if stored.dim() == 3:
+            return stored.diagonal(dim1=-2, dim2=-1)
+        return packed_diagonal(stored, factor.size)
+
+    def rounded(self, factor: Tensor, name: str, blocks: int, turn: int) -> Tensor:
+        """Return the running factor of some blocks in the dtype in which it is kept."""
+        if factor.dtype == self.like.factor_dtype:
+            return factor
+        # As triangles, in which some placements keep them: all round alike.
+        is_matrix = name in self.like.psd and factor.dim() == 3
+        rows = pack_triangle(factor) if is_matrix else factor
+        kept = dithered(rows, self.like.factor_dtype, rows.numel() // blocks, turn)
+        return unpack_triangle(kept, factor.shape[-1]) if is_matrix else kept
+
+    def set_factor(self, name: str, members: Members, stored: Tensor, turn: int = 0) -> None:
+        """Store the running factor of some blocks, as the placement stores it."""
+        stored = self.rounded(stored, name, len(members), turn)
+        if len(members) == len(self.blocks):
+            self.hold(name, stored)
+            self.lower.discard(name)
+            return
+        if name in self.factors:
+            running = self.factor(name)
+        else:
+            running = self.empty(tuple(stored.shape), len(members), stored.dtype)
+        self.put(running, members, stored)
+        self.hold(name, running)
+
+    # -- second-order data ------------------------------------------------------------------------
+
+    def data_of(self, members: Members) -> dict[str, dict[str, Tensor]]:
+        """Return second-order data of some blocks, all solved or none, for `Method.direct`."""
+        block = self.blocks[members[0]]
+        data = self.solved_data(members) if block.solved else {}
+        for factor in block.unsolved:
+            if factor.name in block.record.masses and factor.name in self.factors:
+                data[factor.name] = {VALUE: self.matrices(factor, members)}
+        return data
+
+    def solved_data(self, members: Members) -> dict[str, dict[str, Tensor]]:
+        """Return the second-order data of some blocks, all of them solved."""
+        return {factor: self.take_each(tensors, members) for factor, tensors in self.data.items()}
+
+    def set_data(self, factor: str, members: Members, tensors: Mapping[str, Tensor]) -> None:
+        """Replace second-order data of a factor of some blocks."""
+        old = self.data.get(factor, {})
+        new = {n: self.with_values(old.get(n), members, t) for n, t in tensors.items()}
+        self.data[factor] = {**old, **new}
+
+    def fill(self, tensors: dict[str, Tensor], name: str, member: int, values: Tensor) -> None:
+        """Store the values of one block in a tensor of the stack, which is allocated if needed."""
+        if len(self.blocks) == 1:
+            tensors[name] = values
+            return
+        if self._flat:
+            values = values.reshape(-1, 1, 1)
+        if name not in tensors:
+            tensors[name] = self.empty(tuple(values.shape), dtype=values.dtype)
+        self.put(tensors[name], (member,), values)
+
+    def state_of(self, members: Members) -> dict[str, Tensor]:
+        """Return the states of some blocks, zeros at first, as updates are computed with them."""
+        like, dtype = self.like, self.like.dtype
+        # The stack has no state tensors before the first update.
+        if not self.blocks[members[0]].record.updates:
+            states: dict[str, Tensor] = {}
+            for name, spec in like.states.items():
+                shape = (len(members) * spec.shape[0], *spec.shape[1:])
+                if self._flat:
+                    shape = self.shape_of(members)
+                states[name] = torch.zeros(shape, dtype=dtype, device=like.device)
+            return states
+        return {name: t.to(dtype) for name, t in self.take_each(self.state, members).items()}
+
+    def set_state(
+        self, members: Members, tensors: Mapping[str, Tensor], turn: int | None = None
+    ) -> None:
+        """Replace the states of some blocks; of a turn they are rounded by `dithered`."""
+        for name, tensor in tensors.items():
+            kept = tensor.to(self.like.state_dtype)
+            if turn is not None and kept.dtype != tensor.dtype:
+                # Alike for a block in any stack.
+                if self._flat:
+                    parts = self.split(tensor, members)
+                    kept = self.join([dithered(p, kept.dtype, p.numel(), turn) for p in parts])
+                else:
+                    kept = dithered(tensor, kept.dtype, tensor.numel() // len(members), turn)
+            self.state[name] = self.with_values(self.state.get(name), members, kept)
+
+
+class _View(Mapping[str, Tensor]):
+    """Tensors of one block by name, as slices of its stack's."""
+
+    def __init__(self, block: Block) -> None:
+        self._block, self._stack = block, block.stack
+        self._members = (block.member,)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def _names(self) -> list[str]:
+        raise NotImplementedError
+
+
+class RunningFactors(_View):
+    """The running factors of a block that this rank holds, as they are stored."""
+
+    def _names(self) -> list[str]:
+        masses = self._block.record.masses
+        return [name for name in self._stack.factors if name in masses]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._block.record.masses:
+            raise KeyError(name)
+        kept = self._stack.take(self._stack.factor(name), self._members)
+        return kept.to(self._block.dtype)
+
+    def matrix(self, factor: FactorSpec) -> Tensor:
+        """Return a factor as whole matrices, ``[groups, n, n]``, or in its own shape."""
+        return unpack(self[factor.name], factor)
+
+
+class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):
+    """The second-order data of a block on this rank: factor -> tensor name -> tensor."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+
+    def __getitem__(self, factor: str) -> Mapping[str, Tensor]:
+        if not self._block.record.solved:
+            raise KeyError(factor)
+        stack, members = self._block.stack, (self._block.member,)
+        return stack.take_each(stack.data[factor], members)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._block.stack.data if self._block.record.solved else ())
+
+    def __len__(self) -> int:
+        return len(self._block.stack.data) if self._block.record.solved else 0
+
+
+class State(_View):
+    """The method's state of a block; empty on ranks that hold none."""
+
+    def _names(self) -> list[str]:
+        return list(self._stack.state) if self._block.record.updates else []
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not self._block.record.updates:
+            raise KeyError(name)
+        stored = self._stack.take(self._stack.state[name], self._members)
+        return stored.view(self._block.states[name].shape)
+
+    @property
+    def updates(self) -> int:
+        """The number of updates of the method."""
+        return self._block.record.updates
+
+
+def unpack(stored: Tensor, spec: FactorSpec) -> Tensor:
+    """Return a factor in its own shape, from either way of storage."""
+    if spec.kind == "psd" and stored.dim() == 2:
+        return unpack_triangle(stored, spec.size)
+    return stored
 
 
 def factor_dtype(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> torch.dtype:

@@ -64,7 +64,7 @@ class GradientHome(ABC):
             The part of each rank; None, the default unless it is a DTensor, where every rank has
             the whole.
         """
-        home = sharding.home_of(parameter)
+        home = _home_of(parameter)
         return None if home is None else home.shards(parameter, ranks)
 
     def each(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
@@ -187,7 +187,7 @@ class PlainGrad(GradientHome):
     def _elsewhere(self, parameter: nn.Parameter) -> GradientHome | None:
         if not self._zero and type(parameter) is nn.Parameter:
             return None
-        return self._zero.get(parameter) or sharding.home_of(parameter)
+        return self._zero.get(parameter) or _home_of(parameter)
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         home = self._elsewhere(parameter)
@@ -231,7 +231,9 @@ class PlainGrad(GradientHome):
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         named = list(parameters)
-        self._zero = {**self._zero, **sharding.zero_homes(named, self._zero, self._sources)}
+        deepspeed = sharding.met("deepspeed")
+        if deepspeed is not None:  # gradients that ZeRO keeps
+            self._zero = {**self._zero, **deepspeed.homes(named, self._zero, self._sources)}
         sharding.require_served((name, p) for name, p in named if p not in self._zero)
 
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
@@ -244,6 +246,14 @@ class PlainGrad(GradientHome):
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
         of_zero = (home.groups(optimizer) for home in dict.fromkeys(self._zero.values()))
         return next(filter(None, of_zero), None) or super().groups(optimizer)
+
+
+def _home_of(parameter: nn.Parameter) -> GradientHome | None:
+    """Return the home of a DTensor's gradient; None for other parameters."""
+    if not sharding.is_distributed(parameter):
+        return None
+    home: GradientHome = sharding.met("torch.distributed.tensor").HOME
+    return home
 
 
 def empty(home: GradientHome, parameters: Sequence[nn.Parameter], *, set_to_none: bool) -> None:

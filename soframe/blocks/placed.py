@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from soframe.blocks.block import Block
-from soframe.blocks.stack import Stack
+from soframe.blocks.block import Block, Stack
 from soframe.comm.base import Backend
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement

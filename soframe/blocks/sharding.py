@@ -8,16 +8,13 @@ result for plain PyTorch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from soframe.blocks.home import GradientHome
 
 _SERVED = {
     "torch.distributed.tensor": "dtensors",
@@ -32,7 +29,7 @@ MARKS = ("_fsdp_flattened", "ds_id", "_hp_mapping")
 _import = cache(import_module)
 
 
-def _met(package: str) -> Any:
+def met(package: str) -> Any:
     """Return the file of `soframe.parallel` for a package, or None if that is not imported."""
     return _import(f"soframe.parallel.{_SERVED[package]}") if package in sys.modules else None
 
@@ -44,26 +41,26 @@ def is_distributed(tensor: object) -> bool:
     """Return whether a tensor is a DTensor."""
     if type(tensor) is Tensor or type(tensor) is nn.Parameter:
         return False
-    dtensors = _met("torch.distributed.tensor")
+    dtensors = met("torch.distributed.tensor")
     return dtensors is not None and isinstance(tensor, dtensors.DTensor)
 
 
 def is_cut(tensor: Tensor) -> bool:
     """Return whether this rank has a part of a tensor only."""
-    return is_distributed(tensor) and bool(_met("torch.distributed.tensor").is_cut(tensor))
+    return is_distributed(tensor) and bool(met("torch.distributed.tensor").is_cut(tensor))
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, which shares its memory; any other as it is."""
     if not is_distributed(tensor):
         return tensor
-    part: Tensor = _met("torch.distributed.tensor").local(tensor)
+    part: Tensor = met("torch.distributed.tensor").local(tensor)
     return part
 
 
 def whole(tensor: Tensor, *, read: bool = True) -> Tensor:
     """Return the full tensor of a DTensor, by a collective unless its values are not to be read."""
-    if type(tensor) is Tensor or (dtensors := _met("torch.distributed.tensor")) is None:
+    if type(tensor) is Tensor or (dtensors := met("torch.distributed.tensor")) is None:
         return tensor
     full: Tensor = dtensors.whole(tensor, read=read)
     return full
@@ -71,31 +68,11 @@ def whole(tensor: Tensor, *, read: bool = True) -> Tensor:
 
 def stands_for(now: object, registered: nn.Parameter, model: nn.Module | None) -> bool:
     """Return whether ``now`` was gathered, or cut, from the parameter that was registered."""
-    dtensors = _met("torch.distributed.tensor")
+    dtensors = met("torch.distributed.tensor")
     return dtensors is not None and bool(dtensors.stands_for(now, registered, model))
 
 
 # -- parameters ------------------------------------------------------------------------------------
-
-
-def home_of(parameter: nn.Parameter) -> GradientHome | None:
-    """Return the home of a DTensor's gradient; None for other parameters."""
-    if not is_distributed(parameter):
-        return None
-    home: GradientHome = _met("torch.distributed.tensor").HOME
-    return home
-
-
-def zero_homes(
-    named: Sequence[tuple[str, nn.Parameter]],
-    known: Mapping[nn.Parameter, GradientHome],
-    sources: Sequence[object],
-) -> dict[nn.Parameter, GradientHome]:
-    """Return the homes of gradients that DeepSpeed's ZeRO keeps (`soframe.parallel.deepspeed`)."""
-    if "deepspeed" not in sys.modules:
-        return {}
-    homes: dict[nn.Parameter, GradientHome] = _met("deepspeed").homes(named, known, sources)
-    return homes
 
 
 def zero_count(parameters: Iterable[nn.Parameter]) -> int:
@@ -109,7 +86,7 @@ def shaped(parameters: Iterable[nn.Parameter | None]) -> AbstractContextManager[
     """Return a context in which parameters without elements (ZeRO stage 3) have their shapes."""
     if "deepspeed" not in sys.modules:
         return nullcontext()
-    context: AbstractContextManager[None] = _met("deepspeed").shaped(parameters)
+    context: AbstractContextManager[None] = met("deepspeed").shaped(parameters)
     return context
 
 
@@ -123,7 +100,7 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a model that fully_shard was called on."""
-    fully_shard = _met("torch.distributed.fsdp")
+    fully_shard = met("torch.distributed.fsdp")
     return [] if fully_shard is None else fully_shard.units(model)
 
 
@@ -135,7 +112,7 @@ def reshard(modules: Iterable[Any]) -> None:
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class, as it was before fully_shard changed it."""
-    fully_shard = _met("torch.distributed.fsdp")
+    fully_shard = met("torch.distributed.fsdp")
     name: str = type(module).__name__ if fully_shard is None else fully_shard.class_name(module)
     return name
 

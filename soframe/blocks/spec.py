@@ -51,6 +51,11 @@ class BlockSpec:
         """The dtypes of second-order data, of states and of running factors."""
         return self.dtype, self.state_dtype, self.factor_dtype
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any parameter of the block has a gradient."""
+        return any(map(self.home.has, self.parameters.values()))
+
     def share(self, first: BlockSpec) -> None:
         """Take the specs of a block of the same kind."""
         vars(self).update(first._of_kind)

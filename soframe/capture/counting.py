@@ -273,20 +273,26 @@ class Pass:
         """Return the number of samples of one of its forward passes."""
         return self.size if self.size == 1 else batch.root.size or self.size
 
-    def scale(self, read: Callable[[], float]) -> float:
-        """Return the scale of its loss, which is read once: the host may have to wait for it."""
-        if self.loss_scale is None:
-            self.loss_scale = read()
-        return self.loss_scale
 
-
+@dataclass(eq=False)
 class Passes:
-    """The backward passes of a window, and the number of samples of each."""
+    """The backward passes of a window, and the number of samples of each.
 
-    def __init__(self, samples: Samples) -> None:
-        self._setting = samples  # holds where nothing is declared
-        self.by_number: dict[int, Pass] = {}
-        self.failure: Exception | None = None  # the first: the step raises it, on every rank
+    Attributes:
+        samples: The terms that the loss averages over, where nothing is declared.
+        scale_reader: Returns a function for the factor by which the loss of the pass under way is
+            multiplied, the same function for all passes of these.
+        by_number: The passes by their numbers.
+        failure: The first error: the step raises it, on every rank.
+        scale_failure: The first error of `loss_scale`, which is raised once.
+    """
+
+    samples: Samples
+    scale_reader: Callable[[], Callable[[], float]]
+    by_number: dict[int, Pass] = field(default_factory=dict, init=False)
+    failure: Exception | None = field(default=None, init=False)
+    scale_failure: Exception | None = field(default=None, init=False)
+    _read_scale: Callable[[], float] | None = field(default=None, init=False)
 
     def enter(
         self,
@@ -330,7 +336,7 @@ class Passes:
         self, sizes: tuple[int, int], terms: int | None, batch: Batch, batches: Sequence[Batch]
     ) -> Pass:
         """Return a new pass, given its first call."""
-        setting, root = self._setting, batch.root
+        setting, root = self.samples, batch.root
         by_token = root.by_token if setting is None else setting == "positions"
         call_terms = sizes[1] if by_token else sizes[0]
         if terms is None and callable(setting):
@@ -359,6 +365,20 @@ class Passes:
             self.fail(error)
             return otherwise
 
+    def loss_scale(self, backward: Pass) -> float:
+        """Return the scale of a pass's loss; NaN after an error, which the step raises.
+
+        It is read once: the host may have to wait for it.
+        """
+        if backward.loss_scale is None:
+            try:
+                self._read_scale = self._read_scale or self.scale_reader()
+                backward.loss_scale = self._read_scale()
+            except Exception as error:  # of any kind: all ranks raise it, at the step
+                self.scale_failure = self.scale_failure or error
+                backward.loss_scale = math.nan
+        return backward.loss_scale
+
     def fail(self, error: Exception) -> None:
         """Keep an error for the step, if it is the first."""
         self.failure = self.failure or error
@@ -367,6 +387,10 @@ class Passes:
         """Raise the first failure, or a ValueError if a mask of rows fits no layer."""
         if self.failure is not None:
             raise self.failure
+        if self.scale_failure is not None:
+            # Once: a step that comes all the same drops the statistics, which are not finite.
+            error, self.scale_failure = self.scale_failure, None
+            raise error
         for backward in self.by_number.values():
             for batch in backward.batches:
                 if batch.rows is not None and not batch.rows.fits:
@@ -377,7 +401,7 @@ class Passes:
 
     def doubt(self) -> str | None:
         """Return the question that `Preconditioner.count` answers, if a number is uncertain."""
-        if callable(self._setting):
+        if callable(self.samples):
             return None
         for backward in self.by_number.values():
             question = None if backward.told else self._question(backward)
@@ -395,7 +419,7 @@ class Passes:
             )
         for batch in backward.batches:
             root = batch.root
-            is_answered = root.asks_of_tokens and self._setting is not None
+            is_answered = root.asks_of_tokens and self.samples is not None
             if not root.question or is_answered:
                 continue
             number = f"{samples} {'tokens' if root.by_token else 'samples'}"

@@ -70,16 +70,16 @@ class Fisher:
         if self.probed:
             assert self.loss is not None
             try:
-                counted = observed(heads, self.loss.means, capture.batch, samples)
+                counted = observed(heads, self.loss.means, capture.calls.batch, samples)
             except ValueError as error:  # perhaps on this rank alone: all raise it at the step
-                capture.fail(error)
+                capture.calls.fail(error)
                 return
             vectors = counted.of(self.vectors(outputs))
-            if self.kind == "type-2" and capture.shares:
+            if self.kind == "type-2" and capture.calls.shares:
                 vectors = _signed(vectors, step)
             capture.probe(heads, vectors, counted.terms)
-        elif capture.batch.terms is None:
-            capture.know(observed(heads, False, capture.batch, samples).terms)
+        elif (batch := capture.calls.batch).terms is None:
+            batch.end(observed(heads, False, batch, samples).terms)
 
     def vectors(
         self, outputs: Tensor | Sequence[Tensor]

@@ -194,12 +194,36 @@ def _eagerly() -> Callable[..., None]:
     return disabled
 
 
-@dataclass
-class _Passes:
-    """Numbers the backward passes of a window, at their outermost level."""
+@dataclass(eq=False)
+class Calls:
+    """The records of the hooks in one window; the next begins empty.
 
+    Attributes:
+        batch: The declaration of the forward passes under way.
+        called: The helpers whose modules were called with outputs to differentiate, with the
+            version of a parameter then: an optimizer that steps changes it.
+        reached: The helpers that the backward pass of the loss under way has reached.
+        watched: The ends of the next probe.
+        unreached: The batches of forward passes that no backward pass has reached.
+        first: The last backward pass, and the batch of its first call.
+        current: The number of the backward pass under way, at its outermost level.
+        count: The number of backward passes.
+        shares: Whether a layer was called without the batch since the last probe.
+        half: Whether a layer with float32 parameters had a float16 gradient.
+        failure: The error that the step raises on every rank.
+    """
+
+    batch: Batch = field(default_factory=Batch)
+    called: dict[LayerHelper, int] = field(default_factory=dict)
+    reached: set[LayerHelper] = field(default_factory=set)
+    watched: list[_Watched] = field(default_factory=list)
+    unreached: list[Batch] = field(default_factory=list)
+    first: tuple[int, Batch] | None = None
     current: int | None = None
     count: int = 0
+    shares: bool = False
+    half: bool = False
+    failure: Exception | None = None
 
     def enter(self, ended: Callable[[], None]) -> int:
         """Return the number of the pass under way; the first caller opens it and sets ``ended``."""
@@ -220,6 +244,16 @@ class _Passes:
         """Close the pass."""
         self.current = None
 
+    def fail(self, error: Exception) -> None:
+        """Keep the first error, perhaps of this rank alone, for the step, where ranks agree."""
+        self.failure = self.failure or error
+
+    def together(self, batch: Batch) -> list[Batch]:
+        """Return the forward passes of the backward pass under way, in order, given one."""
+        under_way = [other for other in self.unreached if other is batch or other.is_under_way]
+        self.unreached = [other for other in self.unreached if other not in under_way]
+        return under_way or [batch]
+
 
 @dataclass
 class Capture:
@@ -237,14 +271,9 @@ class Capture:
             their tensor-parallel gradients are not gathered.
         rereading: The helpers whose inputs every probe needs, not the first alone.
         alike: Whether all ranks take statistics of the same calls.
-        called: The helpers whose modules were called in this window with outputs to differentiate,
-            with the version of a parameter then: an optimizer that steps changes it.
-        batch: The declaration of the forward passes under way.
         told: Whether `Preconditioner.count` was ever called.
-        shares: Whether a layer was called without the batch since the last probe.
-        failure: The error that the step raises on every rank.
-        half: Whether a layer with float32 parameters had a float16 gradient in this window.
         alone: Whether no other rank waits for this one.
+        calls: The calls of the window under way.
         precision: The precision of products of float32.
     """
 
@@ -258,24 +287,15 @@ class Capture:
     idle: frozenset[LayerHelper] = frozenset()
     rereading: frozenset[LayerHelper] = frozenset()
     alike: bool = True
-    called: dict[LayerHelper, int] = field(default_factory=dict)
-    batch: Batch = field(default_factory=Batch)
     told: bool = False
-    shares: bool = False
-    failure: Exception | None = None
-    half: bool = False
     alone: bool = True
+    calls: Calls = field(default_factory=Calls)
     precision: Precision = "fast"
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._open: list[Batch] = []  # of forward passes that no backward pass has reached
-        self._first: tuple[int, Batch] | None = None  # the last pass, the batch of its first call
-        self._reached: set[LayerHelper] = set()  # by the backward pass of the loss under way
         self._roots: dict[nn.Module, _Hook] = {}
         self._after: list[RemovableHandle] = []  # of the roots, after their calls
-        self._passes = _Passes()
-        self._watched: list[_Watched] = []
         self._probe: Probe | None = None
         self._delivering = False
         self._finalizer = weakref.finalize(self, _remove, self._handles)
@@ -314,15 +334,16 @@ class Capture:
             if (hooks := handle.hooks_dict_ref()) is not None:
                 hooks.move_to_end(handle.id, last=False)
 
-    def expect(
+    def begin(
         self,
+        calls: Calls,
         *,
         enabled: bool,
-        counting: frozenset[LayerHelper],
-        idle: frozenset[LayerHelper],
+        counting: frozenset[LayerHelper] = frozenset(),
+        idle: frozenset[LayerHelper] = frozenset(),
     ) -> None:
-        """Set which calls and inputs the window needs; see the attributes."""
-        self.enabled = enabled
+        """Record the calls of a window from now on, as it needs them; see the attributes."""
+        self.calls, self.enabled = calls, enabled
         # Without statistics there is none: torch.compile would make it a frame of its own.
         if enabled != bool(self._after):
             for handle in self._after:
@@ -344,37 +365,23 @@ class Capture:
         finally:
             self.enabled = enabled
 
-    def fail(self, error: Exception) -> None:
-        """Keep an error, perhaps of this rank alone, for the step, where ranks agree on it."""
-        self.failure = error
-
     def keep(self, error: Exception, helper: LayerHelper) -> None:
         """Raise an error of a hook; with other ranks keep it: they wait in the backward pass."""
         if self.alone:
             raise error
         error.add_note(f"in a call of {self.names.get(helper, type(helper.module).__name__)!r}")
-        self.failure = self.failure or error
-
-    def know(self, terms: int | None) -> None:
-        """Set the terms of the last forward pass, from an observation, and end its batch."""
-        self.batch.end(terms)
-
-    def reset(self) -> None:
-        """Begin a new window."""
-        self.called = {}
-        self._passes = _Passes()
-        self._watched = []
-        self._reached, self._open, self._first = set(), [], None
-        self.batch, self.failure, self.half = Batch(), None, False
+        self.calls.fail(error)
 
     def say(self, batch: Batch) -> None:
         """Set the declaration of the forward passes that follow."""
-        if self._watched:  # observe() could not be matched with one forward pass
-            self.failure = RuntimeError(
-                "count() was called while a forward pass still waits for observe(): observe the "
-                "outputs of each forward pass before the next one"
+        if self.calls.watched:  # observe() could not be matched with one forward pass
+            self.calls.fail(
+                RuntimeError(
+                    "count() was called while a forward pass still waits for observe(): observe "
+                    "the outputs of each forward pass before the next one"
+                )
             )
-        self.batch, self.told = batch, True
+        self.calls.batch, self.told = batch, True
 
     @property
     def closed(self) -> bool:
@@ -404,13 +411,14 @@ class Capture:
         Raises:
             RuntimeError: If no layer was called since the last probe.
         """
-        watched = self._watched
+        calls = self.calls
+        watched = calls.watched
         if not watched:
             raise RuntimeError(
                 "no registered layer ran with gradients since the last probe: call it between "
                 "the model's forward pass and loss.backward()"
             )
-        self._passes.begin()
+        calls.begin()
         try:
             for index, (vector, weight) in enumerate(vectors):
                 is_first = index == 0
@@ -435,11 +443,11 @@ class Capture:
                 self._deliver(pairs)
                 if is_first:
                     # Layers that were not reached belong to other forward passes, and wait.
-                    self._watched = [end for end, gradient in pairs if gradient is None]
+                    calls.watched = [end for end, gradient in pairs if gradient is None]
                     watched = [end for end, gradient in pairs if gradient is not None]
         finally:
-            self._probe, self.shares = None, False
-            self._passes.leave()
+            self._probe, calls.shares = None, False
+            calls.leave()
 
     def _deliver(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
         """Deliver the gradients that have reached calls inside modules."""
@@ -459,23 +467,18 @@ class Capture:
             return  # no training, or a checkpoint that recomputes
         self._precede()
         self._begin_call()
-        if not self.batch.declared:
-            self.batch = Batch()
-            self._open.append(self.batch)
-        self.batch.see_inputs(args, kwargs)
+        calls = self.calls
+        if not calls.batch.declared:
+            calls.batch = Batch()
+            calls.unreached.append(calls.batch)
+        calls.batch.see_inputs(args, kwargs)
 
     def _on_outputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tables: Collection[int]
     ) -> None:
         """See the batch of a forward pass in the root's arguments and outputs together."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.batch.see_outputs(args, kwargs, output, tables)
-
-    def together(self, batch: Batch) -> list[Batch]:
-        """Return the forward passes of the backward pass under way, in order, given one."""
-        under_way = [other for other in self._open if other is batch or other.is_under_way]
-        self._open = [other for other in self._open if other not in under_way]
-        return under_way or [batch]
+            self.calls.batch.see_outputs(args, kwargs, output, tables)
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -489,7 +492,7 @@ class Capture:
         names = [name for name, parameter in computing.items() if parameter.requires_grad]
         if not names or not reaches:
             return
-        self.called[helper] = helper.parameters[names[0]]._version
+        self.calls.called[helper] = helper.parameters[names[0]]._version
         trained = [computing[name] for name in names]
         # For a bias alone, inputs show which of several groups a call reaches.
         reads = helper.multiplies or helper.groups > 1 or helper in self.rereading
@@ -526,9 +529,10 @@ class Capture:
         plain = set(map(type, trained)) == {nn.Parameter}
         if not plain and self._has_rows_of_a_part(helper, trained, (output, *inputs)):
             return
-        if self.probing and self.batch.root.size is not None and not output.is_nested:
+        size = self.calls.batch.root.size
+        if self.probing and size is not None and not output.is_nested:
             _, batch, shared, _ = helper.output_rows(output.detach()).shape
-            self.shares = self.shares or helper.lacks_batch(batch, shared, self.batch.root.size)
+            self.calls.shares = self.calls.shares or helper.lacks_batch(batch, shared, size)
         where, view = _lasting(output, inputs)
         pending = self._pending(helper, trained, inputs if keeps else (), where.output_nr, view)
         if not self.probing and (node := where.grad_fn) is not None:  # a leaf has none
@@ -537,7 +541,7 @@ class Capture:
             return
         if self.probing and not again:
             # A recomputed call is reached through the graph of its first pass.
-            self._watched.append(_Watched(get_gradient_edge(where)))
+            self.calls.watched.append(_Watched(get_gradient_edge(where)))
         where.register_hook(pending)
 
     def _watch_inner(
@@ -558,7 +562,7 @@ class Capture:
         # No reference to the node: it has the hook, and the cycle would never be freed.
         pending = self._pending(helper, trained, needed, call.edge.output_nr, call.arrange)
         if self.probing and not again:
-            self._watched.append(_Watched(call.edge, pending))
+            self.calls.watched.append(_Watched(call.edge, pending))
         pending.note_before(call.edge.node, ())
         call.edge.node.register_prehook(pending)
 
@@ -568,7 +572,7 @@ class Capture:
         """Return whether a call multiplied with a part of a parameter; the step raises it."""
         if not any(map(sharding.is_cut, trained)) or all(map(sharding.is_distributed, tensors)):
             return False
-        self.fail(
+        self.calls.fail(
             ValueError(
                 f"{self.names[helper]} computes with this rank's part of a parameter that is "
                 f"cut up over ranks, as experts over ranks do, and not with DTensors: its rows "
@@ -599,17 +603,18 @@ class Capture:
 
     def _begin_call(self) -> bool:
         """Return whether a checkpoint calls a module again, for the backward pass under way."""
+        calls = self.calls
         if self._delivering or torch._C._current_graph_task_id() != -1:
             # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
             # opened before any nested one delivers gradients.
-            self._passes.enter(self._on_end)
+            calls.enter(self._on_end)
             return True
-        if self._passes.current is not None:
+        if calls.current is not None:
             # A backward pass that raised never closed itself.
-            self._passes.leave()
-            self._reached.clear()
-        if self.batch.closed:
-            self.batch = Batch()
+            calls.leave()
+            calls.reached.clear()
+        if calls.batch.closed:
+            calls.batch = Batch()
         return False
 
     def _pending(
@@ -626,9 +631,10 @@ class Capture:
         )
         edges = [node for node, _ in kept.grad_fn.next_functions[: len(trained)]]
         kept = kept if needed else None
-        batch = self.batch
-        if self._first is not None and self._first[0] == self._passes.current:
-            batch = self._first[1]  # a checkpoint recomputes, for the backward pass under way
+        calls = self.calls
+        batch = calls.batch
+        if calls.first is not None and calls.first[0] == calls.current:
+            batch = calls.first[1]  # a checkpoint recomputes, for the backward pass under way
         return _Pending(weakref.ref(self), helper, kept, edges, self.counting, batch, number, view)
 
     # -- backward ---------------------------------------------------------------------------------
@@ -636,12 +642,12 @@ class Capture:
     def _on_loss(self, helper: LayerHelper) -> None:
         """Record that a backward pass of the loss has reached a layer."""
         if self.sink is not None and self.enabled and helper in self.names:
-            self._passes.enter(self._on_end)
-            self._reached.add(helper)
+            self.calls.enter(self._on_end)
+            self.calls.reached.add(helper)
 
     def _on_end(self) -> None:
         """Pass on the layers that a backward pass of the loss has reached."""
-        reached, self._reached = frozenset(self._reached), set()
+        reached, self.calls.reached = frozenset(self.calls.reached), set()
         if reached and self.ended is not None:
             self.ended(reached)
 
@@ -652,13 +658,14 @@ class Capture:
             return
         if call.counting != self.counting:
             return  # called in a window of other turns: some layers' inputs were not kept
-        number = self._passes.enter(self._on_end)
-        if self._first is None or self._first[0] != number:
-            self._first = number, batch
-        earlier = call.pass_before(self._passes, number)
+        calls = self.calls
+        number = calls.enter(self._on_end)
+        if calls.first is None or calls.first[0] != number:
+            calls.first = number, batch
+        earlier = call.pass_before(calls, number)
         batch.end(batch.terms)
-        if gradient.dtype == torch.float16 and not self.half:
-            self.half = any(p.dtype == torch.float32 for p in helper.parameters.values())
+        if gradient.dtype == torch.float16 and not calls.half:
+            calls.half = any(p.dtype == torch.float32 for p in helper.parameters.values())
         try:
             with _exact(gradient.device.type), within(self.precision):
                 inputs = self._kept_inputs(helper, kept)
@@ -699,7 +706,7 @@ class _Pending:
     batch: Batch
     number: int  # of the output among the outputs of its node
     view: Callable[[Tensor], Tensor] | None  # from the gradient received to the output's
-    passed: tuple[_Passes, int] | None = None  # the last backward pass through the call
+    passed: tuple[Calls, int] | None = None  # the last backward pass through the call
     before: Any = None  # a node that follows in the backward pass
 
     def __call__(self, received: Tensor | tuple[Tensor | None, ...] | None) -> None:
@@ -735,10 +742,10 @@ class _Pending:
         if self.before is not None:
             self.batch.recognise_by(self)
 
-    def pass_before(self, passes: _Passes, number: int) -> int | None:
+    def pass_before(self, calls: Calls, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""
-        before, self.passed = self.passed, (passes, number)
-        if before is None or before[0] is not passes or before[1] == number:
+        before, self.passed = self.passed, (calls, number)
+        if before is None or before[0] is not calls or before[1] == number:
             return None
         return before[1]
 

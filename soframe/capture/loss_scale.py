@@ -2,12 +2,11 @@
 
 The scale is read during a backward pass, where one rank must not raise: the other ranks would hang
 in that pass. So an error is kept until the step, where all ranks raise together; the statistics of
-such a pass are NaN, and are dropped.
+such a pass are NaN, and are dropped (`soframe.capture.counting.Passes.loss_scale`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from numbers import Real
 
@@ -25,33 +24,42 @@ class LossScale:
     def __init__(self, scaler: torch.amp.GradScaler | Callable[[], float] | None) -> None:
         self._scaler = scaler
         self._known = scaler if isinstance(scaler, torch.amp.GradScaler) else None
-        self._problem: Exception | None = None
         self._read: tuple[object, float] | None = None  # the version of a tensor, and its value
-        self._of_window: float | None = None
-
-    def begin(self) -> None:
-        """Begin a window: everything until the next step, or until a batch is given up."""
-        self._of_window, self._problem = None, None
 
     @property
     def used(self) -> bool:
         """Whether the loss may be scaled."""
         return self._scaler is not None
 
-    def now(self) -> float:
-        """Return the scale of the backward pass under way; NaN after an error, see `check`."""
-        scaler = self._scaler
-        if scaler is None:
-            return 1.0
-        try:
+    def reader(self) -> Callable[[], float]:
+        """Return a function for the scale of the backward pass under way.
+
+        Between its calls the scale of a GradScaler must stay: each window has a reader of its own.
+        """
+        of_window: list[float] = []
+
+        def now() -> float:
+            scaler = self._scaler
+            if scaler is None:
+                return 1.0
             scale = scaler if isinstance(scaler, torch.amp.GradScaler) else scaler()
             if not isinstance(scale, torch.amp.GradScaler):
                 return _checked("grad_scaler()", scale)
             self._known = scale
-            return self._of_scaler(scale) if scale.is_enabled() else 1.0
-        except Exception as error:  # any error: all ranks raise it, at the step
-            self._problem = self._problem or error
-            return math.nan
+            if not scale.is_enabled():
+                return 1.0
+            number = self._of_scaler(scale)
+            if of_window and of_window[0] != number:
+                raise RuntimeError(
+                    f"the scale of grad_scaler changed from {of_window[0]} to {number} between two "
+                    f"backward passes of one step, so that their gradients do not add up: call "
+                    f"scaler.update() after scaler.step() alone, and zero the gradients of a batch "
+                    f"that is given up"
+                )
+            of_window.append(number)
+            return number
+
+        return now
 
     def _of_scaler(self, scaler: torch.amp.GradScaler) -> float:
         tensor = scaler._scale
@@ -62,26 +70,14 @@ class LossScale:
         version = (id(tensor), tensor._version)
         if self._read is None or self._read[0] != version:
             self._read = (version, float(scaler.get_scale()))  # makes the host wait
-        scale = _checked("the scale of grad_scaler", self._read[1])
-        if self._of_window not in (None, scale):
-            raise RuntimeError(
-                f"the scale of grad_scaler changed from {self._of_window} to {scale} between two "
-                f"backward passes of one step, so that their gradients do not add up: call "
-                f"scaler.update() after scaler.step() alone, and zero the gradients of a batch "
-                f"that is given up"
-            )
-        self._of_window = scale
-        return scale
+        return _checked("the scale of grad_scaler", self._read[1])
 
     def check(
         self, optimizer: torch.optim.Optimizer | None, *, half: bool = False, probed: bool = False
     ) -> None:
-        """Check before a step that gradients are no longer scaled, or raise an error of `now`."""
+        """Check before a step that gradients are no longer scaled."""
         # `half`: layers with float32 parameters had float16 gradients; `probed`: statistics are of
-        # probes, which are not scaled, and do not call `now`.
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
-            raise problem
+        # probes, which are not scaled, and have no `reader`.
         if self._scaler is None and half:
             raise RuntimeError(
                 "the model runs under float16 autocast and grad_scaler= is not given; if a "

@@ -14,6 +14,7 @@ rows draw the same ones, so that layers of one input still share its moment.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,29 +46,37 @@ def chosen(step: int, rank: int, number: int, total: int, count: int) -> Tensor:
     return torch.randperm(total, generator=generator, device="cpu")[:count].sort().values
 
 
+@dataclass(frozen=True)
 class Sampler:
-    """Takes some of the rows of every call of a window.
+    """Draws rows of calls.
 
     Attributes:
-        draws: Whether rows are drawn; otherwise all rows that are data are taken.
-
-    Args:
         rows: The fraction of a call's rows, or their number; 1.0 takes all.
         rank: The rank.
     """
 
-    def __init__(self, rows: Rows, rank: int) -> None:
-        self._rows, self._rank, self._step = rows, rank, 0
-        self.draws = isinstance(rows, int) or rows < 1
-        self._indices: dict[Hashable, Tensor] = {}
-        self._last: tuple[Hashable, Memory, tuple[Tensor, ...]] | None = None
+    rows: Rows
+    rank: int = field(repr=False)
 
-    def __repr__(self) -> str:
-        return f"Sampler({self._rows!r})"
+    @property
+    def draws(self) -> bool:
+        """Whether rows are drawn; otherwise all rows that are data are taken."""
+        return isinstance(self.rows, int) or self.rows < 1
 
-    def begin(self, step: int) -> None:
-        """Begin a window after so many completed steps."""
-        self._step, self._indices, self._last = step, {}, None
+
+@dataclass(eq=False)
+class Draw:
+    """Takes some of the rows of every call of one window.
+
+    Attributes:
+        sampler: The sampler.
+        step: Completed steps.
+    """
+
+    sampler: Sampler
+    step: int
+    _indices: dict[Hashable, Tensor] = field(default_factory=dict, init=False)
+    _last: tuple[Hashable, Memory, tuple[Tensor, ...]] | None = field(default=None, init=False)
 
     def take(
         self,
@@ -84,7 +93,7 @@ class Sampler:
         samples that are not padding, None for all.
         """
         inputs, rows = call
-        if data is None and not self.draws:
+        if data is None and not self.sampler.draws:
             return inputs, rows, 1.0
         unit, total, size = _units(helper, rows, by_sample, data)
         count = self._count(total, size)
@@ -110,14 +119,15 @@ class Sampler:
     ) -> Tensor:
         if data is not None and count >= total:
             return data.indices
-        index = chosen(self._step, self._rank, number, total, count)
+        index = chosen(self.step, self.sampler.rank, number, total, count)
         index = index.to(device, non_blocking=True)
         return index if data is None else data.indices[index]
 
     def _count(self, total: int, size: int) -> int:
-        if isinstance(self._rows, int):
-            return min(total, -(-self._rows // size))
-        return min(total, max(1, round(self._rows * total)))
+        rows = self.sampler.rows
+        if isinstance(rows, int):
+            return min(total, -(-rows // size))
+        return min(total, max(1, round(rows * total)))
 
     def _inputs(
         self,

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, unpack
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.stack import unpack
 from soframe.comm.agreement import gather_texts
 from soframe.diagnostics.norms import Norms, measure
 from soframe.diagnostics.spectra import spectrum
@@ -28,7 +27,7 @@ from soframe.estimate.updates import Update
 from soframe.registry import describe
 from soframe.solvers.relative import Relative
 from soframe.strategies.work import BlockPlacement
-from soframe.tracing.phases import Phases, Seconds, only
+from soframe.tracing.phases import Phases, Seconds
 
 FORMAT = "soframe.metrics"
 VERSION = 1
@@ -50,10 +49,15 @@ class Taken:
 
 
 class Measuring:
-    """Measures norms and the times of phases if enabled, which is off by default."""
+    """Measures norms and the times of phases if enabled, which is off by default.
 
-    def __init__(self, phases: Phases) -> None:
-        self._phases, self._timed_from = phases, 0
+    Args:
+        phases: The phase of this rank.
+        order: Returns the names of phases in their order.
+    """
+
+    def __init__(self, phases: Phases, order: Callable[[], Sequence[str]] = list) -> None:
+        self._phases, self._order, self._timed_from = phases, order, 0
         self.norms = False  # of the coming step
         self.last: Taken | None = None
 
@@ -126,7 +130,7 @@ class Measuring:
             "step": steps,
             **_of_step(self.last),
             "counters": dict(counters),
-            "phases": _phases(backend.traffic(), self._phases.seconds()),
+            "phases": _phases(backend.traffic(), self._phases.seconds(), self._order()),
             "timed_steps": steps - self._timed_from if self._phases.timed else None,
         }
         sums = _sums(placed, all_ranks) if spectra else {}
@@ -258,13 +262,15 @@ def _spectra(
 
 
 def _phases(
-    traffic: Mapping[str, Mapping[str, int]], times: Mapping[str, Seconds]
+    traffic: Mapping[str, Mapping[str, int]], times: Mapping[str, Seconds], order: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """Return bytes, calls and seconds of each phase, and its share of all seconds."""
     sent = {_PHASE_OF.get(name, name): count for name, count in traffic.items() if name != "total"}
     total = sum(seconds.host for seconds in times.values())
     phases: dict[str, dict[str, Any]] = {}
-    for name in only({*sent, *times}):
+    seen = {*sent, *times}
+    known = [name for name in order if name in seen]
+    for name in [*known, *sorted(seen.difference(known))]:
         seconds, count = times.get(name), sent.get(name, {"bytes": 0, "calls": 0})
         phase: dict[str, Any] = {"bytes": count["bytes"], "calls": count["calls"]}
         phase |= dict.fromkeys(("seconds", "device_seconds", "share"))

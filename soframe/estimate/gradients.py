@@ -21,10 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Stack
 from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.stack import Stack
 from soframe.comm.agreement import add_up
 from soframe.comm.base import Backend, Handle
 from soframe.comm.shards import Split, gather

@@ -24,9 +24,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Stack, unpack
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.stack import Stack, unpack
 from soframe.comm.base import Backend, Handle
 from soframe.comm.fused import Parcel, Pending, buckets, send
 from soframe.estimate.averages import settle
@@ -398,8 +397,8 @@ class Solution:
         self._outcome = vector.to(self._backend.wire_device(vector.device))
         self._agreement: Handle = self._backend.all_reduce(self._outcome, "agree")
 
-    def conclude(self, counters: dict[str, int]) -> None:
-        """Wait for the results and install them for blocks whose factors were all solved.
+    def conclude(self, counters: dict[str, int]) -> list[Block]:
+        """Wait for the results, install them, and return the blocks whose factors were all solved.
 
         Raises:
             RuntimeError: On every rank, if a solver raised on any.
@@ -419,11 +418,15 @@ class Solution:
             solved = run.solved()
             if solved.numbers:
                 solved_of.setdefault(run.stack, []).append(solved)
+        installed: list[Block] = []
         for stack, parts in solved_of.items():
+            for part in parts:
+                installed += [stack.blocks[member] for member in part.members]
             try:
                 _install(stack, parts, self._step)
             except Exception as error:  # of any kind: all ranks raise together
                 self._placed.keep(error, stack)
+        return installed
 
 
 def _place(runs: Iterable[Run], solved: Mapping[Run, list[Tensor] | None]) -> None:
@@ -668,8 +671,10 @@ class Solves:
         counters: dict[str, int],
         step: int | None = None,
         changed: Collection[Block] = (),
-    ) -> None:
+    ) -> list[Block]:
         """Install the solves that land, and solve the blocks that are due, or begin to.
+
+        Blocks that were solved at once are returned.
 
         ``changed`` are the blocks with new statistics, for second-order data that are refreshed
         from them between solves. Without ``step`` everything is solved at once.
@@ -688,7 +693,8 @@ class Solves:
         if now:
             solution = Solution(placed, now, damping, step)
             solution.share()
-            solution.conclude(counters)
+            return solution.conclude(counters)
+        return []
 
     def _begin(
         self, placed: PlacedBlocks, blocks: Sequence[Block], damping: float, step: int | None
@@ -723,11 +729,17 @@ class Solves:
 
     # -- between steps ----------------------------------------------------------------------------
 
-    def land(self, placed: PlacedBlocks, counters: dict[str, int], what: str) -> None:
-        """Install all solves under way; every rank must call. ``what`` names the call in errors."""
-        if self._under_way:
-            placed.backend.meet(what)
-            _follow(placed, set(self._land(math.inf, placed, counters)))
+    def land(self, placed: PlacedBlocks, counters: dict[str, int], what: str) -> Sequence[Block]:
+        """Install all solves under way; every rank must call. ``what`` names the call in errors.
+
+        Their blocks are returned.
+        """
+        if not self._under_way:
+            return ()
+        placed.backend.meet(what)
+        landed = self._land(math.inf, placed, counters)
+        _follow(placed, set(landed))
+        return landed
 
     def drop(self) -> None:
         """Cancel all solves under way, on every rank."""

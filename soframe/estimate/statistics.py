@@ -1,10 +1,10 @@
-"""The statistics of one window: from calls to sums, from sums on all ranks to running factors.
+"""The statistics of a window: from calls to sums, from sums on all ranks to running factors.
 
-A window is everything since the last step. Each call adds its moments to the block's sums as soon
-as its output gradient is computed; nothing else of it is stored. At the step, every rank sends the
-weights of its sums; once the weights of all ranks are reduced, the sums are reduced and enter the
-running average (`soframe.estimate.averages`). If sums are not finite, on any rank, all ranks drop
-theirs.
+A window is everything since the last step (`soframe.estimate.window`). Each call adds its moments
+to the block's sums as soon as its output gradient is computed; nothing else of it is stored. At the
+step, every rank sends the weights of its sums; once the weights of all ranks are reduced, the sums
+are reduced and enter the running average (`soframe.estimate.averages`). If sums are not finite, on
+any rank, all ranks drop theirs.
 
 Statistics belong to the gradients that ``.grad`` holds. A block whose gradient is None or zero when
 a backward pass begins, or None at the step, though earlier passes of the window have reached it,
@@ -18,22 +18,20 @@ that do.
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block
-from soframe.blocks.home import any_nonzero
+from soframe.blocks.block import Block, Stack
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.stack import Stack
-from soframe.capture.counting import Batch, DataRows, Pass, Passes, Samples
+from soframe.capture.counting import Batch, DataRows, Passes, Samples
 from soframe.capture.hooks import Capture, LayerCall
-from soframe.capture.sampling import Sampler
+from soframe.capture.sampling import Draw, Sampler
 from soframe.estimate.averages import Term, by_group, enter
+from soframe.estimate.window import Tally, Window
 from soframe.kernels.halves import widens
 from soframe.layers.base import LayerHelper
 from soframe.layers.sharing import SharedInputs
@@ -76,10 +74,9 @@ class Folded:
 
 
 class Accumulator:
-    """The sums of a window on this rank.
+    """Adds calls to the window under way, and folds its sums into running factors.
 
     Attributes:
-        due: The blocks that take statistics in the window under way, the same on every rank.
         folded: By block the numbers of the last window with its statistics.
 
     Args:
@@ -87,14 +84,15 @@ class Accumulator:
         scale: The scaling convention.
         samples: The terms that the loss averages over, unless declared for the batch; see
             `soframe.Statistics`.
-        grad_scale: Returns the factor by which the loss of the backward pass under way is
-            multiplied.
+        scale_reader: Returns a function for the factor by which the loss of the backward pass under
+            way is multiplied.
         capture: Records the calls.
-        sampler: Takes some of their rows.
-        voided: Called when all backward passes so far are dropped, before the next one.
+        sampler: Draws some of their rows.
         part_of: Returns the index of the pipeline stage of a block. A backward pass belongs to one
             stage, and all stages have equally many.
     """
+
+    window: Window  # under way, from `begin` on
 
     def __init__(
         self,
@@ -102,10 +100,9 @@ class Accumulator:
         *,
         scale: Scale,
         samples: Samples,
-        grad_scale: Callable[[], float],
+        scale_reader: Callable[[], Callable[[], float]],
         capture: Capture,
         sampler: Sampler,
-        voided: Callable[[], None],
         part_of: Callable[[Block], int],
     ) -> None:
         blocks, backend = placed.blocks, placed.backend
@@ -132,30 +129,14 @@ class Accumulator:
                 both += block.helpers
         self._both = frozenset(both)
         self._blocks = blocks
-        self.due: frozenset[Block] = frozenset()
         self._capture, self._sampler = capture, sampler
         self._scale = scale
         self._samples = samples
-        self._grad_scale, self._voided = grad_scale, voided
-        self._passes = Passes(samples)
+        self._scale_reader = scale_reader
         self._warned = False  # of samples whose number is in doubt
         self._part_of = {block: part_of(block) for block in blocks}
-        self._everybodys = (0, 0)
-        self._share = 1.0
-        # By block with statistics: a gradient's parameter, and its version after the last pass.
-        # -1 until its end, which a pass that raises never comes to.
-        self._versions: dict[Block, tuple[nn.Parameter, int]] = {}
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
-        self._shared = SharedInputs()
-        self._contributions: dict[Block, Contribution] = {}  # of the weights last sent
         self.folded: dict[Block, Folded] = {}
-
-    def weigh(self, share: float) -> None:
-        """Multiply the statistics of the next backward passes by `share`, until the batch ends.
-
-        For micro-batches of unequal sizes: the size of each over their mean.
-        """
-        self._share = share
 
     def listen(self, roots: Sequence[nn.Module]) -> None:
         """Take the calls that the capture records from now on; ``roots`` show their batches."""
@@ -164,23 +145,50 @@ class Accumulator:
         self._capture.listen(
             self.add, names, self._both, alike=alike, roots=roots, ended=self._on_end
         )
-        self._expect(self.due)
 
-    def _expect(self, due: Iterable[Block]) -> None:
-        """Set the blocks that take statistics, and the tensors that the capture keeps for them."""
-        self.due = frozenset(block for block in due if block.captured)
+    def begin(
+        self,
+        due: Iterable[Block],
+        step: int,
+        gathered: Callable[[Block], frozenset[str]] = Block.gatherable,
+        *,
+        former: Window | None = None,
+    ) -> None:
+        """Begin a window after so many steps, in which the blocks ``due`` take statistics.
+
+        ``gathered`` returns the factors of a block that do. A window with the passes of a
+        ``former`` one goes on after the model was rebuilt.
+        """
+        taking = frozenset(block for block in due if block.captured)
+        tallies: dict[Block, Tally] = {}
+        if taking:
+            tallies = {block: Tally(gathered(block)) for block in self._blocks}
+        passes = Passes(self._samples, self._scale_reader)
+        window = Window(taking, passes, Draw(self._sampler, step), tallies)
+        if former is not None:
+            passes, calls = former.passes, former.calls
+            window = replace(window, passes=passes, calls=calls, of_model=former.of_model)
+        self.window = window
         # Between statistics steps the capture is off, and needs no sets.
-        helpers = self._block_of if self.due else ()
-        self._capture.expect(
-            enabled=bool(self.due),
+        helpers = self._block_of if taking else ()
+        self._capture.begin(
+            window.calls,
+            enabled=bool(taking),
             counting=frozenset(h for h in helpers if not self._wants_inputs(h)),
-            idle=frozenset(h for h in helpers if self._block_of[h] not in self.due),
+            idle=frozenset(h for h in helpers if self._block_of[h] not in taking),
         )
+
+    def resume(self, former: Window) -> None:
+        """Continue a window after the model was rebuilt, at first without sums of its blocks."""
+        identities = {block.identity for block in former.due}
+        self.begin([b for b in self._blocks if b.identity in identities], 0, former=former)
 
     def _wants_inputs(self, helper: LayerHelper) -> bool:
         """Return whether a layer's inputs are needed in this window on this rank."""
-        block = self._block_of[helper]
-        return block in self.due and not self._readers[block].isdisjoint(block.record.gathered)
+        block, window = self._block_of[helper], self.window
+        if block not in window.due:
+            return False
+        return not self._readers[block].isdisjoint(window.tallies[block].gathered)
 
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
@@ -191,11 +199,11 @@ class Accumulator:
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
             if call.batch.root.is_empty:
-                self._enter(block, call, (0, 0))
+                self.window.enter(block, call, (0, 0), self._part_of[block])
             return
         data = self._data(block, helper, rows, call.batch)
         data_sizes = _sizes(data, batch, shared)
-        backward = self._enter(block, call, data_sizes)
+        backward = self.window.enter(block, call, data_sizes, self._part_of[block])
         if backward.samples == 0:
             return  # its loss has no terms
 
@@ -212,9 +220,10 @@ class Accumulator:
         if block.unequal and self._wants_inputs(helper):
             rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         rows_of_data = _sizes(data, batch, shared)[1]
-        _count(block, call, backward.samples, rows_of_data, reached, users * self._share)
+        counts = self.window.tallies[block].counts
+        _count(counts, call, backward.samples, rows_of_data, reached, users * self.window.weight)
 
-        loss_scale = backward.scale(self._grad_scale if probe is None else lambda: 1.0)
+        loss_scale = 1.0 if probe is not None else self.window.passes.loss_scale(backward)
         factors = self._gathered(block)
         if factors and data_sizes[1] > 0:
             scale = self._scale.call(
@@ -228,9 +237,9 @@ class Accumulator:
 
     def _gathered(self, block: Block) -> list[FactorSpec]:
         """Return the factors of a block to which this rank contributes in this window."""
-        if block not in self.due:
+        if block not in self.window.due:
             return []
-        gathered = block.record.gathered
+        gathered = self.window.tallies[block].gathered
         return [factor for factor in self._contributed[block] if factor.name in gathered]
 
     def _lacks_batch(
@@ -245,12 +254,13 @@ class Accumulator:
 
     def _pass_once(self, block: Block, call: LayerCall) -> None:
         """Refuse a second backward pass through a call, unless gradients of the first are gone."""
-        if call.earlier is None or call.earlier < block.record.counts.since:
+        window = self.window
+        if call.earlier is None or call.earlier < window.tallies[block].counts.since:
             return
-        earlier = self._passes.by_number.get(call.earlier)
+        earlier = window.passes.by_number.get(call.earlier)
         twice = earlier is not None and earlier.loss_scale is not None
         if twice and any(factor.reads != "inputs" for factor in block.captured):
-            self._passes.fail(
+            self.window.passes.fail(
                 RuntimeError(
                     f"two backward passes went through the same call of {block.name!r}, as those "
                     f"of two losses of one forward pass do (retain_graph=True). Each would count "
@@ -259,58 +269,8 @@ class Accumulator:
                 )
             )
 
-    def _enter(self, block: Block, call: LayerCall, sizes: tuple[int, int]) -> Pass:
-        """Count a call of so many samples and rows; return its backward pass."""
-        batches = [call.batch]
-        if call.number not in self._passes.by_number:
-            self._drop_zeroed(call.number)
-            if call.probe is None:
-                batches = self._capture.together(call.batch)
-        if call.probe is None:
-            self._versions[block] = next(iter(block.parameters.values())), -1
-        terms = call.batch.terms if call.probe is None else call.probe.samples
-        return self._passes.enter(
-            call.number, sizes, terms, call.batch, batches, self._part_of[block]
-        )
-
-    def _on_end(self, reached: frozenset[LayerHelper]) -> None:
-        """Record the gradients of the layers that a backward pass of the loss has reached."""
-        for block in {self._block_of[helper] for helper in reached}:
-            self._versions.pop(block, None)  # a framework may have put the gradient elsewhere
-            version = _version(block)
-            if block.record.counts.calls and version is not None:
-                self._versions[block] = version
-
-    def _drop_zeroed(self, number: int) -> None:
-        """Drop the statistics of gradients that were zeroed before backward pass ``number``."""
-        zeroed, changed = [], {}
-        for block, (parameter, version) in self._versions.items():
-            gradient = block.home.read(parameter)
-            if gradient is None:
-                zeroed.append(block)
-            elif gradient._version != version:
-                changed[block] = gradient
-        # Zeroed in place, clipped or averaged: the host has to wait for the device.
-        if changed and not any_nonzero(list(changed.values())):
-            zeroed += changed
-        if zeroed:
-            self._drop(zeroed, number)
-
-    def _drop(self, blocks: Iterable[Block], number: int) -> None:
-        """Drop the statistics of blocks from the backward passes before ``number``."""
-        for block in blocks:
-            block.stack.drop(block.member, number)
-            del self._versions[block]
-        self._shared.forget()
-        used: set[int] = set()
-        for block in self._blocks:
-            used.update(block.record.counts.samples)
-        if not used:
-            self._passes = Passes(self._samples)
-            self._voided()
-        for earlier in list(self._passes.by_number):
-            if earlier < number and earlier not in used:
-                del self._passes.by_number[earlier]
+    def _on_end(self, reached: Iterable[LayerHelper]) -> None:
+        self.window.end_pass({self._block_of[helper] for helper in reached})
 
     def _sum(
         self,
@@ -330,23 +290,25 @@ class Accumulator:
         reads = self._wants_inputs(helper) and (not is_repeated or helper in self._both)
         inputs, part = call.inputs if reads else (), 1.0
         if data is not None or self._sampler.draws:
-            inputs, rows, part = self._sampler.take(
+            inputs, rows, part = self.window.draw.take(
                 helper, (inputs, rows), call.number, block.takes_samples, data
             )
+        is_first = self.window.tallies[block].counts.calls <= 1
         moments = block.method.statistics(
-            _call(block, helper, inputs if reads else None, rows, self._shared)
+            _call(block, helper, inputs if reads else None, rows, self.window.shared, is_first)
         )
-        block.stack.allocate(factors)
+        sums = self.window.sums_of(block.stack)
+        sums.allocate(factors)
         for factor in factors:
             if not _is_added(factor, reads=reads, is_repeated=is_repeated):
                 continue
-            multiplier = scale.of(factor) * part * self._share
+            multiplier = scale.of(factor) * part * self.window.weight
             if probe is not None and factor.reads != "inputs":
                 multiplier *= probe.weight
             moment = moments.get(factor.name)
             if moment is None:
                 self._refuse(block, factor, None, "statistics()")
-            elif not block.stack.add(factor, block.member, moment, multiplier):
+            elif not sums.add(factor, block.member, moment, multiplier):
                 source = f"statistics() of rows of {type(helper).__name__}"
                 self._refuse(block, factor, moment, source)
 
@@ -356,14 +318,14 @@ class Accumulator:
             require_statistics(block.method, factor, statistics, source)
         except ValueError as error:
             # Not raised here: the other ranks would wait in the backward pass.
-            self._passes.fail(error)
+            self.window.passes.fail(error)
 
     def _data(
         self, block: Block, helper: LayerHelper, rows: Tensor, batch: Batch
     ) -> DataRows | None:
         """Return the rows or samples of a call that are data; None for all."""
         if self._capture.told and not batch.declared:
-            self._passes.fail(
+            self.window.passes.fail(
                 RuntimeError(
                     f"{block.name!r} ran in a forward pass of which count() was told nothing: once "
                     f"it is used, call it before the forward pass of every micro-batch"
@@ -379,7 +341,7 @@ class Accumulator:
         takes_rows = helper.unit == "row" and not block.method.reduces
         if helper.unit is None or (data.unit == "row" and not takes_rows):
             taken = "whole calls" if helper.unit is None else "whole samples"
-            self._passes.fail(
+            self.window.passes.fail(
                 ValueError(
                     f"count(rows=...) cannot leave single rows out of {block.name!r}: "
                     f"{type(helper).__name__} under {block.method!r} takes {taken}; give it a mask "
@@ -391,30 +353,13 @@ class Accumulator:
 
     def require_counted(self) -> None:
         """Check that the samples of the window could be counted; see `Passes.require_counted`."""
-        if self._capture.failure is not None:
-            self._passes.fail(self._capture.failure)
-        self._passes.require_counted()
-        if not self._warned and (doubt := self._passes.doubt()) is not None:
+        passes, failure = self.window.passes, self.window.calls.failure
+        if failure is not None:
+            passes.fail(failure)
+        passes.require_counted()
+        if not self._warned and (doubt := passes.doubt()) is not None:
             self._warned = True
             warnings.warn(f"soframe: {doubt}", stacklevel=7)
-
-    def largest(self) -> list[Tensor]:
-        """Return scalars on the devices of the sums, which are not finite where a sum is not."""
-        scalars: list[Tensor] = []
-        for device in {stack.like.device for stack in self._placed.stacks}:
-            of_device = [stack for stack in self._placed.stacks if stack.like.device == device]
-            totals, diagonals = list[Tensor](), list[Tensor]()
-            for stack in of_device:
-                for name, total in stack.sums.items():
-                    if name in stack.like.psd:  # its diagonal bounds the rest
-                        diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
-                    else:
-                        totals.append(total)
-            if diagonals:
-                totals.append(torch.cat(diagonals))
-            if totals:
-                scalars += torch._foreach_norm(totals, math.inf)
-        return scalars
 
     def weights(self) -> list[float]:
         """Return the weights of this rank's sums, of all due blocks; ranks add them up.
@@ -425,11 +370,11 @@ class Accumulator:
         """
         numbers: list[float] = []
         for block, place in self._placed:
-            if block not in self.due:
+            if block not in self.window.due:
                 continue
             # With ranks on paper only, this one stands for the contributors.
             factors = block.captured if self._backend.on_paper else self._contributed[block]
-            weights = self._contributions[block] = self._contribution(block)
+            weights = self.window.contributions[block] = self._contribution(block)
             # If every rank contributes to all factors, the other weights give their divisors.
             if place.contributors:
                 numbers += [weights.weight(f) if f in factors else 0.0 for f in block.captured]
@@ -444,30 +389,32 @@ class Accumulator:
 
     def _contribution(self, block: Block) -> Contribution:
         """Return the multipliers and weights of this rank for a block."""
-        counts = block.record.counts
+        counts = self.window.tallies[block].counts
         if counts.calls and not self._capture.probing and not block.has_gradient:
             return Contribution()  # zeroed since its backward passes
-        passes = self._passes_of(self._part_of[block])
+        passes = self.window.passes_of(self._part_of[block])
         passes = {n: samples for n, samples in passes.items() if not 0 <= n < counts.since}
         return self._scale.contribution(counts, passes)
 
     def fold(self, weights: Sequence[float], decay: float, step: int) -> None:
         """Reduce the sums with the ``weights`` of all ranks, and average them into the factors."""
-        self._shared.forget()
+        window = self.window
+        window.shared.forget()
         numbers = iter(weights)
         used: dict[Block, Weights] = {}
         for block, place in self._placed:
-            if block in self.due:
+            if block in window.due:
                 total = weights_of(block, numbers, some_contribute=bool(place.contributors))
                 # A block that no rank used keeps its factors.
                 if total is not None:
                     used[block] = total
-                counts, contribution = block.record.counts, self._contributions[block]
+                counts, contribution = window.tallies[block].counts, window.contributions[block]
                 self.folded[block] = Folded(step, counts, contribution, total)
         terms: list[Term] = []
         for stack, members in self._placed.members(list(used)).items():
             for index, factor in enumerate(stack.like.factors):
-                gathered = [m for m in members if factor.name in stack.blocks[m].record.gathered]
+                tallies = [window.tallies[block] for block in stack.blocks]
+                gathered = [m for m in members if factor.name in tallies[m].gathered]
                 if gathered:
                     terms.append(self._term(stack, tuple(gathered), index, used, step))
         _multiply(terms)
@@ -475,8 +422,7 @@ class Accumulator:
         for term in terms:
             for block in term.blocks:
                 block.record.statistics_at[term.factor.name] = step
-        for stack in self._placed.stacks:
-            stack.drop_sums()
+        window.sums.clear()  # before anything is solved, for its memory
 
     def _term(
         self,
@@ -490,7 +436,7 @@ class Accumulator:
         factor, multipliers, reached = stack.like.factors[index], [], []
         for block in (stack.blocks[member] for member in members):
             weights = used[block]
-            multiplier = self._contributions[block].of(factor)
+            multiplier = self.window.contributions[block].of(factor)
             multiplier *= self._scale.gradient_scale(factor, weights.inputs)
             if factor.mean_over == "group rows":
                 multipliers += [multiplier / rows if rows > 0 else 0.0 for rows in weights.groups]
@@ -498,7 +444,7 @@ class Accumulator:
             else:
                 divisor = weights.factors[block.captured.index(factor)]
                 multipliers += itertools.repeat(multiplier / divisor, factor.groups)
-        total, scale = stack.sums.get(factor.name), 1.0
+        total, scale = self.window.sums_of(stack).totals.get(factor.name), 1.0
         if total is not None:
             total = stack.take(total, members)
             if len(set(multipliers)) == 1:
@@ -507,46 +453,6 @@ class Accumulator:
                 total.mul_(by_group(multipliers, total))
         return Term(stack, members, index, total, reached=reached, scale=scale, turn=step)
 
-    def seen(self) -> tuple[int, int, int]:
-        """Return the most backward passes of any stage here, and its most and fewest samples."""
-        parts = {backward.part for backward in self._passes.by_number.values()}
-        samples_of_parts = [list(self._passes_of(part).values()) for part in parts]
-        most = max(map(len, samples_of_parts), default=0)
-        totals = [sum(samples) for samples in samples_of_parts if len(samples) == most]
-        return most, max(totals, default=0), min(totals, default=0)
-
-    def complete(self, passes: int, samples: int) -> None:
-        """Store the passes and samples of the stage of the whole model that has the most."""
-        # Passes that did not reach a stage count there, too: N is the whole model's.
-        self._everybodys = (passes, samples)
-
-    def _passes_of(self, part: int) -> dict[int, int]:
-        """Return the samples of the backward passes of a stage, by their numbers."""
-        passes, samples = self._everybodys
-        samples_by_number: dict[int, int] = {}
-        for number, backward in self._passes.by_number.items():
-            if backward.part == part:
-                samples_by_number[number] = backward.samples
-        # Passes without a call here, under numbers that no pass has: the first has all the rest.
-        rest = samples - sum(samples_by_number.values())
-        for missing in range(passes - len(samples_by_number)):
-            samples_by_number[-1 - missing] = rest if missing == 0 else 0
-        return samples_by_number
-
-    def resume(self, before: Accumulator) -> None:
-        """Continue the window of the former statistics, after the model was rebuilt."""
-        self._passes, self._everybodys = before._passes, before._everybodys
-        due = {block.identity for block in before.due}
-        self.due = frozenset(block for block in self._blocks if block.identity in due)
-
-    def begin(self, due: Sequence[Block], step: int) -> None:
-        """Begin a new window, in which the blocks ``due`` take statistics."""
-        self._sampler.begin(step)
-        if self.due or due:  # after a window without statistics there is nothing to discard
-            self.forget()
-        self._expect(due)
-        self._share = 1.0
-
     def late(self) -> list[str]:
         """Return the blocks whose second-order data became new in the window under way.
 
@@ -554,25 +460,11 @@ class Accumulator:
         """
         names: list[str] = []
         for block in self._blocks:
-            is_gathered = block in self.due and block.gatherable() <= block.record.gathered
+            is_due = block in self.window.due
+            is_gathered = is_due and block.gatherable() <= self.window.tallies[block].gathered
             if block.lacks and not is_gathered:
                 names.append(block.name)
         return names
-
-    def postpone(self, due: Iterable[Block], late: Collection[str]) -> None:
-        """Let the blocks ``due`` take statistics, without the factors that `late` blocks await."""
-        for block in self._blocks:
-            if block.name in late:
-                block.record.gathered -= {f.name for f in block.captured if f.needs}
-        self._expect(due)
-
-    def forget(self) -> None:
-        """Discard the backward passes so far."""
-        for stack in self._placed.stacks:
-            stack.begin_window()
-        self._passes, self._everybodys = Passes(self._samples), (0, 0)
-        self._versions.clear()
-        self._shared.forget()
 
 
 def weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool) -> Weights | None:
@@ -708,7 +600,7 @@ def _is_added(factor: FactorSpec, *, reads: bool, is_repeated: bool) -> bool:
 
 
 def _count(
-    block: Block,
+    counts: Counts,
     call: LayerCall,
     samples: int,
     rows: int,
@@ -722,7 +614,7 @@ def _count(
     # Means over rows weigh each row as the sums do.
     if reached is not None:
         reached = [number * weight for number in reached]
-    block.record.counts.add(call.number, samples, rows * weight, reached)
+    counts.add(call.number, samples, rows * weight, reached)
 
 
 def _call(
@@ -731,6 +623,7 @@ def _call(
     inputs: tuple[Tensor, ...] | None,
     rows: Tensor,
     shared: SharedInputs,
+    first: bool,
 ) -> Call:
     """Return a call as methods see it."""
     # Not inherited: a subclass may override the moments, and has to declare this itself.
@@ -743,7 +636,7 @@ def _call(
         shared=shared,
         data=block.second_order if block.dependent else {},
         widens=declares_widening and rows.shape[0] == 1 and widens(rows, block.dtype),
-        first=block.record.counts.calls <= 1,
+        first=first,
     )
 
 
@@ -753,15 +646,6 @@ def _without(rows: Tensor, data: DataRows) -> Tensor:
     counts = rows.new_zeros(rows[0, :, :, :1].shape)  # [batch, shared, 1]
     counts.view(-1)[data.indices] = 1
     return rows * counts
-
-
-def _version(block: Block) -> tuple[nn.Parameter, int] | None:
-    """Return a parameter of a block that has a gradient, and the gradient's version."""
-    for parameter in block.parameters.values():
-        gradient = block.home.read(parameter)
-        if gradient is not None:
-            return parameter, gradient._version
-    return None
 
 
 def _all_contribute(placed: PlacedBlocks) -> bool:

@@ -13,10 +13,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Stack
 from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.stack import Stack
 from soframe.comm.base import Backend
 from soframe.comm.fused import Parcel, deliver
 from soframe.comm.shards import Split, scatter

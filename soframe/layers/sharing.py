@@ -8,7 +8,7 @@ cache is used if the first sum consists of that call alone, as with one backward
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -40,11 +40,11 @@ class _Known:
     scale: float
 
 
+@dataclass(eq=False)
 class SharedInputs:
     """Caches the input moment of the last call."""
 
-    def __init__(self) -> None:
-        self._known: _Known | None = None
+    _known: _Known | None = field(default=None, init=False)
 
     def add(
         self,

@@ -23,6 +23,7 @@ from soframe.planning.schedule import KINDS, Messages, Rank, Schedule, Timing
 from soframe.planning.task import Task
 from soframe.registry import available
 from soframe.settings import Statistics
+from soframe.step.phases import seconds_of_rows
 from soframe.strategies import plan as bytes_of
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
@@ -547,11 +548,17 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
         row_traffic = _traffic(messages, statistics_every, solve_every)
         if row_traffic["total"]["bytes"] > traffic.get("total", {"bytes": -1})["bytes"]:
             traffic = row_traffic
-    timing = _schedule(costs, task, of_ranks, ranks, option.local, option.background).timing(
-        statistics_every,
-        solve_every,
-        solve_every if option.stagger else 1,
+    schedule = _schedule(
+        costs,
+        task,
+        of_ranks,
+        ranks,
+        option.local,
+        option.background,
+        added=seconds_of_rows(costs.work, costs.hardware),
     )
+    turns = solve_every if option.stagger else 1
+    timing = schedule.timing(statistics_every, solve_every, turns)
     return Row(
         option,
         _memory(costs, placement, ranks_of, background=option.background > 0),
@@ -570,6 +577,7 @@ def _schedule(
     ranks: int,
     local: bool = False,
     background: int = 0,
+    added: Mapping[str, float] | None = None,
 ) -> Schedule:
     weights = sum(p.numel() * p.element_size() for p in task.parameters)
     averages = ranks > 1 and not local  # outside of the step
@@ -581,6 +589,7 @@ def _schedule(
         gradients=weights if averages else 0,
         optimizer=5 * weights / costs.hardware.bandwidth,
         background=background,
+        added=added,
     )
 
 

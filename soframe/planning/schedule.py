@@ -1,7 +1,7 @@
 """The schedule of a step: three streams, the points at which ranks wait for one another, and turns.
 
 A rank computes on one stream, solves in the background on another, and the network is a third.
-Phases follow the engine (`soframe.step.engine`):
+Phases come in the order of the step's table (`soframe.step.phases`):
 
 - gradients are averaged in buckets while the backward pass runs;
 - statistics travel from the end of their step to the beginning of the next, or to the solve;
@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 
 from soframe.planning.costs import Arithmetic
 from soframe.planning.hardware import Hardware
+from soframe.step.phases import names
 from soframe.strategies.plan import Message
 
 BUCKET = 25e6
@@ -108,11 +109,13 @@ class Schedule:
         gradients: int,  # bytes that DistributedDataParallel averages; 0 if soframe does
         optimizer: float,  # seconds of the optimizer's step
         background: int = 0,  # steps for which solves run on a stream of their own
+        added: Mapping[str, float] | None = None,  # seconds of phases that say theirs
     ) -> None:
         self._hardware, self._parts, self._background = hardware, parts, background
         crowd = hardware.crowd(ranks)
         self._is_crowded = crowd >= 1
         self._passes, self._optimizer = max(1.0, crowd) * passes, max(1.0, crowd) * optimizer
+        self._added = {name: max(1.0, crowd) * time for name, time in (added or {}).items()}
         everyone = range(ranks)
         buckets = -(-gradients // BUCKET)
         size = gradients / buckets if buckets else 0.0
@@ -202,31 +205,48 @@ class Schedule:
         # Sums of an earlier step.
         clock.wait("reduce", clock.arrival)
         self._exchange(clock, "agree", network)
-        if kind != "plain":
-            clock.compute("reduce", slowest["average"])
-            seconds, _ = network.get("reduce", (0.0, 0.0))
-            clock.arrival = clock.send(seconds, clock.now) if seconds else clock.now
-            clock.wait("reduce", clock.now + (seconds if self._is_crowded else 0.0))
-        self._exchange(clock, "gradients", network)
-        clock.compute("write", slowest["write"])
-        clock.compute("observe", slowest["observe"])
-        begins = kind == "solve" and self._background
-        if begins:
-            clock.wait("reduce", clock.arrival)
-            clock.compute("solve", slowest["solve"] if self._is_crowded else 0.0)
-            clock.solved = clock.now + slowest["solve"]
+        for phase in names():
+            match phase:
+                case "reduce" if kind != "plain":
+                    self._reduce(clock, network)
+                case "average":
+                    self._exchange(clock, "gradients", network)
+                    # Both, of gradients into stacks and of updates from them.
+                    clock.compute("write", slowest["write"])
+                case "observe":
+                    clock.compute("observe", slowest["observe"])
+                case "solve":
+                    self._solve(clock, kind, landing=landing)
+                case "direct":
+                    start = clock.now
+                    clock.compute("direct", slowest["direct"])
+                    self._exchange(clock, "exchange", network, since=start)
+                case _ if phase in self._added:
+                    clock.compute(phase, self._added[phase])
+        clock.compute("optimizer", self._optimizer)
+
+    def _reduce(self, clock: _Clock, network: Mapping[str, tuple[float, float]]) -> None:
+        """Average sums into factors, and start to send them."""
+        clock.compute("reduce", self._slowest["average"])
+        seconds, _ = network.get("reduce", (0.0, 0.0))
+        clock.arrival = clock.send(seconds, clock.now) if seconds else clock.now
+        clock.wait("reduce", clock.now + (seconds if self._is_crowded else 0.0))
+
+    def _solve(self, clock: _Clock, kind: str, *, landing: bool) -> None:
+        """Solve, or begin to in the background; share the results, also of an earlier solve."""
+        seconds = self._slowest["solve"]
+        if kind == "solve":
+            clock.wait("reduce", clock.arrival)  # for the sums
+        start = clock.now
+        if kind == "solve" and self._background:
+            clock.compute("solve", seconds if self._is_crowded else 0.0)
+            clock.solved = clock.now + seconds
+        elif kind == "solve":
+            clock.compute("solve", seconds)
+            self._exchange(clock, "share", self._network["solve"], since=start)
         if landing:
             clock.wait("solve", clock.solved)
             self._exchange(clock, "share", self._network["solve"])
-        elif kind == "solve" and not begins:
-            clock.wait("reduce", clock.arrival)
-            start = clock.now
-            clock.compute("solve", slowest["solve"])
-            self._exchange(clock, "share", network, since=start)
-        start = clock.now
-        clock.compute("direct", slowest["direct"])
-        self._exchange(clock, "exchange", network, since=start)
-        clock.compute("optimizer", self._optimizer)
 
     def _exchange(
         self,

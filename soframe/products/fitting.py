@@ -113,7 +113,6 @@ class Fit:
     def _rest(self) -> None:
         """Let the layers' hooks do nothing."""
         self._statistics.begin((), 0)
-        self._capture.reset()
 
     def _begin_anew(self) -> None:
         """Drop all factors and second-order data."""
@@ -182,10 +181,11 @@ class Fit:
 
     def _begin_window(self) -> None:
         gathering = self.progress.gathering
-        self._capture.reset()
-        self._statistics.begin([b for b in self._placed.blocks if b.name in gathering], 0)
-        for block in self._placed.blocks:
-            block.record.gathered = frozenset(gathering.get(block.name, ()))
+        self._statistics.begin(
+            [block for block in self._placed.blocks if block.name in gathering],
+            0,
+            lambda block: frozenset(gathering.get(block.name, ())),
+        )
 
     def _run(self, batches: Iterator[Any], loss: LossOf, every: int) -> int:
         """Run forward and backward passes of at most so many batches; return their number."""
@@ -210,7 +210,7 @@ class Fit:
                     f"batch out"
                 )
         self._statistics.require_counted()
-        if not all(bool(largest.isfinite().all()) for largest in self._statistics.largest()):
+        if not all(bool(largest.isfinite().all()) for largest in self._statistics.window.largest()):
             raise ValueError(
                 f"the statistics of batches {first} to {first + len(losses) - 1} are not finite, "
                 f"though their losses are: compute in float32 or bfloat16, or scale the loss"
@@ -219,25 +219,25 @@ class Fit:
 
     def _note(self, weights: Sequence[float]) -> None:
         """Note the number of samples or rows of each factor of this pass."""
-        numbers = iter(weights)
+        numbers, window = iter(weights), self._statistics.window
         for block, place in self._placed:
-            if block not in self._statistics.due:
+            if block not in window.due:
                 continue
             totals = weights_of(block, numbers, some_contribute=bool(place.contributors))
             if totals is None:
                 continue
             of_block = self.weights.setdefault(block.name, {})
             for factor, number in zip(block.captured, totals.factors, strict=True):
-                if factor.name in block.record.gathered:
+                if factor.name in window.tallies[block].gathered:
                     of_groups = factor.mean_over == "group rows"
                     of_block[factor.name] = list(totals.groups) if of_groups else [number]
 
     def _sums_so_far(self) -> dict[tuple[Block, FactorSpec], Tensor]:
         """Return the factors of this pass times their weights, of those that this rank holds."""
         sums = {}
-        for block in self._placed.blocks:
+        for block, tally in self._statistics.window.tallies.items():
             for factor in block.factors:
-                if factor.name in block.record.gathered and factor.name in block.running:
+                if factor.name in tally.gathered and factor.name in block.running:
                     sums[block, factor] = block.running.matrix(factor) * self._each(block, factor)
         return sums
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
-from soframe.capture.hooks import Capture, LayerCall
+from soframe.capture.hooks import Calls, Capture, LayerCall
 from soframe.estimate.statistics import batch_first
 from soframe.kernels.precision import Precision
 from soframe.layers.base import LayerHelper
@@ -234,7 +234,7 @@ def sample_gradients(
     for block in placed.blocks:
         names.update(dict.fromkeys(block.helpers, block.name))
     capture.listen(collected.add, names, roots=[model])
-    capture.expect(enabled=True, counting=frozenset(), idle=frozenset())
+    capture.begin(Calls(), enabled=True)
     try:
         with kept(model), torch.enable_grad():
             _, value = loss(model, batch)

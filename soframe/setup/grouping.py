@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from soframe.blocks.block import Block
-from soframe.blocks.stack import Stack
+from soframe.blocks.block import Block, Stack
 
 
 @runtime_checkable

@@ -20,6 +20,7 @@ from soframe.comm.agreement import agree_on_state
 from soframe.comm.base import Backend
 from soframe.comm.stages import ALONE, Stages
 from soframe.estimate.averages import settled
+from soframe.estimate.window import Window
 from soframe.registry import describe
 from soframe.state import checksums
 from soframe.state.entries import (
@@ -278,7 +279,9 @@ def dampings(
     return {name: float(damping) for name, damping in every.items() if damping is not None}
 
 
-def memory_usage(placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None) -> dict[str, int]:
+def memory_usage(
+    placed: PlacedBlocks, window: Window, under_way: Sequence[Tensor] | None = None
+) -> dict[str, int]:
     """Return the bytes on this rank by kind, and their total."""
     stacks = placed.stacks
     # Before factors are read, which waits for them; some are of several stacks.
@@ -291,9 +294,9 @@ def memory_usage(placed: PlacedBlocks, under_way: Sequence[Tensor] | None = None
         usage["factors"] += _bytes(stack.factors)
         usage["accumulators"] += _bytes(stack.accumulators)
         usage["second_order"] += sum(map(_bytes, stack.data.values()))
-        usage["statistics"] += _bytes(stack.sums)
         if "state" in usage:
             usage["state"] += _bytes(stack.state)
+    usage["statistics"] = sum(_bytes(sums.totals) for sums in window.sums.values())
     if under_way is not None:
         usage["under_way"] = sum(tensor.nbytes for tensor in under_way)
     if in_flight:

@@ -9,25 +9,31 @@ from typing import Any
 
 from torch import Tensor
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, unpack
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.stack import unpack
 from soframe.comm.base import Backend
 from soframe.comm.packing import pack_triangle
 from soframe.estimate.averages import settle
+from soframe.estimate.window import Window
 from soframe.layers.base import LayerHelper
 from soframe.registry import describe
 from soframe.state.entries import entries, gather, held, put, stored_dtype
 from soframe.strategies.work import BlockPlacement
 
 
-def hand_over(before: PlacedBlocks, after: PlacedBlocks, *, forgets: bool = False) -> bool:
+def hand_over(
+    before: PlacedBlocks,
+    after: PlacedBlocks,
+    windows: tuple[Window, Window],
+    *,
+    forgets: bool = False,
+) -> bool:
     """Return whether some blocks lack statistics, after moving state to a changed model's blocks.
 
     A collective, with a backend prepared for both placements. A block that lost its bias or its
     weight keeps the remaining rows and columns of its factors, and is solved again. A block that
-    gained a parameter starts anew. Statistics of the current accumulator cannot move to other
-    contributors. With ``forgets`` only these move.
+    gained a parameter starts anew. Statistics of the window under way cannot move to other
+    contributors. With ``forgets`` only these move. ``windows`` are the former and the new one.
     """
     # Accumulators do not move: their statistics are reduced first.
     settle(before, {stack: stack.all for stack in before.stacks})
@@ -50,7 +56,7 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks, *, forgets: bool = Fals
         same = old.shape == block.shape
         keep = functools.partial(_left, old, block, None if same else columns)
         if was.contributors == place.contributors:
-            _move_window(old, block, keep)
+            _move_window(windows, old, block, keep)
         else:
             lacking = True
         if not forgets:
@@ -58,14 +64,23 @@ def hand_over(before: PlacedBlocks, after: PlacedBlocks, *, forgets: bool = Fals
     return lacking
 
 
-def _move_window(old: Block, block: Block, keep: Callable[[str, Tensor], Tensor]) -> None:
-    """Keep the sums of the current accumulator."""
-    block.record.counts, block.record.gathered = old.record.counts, old.record.gathered
+def _move_window(
+    windows: tuple[Window, Window],
+    old: Block,
+    block: Block,
+    keep: Callable[[str, Tensor], Tensor],
+) -> None:
+    """Keep the statistics of the window under way."""
+    former, window = windows
+    if old not in former.tallies or block not in window.tallies:
+        return
+    window.tallies[block] = former.tallies[old]
+    sums, totals = window.sums_of(block.stack), former.sums_of(old.stack).totals
     for factor in block.captured:
-        total = old.stack.sums.get(factor.name)
-        if total is not None:
-            part = keep(factor.name, old.stack.take(total, (old.member,)))
-            block.stack.add(factor, block.member, part, 1.0)
+        if factor.name in totals:
+            part = keep(factor.name, old.stack.take(totals[factor.name], (old.member,)))
+            sums.allocate([factor])
+            sums.add(factor, block.member, part, 1.0)
 
 
 def _move(

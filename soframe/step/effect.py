@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.capture.hooks import Capture
+from soframe.estimate.window import Window
 from soframe.layers.base import LayerHelper
 
 WINDOWS = 2
@@ -43,8 +44,7 @@ class Effect:
         others: Its parameters without a block.
         capture: Its hooks.
         home: Where gradients live.
-        rebuilt: Whether the model changed in the window under way, so that the hooks may have
-            missed calls.
+        partial: A window in which the model changed, so that the hooks may have missed calls.
     """
 
     def __init__(
@@ -55,74 +55,80 @@ class Effect:
         capture: Capture,
         *,
         home: GradientHome,
-        rebuilt: bool,
+        partial: Window | None,
     ) -> None:
         self._model, self._blocks, self._others = model, blocks, others
         self._capture, self._home = capture, home
         self._parameters = {block: list(block.parameters.values()) for block in blocks}
-        self._partial = rebuilt
-        self._windows: Counter[Block] = Counter()
-        self._judged: list[Block] = []  # in the window under way
+        self._partial = partial
+        self._windows: Counter[Block] = Counter()  # by block those with statistics that have ended
 
-    def begin(self, due: Collection[Block]) -> None:
-        """Begin a window in which these blocks take statistics."""
-        self._partial = False
-        self._windows.update(due)
-        self._judged = [b for b in self._blocks if b in due and self._windows[b] <= WINDOWS]
+    def end(self, window: Window) -> None:
+        """Count a window."""
+        self._windows.update(window.due)
 
-    def check(self, due: Collection[Block]) -> None:
+    def _judged(self, window: Window) -> list[Block]:
+        """Return the blocks that are checked in a window."""
+        if not window.due or window is self._partial:
+            return []
+        return [b for b in self._blocks if b in window.due and self._windows[b] < WINDOWS]
+
+    def check(self, window: Window) -> None:
         """Raise if a framework has sharded the parameters since they were registered."""
-        judged = [block for block in self._judged if block in due]
-        if judged:
-            named: list[tuple[str, nn.Parameter]] = []
-            for block in judged:
-                named += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
+        named: list[tuple[str, nn.Parameter]] = []
+        for block in self._judged(window):
+            named += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
+        if named:
             self._home.check(named)
 
-    def said(self, due: Collection[Block]) -> list[float]:
+    def said(self, window: Window) -> list[float]:
         """Return this rank's flags, equally many on every rank.
 
         The first two are whether any block has a gradient, and whether only other parameters have.
         Two follow for every block that is due: whether it has statistics, and whether it has a
         gradient.
         """
-        judged = [block for block in self._judged if block in due]
+        judged = self._judged(window)
         if not judged:
-            return self.nothing_said(due)
-        seen = {block for block in judged if block.record.counts.calls}
-        reached = self._reached(judged, seen)
+            return self.nothing_said(window)
+        seen = {block for block in judged if window.tallies[block].counts.calls}
+        reached = self._reached(window, judged, seen)
         parameters = itertools.chain.from_iterable(self._parameters.values())
         has_any = bool(reached) or any(map(self._home.has, parameters))
         # Evidence that the backward pass ran, but reached no block.
         has_other = not has_any and any(map(self._home.has, self._others))
         numbers = [float(has_any), float(has_other)]
         for block in self._blocks:
-            if block in due:
+            if block in window.due:
                 numbers += [float(block in seen), float(block in reached)]
         return numbers
 
-    def _reached(self, blocks: Sequence[Block], seen: Collection[Block]) -> set[Block]:
+    def _reached(
+        self, window: Window, blocks: Sequence[Block], seen: Collection[Block]
+    ) -> set[Block]:
         """Return the blocks with a gradient; some were ``seen`` to be called."""
         reached = {block for block in seen if self._home.of(self._parameters[block])}
         # Without statistics a gradient of zeros counts as none; testing for it makes the host wait.
-        unseen = [block for block in blocks if block not in seen and not self._derived(block)]
+        unseen = [
+            block for block in blocks if block not in seen and not self._derived(window, block)
+        ]
         if unseen:
             reached |= self._with_gradient(unseen)
         return reached
 
-    def nothing_said(self, due: Collection[Block]) -> list[float]:
+    def nothing_said(self, window: Window) -> list[float]:
         """Return zeros in place of the numbers of `said`."""
-        if not due or self._partial:
+        if not window.due or window is self._partial:
             return []
-        return [0.0] * (2 + 2 * len(due))
+        return [0.0] * (2 + 2 * len(window.due))
 
-    def require(self, due: Collection[Block], sums: Sequence[float]) -> None:
+    def require(self, window: Window, sums: Sequence[float]) -> None:
         """Check the sums of `said` over ranks.
 
         Raises:
             RuntimeError: On every rank, if the step would have no effect; see the module.
         """
-        judged = [block for block in self._judged if block in due]
+        judged = self._judged(window)
         if not judged:
             return
         numbers = iter(sums)
@@ -131,7 +137,7 @@ class Effect:
         taken: list[Block] = []  # statistics without a gradient
         any_seen = False
         for block in self._blocks:
-            if block not in due:
+            if block not in window.due:
                 continue
             seen, reached = next(numbers) > 0, next(numbers) > 0
             any_seen |= seen
@@ -170,10 +176,10 @@ class Effect:
                 f"would do nothing. {self._remedies(judged)}"
             )
 
-    def _derived(self, block: Block) -> bool:
+    def _derived(self, window: Window, block: Block) -> bool:
         """Return whether the loss may depend on a block's derivatives alone."""
         # The layer was called, and no gradient came to its output.
-        called = any(helper in self._capture.called for helper in block.helpers)
+        called = any(helper in window.calls.called for helper in block.helpers)
         return called and not self._capture.probing and block.mass > 0
 
     def _with_gradient(self, blocks: Sequence[Block]) -> set[Block]:
@@ -212,7 +218,7 @@ class Effect:
             helpers += block.helpers
         modules = [self._model, *self._model.children(), *(helper.module for helper in helpers)]
         first = ""
-        if any(helper in self._capture.called for helper in helpers):
+        if any(helper in self._capture.calls.called for helper in helpers):
             first = (
                 "Their modules were called, and no gradient of backward() came to what they "
                 "returned: perhaps another hook, or a change in place of a view, has put something "

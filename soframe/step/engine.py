@@ -1,4 +1,4 @@
-"""The step, from top to bottom: `Engine.step`.
+"""A step: ranks agree, and the phases of a table run (`soframe.step.phases`).
 
 Ranks agree first (`Engine._agree`): one all-reduce sums their reports, with flags for gradients and
 statistics that are not finite, the weights of the statistics, and flags for a changed model and for
@@ -8,13 +8,13 @@ an error on a rank. From there on all ranks enter the same collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
-from soframe.blocks.block import Block
-from soframe.blocks.stack import Stack
+from soframe.blocks.block import Stack
 from soframe.comm.agreement import (
     fingerprint,
     require_all_ranks,
@@ -27,11 +27,13 @@ from soframe.damping.policies import damping_at
 from soframe.diagnostics.metrics import Measuring
 from soframe.estimate.plan import Plan
 from soframe.estimate.updates import Update, exchange, write
+from soframe.estimate.window import Window
 from soframe.kernels.precision import within
 from soframe.setup.grouping import Grouping
-from soframe.step.clip import Clipped, Clipping, clip
+from soframe.step.clip import Clipping
 from soframe.step.effect import Effect
-from soframe.step.magnitude import Magnitude, discard
+from soframe.step.magnitude import Magnitude
+from soframe.step.phases import TABLE, Step
 from soframe.step.verdict import SKIPPED_STATISTICS, Verdict
 
 OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
@@ -66,9 +68,9 @@ class Engine:
         self.verdict = Verdict(self._parts.backend, curvature.counts)
         self.updates: Sequence[Update] = ()
         self.apart: Sequence[Stack] = ()
-        self._connect(rebuilt=False)
+        self._connect()
 
-    def _connect(self, *, rebuilt: bool) -> None:
+    def _connect(self, partial: Window | None = None) -> None:
         """Take the gradients and the guard of the blocks that are registered now."""
         curvature, parts = self._curvature, self._parts
         self._gradients = curvature.averaged
@@ -78,69 +80,41 @@ class Engine:
             curvature.registration.others,
             curvature.capture,
             home=parts.home,
-            rebuilt=rebuilt,
+            partial=partial,
         )
-        if not rebuilt:
-            self._effect.begin(curvature.statistics.due)
 
     # -- the step -----------------------------------------------------------------------------
 
     def step(self) -> None:
         """Rewrite the gradients by the updates of one step, or leave these to the optimizer."""
-        curvature, verdict, parts = self._curvature, self.verdict, self._parts
-        rewrites, self.updates = self._grouping is None, ()
-        phase = parts.backend.phases
-        verdict.settle()
+        self.updates = ()
+        curvature, phases = self._curvature, self._parts.backend.phases
+        self.verdict.settle()
         curvature.arrive()  # sums of earlier steps that are still under way
-        with phase("agree"):
+        with phases("agree"):
             plan = self._agree()
+        step = Step(
+            curvature,
+            plan,
+            self.verdict,
+            self._clipping,
+            self._measuring,
+            self._grouping,
+            self.apart,
+        )
         try:
-            if plan.weights is not None:
-                with phase("reduce"):
-                    curvature.fold(plan)
-            with phase("average"):
-                gradients = self._gradients.raw()
-            curvature.end_window(gradients, plan)
-            # A gradient that is not finite would stay in the averages for ever.
-            if plan.finite is not False:
-                curvature.observe(gradients, plan)
-            curvature.solve(plan)
-            updates = curvature.direct(gradients, plan)
-            exchange(curvature.placed, updates)
-            if plan.finite is None:
-                # Behind the work of this step, which the device has to do meanwhile.
-                plan = self._read_flags(plan, updates)
-            clipped = Clipped(finite=False)
-            if plan.finite is not False:
-                clips = self._clipping.clips
-                clipped = clip(updates, self._gradients, clips, plan, stages=parts.stages)
-            # Before `write`: gradient matrices may be views of the memory that it overwrites.
-            self._measuring.note(
-                curvature.blocks,
-                gradients,
-                updates,
-                plan,
-                finite=clipped.finite,
-                factors=clipped.factors,
-            )
-            if clipped.finite:
-                curvature.observe(gradients, plan, after=True)
-                if rewrites:
-                    with phase("write"):
-                        verdict.write(updates, curvature.watch.parameters(), parts.home)
-                else:
-                    self.updates = updates
-                verdict.commit(updates)
-                curvature.solve(plan, after=True)
-            else:
-                verdict.skip(plan)
-                if rewrites:
-                    discard(parts.model.parameters(), parts.home)
+            for phase in TABLE:
+                if step.is_in(phase.when):
+                    with phases(phase.name) if phase.is_range else nullcontext():
+                        phase.run(step)
+            if self._grouping is not None and step.clipped.finite:
+                self.updates = step.updates
         except BaseException:
             curvature.begin()  # the sums of this window may be used up already
             raise
-        curvature.end_step(plan)
-        self.begin()
+        self._effect.end(curvature.statistics.window)
+        curvature.end_step(step.plan)
+        curvature.begin()
 
     def _part_stacks(self) -> None:
         """Choose the stacks that get no update in this step, as the optimizer moves them."""
@@ -150,11 +124,6 @@ class Engine:
         if self._grouping is not None and can_leave:
             self.apart = self._grouping.moves(self._curvature.placed.stacks)
         self._gradients.leave(self.apart)
-
-    def begin(self, late: Collection[str] = ()) -> None:
-        """Begin an empty window; for ``late`` see `Accumulator.late`."""
-        self._curvature.begin(late)
-        self._effect.begin(self._curvature.statistics.due)
 
     def repeat(self, damping: float) -> None:
         """Precondition the gradients that are there now, with the present dampings of blocks.
@@ -187,15 +156,16 @@ class Engine:
     def _agree(self) -> Plan:
         """Agree with all ranks on the plan of the step; rebuild if the model has changed."""
         curvature, parts = self._curvature, self._parts
-        statistics = curvature.statistics
+        statistics, window = curvature.statistics, curvature.statistics.window
         plan, common, error = self._evaluate()
         report, error = self._report(plan, common, error)
-        # Over the stages of a model first, then over the copies of each stage.
+        # Reports are reduced over the stages of a model first.
         of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
         report, error = parts.stages.put_together(report, of_stages, error)
         error = error or parts.stages.miscounted(report.passes)
-        statistics.complete(int(report.passes), int(report.samples))
+        window.complete(int(report.passes), int(report.samples))
         local_bad = report.bad_gradient > 0
+        # Then over the copies of each stage, with the weights, which need the passes of all stages.
         failed = error is not None or report.failed > 0
         bad_statistics = max(report.bad_statistics, min(report.due, report.bad_gradient))
         total = replace(
@@ -205,35 +175,37 @@ class Engine:
             changed_anywhere=[] if parts.stages.backend is None else [report.changed_stages],
             weights=statistics.weights(),
         ).over_ranks(parts.backend)
+        # An error of one rank is raised on all, before anything is written.
         if total.failed > 0:
             error = parts.stages.spread(error)
         require_no_failure(parts.backend, error, total.failed)
         parts.stages.require_none(self._problem(total, common))
         self._gradients.agree(total.present)
         parts.solves.agree(total.waits)
+        # A changed model is registered anew, and the ranks agree once more.
         if total.changed or any(total.changed_anywhere):
             self._rebuild(changed=total.changed > 0)
-            # The new blocks have other weights and flags.
             return self._agree()
+        # Statistics that are not finite on some rank are dropped on all.
         self.verdict.counts[SKIPPED_STATISTICS] += total.bad_statistics > 0
         if total.bad_statistics and report.curved == 0:
             parts.refresh.owe(2)  # without the statistics of this step no block has curvature
-        if statistics.due and not total.bad_statistics:
+        if window.due and not total.bad_statistics:
             plan = replace(plan, weights=total.weights)
         return self.verdict.agree(plan, bad=total.bad_gradient, large=total.large, local=local_bad)
 
     def _evaluate(self) -> tuple[Plan, dict[str, object], Exception | None]:
         """Return the step's plan, the values that ranks must share, and an error or None."""
         curvature, parts = self._curvature, self._parts
-        step, refresh = curvature.steps, parts.refresh
+        step, refresh, window = curvature.steps, parts.refresh, curvature.statistics.window
         try:
             if curvature.placed.errors:
                 raise curvature.placed.errors[0]
-            self._effect.check(curvature.statistics.due)  # names the framework that sharded
+            self._effect.check(window)  # names the framework that sharded
             self._gradients.check()
-            capture = curvature.capture
-            parts.loss_scale.check(parts.optimizer, half=capture.half, probed=capture.probing)
             curvature.statistics.require_counted()
+            probed = curvature.capture.probing
+            parts.loss_scale.check(parts.optimizer, half=window.calls.half, probed=probed)
             plan = Plan(
                 step=step,
                 damping=damping_at(parts.damping, step),
@@ -264,28 +236,27 @@ class Engine:
     ) -> tuple[Report, Exception | None]:
         """Return this rank's report, without its weights, and its error."""
         curvature, parts = self._curvature, self._parts
-        statistics = curvature.statistics
-        due = statistics.due
+        window = curvature.statistics.window
         size, finite = math.nan, True
         parameters = curvature.watch.parameters()
         self.verdict.begin()
         try:
-            largest = statistics.largest() if due else ()
+            largest = window.largest()
             # Gathered only now if sums of statistics still have to be reduced, for their memory.
-            gradients = parts.home.of(parameters) if due else self._gradients.own()
+            gradients = parts.home.of(parameters) if window.due else self._gradients.own()
             sizes = Magnitude(parameters, gradients, largest, self._gradients.remembers)
             if self._reads_later(sizes, plan):
                 size = 0.0
                 self.verdict.leave_unread(sizes)
             else:
                 size, finite = sizes.read()
-            present, reached = self._gradients.present(), self._effect.said(due)
+            present, reached = self._gradients.present(), self._effect.said(window)
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
             # All ranks must reduce equally many numbers.
-            present, reached = self._gradients.none_present(), self._effect.nothing_said(due)
+            present, reached = self._gradients.none_present(), self._effect.nothing_said(window)
         bad_gradient = not math.isfinite(size)
-        passes, most, fewest = statistics.seen()
+        passes, most, fewest = window.seen()
         counted = parts.scaling == "fisher"
         changed = float(curvature.watch.changed(parameters))
         report = Report(
@@ -293,10 +264,10 @@ class Engine:
             bad_gradient=float(bad_gradient),
             # Damping relative to a small curvature is small: updates may be large.
             large=float(size > 0 or curvature.relatively_damped),
-            bad_statistics=float(not finite or (bool(due) and bad_gradient)),
+            bad_statistics=float(not finite or (bool(window.due) and bad_gradient)),
             changed=changed,
             changed_stages=changed,
-            due=float(bool(due)),
+            due=float(bool(window.due)),
             curved=float(curvature.curved),
             passes=float(passes),
             samples=float(most if counted else 0),
@@ -316,7 +287,7 @@ class Engine:
             if report.changed:
                 require_all_ranks(backend, report.changed)
             elif not (any(report.changed_anywhere) or report.bad_gradient or report.bad_statistics):
-                self._effect.require(self._curvature.statistics.due, report.reached)
+                self._effect.require(self._curvature.statistics.window, report.reached)
         except Exception as error:  # of any kind: all stages raise together
             return error
         return None
@@ -327,7 +298,7 @@ class Engine:
         with stages.together():
             if changed:
                 curvature.rebuild()
-                self._connect(rebuilt=True)
+                self._connect(partial=curvature.statistics.window)
         stages.look_over(curvature.registration)
         # All stages take statistics at the same steps: the most that any of them needs.
         refresh = self._parts.refresh
@@ -342,7 +313,7 @@ class Engine:
         """
         curvature, parts = self._curvature, self._parts
         sends = parts.backend.wire_device(torch.device("cpu")).type == "cpu"
-        plain = not curvature.statistics.due and parts.stages.backend is None
+        plain = not curvature.statistics.window.due and parts.stages.backend is None
         if not plain or not sends or not sizes.queues:
             return False
         # Blocks without statistics take their first ones in any step.
@@ -353,33 +324,3 @@ class Engine:
             if takes and not stack.like.method.refreshes_after:
                 return False
         return True
-
-    def _read_flags(self, plan: Plan, updates: Sequence[Update]) -> Plan:
-        """Read the flags of the gradients, or leave them on the device if it can select."""
-        blocks: list[Block] = []
-        for update in updates:
-            blocks += update.blocks
-        for stack in self.apart:
-            blocks += stack.blocks
-        if self._can_select(plan, blocks):
-            self.verdict.leave(blocks)
-            return plan
-        return self.verdict.read(plan, always_large=self._curvature.relatively_damped)
-
-    def _can_select(self, plan: Plan, blocks: Sequence[Block]) -> bool:
-        """Return whether the device can select the new states of blocks and their updates.
-
-        It cannot where the host decides by the flags: on statistics of gradients, on first updates,
-        and on float64 for large gradients. After a step that was not moderate the host reads again.
-        All ranks find the same, as reading may be a collective.
-        """
-        if not self.verdict.moderate or plan.undamped or self._curvature.relatively_damped:
-            return False
-        if self._grouping is not None and not self._grouping.selects():
-            return False
-        stacks = self._curvature.placed.stacks
-        if len({stack.like.device for stack in stacks}) != 1:
-            return False
-        if any(len(stack.like.captured) < len(stack.like.factors) for stack in stacks):
-            return False
-        return all(block.record.updates > 0 for block in blocks)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Stack
 from soframe.blocks.home import PlainGrad
-from soframe.blocks.stack import Stack
 from soframe.comm.base import Backend
 from soframe.methods.adam import AdamW
 from soframe.step.moving import Move

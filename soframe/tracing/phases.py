@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,22 +17,6 @@ from typing import Any
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
-
-NAMES = (
-    "accumulate",
-    "agree",
-    "reduce",
-    "average",
-    "observe",
-    "solve",
-    "share",
-    "direct",
-    "exchange",
-    "write",
-    "move",
-)
-"""The phases of a step, in order. Gradients are averaged when they are first used: before methods
-observe them, or else after the solves."""
 
 PREFIX = "soframe::"  # of the names of ranges
 
@@ -168,12 +152,6 @@ class Clock:
 
     def _of(self, name: str) -> Seconds:
         return self._seconds.setdefault(name, Seconds())
-
-
-def only(names: Collection[str]) -> list[str]:
-    """Return names of phases in the order of a step; others come after them, sorted."""
-    known = [name for name in NAMES if name in names]
-    return [*known, *sorted(set(names) - set(known))]
 
 
 def _cuda_event() -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from soframe.blocks.stack import unpack
+from soframe.blocks.block import unpack
 from soframe.testing import compare
 from tests.curvature import blocks, closing, factors, fill, half_square, preconditioner, randn
 from tests.distributed.harness import run_ranks

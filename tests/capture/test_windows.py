@@ -318,4 +318,4 @@ def test_backward_that_failed_halfway_does_not_join_the_next() -> None:
     with pytest.raises(ArithmeticError):
         softplus(model.last(hidden)).backward()
     softplus(model(vectors(1))).backward()
-    assert preconditioner.curvature.capture._passes.count == 2
+    assert preconditioner.curvature.capture.calls.count == 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from soframe.capture.sampling import Sampler, chosen
+from soframe.capture.sampling import Draw, Sampler, chosen
 from soframe.layers import Conv2dHelper, LayerHelper, LinearHelper
 from soframe.testing import compare
 from tests import kit
@@ -107,8 +107,7 @@ def test_the_error_is_the_one_that_is_stated(wanted: int) -> None:
     x, g = randn(8, 5, 3), helper.output_rows(randn(8, 5, 2, seed=1))
     sampler, found = Sampler(wanted, 0), []
     for step in range(draws):
-        sampler.begin(step)
-        (own,), rows, part = sampler.take(helper, ((x,), g), 0, False)
+        (own,), rows, part = Draw(sampler, step).take(helper, ((x,), g), 0, False)
         assert rows.shape == (1, wanted, 1, 2)
         moment = helper.input_moment((own,), rows)[0].tril()
         found.append(part * (moment + moment.tril(-1).mT))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from soframe import checkpoint
-from soframe.blocks.stack import Solved
+from soframe.blocks.block import Solved
 from soframe.estimate.worker import Work
 from soframe.solvers import Eigen, Lazy
 from tests.background import (

@@ -1,0 +1,269 @@
+"""The window: everything that forward and backward passes leave between two steps, on one rank.
+
+The next window is a new object, so that nothing is reset. `soframe.estimate.statistics.Accumulator`
+adds calls to the window under way; the step folds its sums into running factors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from soframe.blocks.block import Block, Stack
+from soframe.blocks.home import any_nonzero
+from soframe.capture.counting import Pass, Passes
+from soframe.capture.hooks import Calls, LayerCall
+from soframe.capture.sampling import Draw
+from soframe.layers.sharing import SharedInputs
+from soframe.methods.base import Addend
+from soframe.methods.scaling import Contribution, Counts
+from soframe.specs import FactorSpec
+
+
+@dataclass
+class Tally:
+    """The numbers of one block in a window.
+
+    Attributes:
+        gathered: The factors that take statistics, the same on every rank.
+        counts: The counts of its calls on this rank.
+        version: A parameter with a gradient, and the gradient's version after the last backward
+            pass; -1 until the end of a pass, which one that raises never comes to.
+    """
+
+    gathered: frozenset[str]
+    counts: Counts = field(default_factory=Counts)
+    version: tuple[nn.Parameter, int] | None = None
+
+
+@dataclass(eq=False)
+class Sums:
+    """The sums of a stack's statistics: by factor ``[blocks * groups, ...]``.
+
+    Attributes:
+        stack: The stack.
+        totals: The sums of all blocks; of matrices the lower triangles.
+    """
+
+    stack: Stack
+    totals: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _parts: dict[str, Sequence[Tensor]] = field(default_factory=dict, init=False)  # by block
+
+    def allocate(self, factors: Sequence[FactorSpec]) -> None:
+        """Begin the sums of factors that several blocks share, with zeros, by one call for all.
+
+        The first moment of a single block becomes its sum.
+        """
+        like, blocks = self.stack.like, len(self.stack.blocks)
+        if blocks == 1:
+            return
+        new: dict[str, Tensor] = {}
+        for factor in factors:
+            if factor.name not in self.totals:
+                shape = (blocks * factor.groups, *factor.shape[1:])
+                new[factor.name] = torch.empty(shape, dtype=like.dtype, device=like.device)
+        if new:
+            torch._foreach_zero_(list(new.values()))
+            self.totals |= new
+            self._parts |= {name: total.chunk(blocks) for name, total in new.items()}
+
+    def add(
+        self, factor: FactorSpec, member: int, moment: Tensor | Addend, multiplier: float
+    ) -> bool:
+        """Add a multiple of a call's statistics to a block's sum; False if shapes differ."""
+        name = factor.name
+        if isinstance(moment, Tensor) and moment.shape != factor.shape:
+            return False
+        if name not in self.totals:  # of a single block; see `allocate`
+            new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
+            if new.shape != factor.shape:
+                return False
+            self.totals[name], self._parts[name] = new, (new,)
+            return True
+        total = self._parts[name][member]
+        if isinstance(moment, Tensor):
+            total.add_(moment, alpha=multiplier)
+            return True
+        try:
+            moment(total, multiplier)
+        except RuntimeError:
+            if moment(None, multiplier).shape == factor.shape:
+                raise
+            return False
+        return True
+
+    def zero(self, member: int, names: Iterable[str]) -> None:
+        """Set a block's sums of some factors to zero."""
+        for name in names:
+            if name in self._parts:
+                self._parts[name][member].zero_()
+
+
+@dataclass(eq=False)
+class Window:
+    """The records of the passes between two steps, on this rank.
+
+    Attributes:
+        due: The blocks that take statistics, the same on every rank.
+        passes: The backward passes, and their samples.
+        draw: Takes some of the rows of each call.
+        tallies: The numbers of each block; empty if no block takes statistics.
+        calls: The records of the hooks.
+        sums: The sums of statistics by stack.
+        contributions: The multipliers and weights that this rank sent last, by block.
+        shared: The input moments that layers share.
+        weight: The weight of the statistics of the next backward passes, until the batch ends.
+        of_model: The passes, and the samples, of the stage of the whole model that has the most.
+    """
+
+    due: frozenset[Block]
+    passes: Passes
+    draw: Draw
+    tallies: dict[Block, Tally]
+    calls: Calls = field(default_factory=Calls)
+    sums: dict[Stack, Sums] = field(default_factory=dict)
+    contributions: dict[Block, Contribution] = field(default_factory=dict)
+    shared: SharedInputs = field(default_factory=SharedInputs)
+    weight: float = 1.0
+    of_model: tuple[int, int] = (0, 0)
+
+    def weigh(self, weight: float) -> None:
+        """Multiply the statistics of the next backward passes by a weight, until the batch ends.
+
+        For micro-batches of unequal sizes: the size of each over their mean.
+        """
+        self.weight = weight
+
+    # -- passes -------------------------------------------------------------------------------
+
+    def enter(self, block: Block, call: LayerCall, sizes: tuple[int, int], part: int) -> Pass:
+        """Count a call of so many samples and rows, of a stage; return its backward pass."""
+        batches = [call.batch]
+        if call.number not in self.passes.by_number:
+            self._drop_zeroed(call.number)
+            if call.probe is None:
+                batches = self.calls.together(call.batch)
+        if call.probe is None:
+            self.tallies[block].version = next(iter(block.parameters.values())), -1
+        terms = call.batch.terms if call.probe is None else call.probe.samples
+        return self.passes.enter(call.number, sizes, terms, call.batch, batches, part)
+
+    def end_pass(self, reached: Iterable[Block]) -> None:
+        """Record the gradients of the blocks that a backward pass of the loss has reached."""
+        for block in reached:
+            tally = self.tallies[block]
+            # None if a framework has put the gradient elsewhere.
+            tally.version = _version(block) if tally.counts.calls else None
+
+    def _drop_zeroed(self, number: int) -> None:
+        """Drop the statistics of gradients that were zeroed before backward pass ``number``."""
+        zeroed, changed = [], {}
+        for block, tally in self.tallies.items():
+            if tally.version is None:
+                continue
+            parameter, version = tally.version
+            gradient = block.home.read(parameter)
+            if gradient is None:
+                zeroed.append(block)
+            elif gradient._version != version:
+                changed[block] = gradient
+        # Zeroed in place, clipped or averaged: the host has to wait for the device.
+        if changed and not any_nonzero(list(changed.values())):
+            zeroed += changed
+        if zeroed:
+            self._drop(zeroed, number)
+
+    def _drop(self, blocks: Iterable[Block], number: int) -> None:
+        """Drop the statistics of blocks from the backward passes before ``number``."""
+        for block in blocks:
+            self.tallies[block] = Tally(self.tallies[block].gathered, Counts(since=number))
+            if len(block.stack.blocks) == 1:
+                self.sums.pop(block.stack, None)
+            elif block.stack in self.sums:
+                self.sums[block.stack].zero(block.member, [f.name for f in block.factors])
+        self.shared.forget()
+        used: set[int] = set()
+        for tally in self.tallies.values():
+            used.update(tally.counts.samples)
+        if not used:
+            self.passes = replace(self.passes)  # without passes, and without their errors
+        for earlier in list(self.passes.by_number):
+            if earlier < number and earlier not in used:
+                del self.passes.by_number[earlier]
+
+    # -- sums ---------------------------------------------------------------------------------
+
+    def sums_of(self, stack: Stack) -> Sums:
+        """Return the sums of a stack, to be added to."""
+        if stack not in self.sums:
+            self.sums[stack] = Sums(stack)
+        return self.sums[stack]
+
+    def renew(self, blocks: Iterable[Block]) -> None:
+        """Drop the statistics that need second-order data of blocks, which were replaced."""
+        for block in blocks:
+            needing = {factor.name for factor in block.captured if factor.needs}
+            if needing and block in self.tallies:
+                self.tallies[block].gathered -= needing
+                if block.stack in self.sums:
+                    self.sums[block.stack].zero(block.member, needing)
+
+    def largest(self) -> list[Tensor]:
+        """Return scalars on the devices of the sums, which are not finite where a sum is not."""
+        scalars: list[Tensor] = []
+        for device in {stack.like.device for stack in self.sums}:
+            totals, diagonals = list[Tensor](), list[Tensor]()
+            for stack, sums in self.sums.items():
+                if stack.like.device != device:
+                    continue
+                for name, total in sums.totals.items():
+                    if name in stack.like.psd:  # its diagonal bounds the rest
+                        diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
+                    else:
+                        totals.append(total)
+            if diagonals:
+                totals.append(torch.cat(diagonals))
+            if totals:
+                scalars += torch._foreach_norm(totals, math.inf)
+        return scalars
+
+    # -- the number of samples ----------------------------------------------------------------
+
+    def complete(self, passes: int, samples: int) -> None:
+        """Store the passes and samples of the stage of the whole model that has the most."""
+        # Passes that did not reach a stage count there, too: N is the whole model's.
+        self.of_model = passes, samples
+
+    def seen(self) -> tuple[int, int, int]:
+        """Return the most backward passes of any stage here, and its most and fewest samples."""
+        parts = {backward.part for backward in self.passes.by_number.values()}
+        samples_of_parts = [list(self.passes_of(part).values()) for part in parts]
+        most = max(map(len, samples_of_parts), default=0)
+        totals = [sum(samples) for samples in samples_of_parts if len(samples) == most]
+        return most, max(totals, default=0), min(totals, default=0)
+
+    def passes_of(self, part: int) -> dict[int, int]:
+        """Return the samples of the backward passes of a stage, by their numbers."""
+        passes, samples = self.of_model
+        samples_by_number: dict[int, int] = {}
+        for number, backward in self.passes.by_number.items():
+            if backward.part == part:
+                samples_by_number[number] = backward.samples
+        # Passes without a call here, under numbers that no pass has: the first has all the rest.
+        rest = samples - sum(samples_by_number.values())
+        for missing in range(passes - len(samples_by_number)):
+            samples_by_number[-1 - missing] = rest if missing == 0 else 0
+        return samples_by_number
+
+
+def _version(block: Block) -> tuple[nn.Parameter, int] | None:
+    """Return a parameter of a block that has a gradient, and the gradient's version."""
+    for parameter in block.parameters.values():
+        gradient = block.home.read(parameter)
+        if gradient is not None:
+            return parameter, gradient._version
+    return None
