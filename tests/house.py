@@ -37,7 +37,7 @@ from torch import nn
 import soframe
 
 ROOT = Path(soframe.__file__).parent
-EXTENSIONS = ("parallel", "trust_region", "experiments")
+EXTENSIONS = ("parallel", "trust_region", "testing", "experiments")
 ENTRANCES = ("__init__", "__main__", "cli")  # import everything, for users
 FACADES = ("preconditioner.Preconditioner", "curvature.Curvature")  # hand every call on
 
@@ -58,7 +58,7 @@ BOUNDS: dict[str, int] = {
     "functions above complexity 15": 0,
     "classes above 30 methods": 0,
     "most parameters of a constructor": 19,
-    "lines": 43500,
+    "lines": 44300,
     "modules in circles": 0,
     "rooms in circles": 0,
     "imports of extensions by the core": 1,
