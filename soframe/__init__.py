@@ -45,6 +45,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from soframe import checkpoint as checkpoint
     from soframe import continual as continual
+    from soframe import factors as factors
     from soframe import influence as influence
     from soframe import laplace as laplace
     from soframe import merging as merging
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
     from soframe.trust_region import TrustRegion as TrustRegion
 else:
     _LAZY = (
-        *("checkpoint", "continual", "influence", "laplace"),
-        *("merging", "testing", "trust_region"),
+        *("checkpoint", "continual", "factors", "influence"),
+        *("laplace", "merging", "testing", "trust_region"),
     )
 
     def __getattr__(name: str) -> Any:
@@ -102,6 +103,7 @@ __all__ = [
     "clips",
     "comm",
     "continual",
+    "factors",
     "influence",
     "laplace",
     "layers",
