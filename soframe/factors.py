@@ -152,7 +152,8 @@ def _in_order_of_weight(matrix: Tensor, block: Block) -> Tensor:
     start = 0
     for key, parameter in block.parameters.items():  # the weight, then the bias
         stop = start + parameter.numel()
-        numbers[key] = torch.arange(start, stop, dtype=torch.float64).view(parameter.shape)
+        entries = torch.arange(start, stop, dtype=torch.float64, device="cpu")
+        numbers[key] = entries.view(parameter.shape)
         start = stop
     order = block.layout.pack(numbers)[0, 0].argsort()  # of the first output
     matrix = matrix[:, order]

@@ -1,8 +1,8 @@
 """The exact Gauss-Newton matrix of a batch, and the optimizer that inverts it, on small models.
 
-What K-FAC and its kin approximate is the matrix with a block for each layer, and what a block
-diagonal approximates is the matrix of all parameters. Set beside both, in steps and in loss, a
-method shows which of the two approximations costs it what::
+K-FAC and its kin approximate the matrix with a block for each layer, which itself approximates the
+matrix of all parameters. Set beside both, in steps and in loss, a method shows how much each of the
+two approximations costs::
 
     oracle = soframe.testing.Oracle(model, lr=0.3, damping=1e-2, blocks="layers")
     oracle.step(lambda: criterion(model(inputs), targets))
@@ -41,7 +41,7 @@ class GaussNewton:
         closure: Runs the model and returns the mean loss, without a backward pass. The loss depends
             on the parameters through the outputs of the model alone.
         blocks: ``"layers"`` has a block for the parameters of each module, ``"all"`` one block;
-            otherwise the names of each block, such as those of a curvature's
+            otherwise the names of each block, such as the blocks of a curvature
             (``[names.values() for names in curvature.names.values()]``).
 
     Attributes:
@@ -66,8 +66,7 @@ class GaussNewton:
             self._forward, value = first_pass(model, closure, parameters)
         self._ends = [output for output in self._forward.outputs if output.requires_grad]
         self.loss = value.detach()
-        of_outputs = [gradient.detach() for gradient in self._forward.gradients]
-        self.gradient = self._pulled_back(of_outputs, list(self._parameters))
+        self.gradient = self._pulled_back(self._forward.gradients, list(self._parameters))
 
     def __matmul__(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Multiply a vector.
@@ -108,10 +107,12 @@ class GaussNewton:
         if not damping > 0:
             raise ValueError(f"the damping of an exact solve must be positive, not {damping!r}")
         residuals = self._parts(vector)
-        solutions = {number: torch.zeros_like(part) for number, part in residuals.items()}
         directions = dict(residuals)
-        squares = {number: part @ part for number, part in residuals.items()}
-        bounds = {number: tolerance**2 * float(square) for number, square in squares.items()}
+        solutions, squares, bounds = dict[int, Tensor](), dict[int, Tensor](), dict[int, float]()
+        for number, part in residuals.items():
+            solutions[number] = torch.zeros_like(part)
+            squares[number] = part @ part
+            bounds[number] = tolerance**2 * float(squares[number])
         for _ in range(iterations):
             open_blocks = [number for number in bounds if float(squares[number]) > bounds[number]]
             if not open_blocks:
