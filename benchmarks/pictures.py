@@ -67,7 +67,7 @@ def spectra() -> Figure:
     found = eigsh(curvature.to_scipy(), LANCZOS, return_eigenvectors=False)
     largest.plot(places, np.sort(found)[::-1], ".", color=display.COLORS[0], label="its Lanczos")
     for number, blocks in enumerate(("layers", "all"), 1):
-        matrix = GaussNewton(model, lambda: loss_of(model, data)[1], blocks)  # type: ignore[arg-type]
+        matrix = GaussNewton(model, lambda: loss_of(model, data)[1], blocks)
         exact = eigsh(operator_of(matrix), LANCZOS, return_eigenvectors=False)
         label = f'exact Gauss-Newton, "{blocks}"'
         largest.plot(places, np.sort(exact)[::-1], "--", color=display.COLORS[number], label=label)

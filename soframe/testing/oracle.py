@@ -219,7 +219,7 @@ class Oracle(torch.optim.SGD):
     ) -> None:
         super().__init__(model.parameters(), lr, **options)
         self._model, self._blocks = unwrap(model), blocks
-        self._solve = {"damping": damping, "tolerance": tolerance, "iterations": iterations}
+        self._damping, self._tolerance, self._iterations = damping, tolerance, iterations
 
     def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
         """Update the parameters.
@@ -231,7 +231,12 @@ class Oracle(torch.optim.SGD):
             The loss before the update.
         """
         matrix = GaussNewton(self._model, closure, self._blocks)
-        update = matrix.solve(matrix.gradient, **self._solve)
+        update = matrix.solve(
+            matrix.gradient,
+            self._damping,
+            tolerance=self._tolerance,
+            iterations=self._iterations,
+        )
         for name, parameter in self._model.named_parameters():
             parameter.grad = update.get(name)
         super().step()
