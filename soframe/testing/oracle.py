@@ -96,7 +96,7 @@ class GaussNewton:
             vector: Name -> ``[*shape]``.
             damping: Positive.
             tolerance: The norm of the residual of each block over the norm of its vector.
-            iterations: At most so many products; what is reached by then is returned.
+            iterations: At most so many products; then the present solution is returned.
 
         Returns:
             Name -> ``[*shape]``.
