@@ -45,6 +45,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from soframe import checkpoint as checkpoint
     from soframe import continual as continual
+    from soframe import factors as factors
     from soframe import influence as influence
     from soframe import laplace as laplace
     from soframe import merging as merging
@@ -55,9 +56,8 @@ if TYPE_CHECKING:
     from soframe.trust_region import StochasticTrustRegion as StochasticTrustRegion
     from soframe.trust_region import TrustRegion as TrustRegion
 else:
-    _MODULES = (
-        *("checkpoint", "continual", "influence", "laplace"),
-        *("merging", "testing", "trust_region"),
+        *("checkpoint", "continual", "factors", "influence"),
+        *("laplace", "merging", "testing", "trust_region"),
     )
     _MEMBERS = {
         "Recommendation": "soframe.planning.recommendation",
@@ -110,6 +110,7 @@ __all__ = [
     "clips",
     "comm",
     "continual",
+    "factors",
     "influence",
     "laplace",
     "layers",

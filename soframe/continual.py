@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from soframe.blocks import sharding
 from soframe.curvature import Curvature
 from soframe.products.vectors import Vector
 from soframe.weights import covered
@@ -29,10 +30,11 @@ def penalty(curvature: Curvature, anchor: Vector) -> Tensor:
         A scalar.
 
     Raises:
-        ValueError: If the anchor lacks a weight.
+        ValueError: If the anchor lacks a weight, or weights are sharded over ranks.
         RuntimeError: If the curvature is not fitted.
     """
     weights = covered(curvature)
+    sharding.require_whole(weights.items(), "continual.penalty")
     if missing := [name for name in weights if name not in anchor]:
         raise ValueError(
             f"the anchor lacks {', '.join(missing)}: pass a copy of all weights after the task, "

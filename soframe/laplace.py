@@ -22,9 +22,10 @@ from scipy.optimize import brentq, minimize_scalar
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from soframe.blocks import sharding
 from soframe.curvature import Curvature
 from soframe.losses import SquaredError
-from soframe.weights import covered, samples_of
+from soframe.weights import covered, samples_of, values_of
 
 Forward = Callable[[nn.Module, Any], Tensor]
 """``(model, inputs) -> outputs [samples, ...]``."""
@@ -208,15 +209,14 @@ class Laplace:
         Returns:
             Name -> ``[number, *shape]``, of the weights that the curvature covers.
         """
-        noise = {}
-        for name, weight in covered(self.curvature).items():
+        noise, weights = {}, values_of(self.curvature)
+        for name, weight in weights.items():
             shape = (number, *weight.shape)
             noise[name] = torch.randn(
                 shape, generator=generator, dtype=weight.dtype, device=weight.device
             )
         deviations = self._root(noise)
-        weights = covered(self.curvature)
-        return {name: weights[name].detach() + rows for name, rows in deviations.items()}
+        return {name: weights[name] + rows for name, rows in deviations.items()}
 
     def predictive(self, inputs: Any) -> Predictive:
         """Return the Gaussian over outputs of the model linearised in its weights.
@@ -253,7 +253,11 @@ class Laplace:
             inputs: A batch of inputs, passed to `forward`.
             number: The number of samples of the weights; see `sample`.
             generator: The source of randomness, on the device of the model.
+
+        Raises:
+            ValueError: If weights are sharded over ranks, by fully_shard or a plan.
         """
+        sharding.require_whole(covered(self.curvature).items(), "Laplace.outputs")
         runner = _Runner(self.curvature.parts.model, self.forward)
         outputs = []
         for _ in range(number):
@@ -319,7 +323,7 @@ def _require_noise(curvature: Curvature, noise: float) -> float:
 
 def _square(curvature: Curvature) -> float:
     """Return the squared norm of the weights that a curvature covers."""
-    squares = [w.detach().double().square().sum().cpu() for w in covered(curvature).values()]
+    squares = [w.double().square().sum().cpu() for w in values_of(curvature).values()]
     return float(torch.stack(squares).sum())
 
 

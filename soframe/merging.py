@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from soframe.blocks import sharding
 from soframe.curvature import Curvature
 from soframe.products.vectors import Vector
 from soframe.weights import covered
@@ -36,7 +37,8 @@ def merge(
         Name -> ``[*shape]``, for ``model.load_state_dict(merged, strict=False)``.
 
     Raises:
-        ValueError: If no curvature is passed, models differ, or the damping is not positive.
+        ValueError: If no curvature is passed, models differ or are sharded, or the damping is not
+            positive.
         RuntimeError: If a curvature is not fitted, or the iterations do not suffice.
     """
     _require_alike(curvatures, damping)
@@ -62,6 +64,7 @@ def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
         raise ValueError(f"merge: damping must be positive, not {damping!r}")
     shapes: list[dict[str, torch.Size]] = []
     for curvature in curvatures:
+        sharding.require_whole(covered(curvature).items(), "merge")
         named = curvature.parts.model.named_parameters()
         shapes.append({name: parameter.shape for name, parameter in named})
     if any(of_model != shapes[0] for of_model in shapes):

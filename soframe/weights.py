@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
+from soframe.blocks import sharding
 from soframe.curvature import Curvature
 
 
@@ -13,6 +14,14 @@ def covered(curvature: Curvature) -> dict[str, nn.Parameter]:
     for of_block in curvature.names.values():
         names.update(of_block.values())
     return {name: p for name, p in curvature.parts.model.named_parameters() if name in names}
+
+
+def values_of(curvature: Curvature) -> dict[str, Tensor]:
+    """Return the values of `covered`, whole where they are sharded; then every rank must call."""
+    values = {}
+    for name, parameter in covered(curvature).items():
+        values[name] = sharding.whole(parameter.detach())
+    return values
 
 
 def samples_of(curvature: Curvature) -> float:

@@ -37,7 +37,7 @@ from torch import nn
 import soframe
 
 ROOT = Path(soframe.__file__).parent
-EXTENSIONS = ("parallel", "trust_region", "experiments")
+EXTENSIONS = ("parallel", "trust_region", "testing", "experiments")
 ENTRANCES = ("__init__", "__main__", "cli")  # import everything, for users
 FACADES = ("preconditioner.Preconditioner", "curvature.Curvature")  # hand every call on
 

@@ -110,6 +110,14 @@ def reshard(modules: Iterable[Any]) -> None:
         module.reshard()
 
 
+def copies(model: nn.Module) -> int:
+    """Return the number of ranks that have each batch together, by tensor-parallel plans."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return 1
+    number: int = _import("soframe.parallel.tensor_parallel").copies(model)
+    return number
+
+
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class, as it was before fully_shard changed it."""
     fully_shard = met("torch.distributed.fsdp")

@@ -133,8 +133,13 @@ class _Hook:
         )
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        output: Any = None,
     ) -> None:
+        # Torch passes no kwargs if the capture is collected while the pass goes through its hooks.
         capture = self._capture()
         helper = None if self._helper is None else self._helper()
         # torch.compile traces this much: only at statistics steps do layers break the graph.
@@ -147,7 +152,7 @@ class _Hook:
                     f"DistributedDataParallel with a process for each device, or a method that "
                     f"reads gradients alone, such as 'muon'"
                 )
-            self._deliver(capture, helper, args, kwargs, output, self._tables)
+            self._deliver(capture, helper, args, kwargs or {}, output, self._tables)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model is another model, perhaps of a machine without soframe: its

@@ -1,4 +1,4 @@
-"""Metrics from a file: reading, tables and a figure.
+"""Metrics from a file: reading, tables and a figure; and a figure of the spectra of a curvature.
 
 The libraries are optional: rich and matplotlib, in the extra `cli`.
 """
@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import Tensor, finfo
+
+from soframe.blocks.block import Block
 from soframe.diagnostics.metrics import FORMAT, VERSION
 
 if TYPE_CHECKING:
@@ -125,6 +128,46 @@ def figure(metrics: Mapping[str, Any]) -> Figure:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     drawn.suptitle(f"factors after {metrics['step']} steps", fontsize=12)
+    return drawn
+
+
+class WithSpectra(Protocol):
+    """A fitted curvature."""
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The blocks."""
+
+    def eigenvalues(self, block: str | None = None) -> Tensor:
+        """Return the eigenvalues of a block, ascending."""
+
+
+def spectra(curvature: WithSpectra) -> Figure:
+    """Draw the eigenvalues of a fitted `soframe.Curvature` by layer; every rank must call.
+
+    The largest of each layer is on the left. Eigenvalues that are zero to rounding are left out;
+    the legend has the part of the trace, and the number of eigenvalues above zero of all.
+    """
+    from matplotlib.figure import Figure
+
+    values_of = {b.name: curvature.eigenvalues(b.name).flip(0) for b in curvature.blocks}
+    trace = sum(float(values.sum()) for values in values_of.values())
+    drawn = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = drawn.subplots()
+    for number, (name, values) in enumerate(values_of.items()):
+        rounding = finfo(values.dtype).eps * float(values[0]) * len(values)
+        positive = values[values > rounding]
+        share = float(values.sum()) / trace if trace else 0.0
+        label = f"{name or 'model'}: {share:.0%} of the trace, {len(positive)} of {len(values)}"
+        dashes = "-" if number % (2 * len(COLORS)) < len(COLORS) else "--"
+        color = COLORS[number % len(COLORS)]
+        places = range(1, len(positive) + 1)
+        axes.plot(places, positive.tolist(), dashes, color=color, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="number", ylabel="eigenvalue")
+    axes.grid(visible=True, which="major", linewidth=0.5, color="#DDDDDD")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
     return drawn
 
 

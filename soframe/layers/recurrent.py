@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from soframe.layers.base import BlockShape, InnerCall, LayerHelper, Unit
 from soframe.layers.graph import PRODUCTS, products
+from soframe.layers.layout import parameter_of
 from soframe.registry import KINDS
 
 
@@ -79,7 +80,7 @@ class RecurrentCellHelper(LayerHelper):
     ) -> Sequence[InnerCall]:
         """Find the product with the block's weight in the graph of the output."""
         first = output[0] if isinstance(output, tuple) else output
-        weight = self.weight
+        weight = parameter_of(self.module, self.part)  # gathered, under fully_shard
         if weight is None or not (first.requires_grad and weight.requires_grad):
             return []
         inputs = [args[0] if args else kwargs["input"]]

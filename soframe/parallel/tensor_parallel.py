@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -43,6 +44,15 @@ def planned(model: nn.Module) -> Iterator[Planned]:
         hybrid = parameter.placements[0].is_replicate() and not only_copies
         if dims > 1 + hybrid:
             yield Planned(name, parameter, dims - 1 - hybrid, alone=False)
+
+
+def copies(model: nn.Module) -> int:
+    """Return the number of ranks that have each batch together, by the plans of a model."""
+    ranks = 1
+    for plan in planned(model):
+        sizes = plan.parameter.device_mesh.shape[-plan.dims :]
+        ranks = max(ranks, prod(sizes))
+    return ranks
 
 
 def is_hidden(model: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from soframe.blocks import sharding
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.capture.counting import Samples
@@ -79,6 +80,7 @@ class Fit:
         self._model, self._placed, self._capture = model, placed, capture
         self._fisher, self._statistics, self._solves = fisher, statistics, solves
         self._samples = samples
+        self._copies = sharding.copies(model)  # ranks that count the same samples
         self.progress = Progress()
         self.weights: dict[str, dict[str, list[float]]] = {}
         self._rest()
@@ -230,7 +232,8 @@ class Fit:
             for factor, number in zip(block.captured, totals.factors, strict=True):
                 if factor.name in window.tallies[block].gathered:
                     of_groups = factor.mean_over == "group rows"
-                    of_block[factor.name] = list(totals.groups) if of_groups else [number]
+                    numbers_of = list(totals.groups) if of_groups else [number]
+                    of_block[factor.name] = [number / self._copies for number in numbers_of]
 
     def _sums_so_far(self) -> dict[tuple[Block, FactorSpec], Tensor]:
         """Return the factors of this pass times their weights, of those that this rank holds."""

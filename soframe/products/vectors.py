@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from soframe.blocks import sharding
 from soframe.blocks.block import Block
 from soframe.blocks.report import FROZEN, Report
 
@@ -103,7 +104,7 @@ class Coordinates:
         for block, names in self.names.items():
             # [vectors, *shape]
             flat = {
-                key: vector[name].detach().reshape(-1, *self.shapes[name])
+                key: sharding.whole(vector[name]).detach().reshape(-1, *self.shapes[name])
                 for key, name in names.items()
             }
             packed: Tensor = torch.vmap(block.layout.pack)(flat)
@@ -123,7 +124,9 @@ class Coordinates:
                 name = self.names[block][key]
                 tensors[name] = tensor.reshape(*leading, *self.shapes[name])
                 if like is not None:
-                    tensors[name] = tensors[name].to(like[name])
+                    # A DTensor is multiplied whole, and its product is a plain tensor.
+                    of = like[name]
+                    tensors[name] = tensors[name].to(device=of.device, dtype=of.dtype)
         return {name: tensors[name] for name in self.shapes}
 
     def flat(self, vector: Vector) -> Tensor:

@@ -20,10 +20,13 @@ from soframe.testing.layer_blocks import (
 )
 from soframe.testing.losses import check_loss
 from soframe.testing.methods import check_method
+from soframe.testing.oracle import GaussNewton, Oracle
 
 __all__ = [
     "BlockError",
     "Cosines",
+    "GaussNewton",
+    "Oracle",
     "block_errors",
     "check_backend",
     "check_damping",

@@ -90,3 +90,24 @@ def test_another_file_is_refused(text: str, message: str, tmp_path: Path) -> Non
     assert shown.exit_code == 1
     assert message in shown.stderr
     assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.slow
+def test_spectra_are_the_eigenvalues_by_layer() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    inputs = torch.randn(2, 3, dtype=torch.float64)  # two samples: of rank two
+
+    def loss(net: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = net(batch)
+        return outputs, outputs.square().sum(1).mean()
+
+    curvature = soframe.Curvature(model).fit([inputs], loss)
+    (axes,) = measured.spectra(curvature).axes
+    assert len(axes.lines) == 2
+    for line, name, most in zip(axes.lines, ("0", "2"), (16, 10), strict=True):
+        values = curvature.eigenvalues(name).flip(0)
+        assert len(line.get_ydata()) <= 4 < most == len(values)  # type: ignore[arg-type]
+        assert line.get_ydata() == pytest.approx(values[: len(line.get_ydata())].tolist())  # type: ignore[arg-type]
+        share = curvature.trace(name) / curvature.trace()
+        assert str(line.get_label()).startswith(f"{name}: {share:.0%} of the trace, ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import types
 from collections.abc import Iterator
@@ -390,6 +391,20 @@ def test_a_fit_during_training_adds_nothing_to_its_statistics() -> None:
     wanted = soframe.Curvature(model).fit(data[:1], cross_entropy)
     close(preconditioner.curvature, wanted)
     assert curvature.trace() != pytest.approx(wanted.trace())
+
+
+def test_a_curvature_may_be_collected_in_a_forward_pass() -> None:
+    model = network()
+    curvatures: list[soframe.Curvature] = []
+
+    def collect(module: nn.Module, args: Any) -> None:
+        curvatures.clear()
+        gc.collect()
+
+    model.register_forward_pre_hook(collect)  # before soframe's
+    curvatures.append(soframe.Curvature(model).fit(batches(3), cross_entropy))
+    assert model(batches(3)[0][0]).shape == (3, CLASSES)
+    assert not curvatures
 
 
 # -- methods of users ------------------------------------------------------------------------------

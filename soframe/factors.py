@@ -1,0 +1,176 @@
+"""A file with the Kronecker factors of each layer, for quantisers and pruners.
+
+A is the second moment of a layer's inputs and G of its output gradients (`soframe.methods.scaling`
+has the convention, and so has the file). ``2 A`` is the Hessian that GPTQ and its kin build with
+hooks of their own (Frantar et al., 2023); G weighs the outputs, where a method takes both sides::
+
+    curvature = soframe.Curvature(model, statistics=soframe.Statistics(fisher="forward-only"))
+    soframe.factors.save(curvature.fit(loader, loss), "factors.safetensors")
+    hessian = 2 * soframe.factors.load("factors.safetensors").tensors["fc.A"][0]
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soframe.blocks.block import Block
+from soframe.curvature import Curvature
+
+FORMAT = "soframe factors 1"
+CONVENTION = (
+    "A [groups, in, in] = (1/N) sum over samples n and positions t of a a^T, with a the inputs in "
+    "the order in which the weight has its entries of one output (weight.flatten(1) of a Linear or "
+    "a convolution), and 1 as the last entry where bias_column; G [groups, out, out] = mean over "
+    "rows (samples and positions) of g g^T, with g the gradient of the loss of one sample in the "
+    "layer's outputs; number has N, and the rows of G's mean; factors of the kind diagonal are "
+    "[groups, n]. A layer's curvature is A kron G; GPTQ's Hessian is 2 A."
+)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of a file.
+
+    Attributes:
+        tensors: The factors by name of block and factor, such as ``"fc.A"``, ``[groups, n, n]``,
+            or ``[groups, n]`` of a diagonal.
+        layers: Block -> its parameters, the shape ``[groups, out, in]`` of its gradient matrix,
+            whether the last input is the bias's, and for each factor its kind, its shape, and the
+            number of samples or rows of its mean.
+        fisher: The kind of Fisher that G is of.
+    """
+
+    tensors: Mapping[str, Tensor]
+    layers: Mapping[str, Mapping[str, Any]]
+    fisher: str
+
+
+def save(curvature: Curvature, file: str | os.PathLike[str]) -> Path:
+    """Write the factors of a fitted curvature into one file, on the calling rank.
+
+    Args:
+        curvature: A fitted curvature, of a method with the factors A and perhaps G.
+        file: ``*.safetensors``, which needs the package safetensors; of any other name torch's own
+            format. Both have the same tensors and texts.
+
+    Returns:
+        The file.
+
+    Raises:
+        ImportError: If the package safetensors is missing.
+        ValueError: If this rank does not hold a factor.
+        RuntimeError: If the curvature is not fitted.
+    """
+    path, tensors, layers = Path(file), dict[str, Tensor](), dict[str, Any]()
+    curvature.trace()  # raises where it is not fitted
+    for block in curvature.blocks:
+        layers[block.name] = _describe(curvature, block)
+        for factor in block.factors:
+            if factor.name not in ("A", "G"):
+                continue
+            if factor.name not in block.running:
+                raise ValueError(
+                    f"this rank does not hold the factor {factor.name} of {block.name}: save the "
+                    f"curvature (Curvature.save), and load it under strategy='comm-opt'"
+                )
+            matrix = block.running.matrix(factor).detach().cpu()
+            if factor.side == "right":
+                matrix = _in_order_of_weight(matrix, block)
+            tensors[_key(block.name, factor.name)] = matrix.clone(
+                memory_format=torch.contiguous_format
+            )
+    fisher, _ = curvature.describe_fit()
+    texts = {"format": FORMAT, "convention": CONVENTION, "fisher": fisher}
+    texts["layers"] = json.dumps(layers)
+    if path.suffix == ".safetensors":
+        _safetensors(path).torch.save_file(tensors, path, metadata=texts)
+    else:
+        torch.save({"metadata": texts, "tensors": tensors}, path)
+    return path
+
+
+def load(file: str | os.PathLike[str]) -> Factors:
+    """Read a file of `save`.
+
+    Args:
+        file: The file.
+
+    Returns:
+        Its factors.
+
+    Raises:
+        ImportError: If the package safetensors is missing.
+        ValueError: If it is another file.
+    """
+    path = Path(file)
+    if path.suffix == ".safetensors":
+        with _safetensors(path).safe_open(path, framework="pt") as opened:
+            texts = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    else:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        is_ours = isinstance(saved, dict) and saved.keys() == {"metadata", "tensors"}
+        texts, tensors = (saved["metadata"], saved["tensors"]) if is_ours else ({}, {})
+    if texts.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has no factors of this version ({FORMAT}): write it by soframe.factors.save"
+        )
+    return Factors(tensors, json.loads(texts["layers"]), texts["fisher"])
+
+
+def _describe(curvature: Curvature, block: Block) -> dict[str, Any]:
+    """Return the meaning of the factors of a block, as in JSON."""
+    weights = curvature.fitting.weights.get(block.name, {})
+    described: dict[str, Any] = {
+        "parameters": dict(curvature.names[block]),
+        "matrix": list(block.shape),
+        "bias_column": {"weight", "bias"} <= block.parameters.keys(),
+    }
+    for factor in block.factors:
+        if factor.name in ("A", "G"):
+            described[factor.name] = {
+                "kind": factor.kind,
+                "shape": list(factor.shape),
+                "mean_over": factor.mean_over,
+                "number": weights.get(factor.name),
+            }
+    return described
+
+
+def _in_order_of_weight(matrix: Tensor, block: Block) -> Tensor:
+    """Reorder a factor of inputs, whose order in a convolution's block is by position."""
+    numbers: dict[str, Tensor] = {}
+    start = 0
+    for key, parameter in block.parameters.items():  # the weight, then the bias
+        stop = start + parameter.numel()
+        entries = torch.arange(start, stop, dtype=torch.float64, device="cpu")
+        numbers[key] = entries.view(parameter.shape)
+        start = stop
+    order = block.layout.pack(numbers)[0, 0].argsort()  # of the first output
+    matrix = matrix[:, order]
+    return matrix[:, :, order] if matrix.dim() == 3 else matrix
+
+
+def _key(block: str, factor: str) -> str:
+    return f"{block}.{factor}" if block else factor
+
+
+def _safetensors(path: Path) -> Any:
+    """Return the package, with its functions for torch."""
+    try:
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
+    except ImportError as error:
+        raise ImportError(
+            f"{path} needs the package safetensors: pip install safetensors, or write another "
+            f"name, such as factors.pt, for torch's own format"
+        ) from error

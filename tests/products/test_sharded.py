@@ -1,0 +1,172 @@
+"""Products with curvatures of models that fully_shard or a tensor-parallel plan has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import soframe
+from tests.curvature import fill, randn
+from tests.distributed.harness import run_ranks
+from tests.products.kinds import KINDS, Batch, Kind, Mean, across, loss, one
+from tests.products.table import COLUMNS, errors
+
+PLANS: dict[str, tuple[Callable[[], Kind], Any]] = {
+    "columns": (
+        lambda: one(nn.Linear(3, 2), lambda n: randn(n, 3, seed=n)),
+        ColwiseParallel(output_layouts=Replicate()),
+    ),
+    "rows, positions": (
+        lambda: one(nn.Linear(4, 3), lambda n: randn(n, 3, 4, seed=n), channel=-1),
+        RowwiseParallel(input_layouts=Replicate()),
+    ),
+    "table": (
+        lambda: one(
+            nn.Embedding(4, 3),
+            lambda n: torch.arange(4 * n).view(n, 4) ** 2 % 4,
+            Mean(),
+            rows=across,
+            channel=-1,
+        ),
+        RowwiseParallel(input_layouts=Replicate()),
+    ),
+}
+"""Layers whose weights a plan cuts into two equal parts."""
+
+
+def shares(data: list[Batch]) -> list[list[Batch]]:
+    """Return the batches of two ranks: as many of each, since each pass of them gathers weights."""
+    first, second, (inputs, targets) = data
+    cut = [(inputs[:2], targets[:2]), (inputs[2:], targets[2:])]
+    return [[first, second], cut]
+
+
+def found(kind: Kind, whole: Kind, share: list[Batch], strategy: str) -> dict[str, float]:
+    curvature = soframe.Curvature(kind.model, strategy=strategy, layers=kind.layers)
+    return errors(curvature.fit(share, loss), whole, whole.data())
+
+
+def sharded(rank: int, ranks: int, names: list[str], strategy: str) -> Any:
+    of_kinds = {}
+    for name in names:
+        kind, whole = KINDS[name](), KINDS[name]()
+        fully_shard(kind.model)
+        of_kinds[name] = found(kind, whole, shares(whole.data())[rank], strategy)
+    return of_kinds
+
+
+def planned(rank: int, ranks: int, strategy: str) -> Any:
+    of_plans = {}
+    mesh = init_device_mesh("cpu", (ranks,))
+    for name, (make, plan) in PLANS.items():
+        kind, whole = make(), make()
+        parallelize_module(kind.model, mesh, {"0": plan})
+        # The ranks of a plan have each batch together.
+        of_plans[name] = found(kind, whole, whole.data(), strategy)
+    return of_plans
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "strategy"),
+    [
+        (["Linear, positions", "Conv2d, grouped", "MultiheadAttention", "LSTMCell"], "sharded"),
+        pytest.param(list(KINDS), "comm-opt", marks=pytest.mark.thorough),
+    ],
+)
+def test_fully_sharded_kinds_are_dense_products(names: list[str], strategy: str) -> None:
+    for of_kinds in run_ranks(sharded, 2, names, strategy):
+        for name, of_kind in of_kinds.items():
+            assert set(of_kind) == set(COLUMNS if KINDS[name]().apart else COLUMNS[:-2])
+            assert max(of_kind.values()) < 1e-12, (name, of_kind)
+
+
+@pytest.mark.slow
+def test_layers_of_a_plan_are_dense_products() -> None:
+    for of_plans in run_ranks(planned, 2, "comm-opt"):
+        for name, of_plan in of_plans.items():
+            assert set(of_plan) == set(COLUMNS)
+            assert max(of_plan.values()) < 1e-12, (name, of_plan)
+
+
+# -- posteriors, penalties and vectors -------------------------------------------------------------
+
+
+def perceptron() -> tuple[nn.Module, list[Batch]]:
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    return model, [(randn(n, 3, seed=n), randn(n, 2, seed=9 + n)) for n in (5, 4, 3)]
+
+
+def posterior(model: nn.Module, share: list[Batch], inputs: Tensor) -> list[Any]:
+    """Return the posterior's precision, samples and predictions, and a product with weights."""
+    statistics = soframe.Statistics(fisher="type-2", loss="squared-error")
+    curvature = soframe.Curvature(model, statistics=statistics).fit(share, loss)
+    laplace = soframe.laplace.Laplace(curvature).optimised()
+    predictive = laplace.predictive(inputs)
+    samples = laplace.sample(2, torch.Generator().manual_seed(0))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return [
+        laplace.prior_precision,
+        laplace.samples,
+        predictive.mean,
+        predictive.covariance,
+        samples,
+        curvature @ weights,
+    ]
+
+
+def refusals(model: nn.Module, share: list[Batch]) -> list[str]:
+    """Return the errors of what needs whole weights in the model."""
+    statistics = soframe.Statistics(fisher="type-2", loss="squared-error")
+    curvature = soframe.Curvature(model, statistics=statistics).fit(share, loss)
+    anchor = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    calls: list[Callable[[], object]] = [
+        lambda: soframe.laplace.Laplace(curvature).outputs(share[0][0], 1),
+        lambda: soframe.continual.penalty(curvature, anchor),
+        lambda: soframe.merging.merge([curvature, curvature], damping=1.0),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(ValueError, match="sharded by") as raised:
+            call()
+        messages.append(str(raised.value))
+    return messages
+
+
+def users_of(rank: int, ranks: int, how: str) -> Any:
+    model, data = perceptron()
+    share = data
+    if how == "plan":
+        plan = {
+            "0": ColwiseParallel(output_layouts=Replicate()),
+            "2": RowwiseParallel(input_layouts=Replicate()),
+        }
+        parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
+    else:
+        fully_shard(model)
+        share = shares(data)[rank]
+    return posterior(model, share, data[0][0]), refusals(model, share)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fully_shard", "plan"])
+def test_posteriors_are_those_of_the_whole_model(how: str) -> None:
+    model, data = perceptron()
+    wanted = posterior(model, data, data[0][0])
+    for values, messages in run_ranks(users_of, 2, how):
+        torch.testing.assert_close(values, wanted, rtol=1e-9, atol=1e-11)
+        for message, what in zip(messages, ("Laplace.outputs", "penalty", "merge"), strict=True):
+            assert what in message
+            assert "0.weight is sharded by fully_shard or a tensor-parallel plan" in message
