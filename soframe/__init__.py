@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from soframe.trust_region import StochasticTrustRegion as StochasticTrustRegion
     from soframe.trust_region import TrustRegion as TrustRegion
 else:
+    _MODULES = (
         *("checkpoint", "continual", "factors", "influence"),
         *("laplace", "merging", "testing", "trust_region"),
     )
