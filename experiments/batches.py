@@ -48,8 +48,10 @@ class Batches:
                 f"a batch of {self.batch_size} cannot be split evenly over {ranks} rank(s) with "
                 f"{self.accumulate} micro-batch(es) each"
             )
-        is_stream = isinstance(self.train, Stream)
-        self._samples = self.train.samples if is_stream else size(self.train)
+        if isinstance(self.train, Stream):
+            self._samples = self.train.samples
+        else:
+            self._samples = size(self.train)
         self.per_epoch = self._samples // self.batch_size
         if self.per_epoch == 0:
             raise ValueError(f"a batch of {self.batch_size} exceeds the {self._samples} samples")

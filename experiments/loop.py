@@ -118,13 +118,19 @@ class Run:
             batch = self.moved(next(upcoming))
             if self.preconditioner is not None and self.job.terms is not None:
                 self.preconditioner.count(self.job.terms(*batch))
-            is_early = isinstance(self.forward, DistributedDataParallel) and index + 1 < count
-            with self.forward.no_sync() if is_early else contextlib.nullcontext():
+            with self._averages(is_last=index + 1 == count):
                 with self._autocast():
                     loss = self.job.loss(self.forward, *batch)
                 self.job.scaler.scale(loss / count).backward()
             self._total += loss.detach()
             self._counted += 1
+
+    def _averages(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Let DistributedDataParallel average gradients in the last backward pass alone."""
+        if is_last or not isinstance(self.forward, DistributedDataParallel):
+            return contextlib.nullcontext()
+        no_sync: contextlib.AbstractContextManager[None] = self.forward.no_sync()
+        return no_sync
 
     def _update(self) -> None:
         job = self.job

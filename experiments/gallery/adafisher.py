@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -56,11 +57,10 @@ class AdaFisher(Method):
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
         groups, out, into = shape
-        sides = (("h", "right", into), ("s", "left", out))
-        return tuple(
-            FactorSpec(name, side, groups, size, kind="diagonal", decay=self.factor_beta)
-            for name, side, size in sides
-        )
+        settings: Any = {"kind": "diagonal", "decay": self.factor_beta}
+        inputs = FactorSpec("h", "right", groups, into, **settings)
+        outputs = FactorSpec("s", "left", groups, out, **settings)
+        return inputs, outputs
 
     def statistics(self, call: Call) -> Mapping[str, Addend]:
         diagonal = call.up_to(0)  # moments of sides that are longer are their diagonals

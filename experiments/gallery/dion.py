@@ -85,4 +85,5 @@ def started(right: Tensor) -> Tensor:
     """Return orthonormal columns, ``[groups, in, rank]``, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(right.shape[1:], generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(drawn)[0].to(right).expand_as(right)
+    basis: Tensor = torch.linalg.qr(drawn)[0]
+    return basis.to(right).expand_as(right)

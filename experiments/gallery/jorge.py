@@ -82,7 +82,8 @@ class Jorge(WithoutFactors):
         scaled = product / norm.where(norm > 0, 1.0)
         series = eye - scaled / 4 + 5 / 32 * scaled @ scaled
         growth = ((norm + 1) / norm.where(norm > 0, 1.0)) ** (1 / 4)
-        return growth * root @ series
+        renewed: Tensor = growth * root @ series
+        return renewed
 
     def unsuited(self, candidate: Candidate) -> str | None:
         too_long = max(candidate.shape[1:]) > self.max_size

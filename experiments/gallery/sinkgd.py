@@ -58,4 +58,5 @@ class SinkGD(WithoutFactors):
 def normalised(matrix: Tensor, dim: int) -> Tensor:
     """Return rows (``dim=2``) or columns (1) whose entries have a root mean square of one."""
     norm = torch.linalg.vector_norm(matrix, dim=dim, keepdim=True)
-    return matrix * (math.sqrt(matrix.shape[dim]) / norm.where(norm > 0, 1.0))
+    scale: Tensor = math.sqrt(matrix.shape[dim]) / norm.where(norm > 0, 1.0)
+    return matrix * scale

@@ -124,7 +124,7 @@ def data(settings: Settings) -> tuple[TensorDataset, TensorDataset]:
 
 def loss(model: nn.Module, images: Tensor, masks: Tensor) -> Tensor:
     """Return the mean cross entropy of pixels, in nats, and one minus the soft Dice coefficient."""
-    logits = model(images).squeeze(1)
+    logits: Tensor = model(images).squeeze(1)
     chances = logits.sigmoid()
     dice = 2 * (chances * masks).sum() / (chances.sum() + masks.sum())
     return F.binary_cross_entropy_with_logits(logits, masks) + 1 - dice

@@ -32,8 +32,8 @@ def serves(stack: Stack, backend: Backend) -> bool:
     if like.dtype != like.state_dtype or like.device.type not in ("cpu", "cuda"):
         return False
     for parameter in stack.parameters:
-        # DTensors have parts elsewhere.
-        if is_traceable_wrapper_subclass(parameter) or parameter.dtype != like.dtype:
+        has_parts = is_traceable_wrapper_subclass(parameter)  # elsewhere, as DTensors
+        if has_parts or parameter.dtype != like.dtype:
             return False
         if not parameter.is_contiguous():
             return False
