@@ -37,7 +37,7 @@ test-all: $(VENV)/.stamp-test ## run it with more ranks, strategies, methods and
 
 # The last bits of a product depend on the instructions that MKL, oneDNN and ATen choose for a processor.
 NUMERICAL := $(addprefix tests/,capture kernels layers losses methods parity solvers testing trust_region) \
-    $(patsubst %,tests/test_%.py,clip_lr counting fisher kl_clip moving norm_clip optimizer stacks state_dtype statistics)
+    $(patsubst %,tests/test_%.py,counting fisher kl_clip moving norm_clip optimizer stacks state_dtype statistics)
 
 .PHONY: test-kernels
 test-kernels: $(VENV)/.stamp-test ## run the numerical tests of one process with the instructions of two other processors
