@@ -601,7 +601,7 @@ class Table:
         larger, smaller = memory(job), memory(whole)
         cap = larger.at(job.batch)
         batch = largest_batch(cap, smaller.fixed, smaller.per_sample)
-        steps = round(whole.steps * whole.batch / batch)
+        steps = max(1, round(whole.steps * whole.batch / batch))
         rate = float(f"{rates[baseline] * batch / whole.batch:.3g}")
         base = replace(whole, batch=batch, steps=steps, rate=rate)
         runs = [replace(base, seed=seed) for seed in self.seeds]

@@ -191,8 +191,8 @@ def _report(
     rows: list[dict[str, Any]] = []
     for group in groups:
         for record in group.records:
-            own = replace(record, settings_from=group.tuning)
-            rows.append({"label": group.label, "tuned": own.tuned, **own.as_dict()})
+            marked = replace(record, settings_from=group.tuning)
+            rows.append({"label": group.label, "tuned": marked.tuned, **marked.as_dict()})
     first = groups[0].records[0]
     source = None
     if problem.source:

@@ -229,16 +229,23 @@ def loss_bands(workload: Workload, groups: Mapping[str, Sequence[RunRecord]], ti
             style["linestyle"] = (0, (4, 2 * ranks.index(records[0].processes)))
         for axes, of in ((left, "step"), (right, "seconds")):
             _draw_band(axes, of, drawn, lost, style)
-        if drawn:
-            slowest = max(record.last.seconds for record in drawn)
-            loss = float(np.mean([record.last.loss for record in drawn]))
-            _hold(right, slowest, loss, end, style)
+        _hold_mean(right, drawn, end, style)
     _finish(workload, every, every[0].targets, left, right)
     figure.suptitle(title, fontsize=12)
     handles, labels = left.get_legend_handles_labels()
     place: Any = {"loc": "outside lower center", "ncols": 2 if len(labels) < 7 else 3}
     figure.legend(handles, labels, frameon=False, fontsize=9, **place)
     return figure
+
+
+def _hold_mean(
+    axes: Axes, drawn: Sequence[RunRecord], end: float, style: Mapping[str, Any]
+) -> None:
+    """Go on with the last mean loss of runs, from the end of the slowest of them."""
+    if drawn:
+        slowest = max(record.last.seconds for record in drawn)
+        loss = float(np.mean([record.last.loss for record in drawn]))
+        _hold(axes, slowest, loss, end, style)
 
 
 def _draw_band(

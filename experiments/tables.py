@@ -237,9 +237,14 @@ def summary(workload: Workload, groups: Sequence[Group], budget: str) -> Table:
     add("memory", "maximum", [bytes_text(_curvature(group)) for group in groups])
     title = f"{workload.title}: {workload.loss_name}"
     notes = _notes(groups, seeds, budget, targets, lost=any(lost))
-    if names != [group.label for group in groups]:
-        notes += (NOTE,)
+    notes += _note_of_marks(names, groups)
     return Table(title, tuple(heads), tuple(below), tuple(map(tuple, rows)), notes)
+
+
+def _note_of_marks(names: Sequence[str], groups: Sequence[Group]) -> tuple[str, ...]:
+    """Return the meaning of the mark, if a name has one."""
+    has_marks = list(names) != [group.label for group in groups]
+    return (NOTE,) if has_marks else ()
 
 
 def _seeds(groups: Sequence[Group]) -> list[int]:

@@ -401,8 +401,7 @@ class Preconditioner(OfModel):
 
         :meta private:
         """
-        updates, self._engine.updates = self._engine.updates, ()
-        return updates
+        return self._engine.take_updates()
 
     @property
     def counters(self) -> dict[str, int]:
@@ -660,7 +659,7 @@ class Preconditioner(OfModel):
         )
 
     def explain(self, name: str, *, all_ranks: bool = False) -> Explanation:
-        """Return what a block was made of: each rank's part of the last window, factors, update.
+        """Explain the update of a block: each rank's part of the last window, factors, update.
 
         For a block whose factor or update looks wrong. It decomposes all factors, see `metrics`.
 

@@ -29,6 +29,7 @@ READ_GRAD = {
     "products/fitting.py": "it puts gradients aside and back, of a model that is not trained",
     "testing/methods.py": "it averages gradients over ranks, as DistributedDataParallel does",
     "testing/checks.py": "it compares gradients before and after",
+    "testing/oracle.py": "it is an optimizer that puts its own gradients there",
 }
 """The modules that may name `.grad`, and why."""
 

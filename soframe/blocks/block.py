@@ -32,7 +32,7 @@ from soframe.methods.base import Method
 from soframe.specs import VALUE, FactorSpec
 from soframe.strategies.work import BlockPlacement
 
-# In what blocks differ for which a method is called apart.
+# Blocks that differ in one of these are updated by calls of their own.
 _STATUS = attrgetter("record.updates", "record.damping", "record.solved", "acting")
 
 

@@ -139,7 +139,7 @@ ADVICE = (
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
         "preconditioner = soframe.Preconditioner(model, optimizer=optimizer{more})",
         (0.01, 0.1),
-        "on 23 ordinary problems it diverges nowhere, and is at SGD's best loss after 0.58 of its "
+        "on 23 ordinary problems it diverges nowhere, and is at SGD's best loss after 0.56 of its "
         "steps in the median. Autoencoders gain time, too; two or three small layers on a table "
         "gain steps and not time. For full batches, soframe.TrustRegion needs no rate",
         "docs/benchmarks/ordinary.md",

@@ -116,6 +116,11 @@ class Engine:
         curvature.end_step(step.plan)
         curvature.begin()
 
+    def take_updates(self) -> Sequence[Update]:
+        """Return the updates of the last step, once, for an optimizer that moves weights."""
+        updates, self.updates = self.updates, ()
+        return updates
+
     def _part_stacks(self) -> None:
         """Choose the stacks that get no update in this step, as the optimizer moves them."""
         self.apart = ()

@@ -162,7 +162,7 @@ class Adam:
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What the batches of a stack are made of.
+    """The layout of the batches of a stack.
 
     Attributes:
         states: The moments.

@@ -261,12 +261,12 @@ def add(phase: Phase, *, after: str) -> None:
 
 def names() -> list[str]:
     """Return the names of all phases, in the order in which they first begin."""
-    found = ["accumulate", "agree"]
+    ordered = ["accumulate", "agree"]
     for row in TABLE:
-        found += [row.name, *row.within]
-    return list(dict.fromkeys([*found, "move"]))
+        ordered += [row.name, *row.within]
+    return list(dict.fromkeys([*ordered, "move"]))
 
 
 def seconds_of_rows(work: Sequence[BlockWork], machine: Machine) -> Mapping[str, float]:
-    """Return the seconds of the phases that say theirs."""
+    """Return the seconds of the phases that have a price of their own."""
     return {row.name: row.seconds(work, machine) for row in TABLE if row.seconds is not None}

@@ -258,9 +258,9 @@ def _divided(
         names = {id(parameter): name for name, parameter in parameters.items()}
         layers = []
         for module in model.modules():
-            own = [p for p in module.parameters(recurse=False) if id(p) in names]
-            if own:
-                layers.append([names.pop(id(p)) for p in own])
+            direct = [p for p in module.parameters(recurse=False) if id(p) in names]
+            if direct:
+                layers.append([names.pop(id(p)) for p in direct])
         return layers
     division = [list(block) for block in blocks]
     counts = Counter(name for block in division for name in block)

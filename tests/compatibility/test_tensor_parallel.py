@@ -44,7 +44,7 @@ CASES: dict[str, Case] = {
     "mem": Case(options=MEM),
     "comm kl": Case(options={"kl_clip": 1e-4}),
     "mem kl": Case(options=KL),
-    "mem norm": Case(options={**MEM, "norm_clip": 0.03}),
+    "mem norm": Case(options={**MEM, "norm_clip": 0.003}),
     "sharded": Case(options={"strategy": Sharded(group=None, deferred=True)}),
     # Plans.
     "sequence": Case(kind="sequence", options={"kl_clip": 1e-4, "layers": "all"}),

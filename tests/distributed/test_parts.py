@@ -22,13 +22,13 @@ HALVES = ((4, 2), (6,))
 AT, STEPS = 3, 6
 # In a group it measures, and plans within a limit that is not reached.
 LIMITED = soframe.Auto("1MiB", budget=0.0)
-UNDAMPED: dict[str, Any] = {"damping": 0.05, "decay": 0.95, "kl_clip": 0.1}
+UNDAMPED: dict[str, Any] = {"damping": 0.05, "decay": 0.95, "kl_clip": 0.2}
 METHODS: dict[str, dict[str, Any]] = {
     # The layers have sides of 3, 5, 6, 8, 9 and 17.
     "kfac": {"method": KFAC(max_size=5)},
     "ekfac": {"method": EKFAC(max_size=5), "solve_every": 2},
     "tnt": {"method": TNT(max_size=5)},
-    "foof": {"method": Chain((FOOF(max_size=6), Momentum(0.5))), "kl_clip": 0.1},
+    "foof": {"method": Chain((FOOF(max_size=6), Momentum(0.5))), "kl_clip": 0.2},
     "shampoo": {"method": Shampoo(epsilon=0.1, graft_steps=2), **UNDAMPED},
     "cut": {
         "method": SOAPNorMuon(max_ratio=1.5),

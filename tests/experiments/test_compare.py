@@ -18,12 +18,12 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 from typer.testing import CliRunner, Result
 
 import soframe
 from experiments import compare, environment, train, tuning
 from experiments.__main__ import app
-from experiments.data import take
 from experiments.workloads import of_module, workload
 from soframe.registry import KINDS
 from soframe.settings import defaults
@@ -440,7 +440,7 @@ def test_a_recipe_is_a_workload() -> None:
     made = workload("recipe:pinn")
     assert made.batch_size == 256
     task = made.make(0, torch.float32)
-    batch = take(task.train, torch.arange(4))
+    batch = default_collate([task.train[index] for index in range(4)])
     assert [len(each) for each in batch] == [4, 4, 4]
     assert task.loss(task.model, *batch).item() > 0
     with pytest.raises(ValueError, match="no recipe 'gpt5'; there are: resnet32, "):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 STEPS, BAD = 4, 2  # the step in which one rank raises
 PASSES, MIDDLE, SOLVE = "passes", "middle", "solve"
 
-OF_SOAP = {"method": "soap", "damping": 0.05, "decay": 0.95, "kl_clip": 0.1}
+OF_SOAP = {"method": "soap", "damping": 0.05, "decay": 0.95, "kl_clip": 0.2}
 
 # Place -> class, method, settings, and the part of a step that it belongs to.
 PLACES: dict[str, tuple[type, str, dict[str, Any], str]] = {
