@@ -73,7 +73,16 @@ def test_bounds_out_of_range(bad: float) -> None:
 STEPS = 4  # after the second, two ranks go on where four were
 
 
-def clipped(rank: int, ranks: int, strategy: str, steps: range, folder: Path) -> list[Tensor]:
+BINDING = {
+    "energy": soframe.Clips(norm_clip=0.5, further={"energy": 1e-3}),
+    "norm": soframe.Clips(norm_clip=0.01),
+}
+"""Clips of which the named one has the smallest factor."""
+
+
+def clipped(
+    rank: int, ranks: int, name: str, strategy: str, steps: range, folder: Path
+) -> list[Tensor]:
     """Take steps on a share of the batch each, with gradients that the step averages."""
     model = net()
     own = soframe.Preconditioner(
@@ -81,7 +90,7 @@ def clipped(rank: int, ranks: int, strategy: str, steps: range, folder: Path) ->
         strategy=strategy,
         statistics_every=1,
         solve_every=1,
-        clips=soframe.Clips(norm_clip=0.5, further={"energy": 1e-3}),
+        clips=BINDING[name],
         distribution=soframe.Distribution(gradients="local"),
     )
     if steps.start:
@@ -95,7 +104,8 @@ def clipped(rank: int, ranks: int, strategy: str, steps: range, folder: Path) ->
             rows = slice((2 * rank + half) * 4 // ranks, (2 * rank + half + 1) * 4 // ranks)
             (half_square(model(inputs[rows]), targets[rows]) / 2).backward()
         own.step()
-        assert own.metrics()["energy_clip_factor"] < 1
+        metrics = own.metrics()
+        assert metrics[f"{name}_clip_factor"] == metrics["clip_factor"] < 1
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sub_(parameter.grad, alpha=0.1)
@@ -109,11 +119,14 @@ def clipped(rank: int, ranks: int, strategy: str, steps: range, folder: Path) ->
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["comm-opt", "mem-opt", "sharded"])
-def test_four_ranks_clip_as_one_process_and_two_go_on(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", BINDING)
+def test_four_ranks_clip_as_one_process_and_two_go_on(
+    name: str, strategy: str, tmp_path: Path
+) -> None:
     (tmp_path / "alone").mkdir()
     half = STEPS // 2
     for ranks, steps in ((4, range(half)), (2, range(half, STEPS))):
-        expected = clipped(0, 1, "comm-opt", steps, tmp_path / "alone")
-        for found in run_ranks(clipped, ranks, strategy, steps, tmp_path):
+        expected = clipped(0, 1, name, "comm-opt", steps, tmp_path / "alone")
+        for found in run_ranks(clipped, ranks, name, strategy, steps, tmp_path):
             for weight, wanted in zip(found, expected, strict=True):
                 torch.testing.assert_close(weight, wanted, rtol=1e-9, atol=1e-11)

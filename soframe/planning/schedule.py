@@ -109,7 +109,7 @@ class Schedule:
         gradients: int,  # bytes that DistributedDataParallel averages; 0 if soframe does
         optimizer: float,  # seconds of the optimizer's step
         background: int = 0,  # steps for which solves run on a stream of their own
-        added: Mapping[str, float] | None = None,  # seconds of phases that say theirs
+        added: Mapping[str, float] | None = None,  # seconds of phases with a price of their own
     ) -> None:
         self._hardware, self._parts, self._background = hardware, parts, background
         crowd = hardware.crowd(ranks)
