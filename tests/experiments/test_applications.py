@@ -49,8 +49,10 @@ def table(tmp_path, monkeypatch):
     monkeypatch.setattr(applications, "memory", memory)
     monkeypatch.setattr(applications, "launch", launch)
     monkeypatch.setattr(Table, "planned", lambda self, contenders: {})
+    unet = APPLICATIONS["unet"]
+    kfac = dataclasses.replace(unet.contenders["K-FAC"], rates=(0.1, 0.3, 1.0))
     application = dataclasses.replace(
-        APPLICATIONS["unet"], baselines={"SGD": APPLICATIONS["unet"].baselines["SGD"]}
+        unet, baselines={"SGD": unet.baselines["SGD"]}, contenders={"K-FAC": kfac}
     )
 
     def made():
