@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay.
 
     Args:
-        matrices: Hidden weight matrices.
+        matrices: Hidden weights, matrices or kernels ``[out, in, *size]``, as ``[out, in * size]``.
         lr: The learning rate; a matrix's is multiplied by ``sqrt(max(1, rows / columns))``.
         momentum: Momentum of the gradient's running mean.
         weight_decay: Multiplied by the learning rate.
@@ -57,10 +57,10 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["mean"] = torch.zeros_like(matrix)
                 mean = state["mean"].lerp_(matrix.grad, 1 - momentum)
-                update = orthogonalise(torch.lerp(matrix.grad, mean, momentum))
+                update = orthogonalise(torch.lerp(matrix.grad, mean, momentum).flatten(1))
                 matrix.mul_(1 - lr * group["weight_decay"])
-                scale: float = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
-                matrix.add_(update, alpha=-lr * scale)
+                scale: float = max(1.0, update.shape[0] / update.shape[1]) ** 0.5
+                matrix.add_(update.view_as(matrix), alpha=-lr * scale)
 
 
 class Together(torch.optim.Optimizer):

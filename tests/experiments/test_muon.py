@@ -39,6 +39,17 @@ def test_steps_are_those_of_torch_but_for_its_bfloat16(shape):
     assert moved > 0.3
 
 
+def test_a_kernel_moves_as_its_matrix_of_output_channels():
+    generator = torch.Generator().manual_seed(2)
+    start = torch.randn(6, 3, 2, 2, generator=generator)
+    kernel, matrix = nn.Parameter(start.clone()), nn.Parameter(start.flatten(1).clone())
+    for parameter in (kernel, matrix):
+        parameter.grad = start.cos().view_as(parameter)
+        Muon([parameter], lr=0.1, momentum=0.9, weight_decay=0.3).step()
+    assert torch.equal(kernel.flatten(1), matrix)
+    assert not torch.equal(kernel, start)
+
+
 def test_what_is_no_hidden_matrix_goes_to_adamw():
     model = models.GPT(models.Sizes(16, context=4, width=8, layers=1, heads=2))
     names = {id(p): name for name, p in model.named_parameters()}
