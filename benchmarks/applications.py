@@ -78,7 +78,6 @@ from soframe.strategies.plan import window
 SEEDS = (0, 1, 2)
 PARTS = (0.4, 0.6, 0.8, 1.0)
 """Lengths of runs, of the baseline's."""
-INTERVALS = {"statistics_every": 10, "solve_every": 50}
 RANKS = (2, 4)
 TURN, CYCLES = 5, 3
 """Steps of a turn, and intervals of solves that are timed."""
@@ -215,9 +214,8 @@ def first_order(name: str, *rates: float) -> Contender:
 
 
 def preconditioned(*rates: float, bound: float | None = None) -> Contender:
-    """Return K-FAC in front of AdamW, with the recipe's damping."""
-    settings = {"optimizer": "soframe", "method": "kfac", "base": "adamw"}
-    return Contender({**settings, **INTERVALS}, rates, bound)
+    """Return K-FAC in front of AdamW, with the recipe's damping and intervals."""
+    return Contender({"optimizer": "soframe", "method": "kfac", "base": "adamw"}, rates, bound)
 
 
 APPLICATIONS: Mapping[str, Application] = {

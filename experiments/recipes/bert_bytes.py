@@ -4,7 +4,7 @@ Model, masks and loss are those of `experiments.recipes.bert_large`, small, with
 the width asks for; tokens are bytes, and the mask is one more. Text is the running interpreter's:
 losses compare within one version of Python.
 
-Run on a CPU: docs/benchmarks/applications.md has first trials.
+Run to its end on a CPU (docs/benchmarks/applications.md).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["Settings", "data", "loss", "model", "terms"]
 
 @dataclass(frozen=True)
 class Settings(bert_large.Settings):
-    """BERT over the bytes of Python's standard library (rates not tuned)."""
+    """BERT over the bytes of Python's standard library (rates of `benchmarks.applications`)."""
 
-    rates: ClassVar[Mapping[str, float]] = {"soframe": 1e-2, "adamw": 1e-2}
+    rates: ClassVar[Mapping[str, float]] = {"soframe": 1e-2, "adamw": 3e-3}
 
     data: Path = Path("data")
     """Not used: the text is the standard library's."""
@@ -44,7 +44,7 @@ class Settings(bert_large.Settings):
     strategy: str = "comm-opt"
     """Distribution strategy on several ranks."""
     lr: float | None = None
-    """Learning rate; None for 1e-2."""
+    """Learning rate; None for the rate of the optimizer."""
     clip: float | None = None
     """Bound on the norm of gradients of AdamW, or of LAMB's behind soframe; None for no clip."""
     schedule: Literal["constant", "linear", "cosine", "root", "milestones"] = "linear"
@@ -55,9 +55,9 @@ class Settings(bert_large.Settings):
     """Bound of the KL clip; None for soframe's default."""
     decay: float | None = 0.95
     """Decay of the running factors."""
-    statistics_every: int | None = 5
+    statistics_every: int | None = 10
     """Steps between statistics."""
-    solve_every: int | None = 25
+    solve_every: int | None = 50
     """Steps between solves."""
     save_every: int | None = 1000
     """Steps between checkpoints."""

@@ -1,4 +1,4 @@
-"""A one-stage detector of digits on canvases, with K-FAC in front of SGD.
+"""A one-stage detector of digits on canvases, with K-FAC in front of AdamW.
 
 A small residual backbone, eight pixels to a cell, and three heads of 1 x 1, as in YOLO (Redmon et
 al., 2016): whether a digit's centre is in the cell, the digit's box, and its class. The loss is the
@@ -6,7 +6,7 @@ sum of the three. The canvases also show halves of digits, which are no objects
 (`experiments.canvases`). The figure is F1: a detection counts if its cell has the centre of a
 digit, the class is right, and the boxes' intersection is at least half of their union.
 
-Run on a CPU: docs/benchmarks/applications.md has first trials.
+Run to its end on a CPU (docs/benchmarks/applications.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,9 @@ OVERLAP = 0.5
 
 @dataclass(frozen=True)
 class Settings(Common):
-    """A small one-stage detector on canvases of digits (rates not tuned)."""
+    """A small one-stage detector on canvases of digits (rates of `benchmarks.applications`)."""
 
-    rates: ClassVar[Mapping[str, float]] = {"soframe": 0.1, "sgd": 0.1, "adamw": 3e-3}
+    rates: ClassVar[Mapping[str, float]] = {"soframe": 3e-2, "sgd": 3e-2, "adamw": 3e-2}
 
     output: Path = Path("runs/detector")
     steps: int | None = 160
@@ -46,15 +46,17 @@ class Settings(Common):
     """Canvases of a step."""
     warmup: float = 0.1
     """Fraction of the run in which the rate grows."""
+    base: Literal["sgd", "adamw", "lamb"] | None = "adamw"
+    """Optimizer behind a soframe.Preconditioner."""
     damping: float | None = 3e-3
     """Damping (`soframe.recommend`, for nets with batch norm)."""
-    kl_clip: float | None = 4e-3
-    """Bound of the KL clip: soframe's 0.4 (`soframe.recommend`) at a rate of 0.1."""
+    kl_clip: float | None = 3.6e-4
+    """Bound of the KL clip: soframe's 0.4 (`soframe.recommend`) at a rate of 0.03."""
     decay: float | None = 0.95
     """Decay of the running factors."""
-    statistics_every: int | None = 5
+    statistics_every: int | None = 10
     """Steps between statistics."""
-    solve_every: int | None = 25
+    solve_every: int | None = 50
     """Steps between solves."""
     evaluate_every: int | None = 50
     """Steps between evaluations."""

@@ -1,11 +1,11 @@
-"""A U-Net that segments digits on canvases, with K-FAC in front of SGD.
+"""A U-Net that segments digits on canvases, with K-FAC in front of AdamW.
 
 Model: Ronneberger et al., 2015, with batch norm and padded convolutions, small: two halvings, and
 transposed convolutions on the way up, which K-FAC covers too (`LAYERS`). It marks the
 pixels of digits on canvases that show halves of digits too, which are background
 (`experiments.canvases`). The figure is the Dice coefficient of all held-out canvases.
 
-Run for 150 steps on a CPU, not to its end.
+Run to its end on a CPU (docs/benchmarks/applications.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,9 @@ LAYERS = {"^up": "all"}
 
 @dataclass(frozen=True)
 class Settings(Common):
-    """A small U-Net on canvases of digits (rates not tuned)."""
+    """A small U-Net on canvases of digits (rates of `benchmarks.applications`)."""
 
-    rates: ClassVar[Mapping[str, float]] = {"soframe": 0.3, "sgd": 0.3, "adamw": 1e-2}
+    rates: ClassVar[Mapping[str, float]] = {"soframe": 3e-2, "sgd": 0.3, "adamw": 3e-2}
 
     output: Path = Path("runs/unet")
     steps: int | None = 160
@@ -41,15 +41,17 @@ class Settings(Common):
     """Canvases of a step."""
     warmup: float = 0.1
     """Fraction of the run in which the rate grows."""
+    base: Literal["sgd", "adamw", "lamb"] | None = "adamw"
+    """Optimizer behind a soframe.Preconditioner."""
     damping: float | None = 3e-3
     """Damping (`soframe.recommend`, for nets with batch norm)."""
-    kl_clip: float | None = 0.036
-    """Bound of the KL clip: soframe's 0.4 (`soframe.recommend`) at a rate of 0.3."""
+    kl_clip: float | None = 3.6e-4
+    """Bound of the KL clip: soframe's 0.4 (`soframe.recommend`) at a rate of 0.03."""
     decay: float | None = 0.95
     """Decay of the running factors."""
-    statistics_every: int | None = 5
+    statistics_every: int | None = 10
     """Steps between statistics."""
-    solve_every: int | None = 25
+    solve_every: int | None = 50
     """Steps between solves."""
     evaluate_every: int | None = 50
     """Steps between evaluations."""
