@@ -121,13 +121,13 @@ def recommended(model: nn.Module, lr: float) -> Training:
 
 
 def muon(model: nn.Module, lr: float) -> Training:
-    """Return Muon on hidden matrices, and AdamW on embeddings, vectors and the last layer."""
+    """Return Muon on hidden weights, and AdamW on embeddings, vectors and the last layer."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     excluded = {id(module.weight) for module in (*tables, linear[-1])}
     hidden, others = [], []
     for parameter in model.parameters():
-        is_hidden = parameter.dim() == 2 and id(parameter) not in excluded
+        is_hidden = parameter.dim() >= 2 and id(parameter) not in excluded
         (hidden if is_hidden else others).append(parameter)
     adamw = torch.optim.AdamW(others, lr=lr / 5, betas=(0.9, 0.95))
     return Training(Together(Muon(hidden, lr, momentum=0.9, weight_decay=0.0), adamw))

@@ -3,9 +3,10 @@
     python -m benchmarks.planned                          # all sections
     python -m benchmarks.planned collectives --ranks 4 --json
 
-`steps` takes whole steps of three strategies on two models, with DistributedDataParallel on Gloo
-processes, beside the plan from a profile that the same processes measure before. Strategies take
-turns, cycle by cycle: statistics at every step, a solve at every fifth.
+`steps` takes whole steps of three strategies on two models and on three of recipes, with
+DistributedDataParallel on Gloo processes, beside the plan from a profile that the same processes
+measure before. Strategies take turns, cycle by cycle: statistics at every step, a solve at every
+fifth.
 `collectives` measures each collective on Gloo processes at powers of two from 4 KiB to 16 MiB,
 `operators` products and factorisations on one process at sides from 16 to 1024. A curve of every
 other size predicts the sizes between: `error` is |predicted / measured - 1|, its median and its
@@ -15,12 +16,14 @@ largest over these sizes. All sizes are measured in turn, round by round; second
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,6 +95,8 @@ def steps(options: argparse.Namespace) -> Rows:
 def of_steps(worker: Worker, budget: float, rounds: int) -> Rows:
     rows: Rows = {}
     for name, (make, inputs) in MODELS.items():
+        if worker.rank == 0:
+            print(f"{name}, {worker.world_size} ranks", file=sys.stderr, flush=True)
         task = Task.of(make(), (inputs,), method="kfac")
         sides = sorted({factor.size for work in task.work for factor in work.factors})
         hardware = measure.measure(CPU, backend=TorchDistributed(), sides=sides, budget=budget)
@@ -160,11 +165,21 @@ def dense() -> nn.Module:
     return nn.Sequential(*(module for both in layers for module in both))
 
 
+def recipe(name: str) -> nn.Module:
+    """Return the network of a recipe that trains on a laptop."""
+    module = importlib.import_module(f"experiments.recipes.{name}")
+    model: nn.Module = module.model(module.Settings())
+    return model
+
+
 CYCLE = 5
 STRATEGIES: tuple[Strategy, ...] = (CommOpt(), MemOpt(), Sharded(group=None, deferred=True))
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "convolutions": (convolutions, torch.rand(16, 3, 16, 16)),
     "dense": (dense, torch.rand(128, 300)),
+    "U-Net": (partial(recipe, "unet"), torch.rand(8, 1, 32, 32)),
+    "detector": (partial(recipe, "detector"), torch.rand(16, 1, 32, 32)),
+    "BERT": (partial(recipe, "bert_bytes"), torch.randint(256, (16, 32))),
 }
 
 SECTIONS: Mapping[str, Callable[[argparse.Namespace], Rows]] = {
