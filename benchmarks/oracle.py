@@ -188,9 +188,9 @@ class Contender:
         return [dict(zip(self.grid, pair, strict=True)) for pair in values]
 
 
-_NEWTON = {"lr": (0.1, 0.3, 1.0), "damping": (0.03,), "momentum": (0.9, 0.0)}
-_ADAM = {"lr": (0.01, 0.02, 0.04), "beta1": (0.9, 0.8)}
-_MUON = {"lr": (0.02, 0.04, 0.08), "auxiliary_lr": (0.01, 0.02)}
+_NEWTON = {"lr": (0.1, 0.3, 1.0), "damping": (0.03, 0.3), "momentum": (0.0,)}
+_ADAM = {"lr": (0.02, 0.04, 0.08), "beta1": (0.9, 0.8)}
+_MUON = {"lr": (0.04, 0.08, 0.16), "auxiliary_lr": (0.01, 0.02)}
 CONTENDERS = {
     "Gauss-Newton, all": Contender(oracle("all"), _NEWTON),
     "Gauss-Newton, layerwise": Contender(oracle("layers"), _NEWTON),
