@@ -49,7 +49,6 @@ from experiments.muon import Muon, Together
 STEPS, LOOK_EVERY, HELD_OUT = 300, 15, 600
 WARM_UP = 15
 DIVERGED = 1.5  # times the loss at the start
-TRUST_REGIONS = (soframe.TrustRegion, soframe.StochasticTrustRegion)  # which take a closure
 SHORT = ("friedman1", "digits-mlp", "breast-cancer", "autoencoder")
 
 SCHEDULES: dict[str, Callable[[int], float]] = {
@@ -68,9 +67,6 @@ class Training:
 
     def step(self, loss: Callable[[], Tensor]) -> None:
         """Take a step on a batch."""
-        if isinstance(self.optimizer, TRUST_REGIONS):
-            self.optimizer.step(loss)
-            return
         self.optimizer.zero_grad()
         loss().backward()
         if self.preconditioner is not None:
@@ -248,9 +244,7 @@ def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS, *, steps: int
         told = {"loss": problem.fisher_loss} if contender.names_loss else {}
         training = contender.make(model, cell.lr, **told)
         schedule = SCHEDULES[cell.schedule]
-        scheduler = None
-        if not isinstance(training.optimizer, TRUST_REGIONS):  # which has no rate to schedule
-            scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, schedule)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(training.optimizer, schedule)
         for step in range(steps):
             rows = train[torch.randint(len(train), (cell.batch,))]
             losses: list[Tensor] = []
@@ -261,8 +255,7 @@ def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS, *, steps: int
 
             begin = time.process_time()
             training.step(loss)
-            if scheduler is not None:
-                scheduler.step()
+            scheduler.step()
             seconds += time.process_time() - begin
             total += float(losses[0].detach())
             if step % LOOK_EVERY == LOOK_EVERY - 1:

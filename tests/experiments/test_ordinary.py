@@ -74,7 +74,7 @@ def test_runs_are_kept_and_a_broken_one_says_why(tmp_path: Path) -> None:
 
 
 def test_what_is_recommended_for_a_recurrent_net_trains() -> None:
-    """Its optimizer takes a closure, and has no rate to schedule."""
+    """Its states are outputs of the model, too."""
     found = ordinary.run(Cell("gru", "soframe: recommend", None, "constant", 0), steps=15)
     assert not found.error
     assert found.lowest < found.start
