@@ -13,7 +13,7 @@ import typer
 from experiments import compare as comparing
 from experiments import demo as demonstration
 from experiments import display, tuning
-from experiments.config import RunConfig, method_of
+from experiments.config import OPTIMIZERS, OWN, RunConfig, method_of
 from experiments.launch import WorkerError
 from experiments.libraries import MissingLibraryError
 from experiments.records import RunRecord
@@ -34,7 +34,7 @@ WorkloadName = Annotated[
         "--workload", help=f"One of: {', '.join(names())}; recipe:NAME; or a Python file."
     ),
 ]
-OPTIMIZERS = "sgd, adamw, kfac, trust-region, stochastic-trust-region or soframe:METHOD"
+CHOICES = f"{', '.join(OPTIMIZERS)} or {OWN}METHOD"
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def demo(
 @app.command()
 def train(
     workload_name: WorkloadName = "digits-autoencoder",
-    optimizer: Annotated[str, typer.Option(help=f"{OPTIMIZERS}.")] = "kfac",
+    optimizer: Annotated[str, typer.Option(help=f"{CHOICES}.")] = "kfac",
     lr: Annotated[
         float | None,
         typer.Option(help="Learning rate. Without it, all settings are those that tuning chose."),
@@ -141,7 +141,7 @@ def _parsed(text: str) -> Any:
 def compare(
     workload_name: WorkloadName = "digits-autoencoder",
     optimizers: Annotated[
-        str, typer.Option(help=f"Separated by commas: {OPTIMIZERS}.")
+        str, typer.Option(help=f"Separated by commas: {CHOICES}.")
     ] = "sgd,adamw,kfac",
     strategies: Strategies = comparing.STRATEGIES[0],
     seeds: Annotated[

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import soframe
 from experiments import display, runs, tables, train, tuning
-from experiments.config import RunConfig, method_of
+from experiments.config import PRECONDITIONED, RunConfig, method_of
 from experiments.environment import environment, sources
 from experiments.records import MARK, RunRecord, write_json
 from experiments.tables import Group, Table
@@ -101,7 +101,7 @@ class Plan:
 
 def has_strategy(optimizer: str) -> bool:
     """Whether an optimizer distributes work by a strategy."""
-    return optimizer in ("kfac", "trust-region") or method_of(optimizer) is not None
+    return optimizer in (*PRECONDITIONED, "trust-region") or method_of(optimizer) is not None
 
 
 def compare(plan: Plan, screen: Console) -> tuple[Table, dict[str, Any]]:

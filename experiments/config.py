@@ -14,19 +14,25 @@ ClockName = Literal["wall", "cpu"]
 #: Run without tuning: their learning rate multiplies the lengths that they find.
 TRUST_REGIONS = ("trust-region", "stochastic-trust-region")
 
+#: SGD behind `soframe.Preconditioner` with the method of that name.
+PRECONDITIONED = ("kfac", "ekfac")
+
 #: Optimizers of pytorch_optimizer that find their learning rate, or need no schedule.
 UNTUNED_PEERS = ("prodigy", "dadapt-adam", "schedule-free")
-PEERS = ("soap", "muon", "shampoo", *UNTUNED_PEERS)
+PEERS = ("soap", "muon", "shampoo", "kfac-pytorch", *UNTUNED_PEERS)
 
 LABELS = {
     "sgd": "SGD",
     "adamw": "AdamW",
     "kfac": "K-FAC",
+    "ekfac": "EKFAC",
     "trust-region": "K-FAC, trust region",
     "stochastic-trust-region": "Stochastic trust region",
     "soap": "SOAP",
     "muon": "Muon",
     "shampoo": "Shampoo",
+    "kfac-pytorch": "kfac-pytorch",
+    "oracle": "exact Gauss-Newton",
     "prodigy": "Prodigy",
     "dadapt-adam": "D-Adaptation",
     "schedule-free": "schedule-free AdamW",
@@ -64,13 +70,14 @@ class RunConfig:
 
     Attributes:
         workload: The name of a workload.
-        optimizer: "sgd" (Nesterov momentum); "adamw"; "kfac", the same SGD behind a
-            `soframe.Preconditioner`; "trust-region", `soframe.TrustRegion`;
+        optimizer: "sgd" (Nesterov momentum); "adamw"; "kfac" or "ekfac", the same SGD
+            behind a `soframe.Preconditioner`; "trust-region", `soframe.TrustRegion`;
             "stochastic-trust-region", `soframe.StochasticTrustRegion`; "soframe:" and the name of a
-            method, `soframe.Optimizer`; or a peer: "muon", or one of `PEERS` from the package
-            pytorch_optimizer.
+            method, `soframe.Optimizer`; "oracle", `soframe.testing.Oracle`; or a peer: "muon",
+            one of `PEERS` from the package pytorch_optimizer, or "kfac-pytorch", the SGD of "kfac"
+            behind the package kfac.
         lr: The learning rate.
-        momentum: Momentum of "sgd", "kfac" and "muon".
+        momentum: Momentum of "sgd", "kfac", "ekfac", "kfac-pytorch", "oracle" and "muon".
         betas: Betas of "adamw", "soap" and "shampoo".
         weight_decay: Weight decay, for all optimizers.
         schedule: The learning rate is constant, half a cosine to zero, or a line to zero.
@@ -78,7 +85,7 @@ class RunConfig:
         schedule_seconds: Length of the schedule in seconds of training, instead.
         warmup: Fraction of the schedule in which the learning rate grows from zero on a line.
         strategy: Strategy of the preconditioner, for optimizers with one.
-        preconditioner: Further arguments of `soframe.Preconditioner`, for "kfac".
+        preconditioner: Further arguments of `soframe.Preconditioner`, for "kfac" and "ekfac".
         options: Further arguments of a trust region, of `soframe.Optimizer`, or of a peer.
         method: Arguments of the method; for a chain, the arguments of each stage by its name.
         modules: Pattern of module names, for `soframe.Optimizer` and "soap": only these are theirs.
@@ -151,9 +158,9 @@ class RunConfig:
         by_soframe = method_of(self.optimizer) is not None
         trust = self.optimizer in TRUST_REGIONS
         for name, taken in (
-            ("strategy", by_soframe or self.optimizer in ("kfac", "trust-region")),
-            ("preconditioner", self.optimizer == "kfac"),
-            ("options", by_soframe or trust or self.optimizer in PEERS),
+            ("strategy", by_soframe or self.optimizer in (*PRECONDITIONED, "trust-region")),
+            ("preconditioner", self.optimizer in PRECONDITIONED),
+            ("options", by_soframe or trust or self.optimizer in (*PEERS, "oracle")),
             ("method", by_soframe),
             ("modules", by_soframe or self.optimizer == "soap"),
         ):
@@ -165,7 +172,7 @@ class RunConfig:
     def label(self) -> str:
         """The optimizer's name in tables and plots."""
         name = method_of(self.optimizer) or LABELS[self.optimizer]
-        shown = self.optimizer == "kfac" or self.strategy != "comm-opt"
+        shown = self.optimizer in PRECONDITIONED or self.strategy != "comm-opt"
         return f"{name}, {self.strategy}" if shown else name
 
     def but(self, **changes: Any) -> RunConfig:

@@ -28,8 +28,9 @@ from experiments.batches import Batches
 from experiments.data import Examples, Source
 from experiments.optimizers import Own, set_lr
 from experiments.recipes.loaders import Stream, number
+from soframe.testing import Oracle
 
-TrustRegions = soframe.TrustRegion | soframe.StochasticTrustRegion
+TakesClosure = soframe.TrustRegion | soframe.StochasticTrustRegion | Oracle
 """Optimizers that evaluate the loss in their steps."""
 
 
@@ -96,7 +97,7 @@ class Run:
         set_lr(self.optimizer, self.job.rate(self.step, self.seconds))
         seed_draws(self.job.batches.seed, self.step, self.place.rank)
         before = 0.0
-        if isinstance(self.optimizer, TrustRegions):
+        if isinstance(self.optimizer, TakesClosure):
             batch = self.moved(next(upcoming))
             self.optimizer.step(lambda: self.job.loss(self.forward, *batch))
         else:

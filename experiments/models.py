@@ -18,6 +18,7 @@ from soframe.planning.workloads import Residual, convolution
 
 AUTOENCODER_WIDTHS = (64, 256, 128, 64, 16)
 CURVES_WIDTHS = (256, 128, 64, 32, 6)
+MNIST_WIDTHS = (784, 250, 125, 60, 30)
 BYTES = 256
 
 

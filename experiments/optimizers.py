@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import soframe
-from experiments.config import AND, UNTUNED_PEERS, RunConfig, method_of
-from experiments.libraries import require
+from experiments.config import AND, PRECONDITIONED, UNTUNED_PEERS, RunConfig, method_of
+from experiments.libraries import import_kfac_pytorch, require
 from experiments.muon import Together, muon_with_adamw, split
 from soframe.losses.base import Loss
 from soframe.methods import Chain
 from soframe.registry import describe, first_match
 from soframe.settings import grouped
+from soframe.testing import Oracle
 
 Own = soframe.TrustRegion | soframe.StochasticTrustRegion | soframe.Optimizer
 """Optimizers of soframe, whose hooks `close` removes."""
@@ -25,7 +27,7 @@ Own = soframe.TrustRegion | soframe.StochasticTrustRegion | soframe.Optimizer
 def build_optimizer(
     model: nn.Module, config: RunConfig, likelihood: str | Loss | None, *, full_batch: bool
 ) -> torch.optim.Optimizer:
-    """Return the optimizer: for "kfac" its base, SGD with Nesterov momentum, as for "sgd".
+    """Return the optimizer: for "sgd", "kfac" and "ekfac", SGD with Nesterov momentum.
 
     Args:
         model: The model, unwrapped.
@@ -36,11 +38,20 @@ def build_optimizer(
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     options = dict(config.options)
     match config.optimizer:
-        case "sgd" | "kfac":
+        case "sgd" | "kfac" | "ekfac":
             nesterov = config.momentum > 0
             return torch.optim.SGD(
                 model.parameters(), momentum=config.momentum, nesterov=nesterov, **common
             )
+        case "kfac-pytorch":
+            return PreconditionedSGD(model, config.momentum, common, options)
+        case "oracle":
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                raise ValueError(
+                    "oracle has the matrix of one process's batch: leave out processes"
+                )
+            damped = {"damping": 0.01, **options}
+            return Oracle(model, momentum=config.momentum, **common, **damped)
         case "adamw":
             return torch.optim.AdamW(model.parameters(), betas=config.betas, fused=True, **common)
         case "trust-region":
@@ -67,6 +78,26 @@ def build_optimizer(
         # All optimizers of a comparison let the same weights decay.
         **grouped({"decay_vectors": True, **common, **options}),
     )
+
+
+class PreconditionedSGD(torch.optim.SGD):
+    """SGD with Nesterov momentum behind kfac-pytorch's preconditioner."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        momentum: float,
+        common: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        super().__init__(model.parameters(), momentum=momentum, nesterov=momentum > 0, **common)
+        self._preconditioner = import_kfac_pytorch().KFACPreconditioner(
+            model, lr=lambda step: self.param_groups[0]["lr"], **options
+        )
+
+    def step(self, closure: Any = None) -> Any:
+        self._preconditioner.step()
+        return super().step(closure)
 
 
 def _method(name: str, arguments: Mapping[str, Any]) -> Any:
@@ -148,11 +179,15 @@ def _within(model: nn.Module, pattern: str | None) -> tuple[list[nn.Parameter], 
 def build_preconditioner(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig
 ) -> soframe.Preconditioner | None:
-    """Return the preconditioner of "kfac", or None."""
-    if config.optimizer != "kfac":
+    """Return the preconditioner of "kfac" and "ekfac", or None."""
+    if config.optimizer not in PRECONDITIONED:
         return None
     return soframe.Preconditioner(
-        model, optimizer=optimizer, strategy=config.strategy, **grouped(config.preconditioner)
+        model,
+        method=config.optimizer,
+        optimizer=optimizer,
+        strategy=config.strategy,
+        **grouped(config.preconditioner),
     )
 
 

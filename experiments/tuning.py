@@ -39,11 +39,14 @@ RATES: Mapping[str, float] = {
     "sgd": 0.01,
     "adamw": 1e-3,
     "kfac": 0.1,
+    "ekfac": 0.1,
     "trust-region": 1.0,
     "stochastic-trust-region": 0.7,
     "soap": 3e-3,
     "muon": 0.02,
     "shampoo": 1e-3,
+    "kfac-pytorch": 0.1,
+    "oracle": 0.3,
     **dict.fromkeys(UNTUNED_PEERS, 1.0),  # which have their own
 }
 """Learning rates without tuning."""
@@ -64,6 +67,15 @@ SPACES: Mapping[str, Space] = {
         "preconditioner.statistics_every": [5, 10],
         "preconditioner.solve_every": [10, 20],
     },
+    "ekfac": {
+        "lr": (5e-2, 1.0),
+        "momentum": [0.8, 0.9],
+        "preconditioner.damping": (1e-4, 1e-2),
+        "preconditioner.kl_clip": (1e-3, 1.0),
+        "preconditioner.decay": [0.8, 0.9],
+        "preconditioner.statistics_every": [5, 10],
+        "preconditioner.solve_every": [10, 20],
+    },
     "soap": {
         "lr": (1e-3, 2e-2),
         "betas": [(0.95, 0.95), (0.9, 0.99)],
@@ -75,6 +87,16 @@ SPACES: Mapping[str, Space] = {
         "betas": [(0.9, 0.99), (0.9, 0.999)],
         "options.preconditioning_compute_steps": [10, 25],
     },
+    "kfac-pytorch": {
+        "lr": (5e-2, 1.0),
+        "momentum": [0.8, 0.9],
+        "options.damping": (1e-4, 1e-1),
+        "options.kl_clip": (1e-4, 1e-1),
+        "options.factor_decay": [0.8, 0.95],
+        "options.factor_update_steps": [5, 10],
+        "options.inv_update_steps": [10, 20],
+    },
+    "oracle": {"lr": (5e-2, 1.0), "momentum": [0.0, 0.9], "options.damping": (1e-3, 1e-1)},
 }
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments import clutter, data, models, recipes
+from experiments import canvases, clutter, data, models, recipes
 from experiments.config import method_of
 from experiments.data import Source, seeded
 from soframe.losses.base import Loss
@@ -132,6 +132,12 @@ def _autoencoder(seed: int, dtype: torch.dtype) -> Task:
 def _curves(seed: int, dtype: torch.dtype) -> Task:
     images = data.curves().to(dtype)
     model = models.autoencoder(models.CURVES_WIDTHS, seed, dtype)
+    return Task(model, "squared-error", half_square, (images, images))
+
+
+def _mnist_autoencoder(seed: int, dtype: torch.dtype) -> Task:
+    images = canvases.split(held_out=False)[0].to(dtype)
+    model = models.autoencoder(models.MNIST_WIDTHS, seed, dtype)
     return Task(model, "squared-error", half_square, (images, images))
 
 
@@ -298,6 +304,16 @@ _WORKLOADS = {
         make=_curves,
         batch_size=500,
         targets=(0.5, 0.4, 0.3),
+        loss_name="training loss (squared error per image)",
+        whole=True,
+        scale=2.0,
+    ),
+    "mnist-autoencoder": Workload(
+        title="Autoencoder of MNIST's images",
+        make=_mnist_autoencoder,
+        batch_size=200,
+        targets=(16.0, 12.0, 9.0),
+        evaluate_every=10,
         loss_name="training loss (squared error per image)",
         whole=True,
         scale=2.0,

@@ -20,6 +20,7 @@ from experiments.batches import Batches
 from experiments.config import RunConfig
 from experiments.data import size, take
 from experiments.launch import Place
+from experiments.libraries import import_kfac_pytorch
 from experiments.loop import seed_draws
 from experiments.optimizers import build_optimizer, schedule_factor
 from experiments.train import ALONE, WorkloadRun, run, train
@@ -76,6 +77,57 @@ def test_two_processes_follow_the_trajectory_of_one(workload, optimizer):
     if optimizer == "kfac":
         assert set(shared.gradient_workers) == {1}
         assert set(shared.sent_bytes_per_step) > {"gradients"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["digits-autoencoder", "mnist-autoencoder"])
+def test_the_oracle_steps_along_the_exact_direction(workload):
+    options = {"damping": 0.1, "iterations": 5}
+    config = SGD.but(
+        workload=workload, optimizer="oracle", options=options, lr=0.1, momentum=0.5, steps=2
+    )
+    found = WorkloadRun(ALONE, config)
+    model, loss = found.workload.make(config.seed, torch.float64).model, found.task.loss
+    oracle = soframe.testing.Oracle(model, lr=0.1, momentum=0.5, **options)
+    for batch in itertools.islice(found.job.batches.training(0), 2):
+        oracle.step(lambda batch=batch: loss(model, *batch))
+    found.advance()
+    for parameter, expected in zip(found.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(parameter, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.distributed
+def test_the_oracle_refuses_several_processes():
+    config = SGD.but(optimizer="oracle", options={"damping": 0.1})
+    with pytest.raises(ValueError, match="oracle has the matrix of one process's batch"):
+        run(config, processes=2)
+
+
+def test_preconditioned_optimizers_have_the_method_of_their_name():
+    run_of_ekfac = WorkloadRun(ALONE, CONFIGS["kfac"].but(optimizer="ekfac"))
+    assert run_of_ekfac.settings["preconditioner"]["method"].startswith("EKFAC")
+    run_of_ekfac.close()
+
+
+@pytest.mark.slow
+def test_kfac_pytorch_stands_in_front_of_the_same_sgd():
+    try:
+        package = import_kfac_pytorch()
+    except ImportError:
+        pytest.skip("kfac-pytorch is not installed")
+    config = SGD.but(optimizer="kfac-pytorch", lr=0.05, options={"damping": 0.1}, steps=2)
+    found = WorkloadRun(ALONE, config)
+    task = found.workload.make(config.seed, torch.float64)
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    preconditioner = package.KFACPreconditioner(task.model, lr=0.05, damping=0.1)
+    for batch in itertools.islice(found.job.batches.training(0), 2):
+        optimizer.zero_grad()
+        task.loss(task.model, *batch).backward()
+        preconditioner.step()
+        optimizer.step()
+    found.advance()
+    for parameter, expected in zip(found.model.parameters(), task.model.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
 
 
 @pytest.mark.slow
