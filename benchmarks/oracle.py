@@ -37,7 +37,7 @@ from experiments.display import aligned
 from experiments.workloads import Task
 from soframe.testing import Oracle
 
-TUNED = Path(__file__).parent.parent / "experiments" / "tuned" / "oracle.json"
+TUNED = Path(__file__).parent.parent / "experiments" / "tuned" / "settings" / "oracle.json"
 TUNING_SEED, SEEDS, MOST = 1000, (0, 1, 2), 200
 
 Settings = Mapping[str, float]
