@@ -40,7 +40,7 @@ SPACES: dict[str, tuning.Space] = {
     "soap": {"lr": (3e-4, 1e-1), "betas": [(0.95, 0.95)]},
     "muon": {"lr": (1e-3, 3e-1), "momentum": [0.95]},
 }
-PEERS = ("sgd", "adamw", "kfac", "soap", "muon", "shampoo")
+PEERS = tuple(SPACES)
 FIXED: dict[str, dict[str, Any]] = {"soap": {"betas": (0.95, 0.95)}, "muon": {"momentum": 0.95}}
 
 #: Peers with the defaults of their library: three find their rate themselves, one needs no
