@@ -742,8 +742,9 @@ class _Pending:
         # by autocast and the root's inputs may be parts of other forward passes.
         computed = [x.grad_fn for x in inputs if not self.batch.root.has(x)]
         following = [following for following, _ in node.next_functions if following is not None]
-        transposed = [f for f in following if f.name() == _TRANSPOSED]
-        self.before = next(filter(None, (*computed, *transposed)), None)
+        names = {_TRANSPOSED, _PRODUCT.get(node.name())}
+        inner = [f for f in following if f.name() in names]
+        self.before = next(filter(None, (*computed, *inner)), None)
         if self.before is not None:
             self.batch.recognise_by(self)
 
@@ -757,6 +758,8 @@ class _Pending:
 
 _TRANSPOSED = "TBackward0"
 """Of the weight, in each call of a linear layer."""
+_PRODUCT = {"AddBackward0": "UnsafeViewBackward0", "UnsafeViewBackward0": "MmBackward0"}
+"""Of a linear layer whose inputs do not fill their memory."""
 
 
 class _Watched(NamedTuple):

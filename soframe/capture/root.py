@@ -55,6 +55,7 @@ class Region:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+    steps: tuple[int, ...]  # the strides of the whole tensor that it is a slice of, if known
     is_indexed: bool  # whether it is a view with fewer dimensions than its base
 
     @staticmethod
@@ -62,12 +63,18 @@ class Region:
         """Return the region of a plain tensor; None for another."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
-        base = tensor._base
+        base, steps = tensor._base, list(tensor.stride())
+        # A layer's output [N, T, features] may be a view of its product [N T, features].
+        if base is not None and base.dim() == tensor.dim() and not base.requires_grad:
+            dims = sorted(range(base.dim()), key=lambda dim: tensor.stride(dim))
+            for dim, step in zip(dims, sorted(base.stride()), strict=True):
+                steps[dim] = step
         return Region(
             StorageWeakRef(tensor.untyped_storage()),
             int(tensor.storage_offset()),
             tensor.shape,
             tensor.stride(),
+            tuple(steps),
             base is not None and base.dim() > tensor.dim(),
         )
 
@@ -80,13 +87,21 @@ class Region:
         if len(self.shape) <= dim or self.stride != other.stride:
             return None
         first, second = sorted((self, other), key=lambda region: region.offset)
-        between = second.offset - first.offset
-        if between < first.stride[dim]:
+        moved = first._moved(second.offset - first.offset)
+        if moved[dim] == 0:
             return True  # the same tensor, or other positions
-        if first.is_indexed or second.is_indexed:
+        if first.is_indexed or second.is_indexed or any(moved[:dim]) or any(moved[dim + 1 :]):
             return None
-        samples, rest = divmod(between, first.stride[dim])
+        samples, rest = divmod(moved[dim], max(1, first.stride[dim] // first.steps[dim]))
+        # Every k-th sample looks like every k-th position of sequences in one dimension.
         return False if rest == 0 and samples >= first.shape[dim] else None
+
+    def _moved(self, offset: int) -> list[int]:
+        """Return by how many entries of the whole tensor an offset moves along each dimension."""
+        moved = [0 for _ in self.shape]
+        for dim in sorted(range(len(moved)), key=lambda dim: -self.steps[dim]):
+            moved[dim], offset = divmod(offset, max(1, self.steps[dim]))
+        return moved
 
 
 @dataclass(frozen=True)

@@ -339,6 +339,59 @@ def test_a_batch_in_chunks_is_the_batch(name: str, micro: int, layers: int) -> N
         compare(found[0][key], gradient, key, rtol=1e-9)
 
 
+class Sum(nn.Module):
+    """Sums over the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh().sum(1)
+
+
+SLICES: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "halves of sequences": lambda x: [x[:, :3], x[:, 3:]],
+    "every other position": lambda x: [x[:, ::2], x[:, 1::2]],
+    "halves of the batch": lambda x: list(x.chunk(2)),
+    "halves of the batch without their ends": lambda x: list(x[:, :5].chunk(2)),
+}
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("name", SLICES)
+def test_slices_of_sequences(name: str, is_transposed: bool) -> None:
+    """N is the batch's, in whichever order the memory is, and nothing is asked."""
+    model, x = fill(Sum()), randn(4, 6, 3)
+    if is_transposed:
+        x = randn(6, 4, 3).transpose(0, 1)
+    parts = SLICES[name](x)
+    with closing(preconditioner(model)) as own:
+        outputs = [model(part) for part in parts]
+        output = torch.cat(outputs) if "batch" in name else outputs[0] + outputs[1]
+        output.square().sum(1).mean().backward()
+        own.step()
+        rows = torch.cat([with_ones(part).flatten(0, 1) for part in parts])
+        compare(factors(own, "inner")[0][0], rows.T @ rows / 4, "A")
+
+
+def test_every_second_sample_is_asked_once() -> None:
+    """Taken for other samples: their memory is also that of steps of flat sequences."""
+    model, x = perceptron(), randn(8, 3)
+
+    def loss() -> Tensor:
+        return torch.cat([model(x[::2]), model(x[1::2])]).square().sum(1).mean()
+
+    with closing(preconditioner(model)) as own:
+        loss().backward()
+        with pytest.warns(UserWarning, match=r"2 forward passes .*mean over 8 terms.*count\(n\)"):
+            own.step()
+        loss().backward()  # warnings are errors here
+        own.step()
+        rows = with_ones(x)
+        compare(factors(own, "0")[0][0], rows.T @ rows / 8, "A")
+
+
 def test_forward_passes_of_two_losses_in_any_order() -> None:
     """Two forward passes with a backward pass each are two micro-batches."""
     found = []
