@@ -17,6 +17,7 @@ from soframe.methods.orthogonal import (
     coefficients,
     nearest_orthogonal,
 )
+from soframe.specs import BlockShape
 from tests import kit
 from tests.curvature import closing, fill, randn
 from tests.methods import stages
@@ -272,3 +273,8 @@ def test_muon_is_pytorch_optimizers() -> None:
     from pytorch_optimizer import Muon as Peer
 
     stages.check_peer(Muon(dtype="bfloat16"), Peer)
+
+
+def test_the_effort_is_that_of_the_products() -> None:
+    """Of Gram matrices of the shorter side, by which ranks share matrices out."""
+    assert Orthogonalise().effort(BlockShape(2, 3, 5)) == 2 * 3 * 5 * 3
