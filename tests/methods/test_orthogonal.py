@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.kernels import devices
+from soframe.layers.layout import BlockShape
 from soframe.methods import MatchRMS, Momentum, Muon, NewtonMuon, Orthogonalise, orthogonal
 from soframe.methods.base import Candidate, Given
 from soframe.methods.orthogonal import (
@@ -17,7 +18,6 @@ from soframe.methods.orthogonal import (
     coefficients,
     nearest_orthogonal,
 )
-from soframe.specs import BlockShape
 from tests import kit
 from tests.curvature import closing, fill, randn
 from tests.methods import stages
