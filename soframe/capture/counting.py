@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from soframe.capture.root import Sight, look, look_at_outputs
+from soframe.capture.root import Layers, Sight, look, look_at_outputs
 from soframe.layers.base import Unit
 
 Samples = Literal["batch", "positions"] | Callable[[], int] | None
@@ -92,10 +92,10 @@ class Batch:
         self.root = look(args, kwargs)
 
     def see_outputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], output: object, rows: Collection[int]
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], output: object, layers: Layers
     ) -> None:
-        """See the batch in arguments and outputs; ``rows`` are those of the model's tables."""
-        self.root = look_at_outputs(self.root, args, kwargs, output, rows)
+        """See the batch in arguments and outputs of a model with such layers."""
+        self.root = look_at_outputs(self.root, args, kwargs, output, layers, self.terms)
 
     def recognise_by(self, call: Any) -> None:
         """Set the call by whose node ``before`` a backward pass is found to go through here."""
@@ -420,7 +420,7 @@ class Passes:
         for batch in backward.batches:
             root = batch.root
             is_answered = root.asks_of_tokens and self.samples is not None
-            if not root.question or is_answered:
+            if not root.question or is_answered or self.samples == "positions":
                 continue
             number = f"{samples} {'tokens' if root.by_token else 'samples'}"
             if root.asks_of_tokens:

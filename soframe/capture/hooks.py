@@ -28,7 +28,7 @@ since a reentrant checkpoint runs backward passes of its own inside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
-from soframe.capture.root import tables
+from soframe.capture.root import Layers
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -116,10 +116,10 @@ class _Hook:
     """
 
     def __init__(
-        self, capture: Capture, helper: LayerHelper | None, tables: Collection[int] = ()
+        self, capture: Capture, helper: LayerHelper | None, layers: Layers | None = None
     ) -> None:
         self._capture = weakref.ref(capture)
-        self._tables = tables
+        self._layers = layers or Layers()
         self._root = helper is None
         self._helper = None if helper is None else weakref.ref(helper)
         self._deliver = _eagerly()
@@ -152,7 +152,7 @@ class _Hook:
                     f"DistributedDataParallel with a process for each device, or a method that "
                     f"reads gradients alone, such as 'muon'"
                 )
-            self._deliver(capture, helper, args, kwargs or {}, output, self._tables)
+            self._deliver(capture, helper, args, kwargs or {}, output, self._layers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model is another model, perhaps of a machine without soframe: its
@@ -166,7 +166,7 @@ def _deliver(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
-    tables: Collection[int],
+    layers: Layers,
 ) -> None:
     # A user's torch function mode follows the model, and this is no part of it.
     with torch._C.DisableTorchFunction():
@@ -178,7 +178,7 @@ def _deliver(
             if output is None:
                 capture._on_root(args, kwargs)
             else:
-                capture._on_outputs(args, kwargs, output, tables)
+                capture._on_outputs(args, kwargs, output, layers)
             return
         try:
             capture._on_forward(helper, args, kwargs, output)
@@ -329,7 +329,7 @@ class Capture:
             hook = _Hook(self, helper)
             self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
         for root in roots if names else ():
-            hook = _Hook(self, None, tables(root))
+            hook = _Hook(self, None, Layers.of(root))
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True))
             self._roots[root] = hook
 
@@ -479,11 +479,11 @@ class Capture:
         calls.batch.see_inputs(args, kwargs)
 
     def _on_outputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tables: Collection[int]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, layers: Layers
     ) -> None:
         """See the batch of a forward pass in the root's arguments and outputs together."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.calls.batch.see_outputs(args, kwargs, output, tables)
+            self.calls.batch.see_outputs(args, kwargs, output, layers)
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -742,8 +742,9 @@ class _Pending:
         # by autocast and the root's inputs may be parts of other forward passes.
         computed = [x.grad_fn for x in inputs if not self.batch.root.has(x)]
         following = [following for following, _ in node.next_functions if following is not None]
-        transposed = [f for f in following if f.name() == _TRANSPOSED]
-        self.before = next(filter(None, (*computed, *transposed)), None)
+        names = {_TRANSPOSED, _PRODUCT.get(node.name())}
+        inner = [f for f in following if f.name() in names]
+        self.before = next(filter(None, (*computed, *inner)), None)
         if self.before is not None:
             self.batch.recognise_by(self)
 
@@ -757,6 +758,8 @@ class _Pending:
 
 _TRANSPOSED = "TBackward0"
 """Of the weight, in each call of a linear layer."""
+_PRODUCT = {"AddBackward0": "UnsafeViewBackward0", "UnsafeViewBackward0": "MmBackward0"}
+"""Of a linear layer whose inputs do not fill their memory."""
 
 
 class _Watched(NamedTuple):

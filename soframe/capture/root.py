@@ -1,10 +1,11 @@
 """The root module's inputs and outputs, which show the batch of a forward pass.
 
-The batch N is the first dimension common to inputs and outputs. If they have none, it is the
-outputs', of which the loss is: so of sequences ``[T, N, features]`` to outputs ``[N, classes]``,
-lists of images, and nodes of graphs to outputs of graphs. If outputs are several rows of each
-sample, their rows are the terms. Integers ``[N, T]`` to outputs ``[N, T, V]``, where a table of the
-model has V rows, are a language model: each token has a term.
+The batch N is the first dimension common to inputs and outputs. If they have none, it is the second
+dimension of outputs ``[T, N, features]``, if that is the inputs' first one, as for a CTC loss;
+otherwise the outputs' first one, of which the loss is: so of sequences ``[T, N, features]`` to
+outputs ``[N, classes]``, lists of images, and nodes of graphs to outputs of graphs. If outputs are
+several rows of each sample, their rows are the terms. Integers ``[N, T]`` to outputs ``[N, T, V]``,
+where a table of the model has V rows, are a language model: each token has a term.
 
 Two forward passes are of the same samples if they have the same inputs, or slices of the positions
 of one tensor, or one has outputs of the other as inputs. Slices along the batch are other samples.
@@ -13,8 +14,8 @@ of one tensor, or one has outputs of the other as inputs. Slices along the batch
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -25,13 +26,20 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 def tensors_in(values: object) -> Iterator[Tensor]:
-    """Yield the tensors with dimensions in nested containers."""
+    """Yield the tensors with dimensions in nested containers and dataclasses."""
     if isinstance(values, Tensor):
         if values.dim() > 0:
             yield values
-    elif isinstance(values, Mapping | list | tuple):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from tensors_in(value)
+        return
+    parts: Iterable[object] = ()
+    if isinstance(values, Mapping):
+        parts = values.values()
+    elif isinstance(values, list | tuple):
+        parts = values
+    elif is_dataclass(values):
+        parts = [getattr(values, field.name, None) for field in fields(values)]
+    for part in parts:
+        yield from tensors_in(part)
 
 
 def entries(tensor: Tensor) -> int:
@@ -41,10 +49,27 @@ def entries(tensor: Tensor) -> int:
     return tensor.numel()
 
 
-def tables(model: nn.Module) -> frozenset[int]:
-    """Return the numbers of rows of a model's embeddings."""
-    rows = (getattr(module, "num_embeddings", None) for module in model.modules())
-    return frozenset(number for number in rows if isinstance(number, int))
+@dataclass(frozen=True)
+class Layers:
+    """What a model's layers say of its batch.
+
+    Attributes:
+        rows: The numbers of rows of its embeddings.
+        sequences_first: Whether one of them takes ``[T, N, features]`` (``batch_first=False``).
+    """
+
+    rows: frozenset[int] = frozenset()
+    sequences_first: bool = False
+
+    @staticmethod
+    def of(model: nn.Module) -> Layers:
+        """Look at the modules of a model."""
+        modules = list(model.modules())
+        rows = (getattr(module, "num_embeddings", None) for module in modules)
+        return Layers(
+            frozenset(number for number in rows if isinstance(number, int)),
+            any(getattr(module, "batch_first", None) is False for module in modules),
+        )
 
 
 @dataclass(frozen=True)
@@ -55,6 +80,7 @@ class Region:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+    steps: tuple[int, ...]  # the strides of the whole tensor that it is a slice of, if known
     is_indexed: bool  # whether it is a view with fewer dimensions than its base
 
     @staticmethod
@@ -62,12 +88,18 @@ class Region:
         """Return the region of a plain tensor; None for another."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
-        base = tensor._base
+        base, steps = tensor._base, list(tensor.stride())
+        # A layer's output [N, T, features] may be a view of its product [N T, features].
+        if base is not None and base.dim() == tensor.dim() and not base.requires_grad:
+            dims = sorted(range(base.dim()), key=tensor.stride)
+            for dim, step in zip(dims, sorted(base.stride()), strict=True):
+                steps[dim] = step
         return Region(
             StorageWeakRef(tensor.untyped_storage()),
             int(tensor.storage_offset()),
             tensor.shape,
             tensor.stride(),
+            tuple(steps),
             base is not None and base.dim() > tensor.dim(),
         )
 
@@ -80,13 +112,21 @@ class Region:
         if len(self.shape) <= dim or self.stride != other.stride:
             return None
         first, second = sorted((self, other), key=lambda region: region.offset)
-        between = second.offset - first.offset
-        if between < first.stride[dim]:
+        moved = first._moved(second.offset - first.offset)
+        if moved[dim] == 0:
             return True  # the same tensor, or other positions
-        if first.is_indexed or second.is_indexed:
+        if first.is_indexed or second.is_indexed or any(moved[:dim]) or any(moved[dim + 1 :]):
             return None
-        samples, rest = divmod(between, first.stride[dim])
+        samples, rest = divmod(moved[dim], max(1, first.stride[dim] // first.steps[dim]))
+        # Every k-th sample looks like every k-th position of sequences in one dimension.
         return False if rest == 0 and samples >= first.shape[dim] else None
+
+    def _moved(self, offset: int) -> list[int]:
+        """Return by how many entries of the whole tensor an offset moves along each dimension."""
+        moved = [0 for _ in self.shape]
+        for dim in sorted(range(len(moved)), key=lambda dim: -self.steps[dim]):
+            moved[dim], offset = divmod(offset, max(1, self.steps[dim]))
+        return moved
 
 
 @dataclass(frozen=True)
@@ -165,9 +205,10 @@ def look_at_outputs(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     output: object,
-    rows: Collection[int],
+    layers: Layers,
+    terms: int | None,
 ) -> Sight:
-    """Return the batch that inputs and outputs show; the model's tables have so many ``rows``."""
+    """Return the batch that inputs and outputs show; ``terms`` are the declared ones."""
     inputs = list(tensors_in((args, kwargs)))
     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     integers = [t for t in inputs if t.dim() == 2 and t.dtype in INTEGERS and entries(t) > len(t)]
@@ -185,11 +226,13 @@ def look_at_outputs(
     agreed = lengths & {len(tensor) for tensor in inputs}
     if len(agreed) == 1:
         seen = replace(seen, size=common(agreed))
+        if layers.sequences_first:
+            seen = _of_sequences(seen, inputs, outputs, terms, shown)
     elif len(lengths) == 1:
-        seen = _of_outputs(seen, inputs, common(lengths))
+        seen = _of_outputs(seen, inputs, outputs, common(lengths), shown)
     else:
         seen = replace(seen, size=None, question=f"{shown} have no batch in common")
-    return _with_tokens(seen, integers, outputs, rows, shown)
+    return _with_tokens(seen, integers, outputs, layers.rows, shown)
 
 
 def _without_outputs(sight: Sight, integers: Sequence[Tensor]) -> Sight:
@@ -223,11 +266,45 @@ def _with_tokens(
     return sight
 
 
-def _of_outputs(sight: Sight, inputs: Sequence[Tensor], length: int | None) -> Sight:
+def _of_sequences(
+    sight: Sight,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    terms: int | None,
+    shown: str,
+) -> Sight:
+    """Return the batch of inputs and outputs with two dimensions in common, perhaps ``[T, N]``."""
+    of_inputs = {tensor.shape[:2] for tensor in inputs if tensor.dim() > 2}
+    both = of_inputs & {tensor.shape[:2] for tensor in outputs if tensor.dim() > 2}
+    unequal = [(first, second) for first, second in both if first != second]
+    if len(unequal) != 1:
+        return sight
+    ((first, second),) = unequal
+    if terms == second:
+        return replace(sight, size=second, dim=1)
+    question = f"{shown} and a layer with batch_first=False: [{first}, {second}] may be [T, N]"
+    return replace(sight, question=question)
+
+
+def _of_outputs(
+    sight: Sight,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    length: int | None,
+    shown: str,
+) -> Sight:
     """Return the batch of outputs of one length, which no input has."""
     if length is None:
         return sight
-    if any(tensor.dim() > 1 and tensor.shape[1] == length for tensor in inputs):
+    is_second_of_inputs = any(tensor.shape[1] == length for tensor in inputs if tensor.dim() > 1)
+    seconds = {tensor.shape[1] for tensor in outputs if tensor.dim() > 2}
+    second = common(seconds & {len(tensor) for tensor in inputs})
+    if second is not None:
+        # [T, N, features] of inputs [N, ...], as a CTC loss takes them.
+        is_unclear = is_second_of_inputs or length % second == 0
+        question = f"{shown}, of which either may be the batch" if is_unclear else ""
+        return replace(sight, size=second, question=question)
+    if is_second_of_inputs:
         return replace(sight, size=length, dim=1)
     if sight.size is not None and length > sight.size and length % sight.size == 0:
         return replace(sight, terms=length)  # several rows of each sample

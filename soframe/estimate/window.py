@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from soframe.blocks.block import Block, Stack
 from soframe.blocks.home import any_nonzero
@@ -24,6 +26,26 @@ from soframe.methods.scaling import Contribution, Counts
 from soframe.specs import FactorSpec
 
 
+class Mark(NamedTuple):
+    """The gradient of a parameter after a backward pass, without a reference to it."""
+
+    parameter: nn.Parameter
+    version: int = -1  # until the end of a pass, which one that raises never comes to
+    storage: StorageWeakRef | None = None
+
+    @staticmethod
+    def of(parameter: nn.Parameter, gradient: Tensor) -> Mark:
+        """Mark a gradient."""
+        values = gradient._values() if gradient.is_sparse else gradient
+        return Mark(parameter, gradient._version, StorageWeakRef(values.untyped_storage()))
+
+    def fits(self, gradient: Tensor) -> bool:
+        """Return whether a gradient is the marked one, unchanged."""
+        if gradient._version != self.version:
+            return False
+        return Mark.of(self.parameter, gradient).storage == self.storage
+
+
 @dataclass
 class Tally:
     """The numbers of one block in a window.
@@ -31,13 +53,12 @@ class Tally:
     Attributes:
         gathered: The factors that take statistics, the same on every rank.
         counts: The counts of its calls on this rank.
-        version: A parameter with a gradient, and the gradient's version after the last backward
-            pass; -1 until the end of a pass, which one that raises never comes to.
+        mark: The gradient of a parameter after the last backward pass.
     """
 
     gathered: frozenset[str]
     counts: Counts = field(default_factory=Counts)
-    version: tuple[nn.Parameter, int] | None = None
+    mark: Mark | None = None
 
 
 @dataclass(eq=False)
@@ -148,7 +169,7 @@ class Window:
             if call.probe is None:
                 batches = self.calls.together(call.batch)
         if call.probe is None:
-            self.tallies[block].version = next(iter(block.parameters.values())), -1
+            self.tallies[block].mark = Mark(next(iter(block.parameters.values())))
         terms = call.batch.terms if call.probe is None else call.probe.samples
         return self.passes.enter(call.number, sizes, terms, call.batch, batches, part)
 
@@ -157,21 +178,20 @@ class Window:
         for block in reached:
             tally = self.tallies[block]
             # None if a framework has put the gradient elsewhere.
-            tally.version = _version(block) if tally.counts.calls else None
+            tally.mark = _mark(block) if tally.counts.calls else None
 
     def _drop_zeroed(self, number: int) -> None:
         """Drop the statistics of gradients that were zeroed before backward pass ``number``."""
         zeroed, changed = [], {}
         for block, tally in self.tallies.items():
-            if tally.version is None:
+            if tally.mark is None:
                 continue
-            parameter, version = tally.version
-            gradient = block.home.read(parameter)
+            gradient = block.home.read(tally.mark.parameter)
             if gradient is None:
                 zeroed.append(block)
-            elif gradient._version != version:
+            elif not tally.mark.fits(gradient):
                 changed[block] = gradient
-        # Zeroed in place, clipped or averaged: the host has to wait for the device.
+        # Zeroed in place, replaced, clipped or averaged: the host has to wait for the device.
         if changed and not any_nonzero(list(changed.values())):
             zeroed += changed
         if zeroed:
@@ -260,10 +280,10 @@ class Window:
         return samples_by_number
 
 
-def _version(block: Block) -> tuple[nn.Parameter, int] | None:
-    """Return a parameter of a block that has a gradient, and the gradient's version."""
+def _mark(block: Block) -> Mark | None:
+    """Mark the gradient of a parameter of a block that has one."""
     for parameter in block.parameters.values():
         gradient = block.home.read(parameter)
         if gradient is not None:
-            return parameter, gradient._version
+            return Mark.of(parameter, gradient)
     return None

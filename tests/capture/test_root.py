@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -93,6 +94,130 @@ class Swapped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x).sum(0)
+
+
+@dataclass(slots=True)
+class Scores:
+    """What a model returns."""
+
+    scores: Tensor
+
+
+def test_outputs_in_a_dataclass() -> None:
+    class Wrapped(Swapped):
+        def forward(self, x: Tensor) -> Any:
+            return Scores(super().forward(x))
+
+    model, x = fill(Wrapped(3, 2)), randn(POSITIONS, SAMPLES, 3)
+    with closing(preconditioner(model)) as own:
+        model(x).scores.square().sum().div(SAMPLES).backward()
+        own.step()
+        rows = with_ones(x).flatten(0, 1)
+        compare(factors(own, "inner")[0][0], rows.T @ rows / SAMPLES, "A")
+
+
+class Recogniser(nn.Module):
+    """Images or sequences, the batch first, to scores ``[T, N, classes]`` for a CTC loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 2, 3, padding=1), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.conv(x).tanh().permute(3, 0, 1, 2).flatten(2)
+        return self.head(hidden).log_softmax(2)
+
+
+def ctc(scores: Tensor) -> Tensor:
+    times, samples = scores.shape[:2]
+    targets = torch.arange(2 * samples).reshape(samples, 2) % 4 + 1
+    lengths = torch.full((samples,), times), torch.full((samples,), 2)
+    return F.ctc_loss(scores, targets, *lengths, reduction="sum") / samples
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_of_sequences_first(method: str) -> None:
+    """As of the same model with its outputs transposed."""
+
+    class BatchFirst(Recogniser):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).transpose(0, 1)
+
+    x = randn(SAMPLES, 1, 3, POSITIONS)
+    first, second = fill(Recogniser()), fill(BatchFirst())
+    wanted = directions(second, lambda: ctc(second(x).transpose(0, 1)), method)
+    found = directions(first, lambda: ctc(first(x)), method)
+    for name, gradient in wanted.items():
+        compare(found[name], gradient, name, rtol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(SAMPLES, 1, 3, 2 * SAMPLES), (SAMPLES, POSITIONS, 3)])
+def test_scores_that_may_be_of_crops_are_asked_once(shape: tuple[int, ...]) -> None:
+    """Scores [8, 4, 5] may be of two crops of each sample, [7, 4, 5] of 7 samples [4, 7, 3]."""
+
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.squeeze(1).mT if x.dim() == 4 else x
+            return self.head(rows).transpose(0, 1).log_softmax(2)
+
+    model, x = fill(Scored()), randn(*shape)
+    with closing(preconditioner(model)) as own:
+        ctc(model(x)).backward()
+        with pytest.warns(UserWarning, match=r"either may be the batch.*4 samples.*count\(n\)"):
+            own.step()
+        own.count(SAMPLES)
+        ctc(model(x)).backward()  # warnings are errors here
+        own.step()
+        rows = with_ones(x.squeeze(1).mT if x.dim() == 4 else x).flatten(0, 1)
+        compare(factors(own, "head")[0][0], rows.T @ rows / SAMPLES, "A")
+
+
+class Recurrent(nn.Module):
+    """Sequences to sequences, in either layout."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(3, 4), nn.LSTM(4, 4, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x).tanh())[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sequences_first_to_sequences_first_are_asked_once(method: str) -> None:
+    """[T, N] to [T, N]; `count(n)` says which of the two is the batch."""
+    first, second, x = fill(Recurrent(False)), fill(Recurrent(True)), randn(POSITIONS, SAMPLES, 3)
+
+    def loss(output: Tensor) -> Tensor:
+        return output.square().sum() / SAMPLES
+
+    with closing(preconditioner(first, method=method, solve_every=2)) as own:
+        loss(first(x)).backward()
+        with pytest.warns(UserWarning, match=r"batch_first=False: \[7, 4\] may be \[T, N\].*count"):
+            own.step()
+    gradients = []
+    for model, inputs in ((first, x), (second, x.transpose(0, 1))):
+        model.zero_grad()
+        with closing(preconditioner(model, method=method, solve_every=2)) as own:
+            own.count(SAMPLES)
+            loss(model(inputs)).backward()
+            own.step()
+        gradients.append(model.inner.weight.grad)
+    compare(*gradients, "inner", rtol=1e-10)
+
+
+def test_positions_of_sequences_first_are_positions() -> None:
+    """Of a mean over all positions nothing is asked with samples="positions"."""
+    model, x = fill(Recurrent(False)), randn(POSITIONS, SAMPLES, 3)
+    with closing(preconditioner(model, samples="positions")) as own:
+        model(x).square().mean().backward()
+        own.step()
+        rows = with_ones(x).flatten(0, 1)
+        compare(factors(own, "inner")[0][0], rows.T @ rows / len(rows), "A")
 
 
 class Images(nn.Module):
@@ -337,6 +462,59 @@ def test_a_batch_in_chunks_is_the_batch(name: str, micro: int, layers: int) -> N
         found.append({n: p.grad for n, p in model.named_parameters()})
     for key, gradient in found[1].items():
         compare(found[0][key], gradient, key, rtol=1e-9)
+
+
+class Sum(nn.Module):
+    """Sums over the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh().sum(1)
+
+
+SLICES: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "halves of sequences": lambda x: [x[:, :3], x[:, 3:]],
+    "every other position": lambda x: [x[:, ::2], x[:, 1::2]],
+    "halves of the batch": lambda x: list(x.chunk(2)),
+    "halves of the batch without their ends": lambda x: list(x[:, :5].chunk(2)),
+}
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("name", SLICES)
+def test_slices_of_sequences(name: str, is_transposed: bool) -> None:
+    """N is the batch's, in whichever order the memory is, and nothing is asked."""
+    model, x = fill(Sum()), randn(4, 6, 3)
+    if is_transposed:
+        x = randn(6, 4, 3).transpose(0, 1)
+    parts = SLICES[name](x)
+    with closing(preconditioner(model)) as own:
+        outputs = [model(part) for part in parts]
+        output = torch.cat(outputs) if "batch" in name else outputs[0] + outputs[1]
+        output.square().sum(1).mean().backward()
+        own.step()
+        rows = torch.cat([with_ones(part).flatten(0, 1) for part in parts])
+        compare(factors(own, "inner")[0][0], rows.T @ rows / 4, "A")
+
+
+def test_every_second_sample_is_asked_once() -> None:
+    """Taken for other samples: their memory is also that of steps of flat sequences."""
+    model, x = perceptron(), randn(8, 3)
+
+    def loss() -> Tensor:
+        return torch.cat([model(x[::2]), model(x[1::2])]).square().sum(1).mean()
+
+    with closing(preconditioner(model)) as own:
+        loss().backward()
+        with pytest.warns(UserWarning, match=r"2 forward passes .*mean over 8 terms.*count\(n\)"):
+            own.step()
+        loss().backward()  # warnings are errors here
+        own.step()
+        rows = with_ones(x)
+        compare(factors(own, "0")[0][0], rows.T @ rows / 8, "A")
 
 
 def test_forward_passes_of_two_losses_in_any_order() -> None:

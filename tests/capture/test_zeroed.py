@@ -95,6 +95,34 @@ def test_training_as_if_the_dropped_pass_had_not_been(dropped: str, micro: int, 
     compare(trained("kfac", zero, dropped=dropped, micro=micro), plain, dropped, rtol=1e-12)
 
 
+def by_a_tensor(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.zeros_like(parameter)
+
+
+def by_its_data(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data = torch.zeros_like(parameter)
+
+
+def by_a_product(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 0
+
+
+@pytest.mark.parametrize("replace", [by_a_tensor, by_its_data, by_a_product])
+def test_a_gradient_that_is_replaced_by_zeros(replace: Callable[[nn.Parameter], None]) -> None:
+    """The new tensor has the version of the former one: both are new."""
+    model, (x, y), (other, target) = network(), batch(7, size=9), batch(8)
+    with closing(preconditioner(model)) as own:
+        half_square(model(x), y).backward()
+        for parameter in model.parameters():
+            replace(parameter)
+        half_square(model(other), target).backward()
+        own.step()
+        rows = torch.cat([other, torch.ones(6, 1).double()], 1)
+        compare(blocks(own)["0"].running["A"][0], rows.T @ rows / 6, "A")
+
+
 @pytest.mark.parametrize("method", ["ekfac", "foof", "tnt", "diagonal", "kfac-reduce"])
 def test_every_method_drops_them(method: str) -> None:
     every = {"solve_every": 2}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.kernels import devices
+from soframe.layers.layout import BlockShape
 from soframe.methods import MatchRMS, Momentum, Muon, NewtonMuon, Orthogonalise, orthogonal
 from soframe.methods.base import Candidate, Given
 from soframe.methods.orthogonal import (
@@ -272,3 +273,8 @@ def test_muon_is_pytorch_optimizers() -> None:
     from pytorch_optimizer import Muon as Peer
 
     stages.check_peer(Muon(dtype="bfloat16"), Peer)
+
+
+def test_the_effort_is_that_of_the_products() -> None:
+    """Of Gram matrices of the shorter side, by which ranks share matrices out."""
+    assert Orthogonalise().effort(BlockShape(2, 3, 5)) == 2 * 3 * 5 * 3

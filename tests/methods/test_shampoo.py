@@ -126,6 +126,21 @@ def test_settings_are_checked(options: Any, match: str) -> None:
         Root(0.0)
 
 
+def test_ten_steps_are_those_of_the_graft_by_default() -> None:
+    found = []
+    for method in ("shampoo", "adamw"):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False)).double()
+        directions = []
+        with closing(stages.preconditioner(model, method)) as own:
+            for step in range(11):
+                model[0].weight.grad = randn(4, 4, seed=step)
+                own.step()
+                directions.append(model[0].weight.grad.clone())
+        found.append(directions)
+    same = [torch.allclose(*both) for both in zip(*found, strict=True)]
+    assert same == [True] * 10 + [False]
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("pytorch_optimizer") is None, reason="pytorch_optimizer is missing"
 )

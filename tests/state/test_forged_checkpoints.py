@@ -65,6 +65,11 @@ def a_pipe_for_the_manifest(saved: Path) -> None:
     os.mkfifo(saved / "manifest.json")
 
 
+def a_manifest_of_a_terabyte(saved: Path) -> None:
+    with (saved / "manifest.json").open("ab") as file:
+        file.truncate(2**40)
+
+
 def a_file(saved: Path) -> None:
     shutil.rmtree(saved)
     saved.write_text("mine")
@@ -83,6 +88,7 @@ def a_loop(saved: Path) -> None:
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "brackets": lambda saved: (saved / "manifest.json").write_text("[" * 5000),
     "braces": lambda saved: (saved / "manifest.json").write_text('{"a":' * 400 + "1" + "}" * 400),
+    "digits": lambda saved: (saved / "manifest.json").write_text('{"a": ' + "1" * 5000 + "}"),
     "a list": lambda saved: (saved / "manifest.json").write_text("[]"),
     "not text": lambda saved: (saved / "manifest.json").write_bytes(b"\xff\xfe\xff"),
     "no files": lambda saved: forge(saved, files=None),
@@ -98,6 +104,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "..": named(".."),
     "no name": named(""),
     "a zero byte": named("a\0b"),
+    "half a character": named("\ud800"),
     "a long name": named("a" * 300),
     **{
         of.__name__: of
@@ -107,6 +114,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
             a_folder,
             a_folder_for_the_manifest,
             a_pipe_for_the_manifest,
+            a_manifest_of_a_terabyte,
             a_file,
             a_broken_link,
             a_loop,
