@@ -12,6 +12,7 @@ from experiments.gallery.caspr import CASPR
 from experiments.gallery.conda import Conda
 from experiments.gallery.cosmos import COSMOS
 from experiments.gallery.dion import Dion
+from experiments.gallery.ikfac import IKFAC
 from experiments.gallery.jorge import Jorge
 from experiments.gallery.mars_muon import MARSMuon
 from experiments.gallery.mkor import MKOR
@@ -30,6 +31,7 @@ from experiments.gallery.swan import SWAN
 __all__ = [
     "CASPR",
     "COSMOS",
+    "IKFAC",
     "METHODS",
     "MKOR",
     "RACS",

@@ -179,7 +179,7 @@ class Costs:
         for factor, specs in block.tensors.items():
             shapes[factor] = {name: spec.shape for name, spec in specs.items()}
         for unsolved in block.unsolved:
-            shapes[unsolved.name] = {VALUE: unsolved.shape}
+            shapes[unsolved.name] = {VALUE: unsolved.running_shape}
         data: dict[str, dict[str, Tensor]] = {}
         for factor, tensors in shapes.items():
             data[factor] = {}
@@ -294,7 +294,7 @@ class Costs:
         factors = matrices = 0
         for stack, index in part.holds:
             spec, is_packed = first[stack].factors[index], placement.blocks[stacks[stack][0]].packed
-            numel = spec.packed_numel if is_packed else prod(spec.shape)
+            numel = prod(spec.kept_shape(packed=is_packed))
             factors += item[stack] * len(stacks[stack]) * numel
         for stack, index, blocks in part.solves:
             matrices += item[stack] * blocks * prod(first[stack].factors[index].shape)

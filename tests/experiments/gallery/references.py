@@ -351,8 +351,24 @@ def mkor(samples: Samples) -> Iterator[Matrix]:
         yield momentum
 
 
-CALLS: dict[str, Callable[[Samples], Iterator[Matrix]]] = {
+def ikfac(samples: Samples, size: int = 32) -> Iterator[Matrix]:
+    """With dense roots of whole sides, of which only the diagonal blocks are not zero."""
+    sides = [rows.shape[1] for rows in samples[0]]
+    roots = [np.eye(side) for side in sides]
+    for pair in samples:
+        for index, (side, rows) in enumerate(zip(sides, pair, strict=True)):
+            block = np.arange(side) // min(size, side)
+            moment = np.mean([np.outer(row, row) for row in rows], axis=0)
+            moment = np.where(block[:, None] == block, moment, 0.0) + 1e-3 * np.eye(side)
+            move = (roots[index].T @ moment @ roots[index] - np.eye(side)) / 2
+            rate = 0.05 / max(1.0, np.sqrt((move**2).sum()))
+            roots[index] = roots[index] - rate * roots[index] @ move
+        yield roots[1] @ roots[1].T @ gradient_of(*pair) @ roots[0] @ roots[0].T
+
+
+CALLS: dict[str, Callable[..., Iterator[Matrix]]] = {
     "adafisher": adafisher,
+    "ikfac": ikfac,
     "mkor": mkor,
     "sophia-g": sophia_g,
 }

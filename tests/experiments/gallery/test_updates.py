@@ -8,7 +8,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -43,7 +43,7 @@ CASES = [
     for shape in SHAPES
     if name != "splus" or shape[0] == shape[1]
 ]
-ON_RANKS = ("mkor", "psgd-kron", "splus")
+ON_RANKS = ("ikfac", "mkor", "psgd-kron", "splus")
 """They differ in what they keep and have solved; `make test-all` runs all."""
 
 
@@ -91,6 +91,14 @@ def test_updates_are_the_papers(name: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_updates_of_calls_are_the_papers(name: str) -> None:
+    compare_of_calls(built(name), CALLS[name])
+
+
+def test_a_root_of_blocks_is_a_part_of_a_root(gallery: ModuleType) -> None:
+    compare_of_calls(gallery.IKFAC(size=2), lambda samples: CALLS["ikfac"](samples, size=2))
+
+
+def compare_of_calls(method: Method, reference: Callable[[Any], Iterator[Any]]) -> None:
     model = nn.Sequential(nn.Linear(3, 4)).double()
     weight, bias = (parameter.detach().numpy() for parameter in model.parameters())
     batches = [(randn(6, 3, seed=step), randn(6, 4, seed=10 + step)) for step in range(5)]
@@ -98,13 +106,13 @@ def test_updates_of_calls_are_the_papers(name: str) -> None:
     for inputs, targets in batches:
         rows = np.concatenate([inputs.numpy(), np.ones((6, 1))], axis=1)
         samples.append((rows, inputs.numpy() @ weight.T + bias - targets.numpy()))
-    with closing(stages.preconditioner(model, built(name))) as preconditioner:
-        for (inputs, targets), update in zip(batches, CALLS[name](samples), strict=True):
+    with closing(stages.preconditioner(model, method)) as preconditioner:
+        for (inputs, targets), update in zip(batches, reference(samples), strict=True):
             model.zero_grad()
             (0.5 * (model(inputs) - targets).square().sum(1).mean()).backward()
             preconditioner.step()
             joint = torch.cat([model[0].weight.grad, model[0].bias.grad[:, None]], dim=1)
-            compare(joint, torch.from_numpy(update), name, rtol=1e-9)
+            compare(joint, torch.from_numpy(update), repr(method), rtol=1e-9)
 
 
 @pytest.mark.slow
