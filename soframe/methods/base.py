@@ -181,10 +181,12 @@ class Direction:
         matrix: The update, ``[groups, out, in]``, in a tensor of its own.
         state: The new state, in new tensors: the step may still be skipped, so the old tensors must
             not change. A missing name keeps its old tensor.
+        parcel: The tensors that `Method.parcel` declares.
     """
 
     matrix: Tensor
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    parcel: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -354,6 +356,28 @@ class Method(ABC):
         """
         del shape
         return {}
+
+    def parcel(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
+        """Return the tensors that are sent in place of an update, such as its low-rank factors.
+
+        Parts of updates for sharded parameters are sent as they are, and so is the update of a
+        `Chain`.
+
+        Returns:
+            Names and shapes, ``[groups, ...]``; by default none, and the update is sent.
+        """
+        del shape
+        return {}
+
+    def opened(self, parcel: Mapping[str, Tensor]) -> Tensor:
+        """Return the update ``[groups, out, in]`` of a parcel, on each rank that has received it.
+
+        It equals `Direction.matrix`.
+
+        Raises:
+            NotImplementedError: If the method has a `parcel` and does not override this.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a parcel() and no opened()")
 
     def direct(self, step: Given) -> Direction:
         """Compute the update of a block and the new state.

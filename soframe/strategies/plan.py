@@ -246,7 +246,9 @@ class Step:
             ranks = place.exchanges[worker]
             if not work.shards and len(ranks) > 1:
                 route = Route("broadcast", ranks, worker, work.dtype, work.device)
-                parcels.append(Message(route, ITEM_BYTES[work.dtype] * group.entries))
+                numel = group.blocks * sum(spec.packed_numel for spec in work.parcel)
+                size = ITEM_BYTES[work.dtype] * (numel or group.entries)
+                parcels.append(Message(route, size))
         if not (self.fused and parcels):
             return _calls(parcels)
         # Parcels to all ranks share buffers, from any source.

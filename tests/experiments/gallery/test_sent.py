@@ -1,4 +1,4 @@
-"""What the gallery's methods send and hold: factors of kinds of their own, as they are planned."""
+"""What the gallery's methods send and hold: kinds of factors and parcels, as they are planned."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from experiments.gallery.dion import Dion
 from experiments.gallery.ikfac import IKFAC, Roots
 from experiments.gallery.mkor import MKOR
 from soframe.comm import Recording
@@ -17,10 +18,12 @@ from soframe.layers import BlockShape
 from soframe.methods import Direction, Eva, Given, Method
 from soframe.settings import grouped
 from soframe.specs import FactorKind, FactorSpec
-from soframe.testing import check_method
+from soframe.testing import check_method, compare
 from tests import kit
 from tests.curvature import closing, half_square
+from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import EVERY, GENERAL, planned
+from tests.experiments.gallery.runs import empty, with_gaps
 from tests.layers.test_experts import Kernel, Routed, batch
 
 EVERY_OTHER = (2, 4)
@@ -37,9 +40,9 @@ def on_paper(method: Method, strategy: str, rank: int) -> soframe.Preconditioner
         "strategy": EVERY[strategy],
         "backend": Recording(rank=rank, world_size=RANKS),
         "kl_clip": None,
-        "statistics_every": statistics,
-        "solve_every": solves,
     }
+    if method.captures:
+        options |= {"statistics_every": statistics, "solve_every": solves}
     preconditioner = soframe.Preconditioner(model, **grouped(options))
     x = torch.ones(2, 6)
     kit.train(model, lambda net, _: net(x).square().mean(), range(6), preconditioner)
@@ -48,7 +51,9 @@ def on_paper(method: Method, strategy: str, rank: int) -> soframe.Preconditioner
 
 
 @pytest.mark.parametrize("strategy", GENERAL)
-@pytest.mark.parametrize("method", [IKFAC(size=2), MKOR()], ids=["ikfac", "mkor"])
+@pytest.mark.parametrize(
+    "method", [IKFAC(size=2), MKOR(), Dion(rank_fraction=0.25)], ids=["ikfac", "mkor", "dion"]
+)
 def test_bytes_are_the_planned_ones(method: Method, strategy: str) -> None:
     for rank in range(RANKS):
         preconditioner = on_paper(method, strategy, rank)
@@ -113,3 +118,33 @@ def test_an_expert_without_rows_keeps_its_average() -> None:
             preconditioner.step()
         (block,) = preconditioner.curvature.blocks
         assert block.running["g"].mean(1).tolist() == [2, 2, 1]
+
+
+def test_low_rank_updates_travel_as_their_factors() -> None:
+    """By hand: numbers of 4 bytes, of a 4 x 6 matrix of rank one, in six steps."""
+    whole = on_paper(Dion(), "mem", 0)
+    assert whole.traffic()["exchange"]["bytes"] == 6 * 4 * (4 * 6)
+    factors = on_paper(Dion(rank_fraction=0.25), "mem", 0)
+    assert factors.traffic()["exchange"]["bytes"] == 6 * 4 * (4 + 6)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["mem-opt", "hybrid-opt"])
+def test_blocks_without_a_gradient_keep_their_weights(strategy: str) -> None:
+    expected = with_gaps(0, 1, "comm-opt")
+    for weights in run_ranks(with_gaps, 3, strategy):
+        for weight, of_one_process in zip(weights, expected, strict=True):
+            compare(weight, of_one_process, strategy, rtol=1e-12)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_low_rank_updates_on_ranks_are_one_process() -> None:
+    """Under every strategy, saved on four and resumed on two."""
+    check_method(Dion(rank_fraction=0.25), ranks=(2, 3, 4), launch=run_ranks)
+
+
+@pytest.mark.distributed
+def test_a_missing_parcel_is_an_error_on_all_ranks() -> None:
+    for message in run_ranks(empty, 2):
+        assert "direct() must return Direction(parcel={'left': ...})" in message
