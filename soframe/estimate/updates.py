@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,7 @@ def _direct(update: Update, gradient: Tensor, damping: float) -> None:
         updates=block.record.updates,
         solver=block.solver,
         damping=block.damped_with(damping),
+        weights=partial(_weights, update),
     )
     direction = direction_of(block.acting or block.method, arguments)
     update.matrix = direction.matrix
@@ -109,6 +110,15 @@ def _direct(update: Update, gradient: Tensor, damping: float) -> None:
         update.parcel = parcel_of(block.method, direction, block.parcel, len(members))
     # State tensors that the method does not return are kept, from the first update on.
     update.states = {**state, **direction.state}
+
+
+def _weights(update: Update) -> Tensor:
+    """Return the parameters of an update as matrices, for methods that read them."""
+    block = update.blocks[0]
+    if block.shards:
+        raise ValueError(f"{block.name}: {block.method!r} reads weights, and they are sharded")
+    matrices = [block.assemble(block.parameters) for block in update.blocks]
+    return update.stack.join(matrices).detach()
 
 
 @dataclass(frozen=True, eq=False)

@@ -250,7 +250,8 @@ class Costs:
             gradient = self._paper.new(shape, block.dtype)
             state = {name: self._paper.new(sizes, block.dtype) for name, sizes in states.items()}
             data = self._data(block, len(stack))
-            step = Given(gradient, gradient, data, state, UPDATES, block.solver, DAMPING)
+            numbers = (UPDATES, block.solver, DAMPING)
+            step = Given(gradient, gradient, data, state, *numbers, weights=lambda: gradient)
             return lambda: run(step)
 
         parts = (id(block.method), repr(block.solver))

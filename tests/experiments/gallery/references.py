@@ -366,6 +366,19 @@ def ikfac(samples: Samples, size: int = 32) -> Iterator[Matrix]:
         yield roots[1] @ roots[1].T @ gradient_of(*pair) @ roots[0] @ roots[0].T
 
 
+def lora_pro(
+    right: Matrix, left: Matrix, of_right: Matrix, of_left: Matrix, scale: float
+) -> tuple[Matrix, Matrix]:
+    """The updates of A and B, by one linear system for X."""
+    rank = len(right)
+    inner = np.linalg.inv(left.T @ left) @ of_right / scale**2
+    system = np.kron(left.T @ left, np.eye(rank)) + np.kron(np.eye(rank), right @ right.T)
+    free = np.linalg.solve(system, -(inner @ right.T).ravel()).reshape(rank, rank)
+    projected = np.eye(len(left)) - left @ np.linalg.inv(left.T @ left) @ left.T
+    outside = projected @ of_left @ np.linalg.inv(right @ right.T) / scale**2
+    return inner + free @ right, outside - left @ free
+
+
 CALLS: dict[str, Callable[..., Iterator[Matrix]]] = {
     "adafisher": adafisher,
     "ikfac": ikfac,

@@ -34,7 +34,8 @@ from tests.methods import stages
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "experiments" / "gallery"
 FILES = sorted(path for path in FOLDER.glob("*.py") if not path.name.startswith("__"))
-NAMES = sorted((*CALLS, *GRADIENTS))
+OF_LAYERS = sorted((*CALLS, *GRADIENTS))
+NAMES = sorted((*OF_LAYERS, "lora-pro"))
 SHAPES = ((4, 3), (3, 5), (4, 4))
 # A factor of one gradient that is no square has a null space, whose basis is a convention.
 CASES = [
@@ -67,7 +68,8 @@ def built(name: str) -> Method:
 def few(names: tuple[str, ...]) -> list[Any]:
     """All methods, of which `make test` runs some."""
     return [
-        pytest.param(name, marks=[] if name in names else [pytest.mark.thorough]) for name in NAMES
+        pytest.param(name, marks=[] if name in names else [pytest.mark.thorough])
+        for name in OF_LAYERS
     ]
 
 
@@ -116,7 +118,7 @@ def compare_of_calls(method: Method, reference: Callable[[Any], Iterator[Any]]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_LAYERS)
 def test_one_process(name: str) -> None:
     check_method(built(name), ranks=())
 
@@ -142,7 +144,7 @@ def test_ranks_are_one_process(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [ON_RANKS, pytest.param(tuple(set(NAMES) - {*ON_RANKS}), marks=pytest.mark.thorough)],
+    [ON_RANKS, pytest.param(tuple(set(OF_LAYERS) - {*ON_RANKS}), marks=pytest.mark.thorough)],
     ids=["few", "others"],
 )
 def test_fully_shard(names: tuple[str, ...]) -> None:
