@@ -138,7 +138,7 @@ def _describe(curvature: Curvature, block: Block) -> dict[str, Any]:
     for factor in block.factors:
         if factor.name in ("A", "G"):
             described[factor.name] = {
-                "kind": factor.kind,
+                "kind": str(factor.kind),
                 "shape": list(factor.shape),
                 "mean_over": factor.mean_over,
                 "number": weights.get(factor.name),

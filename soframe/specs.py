@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
@@ -17,9 +18,46 @@ SecondOrder = Mapping[str, Mapping[str, Tensor]]
 """Second-order data of a block: factor name -> tensor name -> tensor."""
 
 
-FactorKind = Literal["psd", "diagonal", "vector", "elementwise"]
-"""``"psd"``: positive semi-definite matrices; ``"diagonal"``: their diagonals alone; ``"vector"``:
-a mean that may have any sign; ``"elementwise"``: one for each entry of the gradient's matrix."""
+class FactorKind(ABC):
+    """The base class of kinds of factors with shapes and an average of their own.
+
+    Statistics are linear: `average` gets their mean over the samples of all ranks. It runs on every
+    holder, so it must be deterministic. An instance has settings alone, in its ``repr``, as of a
+    frozen dataclass. Factors of such kinds are not solved, and their statistics never deferred.
+    """
+
+    @abstractmethod
+    def shape(self, factor: FactorSpec) -> tuple[int, ...]:
+        """Return the shape ``[groups, ...]`` of statistics, as they are summed and sent."""
+
+    def running_shape(self, factor: FactorSpec) -> tuple[int, ...]:
+        """Return the shape ``[groups, ...]`` of the running factor, as it is held and saved."""
+        return self.shape(factor)
+
+    def start(self, factor: FactorSpec) -> Tensor | None:
+        """Return the running factor before its first statistics, with the weight of a whole past.
+
+        Returns:
+            A tensor of `running_shape`. None, the default, for zeros without weight: the first
+            statistics have the rate 1.
+        """
+        del factor
+        return None
+
+    def average(self, running: Tensor, statistics: Tensor, rate: Tensor) -> Tensor:
+        """Return the running factor after new statistics.
+
+        Args:
+            running: The running factors of several blocks, ``[groups, ...]``.
+            statistics: Their statistics, ``[groups, ...]``.
+            rate: The weights of the statistics in a running mean, ``[groups, 1, ...]`` with the
+                dimensions of ``running``.
+
+        Returns:
+            A new tensor like ``running``; by default the running mean.
+        """
+        return running.lerp(statistics, rate)
+
 
 Reads = Literal["inputs", "outputs", "both", "gradient"]
 """The source of statistics: a call's inputs, its output gradients, both together; or the averaged
@@ -40,7 +78,9 @@ class FactorSpec:
             (outputs), ``"right"`` (inputs), or ``"both"``.
         groups: The leading dimension of the factor.
         size: The number of rows of the factor; an elementwise one has as many as the gradient.
-        kind: Its kind, which determines its shape.
+        kind: Its kind, which determines its shape: ``"psd"``, positive semi-definite matrices;
+            ``"diagonal"``, their diagonals alone; ``"vector"``, a mean that may have any sign;
+            ``"elementwise"``, one for each entry of the gradient's matrix; or a `FactorKind`.
         reads: The source of its statistics; by default inputs on the right side, output gradients
             on the left, and both on both.
         degree: Its degree in the gradient, by which it scales with the loss; by default 0 if it
@@ -62,7 +102,7 @@ class FactorSpec:
     groups: int
     size: int
     _: KW_ONLY
-    kind: FactorKind = "psd"
+    kind: Literal["psd", "diagonal", "vector", "elementwise"] | FactorKind = "psd"
     reads: Reads = None  # type: ignore[assignment]  # by the side
     degree: int = None  # type: ignore[assignment]  # by `reads`
     mean_over: MeanOver = None  # type: ignore[assignment]  # by `reads`
@@ -102,7 +142,9 @@ class FactorSpec:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The factor's shape, ``[groups, n, n]``, ``[groups, n]`` or ``[groups, n, columns]``."""
+        """The shape of its statistics, of matrices ``[groups, n, n]``."""
+        if isinstance(self.kind, FactorKind):
+            return self.kind.shape(self)
         if self.kind == "psd":
             return (self.groups, self.size, self.size)
         if self.kind == "elementwise":
@@ -110,8 +152,26 @@ class FactorSpec:
         return (self.groups, self.size)
 
     @property
+    def running_shape(self) -> tuple[int, ...]:
+        """The shape of the running factor."""
+        if isinstance(self.kind, FactorKind):
+            return self.kind.running_shape(self)
+        return self.shape
+
+    def kept_shape(self, *, packed: bool = True) -> tuple[int, ...]:
+        """Return the shape of the running factor as it is kept or saved, perhaps as triangles."""
+        return self.packed_shape if packed and self.kind == "psd" else self.running_shape
+
+    @cached_property
+    def starts(self) -> bool:
+        """Whether its running average starts before its first statistics."""
+        if isinstance(self.kind, FactorKind):
+            return self.kind.start(self) is not None
+        return self.start is not None
+
+    @property
     def packed_shape(self) -> tuple[int, ...]:
-        """The shape as sent and saved, with matrices as triangles."""
+        """The shape of its statistics as they are sent, with matrices as triangles."""
         if self.kind == "psd":
             return (self.groups, self.size * (self.size + 1) // 2)
         return self.shape

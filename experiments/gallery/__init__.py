@@ -12,7 +12,9 @@ from experiments.gallery.caspr import CASPR
 from experiments.gallery.conda import Conda
 from experiments.gallery.cosmos import COSMOS
 from experiments.gallery.dion import Dion
+from experiments.gallery.ikfac import IKFAC
 from experiments.gallery.jorge import Jorge
+from experiments.gallery.lora_pro import LoRAPro
 from experiments.gallery.mars_muon import MARSMuon
 from experiments.gallery.mkor import MKOR
 from experiments.gallery.mousse import Mousse
@@ -30,6 +32,7 @@ from experiments.gallery.swan import SWAN
 __all__ = [
     "CASPR",
     "COSMOS",
+    "IKFAC",
     "METHODS",
     "MKOR",
     "RACS",
@@ -39,6 +42,7 @@ __all__ = [
     "Conda",
     "Dion",
     "Jorge",
+    "LoRAPro",
     "MARSMuon",
     "Mousse",
     "MuonEq",

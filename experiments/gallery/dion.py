@@ -7,8 +7,9 @@
     M <- B - (1 - momentum) P R^T                Q <- R, with columns of length one
     update = sqrt(out / in) P Q^T
 
-The part of B that the update takes leaves the buffer, so that a low rank r loses nothing. This is
-the update alone: the strategy decides which ranks compute it, not the paper's sharded algorithm.
+The part of B that the update takes leaves the buffer, so that a low rank r loses nothing. P and Q
+are sent, ``r (out + in)`` numbers, where that is less than the update; the strategy decides which
+ranks compute them, not the paper's sharded algorithm.
 
 To reproduce: validation loss against steps and time of language models of 160M to 3B parameters,
 by rank fraction, beside Muon and AdamW.
@@ -53,12 +54,23 @@ class Dion(WithoutFactors):
     rank_fraction: float = 1.0
 
     def state(self, shape: BlockShape) -> Mapping[str, soframe.TensorSpec]:
+        factors = self._factors(shape)
+        return {"buffer": soframe.TensorSpec(tuple(shape)), "right": factors["right"]}
+
+    def parcel(self, shape: BlockShape) -> Mapping[str, soframe.TensorSpec]:
+        factors = self._factors(shape)
+        size = sum(factor.packed_numel for factor in factors.values())
+        return factors if size < math.prod(shape) else {}
+
+    def _factors(self, shape: BlockShape) -> dict[str, soframe.TensorSpec]:
         groups, out, into = shape
         rank = math.ceil(self.rank_fraction * min(out, into))
-        return {
-            "buffer": soframe.TensorSpec((groups, out, into)),
-            "right": soframe.TensorSpec((groups, into, rank)),
-        }
+        shapes = {"left": (groups, out, rank), "right": (groups, into, rank)}
+        return {name: soframe.TensorSpec(sizes) for name, sizes in shapes.items()}
+
+    def opened(self, parcel: Mapping[str, Tensor]) -> Tensor:
+        left, right = parcel["left"], parcel["right"]
+        return math.sqrt(left.shape[1] / right.shape[1]) * left @ right.mT
 
     def direct(self, step: Given) -> Direction:
         buffer = step.state["buffer"] + step.incoming
@@ -70,9 +82,8 @@ class Dion(WithoutFactors):
         rounding = 100 * torch.finfo(product.dtype).eps * lengths.amax(2, keepdim=True)
         right = torch.where(lengths > rounding, product / lengths, 0.0)
         buffer = buffer - (1 - self.momentum) * left @ product.mT
-        _, out, into = buffer.shape
-        update = math.sqrt(out / into) * left @ right.mT
-        return Direction(update, {"buffer": buffer, "right": right})
+        parcel = {"left": left, "right": right}
+        return Direction(self.opened(parcel), {"buffer": buffer, "right": right}, parcel)
 
     def effort(self, shape: BlockShape) -> float:
         return Orthogonalise().effort(shape)

@@ -9,16 +9,15 @@ kept, by Sherman and Morrison's formula::
     J <- keep J + (1 - keep) I,  if an entry of J is above ``limit``
     Y = J_g G J_a        Y <- Y |G| / |Y|
 
-and the update is the momentum of Y. Ranks send two vectors for each layer. It takes one rank-one
-update at each step, so ``statistics_every`` must be 1. The paper's hybrid, which ends with a method
-of the first order, is not here.
+and the update is the momentum of Y. J is the running factor, and v its statistics: ranks send two
+vectors for each layer. The paper's hybrid, which ends with a method of the first order, is not
+here.
 
 To reproduce: pre-training loss of BERT-Large against steps and time beside LAMB and KAISA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +27,33 @@ import soframe
 from soframe.layers import BlockShape
 from soframe.methods import Chain, Direction, Eva, Given, Momentum
 from soframe.methods.graft import at_length
-from soframe.specs import VALUE, FactorSpec
+from soframe.specs import VALUE, FactorKind, FactorSpec
+
+
+@dataclass(frozen=True)
+class Inverse(FactorKind):
+    """The inverse of a running average of outer products, of mean vectors ``[groups, n]``."""
+
+    limit: float = 2.0
+    keep: float = 0.9
+
+    def shape(self, factor: FactorSpec) -> tuple[int, ...]:
+        return (factor.groups, factor.size)
+
+    def running_shape(self, factor: FactorSpec) -> tuple[int, ...]:
+        return (factor.groups, factor.size, factor.size)
+
+    def start(self, factor: FactorSpec) -> Tensor:
+        return torch.eye(factor.size).repeat(factor.groups, 1, 1)
+
+    def average(self, running: Tensor, statistics: Tensor, rate: Tensor) -> Tensor:
+        vector = statistics.unsqueeze(2)  # [groups, n, 1]
+        product = running @ vector
+        curvature = 1 - rate + rate * (vector.mT @ product)  # [groups, 1, 1]
+        inverse = (running - rate * product @ product.mT / curvature) / (1 - rate)
+        too_large = inverse.abs().amax((1, 2), keepdim=True) > self.limit
+        eye = torch.eye(inverse.shape[-1]).to(inverse).expand_as(inverse)
+        return torch.where(too_large, inverse.lerp(eye, 1 - self.keep), inverse)
 
 
 @dataclass(frozen=True)
@@ -37,43 +62,21 @@ class RankOne(Eva):
 
     Attributes:
         beta: The decay of the factors.
-        limit: The largest entry of an inverse before it is brought nearer to the identity.
-        keep: The weight of an inverse that is too large.
     """
 
     clipped = damped = False
 
     beta: float = 0.95
-    limit: float = 2.0
-    keep: float = 0.9
 
     def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        return tuple(replace(factor, decay=0.0) for factor in super().factors(shape))
-
-    def state(self, shape: BlockShape) -> Mapping[str, soframe.TensorSpec]:
-        groups, out, into = shape
-        sides = (("left", out), ("right", into))  # less the identity, so that they start as it
-        return {k: soframe.TensorSpec((groups, n, n), symmetric=True) for k, n in sides}
+        vectors = super().factors(shape)
+        return tuple(replace(vector, kind=Inverse(), decay=self.beta) for vector in vectors)
 
     def direct(self, step: Given) -> Direction:
         if not {"a", "g"} <= step.data.keys():
             return Direction(step.incoming.clone())
-        left = self._updated(step.state["left"], step.data["g"][VALUE])
-        right = self._updated(step.state["right"], step.data["a"][VALUE])
-        update = at_length(left @ step.incoming @ right, step.incoming)
-        return Direction(update, {"left": left - eye(left), "right": right - eye(right)})
-
-    def _updated(self, offset: Tensor, vector: Tensor) -> Tensor:
-        inverse = offset + eye(offset)  # [groups, n, n]
-        product = inverse @ vector.unsqueeze(2)  # [groups, n, 1]
-        curvature = self.beta + (1 - self.beta) * (vector.unsqueeze(1) @ product)
-        inverse = (inverse - (1 - self.beta) * product @ product.mT / curvature) / self.beta
-        too_large = inverse.abs().amax((1, 2), keepdim=True) > self.limit
-        return torch.where(too_large, inverse.lerp(eye(inverse), 1 - self.keep), inverse)
-
-
-def eye(matrix: Tensor) -> Tensor:
-    return torch.eye(matrix.shape[-1]).to(matrix).expand_as(matrix)
+        left, right = step.data["g"][VALUE], step.data["a"][VALUE]
+        return Direction(at_length(left @ step.incoming @ right, step.incoming))
 
 
 @soframe.register("method", "mkor")

@@ -246,6 +246,7 @@ class Registration:
         self._uncalled = _uncalled_in(self._modules)
         for layer in list(self._collect()):
             self._decide(layer)
+        self._register_layouts()
         self._register_parameters()
         self._require_served()
         self.others = [p for _, p in self._parameters if id(p) not in self._in_block]
@@ -567,6 +568,23 @@ class Registration:
             )
 
     # -- parameters whose gradients alone are read --------------------------------------------
+
+    def _register_layouts(self) -> None:
+        """Add the blocks of several parameters that methods of gradients alone ask for."""
+        for name, module in self._by_name.items():
+            method = self._methods.find(name)
+            if method is None or self._captures[id(method)] or self._skipping(module) is not None:
+                continue
+            for layout in method.layouts(module):
+                is_free = all(map(self._is_free, layout.parameters.values()))
+                if is_free and self._unsuited(name, method, layout) is None:
+                    self._methods.choose(name)
+                    self._append(name, method, (), layout)
+
+    def _is_free(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is trained, and by one module and no block yet."""
+        alone = len(self._sharers[id(parameter)]) == 1
+        return parameter.requires_grad and alone and id(parameter) not in self._in_block
 
     def _register_parameters(self) -> None:
         """Add blocks of single parameters, for methods that read gradients alone."""

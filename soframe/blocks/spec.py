@@ -147,6 +147,11 @@ class BlockSpec:
         return self.method.state(self.shape)
 
     @cached_property
+    def parcel(self) -> Mapping[str, TensorSpec]:
+        """What is sent in place of an update, by name; empty for the update itself."""
+        return {} if self.shards else self.method.parcel(self.shape)
+
+    @cached_property
     def rebases(self) -> bool:
         """Whether states are kept in the basis of second-order data."""
         return self.method.rebases
@@ -159,7 +164,7 @@ class BlockSpec:
     @cached_property
     def elementwise(self) -> bool:
         """Whether a stack may hold it as a vector of its entries."""
-        if not self.method.elementwise or self.factors or self.shards:
+        if not self.method.elementwise or self.factors or self.shards or self.parcel:
             return False
         return all(spec.shape == tuple(self.shape) for spec in self.states.values())
 
@@ -225,6 +230,7 @@ class BlockSpec:
             resident=resident if any(resident) else (),
             unsolved=tuple(factor.name for factor in self.unsolved),
             state=tuple(self.states.values()),
+            parcel=tuple(self.parcel.values()),
             effort=self.method.effort(self.shape),
             after=self.method.refreshes_after,
             elementwise=self.elementwise,

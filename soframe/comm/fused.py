@@ -6,7 +6,7 @@ Every rank starts the same collectives in the same order, so a wait blocks no ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -75,6 +75,15 @@ class Parcel:
                 self.tensors.append(unpack_triangle(part.view(*leading, packed_size(n)), n))
             else:
                 self.tensors.append(own_memory(part.view(spec.shape)))
+
+
+def times(specs: Iterable[TensorSpec], blocks: int) -> tuple[TensorSpec, ...]:
+    """Return the specs of tensors with the groups of many blocks."""
+    if blocks == 1:
+        return tuple(specs)
+    return tuple(
+        TensorSpec((spec.shape[0] * blocks, *spec.shape[1:]), spec.symmetric) for spec in specs
+    )
 
 
 def buckets(

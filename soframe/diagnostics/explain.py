@@ -152,7 +152,7 @@ def _of_rank(
 
 def _definition(factor: FactorSpec) -> dict[str, Any]:
     return {
-        "kind": factor.kind,
+        "kind": str(factor.kind),
         "shape": list(factor.shape),
         "reads": factor.reads,
         "degree": factor.degree,

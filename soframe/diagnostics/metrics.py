@@ -177,7 +177,7 @@ def _of_block(
         name, record = factor.name, block.record
         known, solved = name in record.masses, block.solved and name in block.tensors
         factors[name] = {
-            "kind": factor.kind,
+            "kind": str(factor.kind),
             "size": factor.size,
             "groups": factor.groups,
             "mass": record.mass(name),

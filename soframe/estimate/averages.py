@@ -35,7 +35,7 @@ from soframe.estimate.gradients import Gradient, Gradients
 from soframe.kernels.devices import sent
 from soframe.layers.layout import BlockShape
 from soframe.methods.returned import observed_by
-from soframe.specs import FactorSpec
+from soframe.specs import FactorKind, FactorSpec
 
 
 @dataclass
@@ -94,8 +94,8 @@ def enter(backend: Backend, terms: Sequence[Term], decay: float, *, identity: bo
     deferred: dict[Block, None] = {}
     for term in terms:
         # As kfac-pytorch's averages, which start from the identity.
-        if identity:
-            _start(term.stack, term.members, term.index, term.factor.start or 1.0, backend.rank)
+        if identity or term.factor.starts:
+            _start(term.stack, term.members, term.index, backend.rank)
         _gain(term, decay)
         if term.stack.place.deferred:
             _accumulate(term, decay, backend.rank)
@@ -180,6 +180,9 @@ def average(summed: Iterable[tuple[Term, Tensor | None]]) -> None:
 def _averaged(term: Term, new: Tensor) -> _Lerp | None:
     """Average into a factor here; with one rate for all its blocks return it for a fused call."""
     stack, factor, name = term.stack, term.factor, term.factor.name
+    if isinstance(factor.kind, FactorKind):
+        stack.set_factor(name, term.members, _by_kind(term, factor.kind, new), term.turn)
+        return None
     has_all_blocks = len(term.members) == len(stack.blocks)
     is_packed = stack.place.packed and factor.kind == "psd"
     # Statistics of calls have a valid lower triangle only; averaged gradients have both.
@@ -216,13 +219,26 @@ def _averaged(term: Term, new: Tensor) -> _Lerp | None:
     return None
 
 
+def _by_kind(term: Term, kind: FactorKind, new: Tensor) -> Tensor:
+    """Return running factors after new statistics, as their kind averages them."""
+    stack, name = term.stack, term.factor.name
+    running = new.new_zeros((len(new), *term.factor.running_shape[1:]))
+    if name in stack.factors:
+        running = stack.take(stack.factor(name), term.members).to(new.dtype)
+    rates = by_group(_rates_of_groups(term, len(new)), running)
+    # Groups without rows keep theirs.
+    return torch.where(rates > 0, kind.average(running, new, rates), running)
+
+
+def _rates_of_groups(term: Term, groups: int) -> list[float]:
+    """Return the rate of each group of some blocks."""
+    each = groups // len(term.rates)
+    return list(chain.from_iterable(repeat(rate, each) for rate in term.rates))
+
+
 def _lerp_blocks(term: Term, running: Tensor, new: Tensor) -> None:
     """Average into some blocks of a factor, each by its rates."""
-    # One rate per block becomes one for each of its groups.
-    rates = term.rates
-    if len(rates) < len(new):
-        groups = len(new) // len(rates)
-        rates = list(chain.from_iterable(repeat(rate, groups) for rate in rates))
+    rates = _rates_of_groups(term, len(new))
     start = 0
     for view in term.stack.views(running, term.members):
         stop = start + len(view)
@@ -330,8 +346,8 @@ def _observe(
     for index, factor in enumerate(stack.like.factors):
         if factor.captured:
             continue
-        if factor.start is not None:
-            _start(stack, members, index, factor.start, rank)
+        if factor.starts:
+            _start(stack, members, index, rank)
         term = Term(stack, members, index, None, turn=step)
         _gain(term, decay)
         for block in term.blocks:
@@ -451,19 +467,21 @@ def store(stored: Tensor, spec: FactorSpec, *, packed: bool) -> Tensor:
     return own_memory(pack(stored, spec) if packed else unpack(stored, spec))
 
 
-def _start(stack: Stack, members: Iterable[int], index: int, scale: float, rank: int) -> None:
-    """Start averages without statistics from a multiple of the identity, or else of ones."""
+def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:
+    """Start averages without statistics: by their kind, from the identity, or else from ones."""
     factor = stack.like.factors[index]
     new = tuple(m for m in members if factor.name not in stack.blocks[m].record.masses)
+    masses = factor.groups if factor.mean_over == "group rows" else 1
     for member in new:
-        stack.blocks[member].record.masses[factor.name] = (1.0,)
+        stack.blocks[member].record.masses[factor.name] = tuple(repeat(1.0, masses))
     if not new or not stack.place.holds(rank, index):
         return
-    like, groups = stack.like, len(new) * factor.groups
+    like, scale = stack.like, factor.start or 1.0
+    start = torch.full(factor.running_shape, scale, dtype=like.dtype, device=like.device)
     if factor.kind == "psd":
-        eye = torch.eye(factor.size, dtype=like.dtype, device=like.device) * scale
-        start = eye.repeat(groups, 1, 1)
-    else:
-        shape = (groups, *factor.shape[1:])
-        start = torch.full(shape, scale, dtype=like.dtype, device=like.device)
+        start *= torch.eye(factor.size, dtype=like.dtype, device=like.device)
+    elif isinstance(factor.kind, FactorKind):
+        begun = factor.kind.start(factor)
+        start = start if begun is None else begun.to(start)
+    start = start.repeat(len(new), *repeat(1, start.dim() - 1))
     stack.set_factor(factor.name, new, store(start, factor, packed=stack.place.packed))

@@ -27,11 +27,11 @@ from torch import Tensor
 from soframe.blocks.block import Block, Stack, unpack
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.base import Backend, Handle
-from soframe.comm.fused import Parcel, Pending, buckets, send
+from soframe.comm.fused import Parcel, Pending, buckets, send, times
 from soframe.estimate.averages import settle
 from soframe.estimate.worker import Work, Worker
 from soframe.solvers.base import Problem, Solver, retry, solve_stacks
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import FactorSpec
 
 log = logging.getLogger("soframe")
 
@@ -456,7 +456,7 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
             parcel = Parcel(
                 source=place.owners[index],
                 group=place.sharing(index),
-                specs=_times(tuple(specs.values()), len(chosen)),
+                specs=times(specs.values(), len(chosen)),
                 dtype=like.dtype,
                 device=like.device,
                 # If the solve fails, NaN is sent: the other ranks wait for a tensor.
@@ -470,15 +470,6 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
             jobs.append(Job(tuple(specs), factor, solver, parcel, needed, last=last))
         runs.append(Run(stack, tuple(chosen), block_damping, jobs, rank))
     return runs
-
-
-def _times(specs: tuple[TensorSpec, ...], blocks: int) -> tuple[TensorSpec, ...]:
-    """Return the specs of tensors with the groups of many blocks."""
-    if blocks == 1:
-        return specs
-    return tuple(
-        TensorSpec((spec.shape[0] * blocks, *spec.shape[1:]), spec.symmetric) for spec in specs
-    )
 
 
 def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:

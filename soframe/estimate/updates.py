@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from soframe.blocks.block import Block, Stack
 from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.base import Backend
-from soframe.comm.fused import Parcel, deliver
+from soframe.comm.fused import Parcel, deliver, times
 from soframe.comm.shards import Split, scatter
 from soframe.estimate.gradients import Gradients
 from soframe.methods.base import Given
-from soframe.methods.returned import direction_of
+from soframe.methods.returned import direction_of, parcel_of
 from soframe.specs import TensorSpec
 
 
@@ -37,6 +37,7 @@ class Update:
         matrix: Their updates, of the same shape: on gradient workers, and on receivers after
             `exchange`; of sharded parameters on gradient workers alone.
         states: The new state of the method, on gradient workers.
+        parcel: What is sent in place of their updates, on gradient workers; see `Method.parcel`.
         parts: This rank's parts of sharded parameters, by block and name.
     """
 
@@ -45,6 +46,7 @@ class Update:
     gradient: Tensor | None
     matrix: Tensor | None = None
     states: dict[str, Tensor] = field(default_factory=dict)
+    parcel: Mapping[str, Tensor] = field(default_factory=dict)
     parts: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -100,11 +102,23 @@ def _direct(update: Update, gradient: Tensor, damping: float) -> None:
         updates=block.record.updates,
         solver=block.solver,
         damping=block.damped_with(damping),
+        weights=partial(_weights, update),
     )
     direction = direction_of(block.acting or block.method, arguments)
     update.matrix = direction.matrix
+    if block.parcel:
+        update.parcel = parcel_of(block.method, direction, block.parcel, len(members))
     # State tensors that the method does not return are kept, from the first update on.
     update.states = {**state, **direction.state}
+
+
+def _weights(update: Update) -> Tensor:
+    """Return the parameters of an update as matrices, for methods that read them."""
+    block = update.blocks[0]
+    if block.shards:
+        raise ValueError(f"{block.name}: {block.method!r} reads weights, and they are sharded")
+    matrices = [block.assemble(block.parameters) for block in update.blocks]
+    return update.stack.join(matrices).detach()
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +168,14 @@ def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Send
     group = stack.place.exchanges[worker]
     if len(group) == 1:
         return None
-    spec, like = TensorSpec(stack.shape_of(active)), stack.like
-    parcel = Parcel(worker, group, (spec,), dtype=like.dtype, device=like.device)
-    if worker == backend.rank:
+    like, specs = stack.like, (TensorSpec(stack.shape_of(active)),)
+    if like.parcel:
+        specs = times(like.parcel.values(), len(active))
+    parcel = Parcel(worker, group, specs, dtype=like.dtype, device=like.device)
+    if worker == backend.rank and like.parcel:
+        named = zip(like.parcel, specs, strict=True)
+        parcel.tensors = [_part_of_all(stack, active, updates, *pair) for pair in named]
+    elif worker == backend.rank:
         parcel.tensors = [_all_of(stack, active, updates)]
     return _Sending(stack, active, parcel)
 
@@ -176,7 +195,39 @@ def _all_of(stack: Stack, active: tuple[int, ...], updates: Sequence[Update]) ->
     return stack.join(parts)
 
 
+def _part_of_all(
+    stack: Stack,
+    active: tuple[int, ...],
+    updates: Sequence[Update],
+    name: str,
+    spec: TensorSpec,
+) -> Tensor:
+    """Return a tensor of the parcels of all active blocks, with zeros for missing gradients."""
+    tensor = torch.zeros(spec.shape, dtype=stack.like.dtype, device=stack.like.device)
+    parts = dict(zip(active, tensor.chunk(len(active)), strict=True))
+    for update in updates:
+        # Without it an error is about to be raised.
+        if name in update.parcel:
+            values = update.parcel[name].chunk(len(update.members))
+            for member, value in zip(update.members, values, strict=True):
+                parts[member].copy_(value)
+    return tensor
+
+
+def _open(update: Update, sending: _Sending) -> None:
+    """Make the updates of what was sent in their place."""
+    assert sending.parcel.tensors is not None
+    block, parcel = update.blocks[0], dict[str, Tensor]()
+    for name, tensor in zip(block.parcel, sending.parcel.tensors, strict=True):
+        parts = dict(zip(sending.members, tensor.chunk(len(sending.members)), strict=True))
+        parcel[name] = torch.cat([parts[member] for member in update.members])
+    update.matrix = (block.acting or block.method).opened(parcel)
+
+
 def _receive(update: Update, sending: _Sending) -> None:
+    if update.stack.like.parcel:
+        _open(update, sending)
+        return
     assert sending.parcel.tensors is not None
     (update.matrix,) = sending.parcel.tensors
     if update.members != sending.members:

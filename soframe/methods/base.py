@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from soframe.kernels.gram import add_squares
 from soframe.kernels.samples import sample_moments
 from soframe.layers.base import LayerHelper, widened
-from soframe.layers.layout import BlockShape
+from soframe.layers.layout import BlockShape, Layout
 from soframe.layers.sharing import SharedInputs
 from soframe.methods.spectrum import Spectrum
 from soframe.solvers.base import Solver
@@ -147,6 +147,10 @@ class Call:
         return sample_moments(rows, self.output_rows, diagonal=self._long)
 
 
+def _no_weights() -> Tensor:
+    raise ValueError("this step has gradients without weights")
+
+
 @dataclass(frozen=True)
 class Given:
     """The inputs of `Method.direct` at one step.
@@ -162,6 +166,8 @@ class Given:
         solver: The solver that the user chose. It made the data of all factors for which
             `Method.solver` does not return another one.
         damping: The damping of this step.
+        weights: Returns the parameters as a matrix like the gradient; it raises a ValueError if
+            they are sharded.
     """
 
     gradient: Tensor
@@ -171,6 +177,7 @@ class Given:
     updates: int
     solver: Solver
     damping: float
+    weights: Callable[[], Tensor] = _no_weights
 
 
 @dataclass(frozen=True)
@@ -181,10 +188,12 @@ class Direction:
         matrix: The update, ``[groups, out, in]``, in a tensor of its own.
         state: The new state, in new tensors: the step may still be skipped, so the old tensors must
             not change. A missing name keeps its old tensor.
+        parcel: The tensors that `Method.parcel` declares.
     """
 
     matrix: Tensor
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    parcel: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -355,6 +364,28 @@ class Method(ABC):
         del shape
         return {}
 
+    def parcel(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
+        """Return the tensors that are sent in place of an update, such as its low-rank factors.
+
+        Parts of updates for sharded parameters are sent as they are, and so is the update of a
+        `Chain`.
+
+        Returns:
+            Names and shapes, ``[groups, ...]``; by default none, and the update is sent.
+        """
+        del shape
+        return {}
+
+    def opened(self, parcel: Mapping[str, Tensor]) -> Tensor:
+        """Return the update ``[groups, out, in]`` of a parcel, on each rank that has received it.
+
+        It equals `Direction.matrix`.
+
+        Raises:
+            NotImplementedError: If the method has a `parcel` and does not override this.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a parcel() and no opened()")
+
     def direct(self, step: Given) -> Direction:
         """Compute the update of a block and the new state.
 
@@ -423,6 +454,21 @@ class Method(ABC):
         """
         del candidate
         return None
+
+    def layouts(self, module: nn.Module) -> Sequence[Layout]:
+        """Return the blocks of several parameters, such as of the sister layers of an adapter.
+
+        Of methods of gradients alone, which otherwise take each parameter by itself. A block whose
+        parameters are frozen, shared or in another block in part is left out.
+
+        Args:
+            module: Any module of the model; its submodules' parameters have dotted names.
+
+        Returns:
+            A layout for each block; by default none.
+        """
+        del module
+        return ()
 
     def effort(self, shape: BlockShape) -> float:
         """Return the FLOPs of an update up to a constant, by which placements balance updates.

@@ -14,7 +14,7 @@ from torch import Tensor
 from soframe.kernels.devices import memory_of
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Direction, Given, Method
-from soframe.specs import FactorSpec, SecondOrder
+from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 
 
 def direction_of(method: Method, step: Given) -> Direction:
@@ -28,7 +28,8 @@ def direction_of(method: Method, step: Given) -> Direction:
     for data in step.data.values():
         kept += data.values()
     is_shared = memory_of(update.matrix) in gradients.union(map(memory_of, kept))
-    return Direction(update.matrix.clone() if is_shared else update.matrix, state)
+    matrix = update.matrix.clone() if is_shared else update.matrix
+    return Direction(matrix, state, update.parcel)
 
 
 def check_direction(method: Method, step: Given, update: object) -> None:
@@ -53,6 +54,20 @@ def check_state(
                 f"{sorted(before)}: add it there, with its shape, or leave it out"
             )
         require_like(method, f"{source} returned a state {name!r}", tensor, before[name])
+
+
+def parcel_of(
+    method: Method, update: Direction, declared: Mapping[str, TensorSpec], blocks: int
+) -> dict[str, Tensor]:
+    """Return what is sent in place of an update; raise a ValueError if it is not as declared."""
+    for name, spec in declared.items():
+        shape = (blocks * spec.shape[0], *spec.shape[1:])
+        if name not in update.parcel or update.parcel[name].shape != shape:
+            raise ValueError(
+                f"{method!r}: direct() must return Direction(parcel={{{name!r}: ...}}) of the "
+                f"shape {shape}, as parcel() declares"
+            )
+    return {name: update.parcel[name] for name in declared}
 
 
 def observed_by(

@@ -179,7 +179,7 @@ class Costs:
         for factor, specs in block.tensors.items():
             shapes[factor] = {name: spec.shape for name, spec in specs.items()}
         for unsolved in block.unsolved:
-            shapes[unsolved.name] = {VALUE: unsolved.shape}
+            shapes[unsolved.name] = {VALUE: unsolved.running_shape}
         data: dict[str, dict[str, Tensor]] = {}
         for factor, tensors in shapes.items():
             data[factor] = {}
@@ -250,7 +250,8 @@ class Costs:
             gradient = self._paper.new(shape, block.dtype)
             state = {name: self._paper.new(sizes, block.dtype) for name, sizes in states.items()}
             data = self._data(block, len(stack))
-            step = Given(gradient, gradient, data, state, UPDATES, block.solver, DAMPING)
+            numbers = (UPDATES, block.solver, DAMPING)
+            step = Given(gradient, gradient, data, state, *numbers, weights=lambda: gradient)
             return lambda: run(step)
 
         parts = (id(block.method), repr(block.solver))
@@ -294,7 +295,7 @@ class Costs:
         factors = matrices = 0
         for stack, index in part.holds:
             spec, is_packed = first[stack].factors[index], placement.blocks[stacks[stack][0]].packed
-            numel = spec.packed_numel if is_packed else prod(spec.shape)
+            numel = prod(spec.kept_shape(packed=is_packed))
             factors += item[stack] * len(stacks[stack]) * numel
         for stack, index, blocks in part.solves:
             matrices += item[stack] * blocks * prod(first[stack].factors[index].shape)

@@ -123,11 +123,13 @@ def _updating(costs: Costs, placement: Placement, stacks: Sequence[_Stack], part
     # Updates and new states; then updates on the way, and those that arrive.
     updates = [costs.direct(stacks[number].members) for number in part.directs]
     results = sum(update.results for update in updates)
-    exchanged = 0
+    exchanged = opened = 0
     for stack in stacks:
         if len(stack.place.gradient_workers) < placement.world_size:
-            exchanged += stack.gradient
-    computing = max(_peak(updates), results + 2 * exchanged)
+            sent = stack.item * len(stack.members) * sum(s.packed_numel for s in stack.work.parcel)
+            exchanged += sent or stack.gradient
+            opened += stack.gradient if sent else 0
+    computing = max(_peak(updates), results + 2 * exchanged + opened)
 
     # Statistics of gradients come before the new states replace the old ones, solves behind.
     observing = 0

@@ -83,7 +83,7 @@ def _meaning(curvature: Fitted) -> dict[str, Any]:
         factors = {
             factor.name: {
                 "side": factor.side,
-                "kind": factor.kind,
+                "kind": str(factor.kind),
                 "degree": factor.degree,
                 "mean over": factor.mean_over,
                 "weight": weights.get(factor.name),

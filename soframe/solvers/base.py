@@ -12,13 +12,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from soframe.kernels.devices import memory_of
-from soframe.specs import FactorKind, FactorSpec, TensorSpec
+from soframe.specs import FactorSpec, TensorSpec
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # untyped
 
@@ -356,7 +356,7 @@ def _apart(
     """Call a solver that has raised group by group, with NaN for groups that fail."""
     if len(matrices) == 1:
         errors.append(str(error))
-        kind: FactorKind = "psd" if matrices.dim() == 3 else "diagonal"
+        kind: Literal["psd", "diagonal"] = "psd" if matrices.dim() == 3 else "diagonal"
         specs = solver.tensors(FactorSpec("", "left", 1, matrices.shape[-1], kind=kind))
         return {name: matrices.new_full(spec.shape, math.nan) for name, spec in specs.items()}
     parts = []

@@ -52,7 +52,8 @@ def entries(
         owner = place.owners[index]
         if factor.name in factors:
             holders = frozenset(place.holding(index))
-            yield Entry(("factors", factor.name), TensorSpec(factor.packed_shape), owner, holders)
+            spec = TensorSpec(factor.kept_shape())
+            yield Entry(("factors", factor.name), spec, owner, holders)
         if factor.name in solved:
             source = owner if owner in workers else workers[0]
             holders = frozenset(place.needing(index))

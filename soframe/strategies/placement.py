@@ -106,8 +106,8 @@ class Placement:
     @property
     def digest(self) -> bytes:
         """The placement's SHA-256; must be equal on all ranks."""
-        left_out = {"second_order", "dtype", "device", "parameters", "state", "after", "kind"}
-        left_out |= {"name", "state_dtype", "factor_dtype", "elementwise"}
+        left_out = {"second_order", "dtype", "device", "parameters", "state", "parcel"}
+        left_out |= {"after", "kind", "name", "state_dtype", "factor_dtype", "elementwise"}
         names = [field.name for field in fields(BlockWork) if field.name not in left_out]
         text_of = {}
         for kind, (work, block) in zip(self.kinds, self._firsts, strict=True):

@@ -13,7 +13,7 @@ from math import prod
 from operator import itemgetter
 from typing import NamedTuple
 
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import TensorSpec
 from soframe.strategies.buckets import in_buckets
 from soframe.strategies.local import LocalPlan
 from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork, Traffic
@@ -71,7 +71,8 @@ def memory(
         item = ITEM_BYTES[work.dtype]
         for index, factor in enumerate(work.factors):
             if place.holds(rank, index):
-                usage["factors"] += ITEM_BYTES[work.factor_dtype] * _held(factor, place)
+                kept = prod(factor.kept_shape(packed=place.packed))
+                usage["factors"] += ITEM_BYTES[work.factor_dtype] * kept
             if place.deferred and factor.captured and place.contributes(rank, index):
                 usage["accumulators"] += item * factor.packed_numel
         for index, specs in enumerate(work.second_order):
@@ -80,12 +81,6 @@ def memory(
         if rank in place.gradient_workers and work.state:
             usage["state"] += ITEM_BYTES[work.state_dtype] * _numel(work.state)
     return {**usage, "total": sum(usage.values())}
-
-
-def _held(factor: FactorSpec, place: BlockPlacement) -> int:
-    """Return the elements of a running factor."""
-    is_packed = place.packed and factor.kind == "psd"
-    return factor.packed_numel if is_packed else prod(factor.shape)
 
 
 def _numel(specs: Iterable[TensorSpec]) -> int:
@@ -251,7 +246,9 @@ class Step:
             ranks = place.exchanges[worker]
             if not work.shards and len(ranks) > 1:
                 route = Route("broadcast", ranks, worker, work.dtype, work.device)
-                parcels.append(Message(route, ITEM_BYTES[work.dtype] * group.entries))
+                numel = group.blocks * sum(spec.packed_numel for spec in work.parcel)
+                size = ITEM_BYTES[work.dtype] * (numel or group.entries)
+                parcels.append(Message(route, size))
         if not (self.fused and parcels):
             return _calls(parcels)
         # Parcels to all ranks share buffers, from any source.

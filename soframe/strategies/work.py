@@ -51,6 +51,7 @@ class BlockWork:
             free.
         unsolved: The names of the factors that all gradient workers use without a solve.
         state: The method's state on gradient workers; for plans, as ``second_order``.
+        parcel: What is sent in place of its update; for plans, as ``second_order``.
         effort: The FLOPs of an update, up to a constant, of methods that compute it from the
             gradient alone; 0 for others.
         after: Whether the block's update precedes its statistics of the averaged gradient and its
@@ -73,6 +74,7 @@ class BlockWork:
     resident: tuple[bool, ...] = ()
     unsolved: tuple[str, ...] = ()
     state: tuple[TensorSpec, ...] = field(default=(), compare=False)
+    parcel: tuple[TensorSpec, ...] = field(default=(), compare=False)
     effort: float = 0.0
     after: bool = field(default=False, compare=False)
     shards: tuple[Shards, ...] = ()
@@ -93,7 +95,7 @@ class BlockWork:
             return False
         if self.elementwise:
             return True
-        specs = itertools.chain(self.state, *self.second_order)
+        specs = itertools.chain(self.state, self.parcel, *self.second_order)
         return all(factor.groups == groups for factor in self.factors) and all(
             spec.shape and spec.shape[0] == groups for spec in specs
         )

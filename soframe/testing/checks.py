@@ -27,7 +27,7 @@ from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.settings import Distribution, Statistics
 from soframe.solvers.base import LinAlgError, Solver, mean_trace
-from soframe.specs import FactorKind, FactorSpec
+from soframe.specs import FactorSpec
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import complete
 from soframe.strategies.work import BlockWork
@@ -557,7 +557,7 @@ def _check_announced(
     solver: Solver, side: str, matrix: Tensor, data: Mapping[str, Tensor], name: str
 ) -> None:
     """Compare the tensors of a factor with the announced ones."""
-    kind: FactorKind = "psd" if matrix.dim() == 3 else "diagonal"
+    kind: Literal["psd", "diagonal"] = "psd" if matrix.dim() == 3 else "diagonal"
     spec = solver.tensors(FactorSpec(side, side, *matrix.shape[:2], kind=kind))  # type: ignore[arg-type]
     assert list(spec) == list(data), f"{name}: tensors() announces {list(spec)}"
     for key, tensor in data.items():

@@ -351,8 +351,37 @@ def mkor(samples: Samples) -> Iterator[Matrix]:
         yield momentum
 
 
-CALLS: dict[str, Callable[[Samples], Iterator[Matrix]]] = {
+def ikfac(samples: Samples, size: int = 32) -> Iterator[Matrix]:
+    """With dense roots of whole sides, of which only the diagonal blocks are not zero."""
+    sides = [rows.shape[1] for rows in samples[0]]
+    roots = [np.eye(side) for side in sides]
+    for pair in samples:
+        for index, (side, rows) in enumerate(zip(sides, pair, strict=True)):
+            block = np.arange(side) // min(size, side)
+            moment = np.mean([np.outer(row, row) for row in rows], axis=0)
+            moment = np.where(block[:, None] == block, moment, 0.0) + 1e-3 * np.eye(side)
+            move = (roots[index].T @ moment @ roots[index] - np.eye(side)) / 2
+            rate = 0.05 / max(1.0, np.sqrt((move**2).sum()))
+            roots[index] = roots[index] - rate * roots[index] @ move
+        yield roots[1] @ roots[1].T @ gradient_of(*pair) @ roots[0] @ roots[0].T
+
+
+def lora_pro(
+    right: Matrix, left: Matrix, of_right: Matrix, of_left: Matrix, scale: float
+) -> tuple[Matrix, Matrix]:
+    """The updates of A and B, by one linear system for X."""
+    rank = len(right)
+    inner = np.linalg.inv(left.T @ left) @ of_right / scale**2
+    system = np.kron(left.T @ left, np.eye(rank)) + np.kron(np.eye(rank), right @ right.T)
+    free = np.linalg.solve(system, -(inner @ right.T).ravel()).reshape(rank, rank)
+    projected = np.eye(len(left)) - left @ np.linalg.inv(left.T @ left) @ left.T
+    outside = projected @ of_left @ np.linalg.inv(right @ right.T) / scale**2
+    return inner + free @ right, outside - left @ free
+
+
+CALLS: dict[str, Callable[..., Iterator[Matrix]]] = {
     "adafisher": adafisher,
+    "ikfac": ikfac,
     "mkor": mkor,
     "sophia-g": sophia_g,
 }

@@ -8,7 +8,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -34,7 +34,8 @@ from tests.methods import stages
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "experiments" / "gallery"
 FILES = sorted(path for path in FOLDER.glob("*.py") if not path.name.startswith("__"))
-NAMES = sorted((*CALLS, *GRADIENTS))
+OF_LAYERS = sorted((*CALLS, *GRADIENTS))
+NAMES = sorted((*OF_LAYERS, "lora-pro"))
 SHAPES = ((4, 3), (3, 5), (4, 4))
 # A factor of one gradient that is no square has a null space, whose basis is a convention.
 CASES = [
@@ -43,7 +44,7 @@ CASES = [
     for shape in SHAPES
     if name != "splus" or shape[0] == shape[1]
 ]
-ON_RANKS = ("mkor", "psgd-kron", "splus")
+ON_RANKS = ("ikfac", "mkor", "psgd-kron", "splus")
 """They differ in what they keep and have solved; `make test-all` runs all."""
 
 
@@ -67,7 +68,8 @@ def built(name: str) -> Method:
 def few(names: tuple[str, ...]) -> list[Any]:
     """All methods, of which `make test` runs some."""
     return [
-        pytest.param(name, marks=[] if name in names else [pytest.mark.thorough]) for name in NAMES
+        pytest.param(name, marks=[] if name in names else [pytest.mark.thorough])
+        for name in OF_LAYERS
     ]
 
 
@@ -91,6 +93,14 @@ def test_updates_are_the_papers(name: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_updates_of_calls_are_the_papers(name: str) -> None:
+    compare_of_calls(built(name), CALLS[name])
+
+
+def test_a_root_of_blocks_is_a_part_of_a_root(gallery: ModuleType) -> None:
+    compare_of_calls(gallery.IKFAC(size=2), lambda samples: CALLS["ikfac"](samples, size=2))
+
+
+def compare_of_calls(method: Method, reference: Callable[[Any], Iterator[Any]]) -> None:
     model = nn.Sequential(nn.Linear(3, 4)).double()
     weight, bias = (parameter.detach().numpy() for parameter in model.parameters())
     batches = [(randn(6, 3, seed=step), randn(6, 4, seed=10 + step)) for step in range(5)]
@@ -98,17 +108,17 @@ def test_updates_of_calls_are_the_papers(name: str) -> None:
     for inputs, targets in batches:
         rows = np.concatenate([inputs.numpy(), np.ones((6, 1))], axis=1)
         samples.append((rows, inputs.numpy() @ weight.T + bias - targets.numpy()))
-    with closing(stages.preconditioner(model, built(name))) as preconditioner:
-        for (inputs, targets), update in zip(batches, CALLS[name](samples), strict=True):
+    with closing(stages.preconditioner(model, method)) as preconditioner:
+        for (inputs, targets), update in zip(batches, reference(samples), strict=True):
             model.zero_grad()
             (0.5 * (model(inputs) - targets).square().sum(1).mean()).backward()
             preconditioner.step()
             joint = torch.cat([model[0].weight.grad, model[0].bias.grad[:, None]], dim=1)
-            compare(joint, torch.from_numpy(update), name, rtol=1e-9)
+            compare(joint, torch.from_numpy(update), repr(method), rtol=1e-9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_LAYERS)
 def test_one_process(name: str) -> None:
     check_method(built(name), ranks=())
 
@@ -134,7 +144,7 @@ def test_ranks_are_one_process(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [ON_RANKS, pytest.param(tuple(set(NAMES) - {*ON_RANKS}), marks=pytest.mark.thorough)],
+    [ON_RANKS, pytest.param(tuple(set(OF_LAYERS) - {*ON_RANKS}), marks=pytest.mark.thorough)],
     ids=["few", "others"],
 )
 def test_fully_shard(names: tuple[str, ...]) -> None:
