@@ -36,6 +36,7 @@ from soframe.layers.layout import (
     PlainLayout,
     parameter_of,
     plain_layout,
+    positions_of,
 )
 from soframe.layers.recurrent import without_helper
 from soframe.layers.tied import tables_and_heads
@@ -230,6 +231,8 @@ class Registration:
         self._captures = {id(method): method.captures for method in methods}
         self.blocks: list[Block] = []
         self._kinds: dict[object, Block] = {}  # the first block of each kind
+        # By a method's identity and the positions of a kernel, see `Method.of_kernel`.
+        self._of_kernels: dict[tuple[int, int], Method] = {}
         self._in_block: set[int] = set()
         head = choices.head_in if choices.staged else model
         heads = heads_of(model, head)
@@ -478,6 +481,10 @@ class Registration:
         of_calls = layout is None
         solver = self._solvers.choose(name) if of_calls or asked else self._eigen
         layout = helpers[0] if layout is None else layout
+        positions = 1 if of_calls else positions_of(layout.module, layout)
+        if positions > 1:
+            key = id(method), positions
+            method = self._of_kernels.setdefault(key, method.of_kernel(positions))
         cut = first_match(self._choices.cut, *self._names[id(layout.module)])
         if of_calls and cut is not None:
             raise ValueError(

@@ -174,11 +174,15 @@ class GroupedLayout(PlainLayout):
         self.shape = BlockShape(prod(groups), out, into)
 
 
-def plain_layout(module: nn.Module, name: str) -> PlainLayout:
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def plain_layout(module: nn.Module, name: str) -> Layout:
     """Return the layout of one parameter by its own shape, for methods that read gradients alone.
 
     The last two of three or more dimensions are a matrix, and the first ones groups (experts,
-    heads), but for the kernels of convolutions, and for parameters behind a parametrization.
+    heads), but for parameters behind a parametrization, and for the kernels of convolutions, whose
+    matrix is ``[groups, out, channels * positions]``.
     """
     parameter = module._parameters[name]
     assert parameter is not None
@@ -186,11 +190,25 @@ def plain_layout(module: nn.Module, name: str) -> PlainLayout:
         return PlainLayout(module, name)
     if _stacks(module, name):
         return GroupedLayout(module, name)
+    if isinstance(module, _CONVOLUTIONS) and parameter.dim() > 2 and module.groups > 1:
+        return CutLayout(PlainLayout(module, name), module.groups)
     if parameter.dim() == 2 and _BIAS.fullmatch(name) is not None:
         stacks = [p for n, p in module._parameters.items() if p is not None and _stacks(module, n)]
         if any(len(parameter) == len(stack) for stack in stacks):
             return GroupedLayout(module, name, vectors=True)
     return PlainLayout(module, name)
+
+
+def positions_of(module: nn.Module, layout: Layout) -> int:
+    """Return how many neighbouring columns belong to each input channel of a convolution.
+
+    One for other modules, for kernels of one position, and for layers of one channel.
+    """
+    if not isinstance(module, _CONVOLUTIONS):
+        return 1
+    channels, positions = module.in_channels // module.groups, prod(module.kernel_size)
+    is_kernel = layout.shape[2] == channels * positions
+    return positions if is_kernel and channels > 1 else 1
 
 
 def _stacks(module: nn.Module, name: str) -> bool:

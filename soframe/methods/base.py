@@ -506,6 +506,19 @@ class Method(ABC):
         """Return the names of its state tensors, over blocks of all shapes."""
         return frozenset(itertools.chain.from_iterable(map(self.state, SMALL)))
 
+    def of_kernel(self, positions: int) -> Method:
+        """Return the method of a convolution's weight, ``[groups, out, channels * positions]``.
+
+        Args:
+            positions: The number of neighbouring columns that belong to one input channel, above 1.
+
+        Returns:
+            By default this method, for which the weight is a matrix. `SOAP` returns one for which
+            it is a tensor of three dimensions.
+        """
+        del positions
+        return self
+
     def forward_only(self) -> Method:
         """Return this method with the identity as the output factor, for the forward-only Fisher.
 

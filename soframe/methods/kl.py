@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from soframe.layers.layout import BlockShape
+from soframe.methods.base import Method
 from soframe.methods.shampoo import Roots, Shampoo, gradient_moments
 from soframe.methods.soap import SOAP, factor_names, into_basis
 from soframe.registry import register
@@ -138,6 +139,10 @@ class KLSOAP(SOAP):
             for factor in matrices
         )
         return (*matrices, *values)
+
+    def of_kernel(self, positions: int) -> Method:
+        del positions  # the statistics are of matrices
+        return self
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         names = factor_names(self, gradient.shape)

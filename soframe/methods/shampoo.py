@@ -35,21 +35,31 @@ Roots = Mapping[str, Tensor]
 
 
 def gradient_factors(
-    shape: BlockShape, decay: float, *, left: bool = True, right: bool = True
+    shape: BlockShape, decay: float, *, left: bool = True, right: bool = True, positions: int = 1
 ) -> tuple[FactorSpec, ...]:
-    """Return L ``[groups, out, out]`` and R ``[groups, in, in]``, or one of them."""
+    """Return L ``[groups, out, out]`` and R ``[groups, in, in]``, or one of them.
+
+    With ``positions`` of a kernel R is ``[groups, channels, channels]``, and there is a third one:
+    P ``[groups, positions, positions]``.
+    """
     groups, out, into = shape
+    size = into // positions
     every = (
         (left, FactorSpec("L", "left", groups, out, reads="gradient", decay=decay)),
-        (right, FactorSpec("R", "right", groups, into, reads="gradient", decay=decay)),
+        (right, FactorSpec("R", "right", groups, size, reads="gradient", decay=decay)),
+        (positions > 1, FactorSpec("P", "right", groups, positions, reads="gradient", decay=decay)),
     )
     return tuple(factor for there, factor in every if there)
 
 
 def gradient_moments(
-    gradient: Tensor, names: Collection[str], weights: Roots | None = None
+    gradient: Tensor, names: Collection[str], weights: Roots | None = None, positions: int = 1
 ) -> dict[str, Tensor]:
-    """Compute ``G P_R P_R^T G^T`` and ``G^T P_L P_L^T G``; missing roots are the identity."""
+    """Compute ``G P_R P_R^T G^T`` and ``G^T P_L P_L^T G``; missing roots are the identity.
+
+    With ``positions`` of a kernel, whose columns are ``[channels, positions]``, R is summed over
+    positions, and P over channels.
+    """
     weights = {} if weights is None else weights
     moments = {}
     if "L" in names:
@@ -57,8 +67,19 @@ def gradient_moments(
         moments["L"] = rows @ rows.mT
     if "R" in names:
         columns = weights["L"].mT @ gradient if "L" in weights else gradient
+        if positions > 1:
+            channels = columns.shape[-1] // positions
+            columns = swapped(columns, positions).reshape(len(columns), -1, channels)
         moments["R"] = columns.mT @ columns
+    if "P" in names:
+        rows = gradient.reshape(len(gradient), -1, positions)  # [groups, out * channels, positions]
+        moments["P"] = rows.mT @ rows
     return moments
+
+
+def swapped(matrix: Tensor, inner: int) -> Tensor:
+    """Reorder columns: from ``[..., outer * inner]`` to ``[..., inner * outer]``."""
+    return matrix.unflatten(-1, (-1, inner)).mT.flatten(-2)
 
 
 @register("method", "shampoo")

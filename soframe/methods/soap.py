@@ -12,6 +12,10 @@ that a gradient never contributes to the basis into which it is rotated. Both m 
 the basis, and transferred to a new one. The paper keeps m unrotated and rotates it at every step,
 which is equivalent: averages and rotations commute, so only the gradient has to be rotated.
 
+The weight of a convolution is a tensor ``[out, channels, positions]``, each of whose dimensions has
+a factor (section 4 there): ``Q_R`` is then the Kronecker product of the bases of channels and of
+positions. In the basis columns are by position, then channel.
+
 *SOAP-Muon* takes the Nesterov momentum for X, without a momentum of its own, and orthogonalises.
 """
 
@@ -20,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -33,7 +37,7 @@ from soframe.methods.chain import Chain
 from soframe.methods.momentum import Momentum, require_beta, second_moment
 from soframe.methods.normuon import NormaliseRows
 from soframe.methods.orthogonal import RMS, Coefficients, Orthogonal
-from soframe.methods.shampoo import gradient_factors, gradient_moments
+from soframe.methods.shampoo import gradient_factors, gradient_moments, swapped
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.solvers.basis import Basis
@@ -48,7 +52,8 @@ class SOAP(Method):
     """Adam in a slowly changing eigenbasis; alone, or a stage.
 
     Sides of length one or above ``max_size`` have no factor and are not rotated; without factors
-    this is Adam. Bases are recomputed every ``solve_every`` steps: 10 in the paper, while 1
+    this is Adam. The sides of a convolution are its outputs, its input channels and the positions
+    of its kernel. Bases are recomputed every ``solve_every`` steps: 10 in the paper, while 1
     converges in the fewest steps.
 
     Attributes:
@@ -66,6 +71,7 @@ class SOAP(Method):
         normalise: Whether updates are divided by their root mean square, in each group.
         carry: How v is transferred to a new basis: ``"permute"`` reorders its columns (published),
             ``"rotate"`` applies the squared overlaps between old and new columns.
+        positions: Of a kernel; set by `of_kernel`.
     """
 
     joint = False
@@ -84,6 +90,7 @@ class SOAP(Method):
     correct_bias: bool = True
     normalise: bool = False
     carry: Carry = "permute"
+    positions: int = field(default=1, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -101,13 +108,20 @@ class SOAP(Method):
         _, out, into = shape
         if min(out, into) == 1:
             return ()
+        channels = into // self.positions
         left = out <= self.max_size and out < self.max_ratio * into
-        right = into <= self.max_size and into < self.max_ratio * out
-        return gradient_factors(shape, self.shampoo_beta, left=left, right=right)
+        right = channels <= self.max_size and channels < self.max_ratio * out
+        return gradient_factors(
+            shape, self.shampoo_beta, left=left, right=right, positions=self.positions
+        )
+
+    def of_kernel(self, positions: int) -> Method:
+        return self if positions > self.max_size else replace(self, positions=positions)
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         del data
-        return gradient_moments(gradient, factor_names(self, gradient.shape))
+        names = factor_names(self, gradient.shape)
+        return gradient_moments(gradient, names, positions=self.positions)
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         names = ("rotated_mean", "square") if self.betas[0] else ("square",)
@@ -146,20 +160,24 @@ class SOAP(Method):
         moved = {}
         if "rotated_mean" in state:
             moved["rotated_mean"] = into_basis(_out_of(state["rotated_mean"], old), new)
-        square = state["square"]
-        for name, dim in (("L", -2), ("R", -1)):
+        # [groups, out, positions, channels]
+        square = state["square"].unflatten(-1, (self.positions, -1))
+        for name, dim in (("L", 1), ("P", 2), ("R", 3)):
             if name not in old or name not in new:
                 continue
             if self.carry == "permute":
                 if "order" not in new[name]:
                     continue  # every column stays in its place
                 order = new[name]["order"].long()
-                order = order.unsqueeze(-1 if name == "L" else -2)
-                square = square.gather(dim, order.expand_as(square))
+                sizes = [len(order), 1, 1, 1]
+                sizes[dim] = -1
+                square = square.gather(dim, order.view(sizes).expand_as(square))
             else:
                 overlap = (new[name]["vectors"].mT @ old[name]["vectors"]).square()
-                square = overlap @ square if name == "L" else square @ overlap.mT
-        return {**moved, "square": square}
+                rows = square.movedim(dim, 1)  # [groups, n, ...]
+                rows = (overlap @ rows.flatten(2)).view(rows.shape)
+                square = rows.movedim(1, dim).contiguous()
+        return {**moved, "square": square.flatten(2)}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -236,11 +254,26 @@ def into_basis(matrix: Tensor, data: SecondOrder) -> Tensor:
     """Rotate ``[groups, out, in]`` into the basis; sides without a factor are not rotated."""
     if "L" in data:
         matrix = data["L"]["vectors"].mT @ matrix
-    return matrix @ data["R"]["vectors"] if "R" in data else matrix
+    if "P" in data:
+        basis = data["P"]["vectors"]
+        matrix = swapped(_times(matrix, basis), basis.shape[-1])
+    return _times(matrix, data["R"]["vectors"]) if "R" in data else matrix
 
 
 def _out_of(matrix: Tensor, data: SecondOrder) -> Tensor:
     """Undo `into_basis`."""
     if "L" in data:
         matrix = data["L"]["vectors"] @ matrix
-    return matrix @ data["R"]["vectors"].mT if "R" in data else matrix
+    if "R" in data:
+        matrix = _times(matrix, data["R"]["vectors"].mT)
+    if "P" in data:
+        basis = data["P"]["vectors"]
+        matrix = _times(swapped(matrix, matrix.shape[-1] // basis.shape[-1]), basis.mT)
+    return matrix
+
+
+def _times(matrix: Tensor, right: Tensor) -> Tensor:
+    """Multiply runs of n columns of ``[groups, out, in]`` by ``[groups, n, n]``."""
+    if right.shape[-1] == matrix.shape[-1]:
+        return matrix @ right
+    return (matrix.reshape(len(matrix), -1, right.shape[-1]) @ right).view(matrix.shape)

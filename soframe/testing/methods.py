@@ -56,14 +56,14 @@ class Net(nn.Module):
         self.first = nn.Linear(FEATURES, FEATURES + 2)
         self.second = nn.Linear(FEATURES + 2, FEATURES)
         self.twice = nn.Linear(FEATURES, FEATURES)
-        self.grouped = nn.Conv2d(FEATURES, FEATURES, 1, groups=2)
-        self.head = nn.Linear(FEATURES, FEATURES)
+        self.grouped = nn.Conv2d(FEATURES, FEATURES, (1, 2), padding=(0, 1), groups=2)
+        self.head = nn.Linear(2 * FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return outputs ``[N, features]`` of inputs ``[N, features]``."""
         x = self.second(self.first(x).tanh()).tanh()
         x = self.twice(self.twice(x).tanh()).tanh()
-        x = self.grouped(x[..., None, None]).flatten(1).tanh()
+        x = self.grouped(x[..., None, None]).flatten(1).tanh()  # at two positions
         return self.head(x)  # type: ignore[no-any-return]
 
 

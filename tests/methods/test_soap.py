@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.layers.layout import BlockShape
-from soframe.methods import SOAP, Chain, Momentum, Muon, SOAPMuon
+from soframe.methods import SOAP, Blocked, Chain, Momentum, Muon, SOAPMuon
 from soframe.solvers import Basis
 from soframe.specs import FactorSpec
-from soframe.testing import compare
+from soframe.testing import check_method, compare
 from tests.curvature import closing, randn
+from tests.distributed.harness import run_ranks
 from tests.methods import stages
 
 Matrix = NDArray[np.float64]
@@ -60,8 +62,8 @@ class Published:
         if not self.began:
             self.began = True
             self.mean, self.square = np.zeros_like(gradient), np.zeros_like(gradient)
-            shapes = {"L": len(gradient), "R": gradient.shape[1]}
-            self.factors = {side: np.zeros((shapes[side],) * 2) for side in self.sides}
+            sizes = dict(zip("LRP", gradient.shape, strict=False))
+            self.factors = {side: np.zeros((sizes[side],) * 2) for side in self.sides}
             self.gather(gradient)
             for side, factor in self.factors.items():
                 self.bases[side] = first_basis(factor)
@@ -93,8 +95,11 @@ class Published:
             basis, factor = self.bases[side], graded(plain)
             values = [column @ factor @ column for column in basis.T]
             order = np.argsort(values)[::-1]
-            self.square = self.square[order] if side == "L" else self.square[:, order]
+            self.reorder(side, order)
             self.bases[side] = np.linalg.qr(factor @ basis[:, order])[0]
+
+    def reorder(self, side: str, order: NDArray[np.int64]) -> None:
+        self.square = self.square[order] if side == "L" else self.square[:, order]
 
 
 def gradients(shape: tuple[int, int], steps: int) -> list[Tensor]:
@@ -130,6 +135,110 @@ def test_soap_is_the_published_algorithm(options: dict[str, Any], every: int) ->
             compare(model[0].weight.grad, expected, f"step {step}", rtol=1e-9)
             orders.add(str(own.blocks[0].second_order["L"]["order"].tolist()))
     assert len(orders) > 1
+
+
+class OfKernel(Published):
+    """The same for a kernel ``[out, channels, positions]``, with a factor for each dimension."""
+
+    def rotate(self, x: Matrix, *, back: bool = False) -> Matrix:
+        bases = [self.bases[side].T if back else self.bases[side] for side in "LRP"]
+        return np.einsum("ai,bj,ck,abc->ijk", *bases, x)
+
+    def gather(self, gradient: Matrix) -> None:
+        kept = self.options.shampoo_beta
+        for side, dim in DIMS.items():
+            rows = np.moveaxis(gradient, dim, 0).reshape(gradient.shape[dim], -1)
+            moment = rows @ rows.T
+            self.factors[side] = kept * self.factors[side] + (1 - kept) * moment
+
+    def reorder(self, side: str, order: NDArray[np.int64]) -> None:
+        self.square = np.take(self.square, order, DIMS[side])
+
+
+DIMS = {"L": 0, "R": 1, "P": 2}
+
+
+@pytest.mark.parametrize(
+    "convolution",
+    [nn.Conv1d(3, 4, 5, bias=False), nn.Conv2d(6, 8, (2, 3), groups=2, bias=False)],
+    ids=["1d", "2d in groups"],
+)
+def test_each_dimension_of_a_convolution_has_a_factor(convolution: Any) -> None:
+    method, groups = SOAP(), convolution.groups
+    references = [OfKernel(method, 2, "LRP") for _ in range(groups)]
+    model = nn.Sequential(copy.deepcopy(convolution)).double()
+    positions = prod(convolution.kernel_size)
+    with closing(stages.preconditioner(model, method, solve_every=2)) as own:
+        orders: dict[str, set[str]] = {"R": set(), "P": set()}
+        for step, gradient in enumerate(gradients((4 * groups, 3 * positions), 10)):
+            kernels = gradient.view(groups, 4, 3, positions)
+            # Other scales for channels and positions, too: the order of their bases changes.
+            channels = torch.linspace(1.0, 3.0, 3).double().roll(step // 2)
+            kernels = kernels * channels.view(3, 1)
+            kernels = kernels * torch.linspace(1.0, 3.0, positions).double().roll(step // 2)
+            model[0].weight.grad = kernels.reshape(convolution.weight.shape).clone()
+            own.step()
+            steps = zip(references, kernels, strict=True)
+            expected = np.stack([reference.step(kernel.numpy()) for reference, kernel in steps])
+            found = model[0].weight.grad.view(kernels.shape)
+            compare(found, torch.from_numpy(expected), f"step {step}", rtol=1e-9)
+            for side, seen in orders.items():
+                seen.add(str(own.blocks[0].second_order[side]["order"].tolist()))
+    assert all(len(seen) > 1 for seen in orders.values())
+
+
+@pytest.mark.distributed
+def test_ranks_and_micro_batches() -> None:
+    check_method(SOAP(), ranks=(2,), strategies=("mem-opt",), launch=run_ranks, solve_every=2)
+
+
+def test_squared_overlaps_carry_the_state_of_a_convolution() -> None:
+    """In the basis of Kronecker products, as for a matrix of three sides."""
+    method = SOAP(carry="rotate").of_kernel(5)
+    state = {"square": randn(2, 4, 15, seed=1).square()}
+    bases = []
+    for seed in (2, 3):
+        sides = zip("LRP", (4, 3, 5), strict=True)
+        bases.append(
+            {n: {"vectors": torch.linalg.qr(randn(2, s, s, seed=seed))[0]} for n, s in sides}
+        )
+    overlaps = [(bases[1][n]["vectors"].mT @ bases[0][n]["vectors"]).square() for n in "LRP"]
+    square = state["square"].view(2, 4, 5, 3)  # by position, then channel
+    expected = torch.einsum("gai,gbj,gck,gikj->gacb", *overlaps, square)
+    compare(
+        method.rebase(state, *bases)["square"], expected.reshape(2, 4, 15), "square", rtol=1e-12
+    )
+
+
+def test_state_of_convolutions_is_small() -> None:
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, bias=False), nn.Conv2d(16, 32, 3, bias=False))
+    model.append(nn.Linear(32, 32, bias=False))
+    with closing(soframe.Optimizer(model, "soap", lr=0.1)) as own:
+        weights = 16 * 16 * 9 + 16 * 32 * 9 + 32 * 32
+        sides = 3 * 16**2 + 3 * 32**2 + 2 * 9**2
+        planned = own.preconditioner.placement.memory(0)
+        assert planned["factors"] == 4 * sides
+        assert planned["state"] == 4 * 2 * weights
+        assert [group["method"] for group in own.param_groups] == ["soap"]
+
+
+@pytest.mark.parametrize("method", ["kl-soap", "soap-muon", Blocked("soap", 64), SOAP(max_size=3)])
+def test_other_methods_keep_the_sides_of_convolutions(method: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 16, 2, bias=False), nn.Conv2d(16, 2, 1, bias=False))
+    with closing(stages.preconditioner(model, method)) as own:
+        sizes = {factor.name: factor.size for factor in own.blocks[0].factors}
+        if isinstance(method, SOAP):
+            assert sizes == {}
+        else:
+            assert (sizes["L"], sizes["R"]) == (16, 16)
+
+
+def test_kernels_of_one_channel_or_position_are_matrices() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 2, bias=False), nn.Conv2d(3, 5, 1, bias=False))
+    model.append(nn.ConvTranspose2d(5, 2, 2, bias=False))
+    with closing(stages.preconditioner(model, "soap")) as own:
+        sides = [[factor.size for factor in block.factors] for block in own.blocks]
+    assert sides == [[3, 4], [5, 3], [2, 20]]
 
 
 @pytest.mark.parametrize("method", ["soap", "shampoo"])
