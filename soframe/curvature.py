@@ -239,7 +239,7 @@ class Curvature(OfModel):
         if hand_over(former, self.placed, windows, forgets=forgets):
             # Blocks without statistics take them now, not at the next interval; and in the next
             # window too, since the hooks may have missed the calls of this one.
-            self.parts.refresh.owe(2)
+            self.parts.refresh.owed = 2
         names = {block.name for block in former.blocks}
         for block in self.blocks:
             if block.name not in names and block.record.damping is None:
@@ -602,13 +602,14 @@ class Curvature(OfModel):
         # Solves under way are of factors that are replaced now.
         parts.solves.drop()
         parts.refresh.continue_from(saved["step"], saved["owed_statistics"])
-        if "damping" in saved and parts.damping.state():
-            parts.damping.load(saved["damping"])
-        elif parts.damping.state():
-            warnings.warn(
-                f"soframe: the state has nothing of {describe(parts.damping)}: it begins anew",
-                stacklevel=4,
-            )
+        if parts.damping.state():
+            if "damping" in saved:
+                parts.damping.load(saved["damping"])
+            else:
+                warnings.warn(
+                    f"soframe: the state has nothing of {describe(parts.damping)}: it begins anew",
+                    stacklevel=4,
+                )
         state.load_history(saved["history"], self.blocks)
         self.steps = saved["step"]
         self.counts.update({name: saved["counters"].get(name, 0) for name in self.counts})
@@ -667,11 +668,6 @@ class Curvature(OfModel):
 
     # -- in a step ----------------------------------------------------------------------------
 
-    def arrive(self) -> None:
-        """Wait for the reductions of statistics that are under way."""
-        for stack in self.placed.stacks:
-            stack.arrive()
-
     def fold(self, plan: Plan) -> None:
         """Reduce the sums of the window, and average them into the running factors."""
         assert plan.weights is not None
@@ -719,9 +715,11 @@ class Curvature(OfModel):
     def end_step(self, plan: Plan) -> None:
         """Count the step."""
         self.steps += 1
+        refresh = self.parts.refresh
+        refresh.coming = plan.statistics_every
+        refresh.owed = max(0, refresh.owed - 1)
         if not self.curved:
-            self.parts.refresh.owe(2)  # the backward pass ran before the hooks were there
-        self.parts.refresh.end_step(plan)
+            refresh.owed = 1  # the backward pass ran before the hooks were there
 
     # -- between steps ------------------------------------------------------------------------
 
@@ -740,7 +738,8 @@ class Curvature(OfModel):
         """Remove every hook; background solves are cancelled, and one that runs is waited for."""
         self.capture.close()
         self.parts.solves.close()
-        self.arrive()
+        for stack in self.placed.stacks:
+            stack.arrive()
 
 
 def _has_products(method: Method) -> bool:

@@ -249,7 +249,7 @@ class Stack(Arrangement[Block]):
         """Return the blocks whose method already computes updates."""
         if self.like.method.starts_at_once or not self.like.tensors:
             return members
-        return [member for member in members if self.blocks[member].active]
+        return [member for member in members if self.blocks[member].solved]
 
     def alike(self, members: Members) -> list[tuple[int, ...]]:
         """Return sets of blocks in the same state; a method is called once for each set."""

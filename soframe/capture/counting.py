@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from soframe.capture.root import Sight, look, look_at_outputs
+from soframe.capture.root import Sight
 from soframe.layers.base import Unit
 
 Samples = Literal["batch", "positions"] | Callable[[], int] | None
@@ -82,24 +82,6 @@ class Batch:
     call: weakref.ref[Any] | None = None  # a call whose graph has a node `before`
     declared: bool = False  # true if set by `Preconditioner.count`
     closed: bool = False  # whether the next forward pass is of another batch
-
-    def end(self, terms: int | None) -> None:
-        """Set the terms, and close the batch: the next forward pass is of another one."""
-        self.terms, self.closed = terms, True
-
-    def see_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See the batch in the arguments of the root."""
-        self.root = look(args, kwargs)
-
-    def see_outputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], output: object, rows: Collection[int]
-    ) -> None:
-        """See the batch in arguments and outputs; ``rows`` are those of the model's tables."""
-        self.root = look_at_outputs(self.root, args, kwargs, output, rows)
-
-    def recognise_by(self, call: Any) -> None:
-        """Set the call by whose node ``before`` a backward pass is found to go through here."""
-        self.call = self.call or weakref.ref(call)
 
     @property
     def is_under_way(self) -> bool:

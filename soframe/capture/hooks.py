@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
-from soframe.capture.root import tables
+from soframe.capture.root import look, look_at_outputs, tables
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -175,10 +175,7 @@ def _deliver(
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return
         if helper is None:
-            if output is None:
-                capture._on_root(args, kwargs)
-            else:
-                capture._on_outputs(args, kwargs, output, tables)
+            capture._on_root(args, kwargs, output, tables)
             return
         try:
             capture._on_forward(helper, args, kwargs, output)
@@ -231,11 +228,9 @@ class Calls:
     failure: Exception | None = None
 
     def enter(self, ended: Callable[[], None]) -> int:
-        """Return the number of the pass under way; the first caller opens it and sets ``ended``."""
+        """Return the number of the pass under way; the first caller opens it, ``ended`` closes."""
         if self.current is None:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self.leave)
-            engine.queue_callback(ended)
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
             return self.begin()
         return self.current
 
@@ -244,10 +239,6 @@ class Calls:
         self.current = self.count
         self.count += 1
         return self.current
-
-    def leave(self) -> None:
-        """Close the pass."""
-        self.current = None
 
     def fail(self, error: Exception) -> None:
         """Keep the first error, perhaps of this rank alone, for the step, where ranks agree."""
@@ -280,6 +271,7 @@ class Capture:
         alone: Whether no other rank waits for this one.
         calls: The calls of the window under way.
         precision: The precision of products of float32.
+        closed: Whether `close` was called.
     """
 
     sink: Sink | None = None
@@ -296,6 +288,7 @@ class Capture:
     alone: bool = True
     calls: Calls = field(default_factory=Calls)
     precision: Precision = "fast"
+    closed: bool = False
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -388,15 +381,10 @@ class Capture:
             )
         self.calls.batch, self.told = batch, True
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._finalizer.alive
-
     def close(self) -> None:
         """Remove every hook; calls made before are dropped."""
         self._finalizer()
-        self.sink = None
+        self.sink, self.closed = None, True
 
     def probe(
         self,
@@ -451,8 +439,7 @@ class Capture:
                     calls.watched = [end for end, gradient in pairs if gradient is None]
                     watched = [end for end, gradient in pairs if gradient is not None]
         finally:
-            self._probe, calls.shares = None, False
-            calls.leave()
+            self._probe, calls.shares, calls.current = None, False, None
 
     def _deliver(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
         """Deliver the gradients that have reached calls inside modules."""
@@ -466,24 +453,23 @@ class Capture:
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def _on_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See the batch of a forward pass in the root's arguments."""
+    def _on_root(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tables: Collection[int]
+    ) -> None:
+        """See the batch of a forward pass in the root's arguments, and afterwards in its output."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return  # no training, or a checkpoint that recomputes
+        if output is not None:
+            batch = self.calls.batch
+            batch.root = look_at_outputs(batch.root, args, kwargs, output, tables)
+            return
         self._precede()
         self._begin_call()
         calls = self.calls
         if not calls.batch.declared:
             calls.batch = Batch()
             calls.unreached.append(calls.batch)
-        calls.batch.see_inputs(args, kwargs)
-
-    def _on_outputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tables: Collection[int]
-    ) -> None:
-        """See the batch of a forward pass in the root's arguments and outputs together."""
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.calls.batch.see_outputs(args, kwargs, output, tables)
+        calls.batch.root = look(args, kwargs)
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -616,7 +602,7 @@ class Capture:
             return True
         if calls.current is not None:
             # A backward pass that raised never closed itself.
-            calls.leave()
+            calls.current = None
             calls.reached.clear()
         if calls.batch.closed:
             calls.batch = Batch()
@@ -651,7 +637,8 @@ class Capture:
             self.calls.reached.add(helper)
 
     def _on_end(self) -> None:
-        """Pass on the layers that a backward pass of the loss has reached."""
+        """Close a backward pass, and pass on the layers that it has reached."""
+        self.calls.current = None
         reached, self.calls.reached = frozenset(self.calls.reached), set()
         if reached and self.ended is not None:
             self.ended(reached)
@@ -668,7 +655,7 @@ class Capture:
         if calls.first is None or calls.first[0] != number:
             calls.first = number, batch
         earlier = call.pass_before(calls, number)
-        batch.end(batch.terms)
+        batch.closed = True
         if gradient.dtype == torch.float16 and not calls.half:
             calls.half = any(p.dtype == torch.float32 for p in helper.parameters.values())
         try:
@@ -745,7 +732,7 @@ class _Pending:
         transposed = [f for f in following if f.name() == _TRANSPOSED]
         self.before = next(filter(None, (*computed, *transposed)), None)
         if self.before is not None:
-            self.batch.recognise_by(self)
+            self.batch.call = self.batch.call or weakref.ref(self)
 
     def pass_before(self, calls: Calls, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""

@@ -71,10 +71,6 @@ class Stages:
         """Return a function for the scale of output gradients relative to gradients."""
         return loss_scale
 
-    def miscounted(self, passes: float) -> Exception | None:
-        """Return an error if the number of backward passes differs from the schedule's."""
-        return None
-
     # -- in a step ----------------------------------------------------------------------------
 
     def together(self) -> AbstractContextManager[None]:

@@ -166,11 +166,11 @@ def _scale(block: Block, factor: FactorSpec, folded: Folded | None) -> dict[str,
         return {}
     if factor.mean_over == "group rows":
         return {
-            "multiplier": folded.contribution.of(factor),
+            "multiplier": folded.contribution.multipliers[factor.degree],
             "divisors": list(folded.weights.groups),
         }
     divisor = folded.weights.factors[block.captured.index(factor)]
-    return {"multiplier": folded.contribution.of(factor), "divisor": divisor}
+    return {"multiplier": folded.contribution.multipliers[factor.degree], "divisor": divisor}
 
 
 def _kept(measured: Mapping[str, Any]) -> dict[str, Any]:

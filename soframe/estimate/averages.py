@@ -69,10 +69,6 @@ class Term:
         self.factor: FactorSpec = self.stack.like.factors[self.index]
         self.blocks: list[Block] = [self.stack.blocks[member] for member in self.members]
 
-    def held_by(self, rank: int) -> bool:
-        """Return whether a rank holds the running factor."""
-        return self.stack.place.holds(rank, self.index)
-
     def zeros(self) -> Tensor:
         """Return statistics of zeros, ``[groups, n, n]``."""
         like = self.stack.like
@@ -112,7 +108,7 @@ def enter(backend: Backend, terms: Sequence[Term], decay: float, *, identity: bo
         for total in pending.sums:
             term = sums[total]
             waiting[term.stack] = None
-            if term.held_by(backend.rank):
+            if term.stack.place.holds(backend.rank, term.index):
                 held.append((term, total))
         entry = _entry(pending, held)
         # Ranks that only send wait too: until then the engine keeps their buffer.
@@ -120,7 +116,8 @@ def enter(backend: Backend, terms: Sequence[Term], decay: float, *, identity: bo
             stack.expect(entry)
     alone: list[tuple[Term, Tensor | None]] = []
     for total, term in sums.items():
-        if not total.travels and term.held_by(backend.rank):
+        is_held = term.stack.place.holds(backend.rank, term.index)
+        if is_held and len(total.way.group) < 2:
             alone.append((term, total.tensor))
     average(alone)
 
@@ -339,7 +336,7 @@ def _observe(
             if not stack.like.captured:
                 block.record.missed = 0
         # EMA weights grow on all ranks; only holders have the factor.
-        if term.held_by(rank):
+        if stack.place.holds(rank, index):
             average([(term, factors[factor.name].to(stack.like.dtype))])
 
 
@@ -406,7 +403,7 @@ def _settled(
     totals: list[tuple[Term, Tensor | None]] = []
     for summed, term in sums.items():
         total, stack, factor = None, term.stack, term.factor
-        if term.held_by(backend.rank):
+        if stack.place.holds(backend.rank, term.index):
             # R <- ((m - p) R + sum_r L_r) / m, as in the module's docstring.
             masses = _per_group(term, [block.mass for block in term.blocks])
             total = summed.packed() / masses

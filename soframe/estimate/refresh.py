@@ -24,7 +24,8 @@ class Refresh:
         gradients_every: The interval of statistics of the averaged gradient.
         solve_every: The interval of solves.
         stagger: Whether the solves of an interval are spread over its steps.
-        owed: The number of coming steps at which all blocks take statistics, at any interval.
+        owed: The number of coming steps at which all blocks take statistics, at any interval; in a
+            step the present one is included.
         coming: The interval of statistics of calls in the window under way, agreed on by all ranks.
     """
 
@@ -67,15 +68,6 @@ class Refresh:
         if solve_every is None:
             solve_every = WarmInterval(100, steps=100, first=10) if reads_calls else 10
         return cls(calls, gradients, Every("solve_every", solve_every), stagger=stagger)
-
-    def owe(self, steps: int) -> None:
-        """Let all blocks take statistics at this many steps, the present one included."""
-        self.owed = steps
-
-    def end_step(self, plan: Plan) -> None:
-        """Count a step down from the ones that are owed, and keep the interval that comes."""
-        self.owed = max(0, self.owed - 1)
-        self.coming = plan.statistics_every
 
     def continue_from(self, step: int, owed: int) -> None:
         """Continue after ``step`` completed steps."""

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from soframe.blocks.block import Block, Stack, unpack
 from soframe.blocks.placed import PlacedBlocks
-from soframe.comm.base import Backend, Handle
+from soframe.comm.agreement import start_sum
+from soframe.comm.base import Backend
 from soframe.comm.fused import Parcel, Pending, buckets, send
 from soframe.estimate.averages import settle
 from soframe.estimate.worker import Work, Worker
@@ -80,6 +81,7 @@ class Run:
         owned: The factors that this rank owns.
         traces: The mean trace of each factor, ``[groups]``, on owners.
         error: The error that a solver raised, other than a failed factorisation.
+        solved: The numbers of the blocks whose factors were all solved.
     """
 
     stack: Stack
@@ -90,6 +92,7 @@ class Run:
     traces: list[Tensor] = field(default_factory=list)
     error: Exception | None = None
     work: Work | None = None
+    solved: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.blocks = [self.stack.blocks[member] for member in self.members]
@@ -108,8 +111,13 @@ class Run:
         if self.owned:
             self.work = worker.submit(self.solve, uses)
 
-    def place(self, tensors: list[Tensor]) -> None:
-        """Put the second-order data that this rank has computed into the parcels."""
+    def place(self, solved: Mapping[Run, list[Tensor] | None]) -> None:
+        """Put this rank's results into the parcels, from the background or solved now."""
+        if self.finished:
+            return
+        tensors = solved[self] if self.work is None else self.work.result()
+        if tensors is None:
+            return
         remaining = iter(tensors)
         for job in self.owned:
             job.parcel.tensors = list(itertools.islice(remaining, len(job.parcel.specs)))
@@ -185,9 +193,9 @@ class Run:
                 )
         return data
 
-    def solved(self) -> Solved:
+    def conclude(self) -> list[Block]:
         """Return the blocks whose factors were all solved, and record the failures of others."""
-        numbers = []
+        numbers: list[int] = []
         for number, block in enumerate(self.blocks):
             failed = [job.factor.name for job in self.jobs if job.failed[number]]
             if failed:
@@ -195,7 +203,13 @@ class Run:
                 block.record.failures.update(failed)
             else:
                 numbers.append(number)
-        return Solved(self, tuple(numbers))
+        self.solved = numbers
+        return [self.blocks[number] for number in numbers]
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Return the groups of each solved block, of a tensor of the whole run."""
+        groups = len(tensor) // len(self.members)
+        return [tensor[number * groups : (number + 1) * groups] for number in self.solved]
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,24 +219,6 @@ class Attempt:
     problem: Problem
     data: dict[str, Tensor]
     failed: list[int]
-
-
-@dataclass(frozen=True, eq=False)
-class Solved:
-    """The blocks of a run whose factors were all solved, by their numbers in the run."""
-
-    run: Run
-    numbers: tuple[int, ...]
-
-    @property
-    def members(self) -> list[int]:
-        """The indices of the blocks in their stack."""
-        return [self.run.members[number] for number in self.numbers]
-
-    def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return the groups of each block, of a tensor of the whole run."""
-        groups = len(tensor) // len(self.run.members)
-        return [tensor[number * groups : (number + 1) * groups] for number in self.numbers]
 
 
 def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
@@ -336,7 +332,9 @@ class Solution:
         self._runs: list[Run] = []
         for stack, chosen in members.items():
             self._runs += _runs(stack, chosen, damping, placed.rank)
-        self._jobs = list(_jobs(self._runs))
+        self._jobs: list[Job] = []
+        for run in self._runs:
+            self._jobs += run.jobs
         _take_traces(placed.backend, self._runs)
         for run in self._runs:
             if worker is not None:
@@ -384,7 +382,9 @@ class Solution:
                 runs = list(dict.fromkeys(run_of[id(parcel)] for parcel in bucket))
             with self._backend.phases("solve"):
                 now = [run for run in runs if run.work is None and not run.finished]
-                _place(runs, dict(zip(now, _solve(now) if now else (), strict=True)))
+                solved = dict(zip(now, _solve(now), strict=True)) if now else {}
+                for run in runs:
+                    run.place(solved)
             if bucket:
                 with self._backend.phases("share"):
                     self._pending.append(send(self._backend, bucket, "share"))
@@ -393,9 +393,7 @@ class Solution:
             failed += job.failed
             retried += job.retried
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
-        vector = torch.tensor(failed + retried, dtype=torch.float32, device="cpu")
-        self._outcome = vector.to(self._backend.wire_device(vector.device))
-        self._agreement: Handle = self._backend.all_reduce(self._outcome, "agree")
+        self._outcomes = start_sum(self._backend, failed + retried, torch.float32)
 
     def conclude(self, counters: dict[str, int]) -> list[Block]:
         """Wait for the results, install them, and return the blocks whose factors were all solved.
@@ -406,37 +404,24 @@ class Solution:
         with self._backend.phases("share"):
             for pending in self._pending:
                 pending.wait()
-            self._agreement.wait()
-        numbers = iter([int(value) for value in self._outcome.tolist()])
+            numbers = map(int, self._outcomes())
         for job in self._jobs:
             job.failed = [next(numbers) for _ in job.failed]
         _raise_errors(self._runs)
         counters["failed_solves"] += sum(sum(job.failed) for job in self._jobs)
         counters["retried_solves"] += sum(numbers)
-        solved_of: dict[Stack, list[Solved]] = {}
-        for run in self._runs:
-            solved = run.solved()
-            if solved.numbers:
-                solved_of.setdefault(run.stack, []).append(solved)
         installed: list[Block] = []
-        for stack, parts in solved_of.items():
-            for part in parts:
-                installed += [stack.blocks[member] for member in part.members]
+        solved_of: dict[Stack, list[Run]] = {}
+        for run in self._runs:
+            installed += run.conclude()
+            if run.solved:
+                solved_of.setdefault(run.stack, []).append(run)
+        for stack, runs in solved_of.items():
             try:
-                _install(stack, parts, self._step)
+                _install(stack, runs, self._step)
             except Exception as error:  # of any kind: all ranks raise together
                 self._placed.keep(error, stack)
         return installed
-
-
-def _place(runs: Iterable[Run], solved: Mapping[Run, list[Tensor] | None]) -> None:
-    """Put this rank's results of some runs into parcels, from the background or solved now."""
-    for run in runs:
-        if run.finished:
-            continue
-        tensors = solved[run] if run.work is None else run.work.result()
-        if tensors is not None:
-            run.place(tensors)
 
 
 def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> list[Run]:
@@ -502,7 +487,9 @@ def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
     if travelling:
         _add_up_traces(backend, travelling, means)
     for (_, dtype), alike in local.items():
-        traces = [means[job] for job in _jobs(alike)]
+        traces: list[Tensor] = []
+        for run in alike:
+            traces += [means[job] for job in run.jobs]
         parts = iter(torch.cat(traces).to(dtype).split(list(map(len, traces))))
         for run in alike:
             run.traces = [next(parts) for _ in run.jobs]
@@ -515,21 +502,18 @@ def _add_up_traces(backend: Backend, runs: Sequence[Run], means: Mapping[Job, Te
         sizes += [len(run.members) * job.factor.groups for job in run.jobs]
     # Zeros but for the factors of this rank: the sum over ranks has all traces.
     numbers = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
-    for job, part in zip(_jobs(runs), numbers.split(sizes), strict=True):
-        if job in means:
-            part.copy_(means[job])
+    parts = iter(numbers.split(sizes))
+    for run in runs:
+        for job in run.jobs:
+            part = next(parts)
+            if job in means:
+                part.copy_(means[job])
     numbers = numbers.to(backend.wire_device(numbers.device))
     backend.all_reduce(numbers, "agree").wait()
     parts = iter(numbers.split(sizes))
     for run in runs:
         like = run.stack.like
         run.traces = [next(parts).to(like.device, like.dtype) for _ in run.jobs]
-
-
-def _jobs(runs: Iterable[Run]) -> Iterator[Job]:
-    """Yield the factors of some runs."""
-    for run in runs:
-        yield from run.jobs
 
 
 def _mean_traces(jobs: Mapping[Job, Run]) -> dict[Job, Tensor]:
@@ -548,21 +532,23 @@ def _mean_traces(jobs: Mapping[Job, Run]) -> dict[Job, Tensor]:
     return means
 
 
-def _install(stack: Stack, parts: Sequence[Solved], step: int | None) -> None:
-    """Install second-order data of some blocks of a stack, and rebase their states."""
+def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
+    """Install second-order data of the solved blocks of a stack, and rebase their states."""
     # Runs split a stack by owner and damping; its tensors have the order of members.
-    members = list(itertools.chain.from_iterable(part.members for part in parts))
+    members: list[int] = []
+    for run in runs:
+        members += [run.members[number] for number in run.solved]
     order = sorted(range(len(members)), key=members.__getitem__)
     chosen = tuple(sorted(members))
     blocks = [stack.blocks[member] for member in chosen]
-    jobs = parts[0].run.jobs
+    jobs = runs[0].jobs
 
     # States in the old eigenbases are expressed in the new ones.
     kept = _with_states(stack, blocks)
     old = stack.solved_data(kept) if kept else {}
     for number, job in enumerate(jobs):
         if job.needed:
-            stack.set_data(job.factor.name, chosen, _joined(parts, number, order))
+            stack.set_data(job.factor.name, chosen, _joined(runs, number, order))
     for job in jobs:
         # Statistics that were taken with the old data are dropped.
         stack.renew(chosen, job.factor.name)
@@ -582,18 +568,18 @@ def _with_states(stack: Stack, blocks: Sequence[Block]) -> tuple[int, ...]:
     return tuple(b.member for b in blocks if b.solved and b.record.updates)
 
 
-def _joined(parts: Sequence[Solved], number: int, order: Sequence[int]) -> dict[str, Tensor]:
+def _joined(runs: Sequence[Run], number: int, order: Sequence[int]) -> dict[str, Tensor]:
     """Return the second-order data of a factor of all solved blocks, in the order of members."""
     joined: dict[str, Tensor] = {}
-    for place, name in enumerate(parts[0].run.jobs[number].names):
+    for place, name in enumerate(runs[0].jobs[number].names):
         pieces: list[Tensor] = []
-        for part in parts:
-            tensors = part.run.jobs[number].parcel.tensors
+        for run in runs:
+            tensors = run.jobs[number].parcel.tensors
             assert tensors is not None
-            if len(parts) == 1 and len(part.numbers) == len(part.run.members):
+            if len(runs) == 1 and len(run.solved) == len(run.members):
                 joined[name] = tensors[place]  # in this order
             else:
-                pieces += part.split(tensors[place])
+                pieces += run.split(tensors[place])
         if pieces:
             joined[name] = torch.cat([pieces[at] for at in order])
     return joined

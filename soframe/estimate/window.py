@@ -152,13 +152,6 @@ class Window:
         terms = call.batch.terms if call.probe is None else call.probe.samples
         return self.passes.enter(call.number, sizes, terms, call.batch, batches, part)
 
-    def end_pass(self, reached: Iterable[Block]) -> None:
-        """Record the gradients of the blocks that a backward pass of the loss has reached."""
-        for block in reached:
-            tally = self.tallies[block]
-            # None if a framework has put the gradient elsewhere.
-            tally.version = _version(block) if tally.counts.calls else None
-
     def _drop_zeroed(self, number: int) -> None:
         """Drop the statistics of gradients that were zeroed before backward pass ``number``."""
         zeroed, changed = [], {}
@@ -185,7 +178,7 @@ class Window:
                 self.sums.pop(block.stack, None)
             elif block.stack in self.sums:
                 self.sums[block.stack].zero(block.member, [f.name for f in block.factors])
-        self.shared.forget()
+        self.shared = SharedInputs()
         used: set[int] = set()
         for tally in self.tallies.values():
             used.update(tally.counts.samples)
@@ -233,11 +226,6 @@ class Window:
 
     # -- the number of samples ----------------------------------------------------------------
 
-    def complete(self, passes: int, samples: int) -> None:
-        """Store the passes and samples of the stage of the whole model that has the most."""
-        # Passes that did not reach a stage count there, too: N is the whole model's.
-        self.of_model = passes, samples
-
     def seen(self) -> tuple[int, int, int]:
         """Return the most backward passes of any stage here, and its most and fewest samples."""
         parts = {backward.part for backward in self.passes.by_number.values()}
@@ -260,10 +248,10 @@ class Window:
         return samples_by_number
 
 
-def _version(block: Block) -> tuple[nn.Parameter, int] | None:
+def version_of(block: Block) -> tuple[nn.Parameter, int] | None:
     """Return a parameter of a block that has a gradient, and the gradient's version."""
-    for parameter in block.parameters.values():
-        gradient = block.home.read(parameter)
+    parameters = list(block.parameters.values())
+    for parameter, gradient in zip(parameters, block.home.each(parameters), strict=True):
         if gradient is not None:
             return parameter, gradient._version
     return None

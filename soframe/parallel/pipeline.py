@@ -242,7 +242,8 @@ class Pipeline(Stages):
     def scaled(self, loss_scale: Callable[[], float]) -> Callable[[], float]:
         return lambda: loss_scale() * self._divisor
 
-    def miscounted(self, passes: float) -> Exception | None:
+    def _miscounted(self, passes: float) -> Exception | None:
+        """Return an error if the number of backward passes differs from the schedule's."""
         divisor = self._divisor
         if self._schedule is None or not self._schedule.scale_grads or passes in (0, divisor):
             return None
@@ -272,7 +273,8 @@ class Pipeline(Stages):
         """Reduce a report over stages; a ValueError is returned if they differ."""
         numbers = report.numbers()
         count = len(numbers)
-        local = torch.tensor([*numbers, *fingerprint(common)], dtype=torch.float64, device="cpu")
+        numbers += fingerprint(common, self.backend.world_size)
+        local = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         rows = self._gather(local).tolist()  # a row for each stage
         reports = [report.with_numbers(row[:count]) for row in rows]
         columns = zip(*(row[:count] for row in rows), strict=True)
@@ -295,7 +297,7 @@ class Pipeline(Stages):
         except ValueError as differ:
             text = f"the stages of the pipeline differ (ranks are those of a pipe): {differ}"
             return reduced, ValueError(text)
-        return reduced, None
+        return reduced, self._miscounted(reduced.passes)
 
     def spread(self, error: Exception | None) -> Exception | None:
         texts = gather_texts(self.backend, "" if error is None else describe_error(error), PHASE)

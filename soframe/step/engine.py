@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import torch
 
-from soframe.blocks.block import Stack
 from soframe.comm.agreement import (
     fingerprint,
     require_all_ranks,
@@ -52,7 +51,6 @@ class Engine:
     Attributes:
         verdict: Whether the last step counts.
         updates: The updates of the last step, if an optimizer moves the weights along them.
-        apart: The stacks of the last step whose weights the optimizer moves by their gradients.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class Engine:
         self._clipping, self._grouping, self._measuring = clipping, grouping, measuring
         self.verdict = Verdict(self._parts.backend, curvature.counts)
         self.updates: Sequence[Update] = ()
-        self.apart: Sequence[Stack] = ()
         self._connect()
 
     def _connect(self, partial: Window | None = None) -> None:
@@ -90,7 +87,8 @@ class Engine:
         self.updates = ()
         curvature, phases = self._curvature, self._parts.backend.phases
         self.verdict.settle()
-        curvature.arrive()  # sums of earlier steps that are still under way
+        for stack in curvature.placed.stacks:
+            stack.arrive()  # sums of earlier steps that are still under way
         with phases("agree"):
             plan = self._agree()
         step = Step(
@@ -100,7 +98,6 @@ class Engine:
             self._clipping,
             self._measuring,
             self._grouping,
-            self.apart,
         )
         try:
             for phase in TABLE:
@@ -115,20 +112,6 @@ class Engine:
         self._effect.end(curvature.statistics.window)
         curvature.end_step(step.plan)
         curvature.begin()
-
-    def take_updates(self) -> Sequence[Update]:
-        """Return the updates of the last step, once, for an optimizer that moves weights."""
-        updates, self.updates = self.updates, ()
-        return updates
-
-    def _part_stacks(self) -> None:
-        """Choose the stacks that get no update in this step, as the optimizer moves them."""
-        self.apart = ()
-        # Norms of updates are measured on updates.
-        can_leave = self._gradients.can_leave and not self._measuring.norms
-        if self._grouping is not None and can_leave:
-            self.apart = self._grouping.moves(self._curvature.placed.stacks)
-        self._gradients.leave(self.apart)
 
     def repeat(self, damping: float) -> None:
         """Precondition the gradients that are there now, with the present dampings of blocks.
@@ -167,8 +150,8 @@ class Engine:
         # Reports are reduced over the stages of a model first.
         of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
         report, error = parts.stages.put_together(report, of_stages, error)
-        error = error or parts.stages.miscounted(report.passes)
-        window.complete(int(report.passes), int(report.samples))
+        # Passes that did not reach a stage count there, too: N is the whole model's.
+        window.of_model = int(report.passes), int(report.samples)
         local_bad = report.bad_gradient > 0
         # Then over the copies of each stage, with the weights, which need the passes of all stages.
         failed = error is not None or report.failed > 0
@@ -185,7 +168,7 @@ class Engine:
             error = parts.stages.spread(error)
         require_no_failure(parts.backend, error, total.failed)
         parts.stages.require_none(self._problem(total, common))
-        self._gradients.agree(total.present)
+        self._gradients.flags = total.present
         parts.solves.agree(total.waits)
         # A changed model is registered anew, and the ranks agree once more.
         if total.changed or any(total.changed_anywhere):
@@ -194,7 +177,7 @@ class Engine:
         # Statistics that are not finite on some rank are dropped on all.
         self.verdict.counts[SKIPPED_STATISTICS] += total.bad_statistics > 0
         if total.bad_statistics and report.curved == 0:
-            parts.refresh.owe(2)  # without the statistics of this step no block has curvature
+            parts.refresh.owed = 2  # without the statistics of this step no block has curvature
         if window.due and not total.bad_statistics:
             plan = replace(plan, weights=total.weights)
         return self.verdict.agree(plan, bad=total.bad_gradient, large=total.large, local=local_bad)
@@ -204,9 +187,9 @@ class Engine:
         curvature, parts = self._curvature, self._parts
         step, refresh, window = curvature.steps, parts.refresh, curvature.statistics.window
         try:
+            self._effect.begin(window)  # names a framework that has sharded
             if curvature.placed.errors:
                 raise curvature.placed.errors[0]
-            self._effect.check(window)  # names the framework that sharded
             self._gradients.check()
             curvature.statistics.require_counted()
             probed = curvature.capture.probing
@@ -221,9 +204,12 @@ class Engine:
                 solve_every=refresh.solve_every.at(step),
                 observes=refresh.gradients_every.due(step),
             )
+            self._gradients.apart = ()
             if self._grouping is not None:
                 self._grouping.check_settings()
-            self._part_stacks()
+                # Norms of updates are measured on updates.
+                if self._gradients.can_leave and not self._measuring.norms:
+                    self._gradients.apart = self._grouping.moves(curvature.placed.stacks)
             # The values that decide which collectives are entered. The interval is the next step's:
             # it decides which blocks have weights in the next report.
             common: dict[str, object] = {
@@ -244,7 +230,7 @@ class Engine:
         window = curvature.statistics.window
         size, finite = math.nan, True
         parameters = curvature.watch.parameters()
-        self.verdict.begin()
+        self.verdict.queued = None
         try:
             largest = window.largest()
             # Gathered only now if sums of statistics still have to be reduced, for their memory.
@@ -252,7 +238,7 @@ class Engine:
             sizes = Magnitude(parameters, gradients, largest, self._gradients.remembers)
             if self._reads_later(sizes, plan):
                 size = 0.0
-                self.verdict.leave_unread(sizes)
+                self.verdict.queued = sizes  # to be read behind the work of this step
             else:
                 size, finite = sizes.read()
             present, reached = self._gradients.present(), self._effect.said(window)
@@ -277,7 +263,7 @@ class Engine:
             passes=float(passes),
             samples=float(most if counted else 0),
             fewest=float(fewest if counted else 0),
-            common=fingerprint(common),
+            common=fingerprint(common, parts.backend.world_size),
             present=present,
             waits=parts.solves.waits(),
             reached=reached,
@@ -307,7 +293,7 @@ class Engine:
         stages.look_over(curvature.registration)
         # All stages take statistics at the same steps: the most that any of them needs.
         refresh = self._parts.refresh
-        refresh.owe(int(stages.largest(refresh.owed)))
+        refresh.owed = int(stages.largest(refresh.owed))
 
     # -- flags that are read later ------------------------------------------------------------
 
@@ -317,9 +303,9 @@ class Engine:
         That is in steps without statistics, on a GPU: nothing that lasts is changed before then.
         """
         curvature, parts = self._curvature, self._parts
-        sends = parts.backend.wire_device(torch.device("cpu")).type == "cpu"
-        plain = not curvature.statistics.window.due and parts.stages.backend is None
-        if not plain or not sends or not sizes.queues:
+        if curvature.statistics.window.due or parts.stages.backend is not None or not sizes.queues:
+            return False
+        if parts.backend.wire_device(torch.device("cpu")).type != "cpu":
             return False
         # Blocks without statistics take their first ones in any step.
         for stack in curvature.placed.stacks:

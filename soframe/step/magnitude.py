@@ -66,7 +66,11 @@ class Magnitude:
         squared: bool = False,
     ) -> None:
         self._squared = squared
-        self._dense = [_entries(gradient) for gradient in gradients if gradient.numel() > 0]
+        self._dense: list[Tensor] = []
+        for gradient in gradients:
+            if gradient.numel() > 0:
+                is_sparse = gradient.is_sparse
+                self._dense.append(gradient.coalesce().values() if is_sparse else gradient)
         scalars = [*_norms(self._dense), *statistics]
         # One tensor, so that the host waits for the device once.
         self._all = _stacked(scalars) if scalars else None
@@ -105,11 +109,6 @@ class Magnitude:
             length = float(torch.nn.utils.get_total_norm(self._dense, norm_type=2.0))
             return largest if length < math.inf else length
         return largest
-
-
-def _entries(gradient: Tensor) -> Tensor:
-    """Return the entries of a gradient as a dense tensor."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from soframe.blocks.block import Block, Stack
+from soframe.blocks.block import Block
 from soframe.curvature import Curvature
 from soframe.diagnostics.metrics import Measuring
 from soframe.estimate.gradients import Gradients
-from soframe.estimate.plan import Plan
+from soframe.estimate.plan import UNDAMPED, Plan
 from soframe.estimate.updates import Update, exchange
 from soframe.setup.grouping import Grouping
 from soframe.step import clip as clips
@@ -47,7 +47,6 @@ class Step:
         clipping: The clips.
         measuring: Keeps the numbers of the step.
         grouping: The optimizer, if it groups parameters by method.
-        apart: The stacks without an update, which the optimizer moves.
         gradients: The averaged gradients, from phase *average* on.
         updates: The updates, from phase *direct* on.
         clipped: Whether updates are finite, and the factors of clips, from phase *clip* on.
@@ -59,7 +58,6 @@ class Step:
     clipping: Clipping
     measuring: Measuring
     grouping: Grouping | None
-    apart: Sequence[Stack]
     gradients: Gradients = field(default_factory=dict)
     updates: list[Update] = field(default_factory=list)
     clipped: Clipped = field(default_factory=lambda: Clipped(finite=False))
@@ -135,7 +133,7 @@ def judge(step: Step) -> None:
     blocks: list[Block] = []
     for update in step.updates:
         blocks += update.blocks
-    for stack in step.apart:
+    for stack in step.curvature.averaged.apart:
         blocks += stack.blocks
     if _can_select(step, blocks):
         step.verdict.leave(blocks)
@@ -151,11 +149,12 @@ def _can_select(step: Step, blocks: Sequence[Block]) -> bool:
     on float64 for large gradients. After a step that was not moderate the host reads again. All
     ranks find the same, as reading may be a collective.
     """
-    if not step.verdict.moderate or step.plan.undamped or step.curvature.relatively_damped:
+    plan, curvature = step.plan, step.curvature
+    if not step.verdict.moderate or plan.damping < UNDAMPED or curvature.relatively_damped:
         return False
     if step.grouping is not None and not step.grouping.selects():
         return False
-    stacks = step.curvature.placed.stacks
+    stacks = curvature.placed.stacks
     if len({stack.like.device for stack in stacks}) != 1:
         return False
     if any(len(stack.like.captured) < len(stack.like.factors) for stack in stacks):
@@ -178,7 +177,7 @@ def clip(step: Step) -> None:
 def measure(step: Step) -> None:
     """Keep the numbers of the step."""
     step.measuring.note(
-        step.curvature.blocks,
+        step.curvature.placed.blocks,
         step.gradients,
         step.updates,
         step.plan,
@@ -191,8 +190,8 @@ def write(step: Step) -> None:
     """Commit the states of methods; without an optimizer that moves, updates replace gradients."""
     curvature = step.curvature
     if step.grouping is None:
-        home, parameters = curvature.parts.home, curvature.watch.parameters()
-        step.verdict.write(step.updates, parameters, home)
+        parts = curvature.parts
+        step.verdict.write(step.updates, parts.model.parameters(), parts.home)
     step.verdict.commit(step.updates)
 
 
