@@ -46,7 +46,7 @@ from soframe.estimate import averages
 from soframe.estimate.gradients import AveragedGradients, Gradients, source_of
 from soframe.estimate.plan import Plan
 from soframe.estimate.statistics import Accumulator
-from soframe.estimate.updates import Update, precondition
+from soframe.estimate.updates import Update
 from soframe.kernels.devices import keep_memory
 from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
@@ -682,14 +682,7 @@ class Curvature(OfModel):
 
     def observe(self, gradients: Gradients, plan: Plan, *, after: bool = False) -> None:
         """Average statistics of the gradients, before updates are made or ``after``."""
-        averages.observe(
-            self.placed,
-            gradients,
-            due=plan.observes,
-            decay=plan.decay,
-            step=plan.step,
-            after=after,
-        )
+        averages.observe(self.placed, gradients, plan, after=after)
 
     def solve(self, plan: Plan, *, after: bool = False) -> None:
         """Solve the blocks that are due, before updates are made or ``after`` they are written."""
@@ -710,7 +703,22 @@ class Curvature(OfModel):
 
     def direct(self, gradients: Gradients, plan: Plan) -> list[Update]:
         """Return the updates of the blocks that are solved, on their gradient workers."""
-        return precondition(self.placed, gradients, plan.damping)
+        placed, updates = self.placed, list[Update]()
+        with placed.backend.phases("direct"):
+            for stack, gradient in gradients.items():
+                # A batched call needs equal counters and dampings.
+                for members in stack.alike(stack.active(gradient.members)):
+                    matrix = gradient.of(stack, members)
+                    update = Update(stack, members, matrix)
+                    updates.append(update)
+                    if matrix is None or placed.rank not in stack.place.gradient_workers:
+                        continue
+                    try:
+                        update.compute(matrix, plan.damping)
+                    except Exception as error:  # of any kind: all ranks raise together
+                        placed.keep(error, stack)
+                        update.matrix = torch.zeros_like(matrix)
+        return updates
 
     def end_step(self, plan: Plan) -> None:
         """Count the step."""

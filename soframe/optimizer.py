@@ -386,12 +386,12 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         sharding.require_own_step(self._model.parameters())
         self.preconditioner.step()
         self._moved = {}
-        verdict = self.preconditioner.engine.verdict
-        good = verdict.good
-        if good is not None or verdict.taken:
+        engine = self.preconditioner.engine
+        good = engine.verdict.good
+        if good is not None or engine.verdict.taken:
             blocks: Sequence[Block] = ()
             before: dict[nn.Parameter, Tensor] = {}
-            if self.preconditioner.measures_norms:
+            if engine.measuring.norms:
                 # Copies of all weights, to measure how far they move.
                 blocks = self.preconditioner.blocks
                 for block in blocks:
@@ -421,7 +421,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
     def _move(self, good: Tensor | None) -> None:
         """Move all parameters along their updates, or where ``good`` is false none of them."""
-        where, engine, moved = self.preconditioner.home, self.preconditioner.engine, set[int]()
+        engine, curvature = self.preconditioner.engine, self.preconditioner.curvature
+        where, moved = curvature.parts.home, set[int]()
         parameters, values = by_parameter(engine.updates)
         engine.updates = ()  # not kept beyond the step
         updates = dict(zip(map(id, parameters), values, strict=True))
@@ -429,7 +430,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         if good is not None:
             bad = torch.empty((), device=good.device, dtype=torch.float32)
             torch.logical_not(good, out=bad)
-        for stack in self.preconditioner.curvature.averaged.apart:
+        for stack in curvature.averaged.apart:
             self._adam[stack].move(self._group_of, self._moves, bad)
             moved.update(map(id, stack.parameters))
         rates: dict[int, Any] = {}
@@ -464,10 +465,11 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._moves = [Move.of(group) for group in self.param_groups]
         members = [list(map(id, group["params"])) for group in self.param_groups]
         settings = self._settings_of_methods()
-        same = self._placed is self.preconditioner.placement and self._read == (members, settings)
+        placement = self.preconditioner.curvature.placement
+        same = self._placed is placement and self._read == (members, settings)
         if not same and not self.preconditioner.changed:
             self._hand(settings)
-            self._placed, self._read = self.preconditioner.placement, (members, settings)
+            self._placed, self._read = placement, (members, settings)
         if any(move.constraint for move in self._moves):
             # The norms of matrices that become constrained.
             for ball in self._constrained():

@@ -164,7 +164,7 @@ class Preconditioner(OfModel):
             )
             self._settings["fisher"] = parts.fisher.kind
         self._closed = False
-        self._measuring = Measuring(self.backend.phases, phases.names)
+        measuring = Measuring(self.backend.phases, phases.names)
         self.curvature = Curvature.of(parts)
         try:
             self._require_read()
@@ -176,7 +176,7 @@ class Preconditioner(OfModel):
             self.curvature,
             clipping=self._clipping,
             grouping=grouping(optimizer),
-            measuring=self._measuring,
+            measuring=measuring,
         )
         parts.refresh.warn_of_settings(self.curvature.blocks, stacklevel=3)
 
@@ -461,7 +461,7 @@ class Preconditioner(OfModel):
         saved = self.curvature.load_checked(check)
         self.engine.verdict.forget()
         # The metrics of the last step are of another run.
-        self._measuring.forget()
+        self.engine.measuring.forget()
         self.curvature.begin(saved.get("late", ()))
 
     @property
@@ -507,14 +507,6 @@ class Preconditioner(OfModel):
     def world_size(self) -> int:
         """The number of ranks."""
         return self.backend.world_size
-
-    @property
-    def measures_norms(self) -> bool:
-        """Whether the coming step measures norms, see `measure`.
-
-        :meta private:
-        """
-        return self._measuring.norms
 
     def __repr__(self) -> str:
         names = (
@@ -597,7 +589,7 @@ class Preconditioner(OfModel):
                 between events of its stream. True begins at zero. None to leave it unchanged.
         """
         placed, steps = self.curvature.placed, self.steps
-        self._measuring.choose(norms=norms, times=times, placed=placed, steps=steps)
+        self.engine.measuring.choose(norms=norms, times=times, placed=placed, steps=steps)
 
     def metrics(self, *, spectra: Spectra = False, all_ranks: bool = False) -> dict[str, Any]:
         """Return the settings in force and the outcome of the last step, by block and overall.
@@ -622,8 +614,8 @@ class Preconditioner(OfModel):
             RuntimeError: If ``all_ranks``, and a rank does not call (under Gloo).
         """
         if not self.updated:
-            self._measuring.skipped()
-        return self._measuring.collect(
+            self.engine.measuring.skipped()
+        return self.engine.measuring.collect(
             self.curvature.placed,
             steps=self.steps,
             counters=self.counters,

@@ -93,6 +93,11 @@ class BlockSpec:
         return tuple(factor for factor in self.factors if factor.captured)
 
     @cached_property
+    def observes(self) -> bool:
+        """Whether a factor takes statistics of the averaged gradient."""
+        return len(self.captured) < len(self.factors)
+
+    @cached_property
     def psd(self) -> frozenset[str]:
         """The names of the factors that are matrices."""
         return frozenset(factor.name for factor in self.factors if factor.kind == "psd")
@@ -154,7 +159,7 @@ class BlockSpec:
     @cached_property
     def remembers(self) -> bool:
         """Whether its updates depend on earlier gradients: by a state, or by factors of them."""
-        return bool(self.states) or len(self.captured) < len(self.factors)
+        return bool(self.states) or self.observes
 
     @cached_property
     def elementwise(self) -> bool:

@@ -19,7 +19,6 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.base import Backend
 from soframe.comm.fused import Parcel, deliver
 from soframe.comm.shards import Split, scatter
-from soframe.estimate.gradients import Gradients
 from soframe.methods.base import Given
 from soframe.methods.returned import direction_of
 from soframe.specs import TensorSpec
@@ -52,6 +51,24 @@ class Update:
         """The blocks."""
         return [self.stack.blocks[member] for member in self.members]
 
+    def compute(self, gradient: Tensor, damping: float) -> None:
+        """Compute the update and the new state by the method."""
+        stack, members, block = self.stack, self.members, self.blocks[0]
+        state = self.states = stack.state_of(members)
+        arguments = Given(
+            gradient=gradient,
+            incoming=gradient,
+            data=stack.data_of(members),
+            state=state,
+            updates=block.record.updates,
+            solver=block.solver,
+            damping=block.damped_with(damping),
+        )
+        direction = direction_of(block.acting or block.method, arguments)
+        self.matrix = direction.matrix
+        # State tensors that the method does not return are kept, from the first update on.
+        self.states = {**state, **direction.state}
+
     def tensors(self) -> list[Tensor]:
         """Return the tensors that this rank writes."""
         if self.stack.like.shards:
@@ -65,46 +82,6 @@ class Update:
         """Yield each block with its update, if this rank has the whole matrix."""
         if self.matrix is not None:
             yield from zip(self.blocks, self.stack.split(self.matrix, self.members), strict=True)
-
-
-def precondition(placed: PlacedBlocks, gradients: Gradients, damping: float) -> list[Update]:
-    """Return the updates of all solved blocks with a gradient, computed on gradient workers."""
-    updates = []
-    with placed.backend.phases("direct"):
-        for stack, gradient in gradients.items():
-            active = stack.active(gradient.members)
-            # A batched call needs equal counters and dampings.
-            for members in stack.alike(active):
-                matrix = gradient.of(stack, members)
-                update = Update(stack, members, matrix)
-                if matrix is not None and placed.rank in stack.place.gradient_workers:
-                    try:
-                        _direct(update, matrix, damping)
-                    except Exception as error:  # of any kind: all ranks raise together
-                        placed.keep(error, stack)
-                        update.matrix = torch.zeros_like(matrix)
-                updates.append(update)
-    return updates
-
-
-def _direct(update: Update, gradient: Tensor, damping: float) -> None:
-    """Compute the update and the new state by the method."""
-    stack, members = update.stack, update.members
-    block = update.blocks[0]
-    state = update.states = stack.state_of(members)
-    arguments = Given(
-        gradient=gradient,
-        incoming=gradient,
-        data=stack.data_of(members),
-        state=state,
-        updates=block.record.updates,
-        solver=block.solver,
-        damping=block.damped_with(damping),
-    )
-    direction = direction_of(block.acting or block.method, arguments)
-    update.matrix = direction.matrix
-    # State tensors that the method does not return are kept, from the first update on.
-    update.states = {**state, **direction.state}
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,6 @@ from torch.autograd.graph import GradientEdge
 
 from soframe.kernels import devices
 from soframe.kernels.gram import add_bias, add_moment, add_squares, new_sum, with_ones
-from soframe.kernels.halves import converted
 from soframe.kernels.samples import sample_moments, squared_gradients
 from soframe.layers.layout import BlockShape, WeightAndBias
 from soframe.specs import FactorSpec
@@ -281,7 +280,7 @@ class LayerHelper(WeightAndBias, ABC):
         return rows if self.bias is None else torch.cat([rows, ones], dim=3)
 
     def _weight_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        rows = converted(self.input_rows(*inputs), output_rows.dtype)
+        rows = self.input_rows(*inputs).to(output_rows.dtype)
         if rows.shape[:3] != output_rows.shape[:3]:
             raise ValueError(
                 f"{type(self).__name__}: input_rows gives [groups, batch, shared] = "

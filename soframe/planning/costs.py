@@ -219,7 +219,7 @@ class Costs:
     def observe(self, stack: Sequence[int]) -> Priced:
         """Return the cost of a stack's statistics of averaged gradients."""
         block = self._task.blocks[stack[0]]
-        if len(block.captured) == len(block.factors):
+        if not block.observes:
             return Priced()
 
         def run(step: Given) -> object:
@@ -281,8 +281,7 @@ class Costs:
 
     def arithmetic(self, placement: Placement, part: Part) -> Arithmetic:
         """Return the seconds of a rank's phases."""
-        stacks, first = placement.stacks, [self.work[members[0]] for members in placement.stacks]
-        item = [ITEM_BYTES[work.dtype] for work in first]
+        stacks = placement.stacks
         solve = self.solve([(stacks[s], factor, blocks) for s, factor, blocks in part.solves])
         directs = [self.direct(stacks[stack]) for stack in part.directs]
         observes = [self.observe(stacks[stack]) for stack in part.directs]
@@ -290,15 +289,7 @@ class Costs:
         for stack in part.gathers:
             gathered += [self.statistics[self.work[index].name] for index in stacks[stack]]
 
-        # Bytes of running factors, and of matrices to be solved.
-        factors = matrices = 0
-        for stack, index in part.holds:
-            spec, is_packed = first[stack].factors[index], placement.blocks[stacks[stack][0]].packed
-            numel = spec.packed_numel if is_packed else prod(spec.shape)
-            factors += item[stack] * len(stacks[stack]) * numel
-        for stack, index, blocks in part.solves:
-            matrices += item[stack] * blocks * prod(first[stack].factors[index].shape)
-
+        factors, matrices = self._bytes_of_factors(placement, part)
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
             statistics=self._with_host(
@@ -314,6 +305,19 @@ class Costs:
                 self.hardware.host * len(self.work), 4 * self._gradients(placement) / bandwidth
             ),
         )
+
+    def _bytes_of_factors(self, placement: Placement, part: Part) -> tuple[int, int]:
+        """Return the bytes of running factors, and of matrices to be solved."""
+        stacks, first = placement.stacks, [self.work[members[0]] for members in placement.stacks]
+        item = [ITEM_BYTES[work.dtype] for work in first]
+        factors = matrices = 0
+        for stack, index in part.holds:
+            spec, is_packed = first[stack].factors[index], placement.blocks[stacks[stack][0]].packed
+            numel = spec.packed_numel if is_packed else prod(spec.shape)
+            factors += item[stack] * len(stacks[stack]) * numel
+        for stack, index, blocks in part.solves:
+            matrices += item[stack] * blocks * prod(first[stack].factors[index].shape)
+        return factors, matrices
 
     def _gradients(self, placement: Placement) -> int:
         """Return the bytes of all stacks' gradients."""

@@ -49,6 +49,7 @@ class Engine:
         measuring: Keeps the numbers of the last step.
 
     Attributes:
+        measuring: Keeps the numbers of the last step.
         verdict: Whether the last step counts.
         updates: The updates of the last step, if an optimizer moves the weights along them.
     """
@@ -62,7 +63,7 @@ class Engine:
         measuring: Measuring,
     ) -> None:
         self._curvature, self._parts = curvature, curvature.parts
-        self._clipping, self._grouping, self._measuring = clipping, grouping, measuring
+        self._clipping, self._grouping, self.measuring = clipping, grouping, measuring
         self.verdict = Verdict(self._parts.backend, curvature.counts)
         self.updates: Sequence[Update] = ()
         self._connect()
@@ -96,7 +97,7 @@ class Engine:
             plan,
             self.verdict,
             self._clipping,
-            self._measuring,
+            self.measuring,
             self._grouping,
         )
         try:
@@ -137,7 +138,7 @@ class Engine:
                 updates = curvature.direct(gradients, Plan(curvature.steps, damping, math.nan))
             exchange(curvature.placed, updates)
             write(updates, parts.home)
-        self._measuring.redamped(damping)
+        self.measuring.redamped(damping)
 
     # -- agreement ----------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class Engine:
             if self._grouping is not None:
                 self._grouping.check_settings()
                 # Norms of updates are measured on updates.
-                if self._gradients.can_leave and not self._measuring.norms:
+                if self._gradients.can_leave and not self.measuring.norms:
                     self._gradients.apart = self._grouping.moves(curvature.placed.stacks)
             # The values that decide which collectives are entered. The interval is the next step's:
             # it decides which blocks have weights in the next report.
@@ -309,9 +310,8 @@ class Engine:
             return False
         # Blocks without statistics take their first ones in any step.
         for stack in curvature.placed.stacks:
-            if len(stack.like.captured) == len(stack.like.factors):
+            if not stack.like.observes or stack.like.method.refreshes_after:
                 continue
-            takes = plan.observes or any(block.waits for block in stack.blocks)
-            if takes and not stack.like.method.refreshes_after:
+            if plan.observes or any(block.waits for block in stack.blocks):
                 return False
         return True

@@ -157,7 +157,7 @@ def _can_select(step: Step, blocks: Sequence[Block]) -> bool:
     stacks = curvature.placed.stacks
     if len({stack.like.device for stack in stacks}) != 1:
         return False
-    if any(len(stack.like.captured) < len(stack.like.factors) for stack in stacks):
+    if any(stack.like.observes for stack in stacks):
         return False
     return all(block.record.updates > 0 for block in blocks)
 
