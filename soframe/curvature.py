@@ -15,7 +15,7 @@ computes updates::
     curvature.fold(plan)                  # sums of all ranks into running factors
     curvature.observe(gradients, plan)    # statistics of averaged gradients
     curvature.solve(plan)                 # second-order data of blocks that are due
-    updates = curvature.direct(gradients, plan)
+    updates = curvature.direct(gradients, plan.damping)
 
 `soframe.step.engine` has the order, and agrees on the plan.
 """
@@ -701,7 +701,7 @@ class Curvature(OfModel):
                 changed=changed,
             )
 
-    def direct(self, gradients: Gradients, plan: Plan) -> list[Update]:
+    def direct(self, gradients: Gradients, damping: float) -> list[Update]:
         """Return the updates of the blocks that are solved, on their gradient workers."""
         placed, updates = self.placed, list[Update]()
         with placed.backend.phases("direct"):
@@ -714,7 +714,7 @@ class Curvature(OfModel):
                     if matrix is None or placed.rank not in stack.place.gradient_workers:
                         continue
                     try:
-                        update.compute(matrix, plan.damping)
+                        update.compute(matrix, damping)
                     except Exception as error:  # of any kind: all ranks raise together
                         placed.keep(error, stack)
                         update.matrix = torch.zeros_like(matrix)

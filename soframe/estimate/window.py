@@ -205,8 +205,11 @@ class Window:
                 if block.stack in self.sums:
                     self.sums[block.stack].zero(block.member, needing)
 
-    def largest(self) -> list[Tensor]:
-        """Return scalars on the devices of the sums, which are not finite where a sum is not."""
+    def magnitudes(self) -> list[Tensor]:
+        """Return infinity norms of the sums, as scalars: not finite where a sum is not.
+
+        Of matrices that are psd the norms of the diagonals are enough.
+        """
         scalars: list[Tensor] = []
         for device in {stack.like.device for stack in self.sums}:
             totals, diagonals = list[Tensor](), list[Tensor]()
@@ -214,7 +217,7 @@ class Window:
                 if stack.like.device != device:
                     continue
                 for name, total in sums.totals.items():
-                    if name in stack.like.psd:  # its diagonal bounds the rest
+                    if name in stack.like.psd:
                         diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
                     else:
                         totals.append(total)

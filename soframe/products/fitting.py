@@ -212,7 +212,8 @@ class Fit:
                     f"batch out"
                 )
         self._statistics.require_counted()
-        if not all(bool(largest.isfinite().all()) for largest in self._statistics.window.largest()):
+        magnitudes = self._statistics.window.magnitudes()
+        if not all(bool(magnitude.isfinite()) for magnitude in magnitudes):
             raise ValueError(
                 f"the statistics of batches {first} to {first + len(losses) - 1} are not finite, "
                 f"though their losses are: compute in float32 or bfloat16, or scale the loss"

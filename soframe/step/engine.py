@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -32,11 +31,11 @@ from soframe.setup.grouping import Grouping
 from soframe.step.clip import Clipping
 from soframe.step.effect import Effect
 from soframe.step.magnitude import Magnitude
-from soframe.step.phases import TABLE, Step
+from soframe.step.phases import PHASES, Step
 from soframe.step.verdict import SKIPPED_STATISTICS, Verdict
 
 OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
-"""The common values of the copies of a stage that all stages of a pipeline share."""
+"""The names of values that must be equal on all stages of a pipeline, too."""
 
 
 class Engine:
@@ -69,7 +68,10 @@ class Engine:
         self._connect()
 
     def _connect(self, partial: Window | None = None) -> None:
-        """Take the gradients and the guard of the blocks that are registered now."""
+        """Set the gradients and the `Effect` of the blocks that are registered now.
+
+        ``partial`` is a window in which the model changed: its hooks may have missed calls.
+        """
         curvature, parts = self._curvature, self._parts
         self._gradients = curvature.averaged
         self._effect = Effect(
@@ -84,13 +86,13 @@ class Engine:
     # -- the step -----------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Rewrite the gradients by the updates of one step, or leave these to the optimizer."""
+        """Take a step: overwrite the gradients by updates, or keep these for the optimizer."""
         self.updates = ()
-        curvature, phases = self._curvature, self._parts.backend.phases
-        self.verdict.settle()
+        curvature, ranges = self._curvature, self._parts.backend.phases
+        self.verdict.settle()  # reads the flags of the last step, if they are still on the device
         for stack in curvature.placed.stacks:
             stack.arrive()  # sums of earlier steps that are still under way
-        with phases("agree"):
+        with ranges("agree"):
             plan = self._agree()
         step = Step(
             curvature,
@@ -101,18 +103,22 @@ class Engine:
             self._grouping,
         )
         try:
-            for phase in TABLE:
-                if step.is_in(phase.when):
-                    with phases(phase.name) if phase.is_range else nullcontext():
+            for phase in PHASES:
+                if not phase.runs_in(step):
+                    continue
+                if phase.is_range:
+                    with ranges(phase.name):
                         phase.run(step)
-            if self._grouping is not None and step.clipped.finite:
+                else:  # the function opens ranges of this name
+                    phase.run(step)
+            if self._grouping is not None and step.counts:
                 self.updates = step.updates
         except BaseException:
             curvature.begin()  # the sums of this window may be used up already
             raise
         self._effect.end(curvature.statistics.window)
         curvature.end_step(step.plan)
-        curvature.begin()
+        curvature.begin()  # the next window
 
     def repeat(self, damping: float) -> None:
         """Precondition the gradients that are there now, with the present dampings of blocks.
@@ -135,7 +141,7 @@ class Engine:
                 if not stack.like.remembers
             }
             with within(parts.precision):
-                updates = curvature.direct(gradients, Plan(curvature.steps, damping, math.nan))
+                updates = curvature.direct(gradients, damping)
             exchange(curvature.placed, updates)
             write(updates, parts.home)
         self.measuring.redamped(damping)
@@ -146,21 +152,23 @@ class Engine:
         """Agree with all ranks on the plan of the step; rebuild if the model has changed."""
         curvature, parts = self._curvature, self._parts
         statistics, window = curvature.statistics, curvature.statistics.window
-        plan, common, error = self._evaluate()
+        plan, common, error = self._prepare()
         report, error = self._report(plan, common, error)
         # Reports are reduced over the stages of a model first.
         of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
         report, error = parts.stages.put_together(report, of_stages, error)
-        # Passes that did not reach a stage count there, too: N is the whole model's.
+        # The weights below need the samples of the whole model: passes that did not reach a stage
+        # count there, too.
         window.of_model = int(report.passes), int(report.samples)
-        local_bad = report.bad_gradient > 0
+        bad_here = report.bad_gradient > 0
         # Then over the copies of each stage, with the weights, which need the passes of all stages.
         failed = error is not None or report.failed > 0
-        bad_statistics = max(report.bad_statistics, min(report.due, report.bad_gradient))
+        # Statistics of any stage are dropped for a bad gradient of any stage.
+        bad_statistics = report.bad_statistics > 0 or (report.due > 0 and report.bad_gradient > 0)
         total = replace(
             report,
             failed=float(failed),
-            bad_statistics=bad_statistics,
+            bad_statistics=float(bad_statistics),
             changed_anywhere=[] if parts.stages.backend is None else [report.changed_stages],
             weights=statistics.weights(),
         ).over_ranks(parts.backend)
@@ -176,21 +184,26 @@ class Engine:
             self._rebuild(changed=total.changed > 0)
             return self._agree()
         # Statistics that are not finite on some rank are dropped on all.
-        self.verdict.counts[SKIPPED_STATISTICS] += total.bad_statistics > 0
-        if total.bad_statistics and report.curved == 0:
-            parts.refresh.owed = 2  # without the statistics of this step no block has curvature
-        if window.due and not total.bad_statistics:
+        if total.bad_statistics > 0:
+            curvature.counts[SKIPPED_STATISTICS] += 1
+            if report.curved == 0:
+                # No block has curvature: take statistics in the next window (2: this step counts).
+                parts.refresh.owed = 2
+        elif window.due:
             plan = replace(plan, weights=total.weights)
-        return self.verdict.agree(plan, bad=total.bad_gradient, large=total.large, local=local_bad)
+        return self.verdict.agree(plan, bad=total.bad_gradient, large=total.large, local=bad_here)
 
-    def _evaluate(self) -> tuple[Plan, dict[str, object], Exception | None]:
-        """Return the step's plan, the values that ranks must share, and an error or None."""
+    def _prepare(self) -> tuple[Plan, dict[str, object], Exception | None]:
+        """Check settings and gradients, choose the stacks without an update, and make the plan.
+
+        Returns the plan, the values that must be equal on all ranks, and an error or None.
+        """
         curvature, parts = self._curvature, self._parts
         step, refresh, window = curvature.steps, parts.refresh, curvature.statistics.window
         try:
-            self._effect.begin(window)  # names a framework that has sharded
+            self._effect.begin(window)  # its error names a framework that sharded parameters
             if curvature.placed.errors:
-                raise curvature.placed.errors[0]
+                raise curvature.placed.errors[0]  # of the step before, see `PlacedBlocks.keep`
             self._gradients.check()
             curvature.statistics.require_counted()
             probed = curvature.capture.probing
@@ -208,7 +221,7 @@ class Engine:
             self._gradients.apart = ()
             if self._grouping is not None:
                 self._grouping.check_settings()
-                # Norms of updates are measured on updates.
+                # If norms are measured, every stack has an update: its norm is measured, too.
                 if self._gradients.can_leave and not self.measuring.norms:
                     self._gradients.apart = self._grouping.moves(curvature.placed.stacks)
             # The values that decide which collectives are entered. The interval is the next step's:
@@ -229,34 +242,35 @@ class Engine:
         """Return this rank's report, without its weights, and its error."""
         curvature, parts = self._curvature, self._parts
         window = curvature.statistics.window
-        size, finite = math.nan, True
+        # NaN is a bad gradient: it stays if an error comes before the gradients are read.
+        magnitude, statistics_finite = math.nan, True
         parameters = curvature.watch.parameters()
         self.verdict.queued = None
         try:
-            largest = window.largest()
-            # Gathered only now if sums of statistics still have to be reduced, for their memory.
+            statistics = window.magnitudes()
+            # With statistics, gradients are gathered in phase *average*, when sums are freed.
             gradients = parts.home.of(parameters) if window.due else self._gradients.own()
-            sizes = Magnitude(parameters, gradients, largest, self._gradients.remembers)
+            sizes = Magnitude(parameters, gradients, statistics, self._gradients.remembers)
             if self._reads_later(sizes, plan):
-                size = 0.0
-                self.verdict.queued = sizes  # to be read behind the work of this step
+                magnitude = 0.0  # until phase *agree* reads it
+                self.verdict.queued = sizes
             else:
-                size, finite = sizes.read()
+                magnitude, statistics_finite = sizes.read()
             present, reached = self._gradients.present(), self._effect.said(window)
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
             # All ranks must reduce equally many numbers.
             present, reached = self._gradients.none_present(), self._effect.nothing_said(window)
-        bad_gradient = not math.isfinite(size)
+        is_large = magnitude > 0  # zero for moderate gradients, see `Magnitude.read`
         passes, most, fewest = window.seen()
         counted = parts.scaling == "fisher"
         changed = float(curvature.watch.changed(parameters))
         report = Report(
             failed=float(error is not None),
-            bad_gradient=float(bad_gradient),
+            bad_gradient=float(not math.isfinite(magnitude)),
             # Damping relative to a small curvature is small: updates may be large.
-            large=float(size > 0 or curvature.relatively_damped),
-            bad_statistics=float(not finite or (bool(window.due) and bad_gradient)),
+            large=float(is_large or curvature.relatively_damped),
+            bad_statistics=float(not statistics_finite),
             changed=changed,
             changed_stages=changed,
             due=float(bool(window.due)),
@@ -304,8 +318,10 @@ class Engine:
         That is in steps without statistics, on a GPU: nothing that lasts is changed before then.
         """
         curvature, parts = self._curvature, self._parts
-        if curvature.statistics.window.due or parts.stages.backend is not None or not sizes.queues:
+        is_pipeline = parts.stages.backend is not None
+        if curvature.statistics.window.due or is_pipeline or not sizes.queues:
             return False
+        # Where numbers of the host travel by the GPU, the agreement waits for its work anyway.
         if parts.backend.wire_device(torch.device("cpu")).type != "cpu":
             return False
         # Blocks without statistics take their first ones in any step.

@@ -133,7 +133,7 @@ def _stacked(scalars: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(scalars))
 
 
-def discard(parameters: Iterable[nn.Parameter], home: GradientHome) -> None:
+def zero_gradients(parameters: Iterable[nn.Parameter], home: GradientHome) -> None:
     """Zero every gradient, so that a bad batch costs one update and not the weights."""
     for gradient in home.of(parameters):
         gradient.zero_()
