@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,14 @@ from soframe.methods.base import Method
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, Shards, TensorSpec
 from soframe.strategies.work import BlockWork
+
+
+class SolvedFactor(NamedTuple):
+    """A factor that is solved: its position among the block's factors, its spec, its solver."""
+
+    position: int
+    factor: FactorSpec
+    solver: Solver
 
 
 @dataclass(eq=False)
@@ -108,13 +117,13 @@ class BlockSpec:
         return any(factor.mean_over == "group rows" for factor in self.factors)
 
     @cached_property
-    def solved_here(self) -> tuple[tuple[int, FactorSpec, Solver], ...]:
-        """The factors that are solved: the index, spec and solver of each."""
-        solved: list[tuple[int, FactorSpec, Solver]] = []
+    def solved_here(self) -> tuple[SolvedFactor, ...]:
+        """The factors that are solved."""
+        solved: list[SolvedFactor] = []
         for index, factor in enumerate(self.factors):
             solver = self.method.solver(factor, self.solver)
             if solver is not None:
-                solved.append((index, factor, solver))
+                solved.append(SolvedFactor(index, factor, solver))
         return tuple(solved)
 
     @cached_property
