@@ -351,7 +351,7 @@ class Curvature(OfModel):
         parts.stages.require_uncounted()
         choosing.check_count(terms is not None, parts.samples, parts.scaling)
         if capture.enabled:
-            capture.say(declare(terms, rows))
+            capture.set_batch(declare(terms, rows))
 
     # -- products -----------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class Batch:
     mask: Tensor | None = None  # the terms of the model's outputs that count; None for all
     rows: Rows | None = None  # the rows that are data; None for all
     root: Sight = field(default_factory=Sight)  # the inputs and outputs of the root module
-    call: weakref.ref[Any] | None = None  # a call whose graph has a node `before`
+    call: weakref.ref[Any] | None = None  # a call whose graph has a node `marker`
     declared: bool = False  # true if set by `Preconditioner.count`
     closed: bool = False  # whether the next forward pass is of another batch
 
@@ -87,7 +87,7 @@ class Batch:
     def is_under_way(self) -> bool:
         """Whether the backward pass under way goes through this forward pass; False if unsure."""
         call = None if self.call is None else self.call()
-        return call is not None and bool(torch._C._will_engine_execute_node(call.before))
+        return call is not None and bool(torch._C._will_engine_execute_node(call.marker))
 
     def counted(self, samples: Samples) -> int | None:
         """Return the number of terms that the root shows; None if it shows none."""

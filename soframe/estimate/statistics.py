@@ -169,16 +169,19 @@ class Accumulator:
             passes, calls = former.passes, former.calls
             window = replace(window, passes=passes, calls=calls, of_model=former.of_model)
         self.window = window
-        counting: set[LayerHelper] = set()
-        idle: set[LayerHelper] = set()
+        without_inputs: set[LayerHelper] = set()
+        no_statistics: set[LayerHelper] = set()
         if taking:  # else the capture is off, and needs no sets
             for helper, block in self._block_of.items():
                 if not self._wants_inputs(helper):
-                    counting.add(helper)
+                    without_inputs.add(helper)
                 if block not in taking:
-                    idle.add(helper)
+                    no_statistics.add(helper)
         self._capture.begin(
-            window.calls, enabled=bool(taking), counting=frozenset(counting), idle=frozenset(idle)
+            window.calls,
+            enabled=bool(taking),
+            without_inputs=frozenset(without_inputs),
+            no_statistics=frozenset(no_statistics),
         )
 
     def resume(self, former: Window) -> None:
@@ -330,7 +333,7 @@ class Accumulator:
         self, block: Block, helper: LayerHelper, rows: Tensor, batch: Batch
     ) -> DataRows | None:
         """Return the rows or samples of a call that are data; None for all."""
-        if self._capture.told and not batch.declared:
+        if self._capture.counts and not batch.declared:
             self.window.passes.fail(
                 RuntimeError(
                     f"{block.name!r} ran in a forward pass of which count() was told nothing: once "

@@ -146,7 +146,7 @@ class Window:
         if call.number not in self.passes.by_number:
             self._drop_zeroed(call.number)
             if call.probe is None:
-                batches = self.calls.together(call.batch)
+                batches = self.calls.take_waiting(call.batch)
         if call.probe is None:
             self.tallies[block].version = next(iter(block.parameters.values())), -1
         terms = call.batch.terms if call.probe is None else call.probe.samples
