@@ -291,7 +291,7 @@ class Curvature(OfModel):
             scale_reader=lambda: parts.stages.scaled(parts.loss_scale.reader()),
             capture=self.capture,
             sampler=parts.sampler,
-            part_of=parts.stages.part_of,
+            stage_of=parts.stages.stage_of,
         )
 
     def _listen(self) -> None:
@@ -735,12 +735,12 @@ class Curvature(OfModel):
         """Solve blocks at once, with a damping."""
         solves = self.parts.solves
         solved = solves.update(self.placed, blocks, damping=damping, counters=self.counts)
-        self.statistics.window.renew(solved)
+        self.statistics.window.drop_dependent(solved)
 
     def land(self, call: str) -> None:
         """Install all background solves; every rank must call. ``call`` names it in errors."""
         landed = self.parts.solves.land(self.placed, self.counts, call)
-        self.statistics.window.renew(landed)
+        self.statistics.window.drop_dependent(landed)
 
     def close(self) -> None:
         """Remove every hook; background solves are cancelled, and one that runs is waited for."""

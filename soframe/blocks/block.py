@@ -266,7 +266,7 @@ class Stack(Arrangement[Block]):
             same.setdefault((status[:-1], known, id(status[-1])), []).append(member)
         return list(map(tuple, same.values()))
 
-    def renew(self, members: Members, name: str) -> None:
+    def drop_dependent(self, members: Members, name: str) -> None:
         """Drop the averages that need second-order data of factor ``name``, now replaced."""
         for factor in self.like.factors:
             if name in factor.needs:

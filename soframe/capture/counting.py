@@ -244,7 +244,7 @@ class Pass:
 
     samples: int  # the terms that its loss is a mean of
     size: int  # the batch that it went through
-    part: int = 0  # the pipeline stage that it belongs to
+    stage: int = 0  # the index of its pipeline stage
     told: bool = False  # whether its terms or rows are declared, or observed
     certain: bool = True  # whether its forward passes are surely of other samples, or the same
     batches: list[Batch] = field(default_factory=list)  # its forward passes
@@ -283,17 +283,17 @@ class Passes:
         terms: int | None,
         batch: Batch,
         batches: Sequence[Batch],
-        part: int,
+        stage: int,
     ) -> Pass:
         """Count a call with ``sizes`` (samples, rows); return its pass.
 
         ``terms`` is their number, if it is declared or observed; ``batch`` is the call's,
-        ``batches`` are all of the pass at its first call; ``part`` is the call's stage.
+        ``batches`` are all of the pass at its first call; ``stage`` is the call's.
         """
         backward = self.by_number.get(number)
         if backward is None:
             backward = self.by_number[number] = self._begin(sizes, terms, batch, batches)
-            backward.part = part
+            backward.stage = stage
         backward.reached.add(sizes[0])
         if batch not in backward.batches:
             backward.certain = False

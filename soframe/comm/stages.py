@@ -63,7 +63,7 @@ class Stages:
         """Return the modules whose arguments show the batch of a forward pass."""
         return (model,)
 
-    def part_of(self, block: Any) -> int:
+    def stage_of(self, block: Any) -> int:
         """Return the index of the stage with a block: a backward pass belongs to one stage."""
         return 0
 

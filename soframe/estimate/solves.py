@@ -551,7 +551,7 @@ def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
             stack.set_data(job.factor.name, chosen, _joined(runs, number, order))
     for job in jobs:
         # Statistics that were taken with the old data are dropped.
-        stack.renew(chosen, job.factor.name)
+        stack.drop_dependent(chosen, job.factor.name)
     for block in blocks:
         block.record.solved = True
         if step is not None:

@@ -88,7 +88,7 @@ class Accumulator:
             way is multiplied.
         capture: Records the calls.
         sampler: Draws some of their rows.
-        part_of: Returns the index of the pipeline stage of a block. A backward pass belongs to one
+        stage_of: Returns the index of the pipeline stage of a block. A backward pass belongs to one
             stage, and all stages have equally many.
     """
 
@@ -103,7 +103,7 @@ class Accumulator:
         scale_reader: Callable[[], Callable[[], float]],
         capture: Capture,
         sampler: Sampler,
-        part_of: Callable[[Block], int],
+        stage_of: Callable[[Block], int],
     ) -> None:
         blocks, backend = placed.blocks, placed.backend
         self._placed = placed
@@ -134,7 +134,7 @@ class Accumulator:
         self._samples = samples
         self._scale_reader = scale_reader
         self._warned = False  # of samples whose number is in doubt
-        self._part_of = {block: part_of(block) for block in blocks}
+        self._stage_of = {block: stage_of(block) for block in blocks}
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
         self.folded: dict[Block, Folded] = {}
 
@@ -205,11 +205,11 @@ class Accumulator:
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
             if call.batch.root.is_empty:
-                self.window.enter(block, call, (0, 0), self._part_of[block])
+                self.window.count_call(block, call, (0, 0), self._stage_of[block])
             return
         data = self._data(block, helper, rows, call.batch)
         data_sizes = _sizes(data, batch, shared)
-        backward = self.window.enter(block, call, data_sizes, self._part_of[block])
+        backward = self.window.count_call(block, call, data_sizes, self._stage_of[block])
         if backward.samples == 0:
             return  # its loss has no terms
 
@@ -401,7 +401,7 @@ class Accumulator:
         counts = self.window.tallies[block].counts
         if counts.calls and not self._capture.probing and not block.has_gradient:
             return Contribution()  # zeroed since its backward passes
-        passes = self.window.passes_of(self._part_of[block])
+        passes = self.window.samples_by_pass(self._stage_of[block])
         passes = {n: samples for n, samples in passes.items() if not 0 <= n < counts.since}
         return self._scale.contribution(counts, passes)
 

@@ -230,7 +230,7 @@ class Pipeline(Stages):
             return super().roots(model)
         return [unwrap(stage.submod) for stage in _stages(self._schedule)]
 
-    def part_of(self, block: Block) -> int:
+    def stage_of(self, block: Block) -> int:
         return self._parts.get(next(iter(block.parameters.values())), 0)
 
     @property

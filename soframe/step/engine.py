@@ -262,7 +262,7 @@ class Engine:
             # All ranks must reduce equally many numbers.
             present, reached = self._gradients.none_present(), self._effect.nothing_said(window)
         is_large = magnitude > 0  # zero for moderate gradients, see `Magnitude.read`
-        passes, most, fewest = window.seen()
+        passes, most, fewest = window.largest_counts()
         counted = parts.scaling == "fisher"
         changed = float(curvature.watch.changed(parameters))
         report = Report(
