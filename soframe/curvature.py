@@ -274,7 +274,7 @@ class Curvature(OfModel):
         self._report = registration.report
         self._known: Coordinates | None = None
         self.placed = PlacedBlocks(registration.blocks, placement, parts.backend)
-        self.averaged: AveragedGradients = source_of(
+        self.averaged_gradients: AveragedGradients = source_of(
             parts.gradients, parts.model, self.placed, parts.home
         )
         self.watch = Watch(parts.model)
@@ -673,12 +673,12 @@ class Curvature(OfModel):
         assert plan.weights is not None
         self.statistics.fold(plan.weights, plan.decay, plan.step)
 
-    def end_window(self, gradients: Gradients, plan: Plan) -> None:
-        """Note which blocks have missed their turn of statistics, see `Refresh.end_window`."""
+    def note_missed_turns(self, gradients: Gradients, plan: Plan) -> None:
+        """Note the blocks that missed their turn for statistics, see `Refresh`."""
         due = self.statistics.window.due
         not_finite = plan.weights is None and bool(due)
         if self.placed.captured and not not_finite:
-            self.parts.refresh.end_window(self.placed, due, gradients, plan.step)
+            self.parts.refresh.note_missed_turns(self.placed, due, gradients, plan.step)
 
     def observe(self, gradients: Gradients, plan: Plan, *, after: bool = False) -> None:
         """Average statistics of the gradients, before updates are made or ``after``."""
@@ -692,7 +692,7 @@ class Curvature(OfModel):
             changed = self.statistics.window.due
         due = self.parts.refresh.due(self.placed, plan, after=after)
         with within("full"):
-            self.parts.solves.update(
+            self.parts.solves.advance(
                 self.placed,
                 due,
                 damping=plan.damping,
@@ -734,7 +734,7 @@ class Curvature(OfModel):
     def solve_again(self, blocks: Sequence[Block], damping: float) -> None:
         """Solve blocks at once, with a damping."""
         solves = self.parts.solves
-        solved = solves.update(self.placed, blocks, damping=damping, counters=self.counts)
+        solved = solves.advance(self.placed, blocks, damping=damping, counters=self.counts)
         self.statistics.window.drop_dependent(solved)
 
     def land(self, call: str) -> None:

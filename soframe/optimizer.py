@@ -430,7 +430,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         if good is not None:
             bad = torch.empty((), device=good.device, dtype=torch.float32)
             torch.logical_not(good, out=bad)
-        for stack in curvature.averaged.apart:
+        for stack in curvature.averaged_gradients.left_to_optimizer:
             self._adam[stack].move(self._group_of, self._moves, bad)
             moved.update(map(id, stack.parameters))
         rates: dict[int, Any] = {}

@@ -175,7 +175,7 @@ class Preconditioner(OfModel):
         self.engine = Engine(
             self.curvature,
             clipping=self._clipping,
-            grouping=grouping(optimizer),
+            moving_optimizer=grouping(optimizer),
             measuring=measuring,
         )
         parts.refresh.warn_of_settings(self.curvature.blocks, stacklevel=3)
@@ -290,7 +290,7 @@ class Preconditioner(OfModel):
         Factors are solved anew if their solver damps them. Blocks whose updates depend on earlier
         gradients keep their present ``.grad``; no state of a method changes. Every rank must call.
         """
-        self.engine.repeat(self.damping)
+        self.engine.propose(self.damping)
 
     def snapshot(self) -> dict[str, Solved]:
         """Return the second-order data and the damping of each block, by name, for `restore`.

@@ -596,12 +596,12 @@ class Registration:
                 f"pass Statistics(fisher='empirical'), or skip the module"
             )
         for solver, numbers in block.solvers:
-            factors = [block.solved_here[number].factor for number in numbers]
+            factors = [block.solved_factors[number].factor for number in numbers]
             if (why := solver.unsupported(factors)) is not None:
                 yield f"{solver!r} cannot solve the factors of {method!r}: {why}"
         damping = choices.damping
         is_relative = damping is not None and damping.per_block
-        if is_relative and block.captured and not block.solved_here:
+        if is_relative and block.captured and not block.solved_factors:
             yield (
                 f"{damping!r} is relative to factors that are solved, and {method!r} has none: "
                 f"pass a number for damping=, or skip the module"
@@ -791,7 +791,7 @@ class Registration:
             # Blocks of one kind have the same dict of tensors, and the same texts.
             kind = id(block.tensors)
             if kind not in texts:
-                solvers = [_name(solver) for _, _, solver in block.solved_here]
+                solvers = [_name(solver) for _, _, solver in block.solved_factors]
                 method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
                 texts[kind] = method, list(_reduced(block))
             method, reduced = texts[kind]

@@ -117,7 +117,7 @@ class BlockSpec:
         return any(factor.mean_over == "group rows" for factor in self.factors)
 
     @cached_property
-    def solved_here(self) -> tuple[SolvedFactor, ...]:
+    def solved_factors(self) -> tuple[SolvedFactor, ...]:
         """The factors that are solved."""
         solved: list[SolvedFactor] = []
         for index, factor in enumerate(self.factors):
@@ -130,7 +130,7 @@ class BlockSpec:
     def solvers(self) -> list[tuple[Solver, list[int]]]:
         """The solvers, each with the numbers of its solved factors; equal solvers are merged."""
         solvers: list[tuple[Solver, list[int]]] = []
-        for number, (_, _, solver) in enumerate(self.solved_here):
+        for number, (_, _, solver) in enumerate(self.solved_factors):
             for known, numbers in solvers:
                 if known == solver:
                     numbers.append(number)
@@ -142,13 +142,13 @@ class BlockSpec:
     @cached_property
     def unsolved(self) -> tuple[FactorSpec, ...]:
         """The factors that are their own data."""
-        solved = {factor.name for _, factor, _ in self.solved_here}
+        solved = {factor.name for _, factor, _ in self.solved_factors}
         return tuple(factor for factor in self.factors if factor.name not in solved)
 
     @cached_property
     def tensors(self) -> dict[str, dict[str, TensorSpec]]:
         """The second-order data of each factor that is solved."""
-        return {factor.name: solver.tensors(factor) for _, factor, solver in self.solved_here}
+        return {factor.name: solver.tensors(factor) for _, factor, solver in self.solved_factors}
 
     @property
     def relatively_damped(self) -> bool:
@@ -200,7 +200,7 @@ class BlockSpec:
     @property
     def follows(self) -> bool:
         """Whether second-order data follow the factors between solves."""
-        return any(solver.follows for _, _, solver in self.solved_here)
+        return any(solver.follows for _, _, solver in self.solved_factors)
 
     def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
         """Return each solved factor's share of the damping, ``[groups]``, given mean traces."""
@@ -224,7 +224,7 @@ class BlockSpec:
 
     @cached_property
     def _work(self) -> BlockWork:
-        continued = {factor.name for _, factor, solver in self.solved_here if solver.continues}
+        continued = {factor.name for _, factor, solver in self.solved_factors if solver.continues}
         resident = tuple(not f.captured or f.name in continued for f in self.factors)
         return BlockWork(
             name="",

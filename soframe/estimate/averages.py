@@ -285,7 +285,7 @@ def observe(placed: PlacedBlocks, gradients: Gradients, plan: Plan, *, after: bo
 
 def _mark_missed(stack: Stack, gradient: Gradient | None) -> None:
     """Mark the blocks without a gradient at their turn for statistics."""
-    # `Refresh.end_window` marks blocks that have statistics of calls, too.
+    # `Refresh.note_missed_turns` marks blocks that have statistics of calls, too.
     used = () if gradient is None else gradient.members
     if len(used) < len(stack.blocks):
         for block in stack.blocks:

@@ -70,8 +70,8 @@ class AveragedGradients:
         updates_divided: Whether it may lack its update, too.
         remembers: Whether the updates of any block depend on earlier gradients.
         can_leave: Whether gradients are whole and averaged where they are, so that some may stay.
-        apart: The stacks whose gradients stay where they are in this step: they get no update, and
-            the optimizer moves their weights.
+        left_to_optimizer: The stacks whose gradients stay where they are in this step: they get no
+            update, and the optimizer moves their weights.
         flags: The flags of `present`, summed over ranks.
 
     Args:
@@ -86,7 +86,7 @@ class AveragedGradients:
 
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
         self._backend, self._home = placed.backend, home
-        self.apart: Sequence[Stack] = ()
+        self.left_to_optimizer: Sequence[Stack] = ()
         self.flags: Sequence[float] = ()
         self._gathered: Gradients | None = None
         self._stacks = placed.stacks
@@ -133,7 +133,7 @@ class AveragedGradients:
         return tuple(block.name for block in self._remembering if block.has_gradient)
 
     def present(self) -> list[float]:
-        """Return the flags that are summed over ranks before `raw`."""
+        """Return the flags that are summed over ranks before `collect`."""
         return []
 
     def none_present(self) -> list[float]:
@@ -141,16 +141,16 @@ class AveragedGradients:
         return []
 
     def own(self) -> list[Tensor]:
-        """Return all gradients of this rank, before `raw`, in few tensors."""
+        """Return all gradients of this rank, before `collect`, in few tensors."""
         self._gathered = self.now()
         matrices = [gradient.matrix for gradient in self._gathered.values()]
         rest: list[nn.Parameter] = []
-        for stack in self.apart:
+        for stack in self.left_to_optimizer:
             rest += stack.parameters
         return [*(m for m in matrices if m is not None), *self._home.of(rest + self._rest)]
 
-    def raw(self) -> Gradients:
-        """Average the gradients; return the ones of all blocks that have any."""
+    def collect(self) -> Gradients:
+        """Average or gather the gradients; return those of all blocks that have any."""
         gathered, self._gathered = self._gathered, None
         return self.now() if gathered is None else gathered
 
@@ -158,7 +158,7 @@ class AveragedGradients:
         """Return the gradients that are in their home now."""
         used: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
-            if stack not in self.apart and (members := stack.used()):
+            if stack not in self.left_to_optimizer and (members := stack.used()):
                 used[stack] = members
         matrices = _gathered(used)
         return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
@@ -238,7 +238,7 @@ class LocalGradients(AveragedGradients):
         """See `AveragedGradients.none_present`."""
         return [0.0] * len(self._parameters)
 
-    def raw(self) -> dict[Stack, Gradient]:
+    def collect(self) -> dict[Stack, Gradient]:
         """Average every gradient that any rank has; on ranks without it, it counts as zero.
 
         Gradients of other parameters and of blocks that are not solved yet are averaged in place.
@@ -363,7 +363,7 @@ class ShardedGradients(AveragedGradients):
             names += [f"{block.name}, a sum over ranks" for _ in partial]
         return tuple(names)
 
-    def raw(self) -> dict[Stack, Gradient]:
+    def collect(self) -> dict[Stack, Gradient]:
         """Gather the parts of every gradient on its gradient workers."""
         splits: dict[Block, dict[str, Split]] = {}
         every: list[Split] = []
@@ -405,8 +405,8 @@ class ShardedGradients(AveragedGradients):
         return splits
 
     def now(self) -> dict[Stack, Gradient]:
-        """Gather the present gradients, as `raw` does; every rank must call."""
-        return self.raw()
+        """Gather the present gradients, as `collect` does; every rank must call."""
+        return self.collect()
 
 
 def _assembled(block: Block, splits: Mapping[str, Split]) -> Tensor:

@@ -95,7 +95,7 @@ class Refresh:
 
         These are all such blocks, if statistics are owed or at their interval; otherwise the blocks
         with a factor that waits for its first statistics with new second-order data, but for the
-        names in ``late``, and the blocks that missed a turn, see `end_window`.
+        names in ``late``, and the blocks that missed a turn, see `note_missed_turns`.
         """
         if self.owed > 0 or step % self.coming == 0:
             return list(placed.captured)
@@ -105,7 +105,7 @@ class Refresh:
             if block.record.missed > 1 or (block.lacks and block.name not in late)
         ]
 
-    def end_window(
+    def note_missed_turns(
         self, placed: PlacedBlocks, due: Collection[Block], gradients: Gradients, step: int
     ) -> None:
         """Let blocks that were not used at their turn take statistics once they are used again.

@@ -224,7 +224,7 @@ class Attempt:
 def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
     """Solve this rank's factors of some runs; None for each with a solver that raises."""
     try:
-        shares = _shares(runs)
+        shares = _damping_shares(runs)
         problems = [run.problems(share) for run, share in zip(runs, shares, strict=True)]
         every = list(itertools.chain.from_iterable(problems))
         solved = solve_stacks(every)
@@ -274,7 +274,7 @@ def _attempts(
     return attempts
 
 
-def _shares(runs: Sequence[Run]) -> list[list[Tensor]]:
+def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
     """Return the damping of each run's factors; equal runs share the computation."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, run in enumerate(runs):
@@ -436,7 +436,7 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
     for (_, block_damping, solved), chosen in alike.items():
         place = stack.places[chosen[0]]
         jobs = []
-        for index, factor, solver in like.solved_here:
+        for index, factor, solver in like.solved_factors:
             specs = like.tensors[factor.name]
             parcel = Parcel(
                 source=place.owners[index],
@@ -643,12 +643,14 @@ class Solves:
             return []
         return [float(bool(self._under_way) and not self._under_way[0].finished)]
 
-    def agree(self, waiting: Sequence[float]) -> None:
+    def land_if_finished(self, waiting: Sequence[float]) -> None:
         """Let the oldest solve land at this step if all ranks have finished it."""
-        if self._under_way and list(waiting) == [0.0]:
-            self._under_way[0].lands = 0
+        # The sum of the ranks' flags; without "ready" they have none.
+        all_finished = list(waiting) == [0.0]
+        if self._under_way and all_finished:
+            self._under_way[0].lands = 0  # which any step has reached
 
-    def update(
+    def advance(
         self,
         placed: PlacedBlocks,
         due: Sequence[Block],
@@ -757,7 +759,7 @@ def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
         if placed.rank not in stack.place.gradient_workers:
             continue
         data = stack.solved_data(members)
-        for _, factor, solver in stack.like.solved_here:
+        for _, factor, solver in stack.like.solved_factors:
             if not solver.follows:
                 continue
             try:

@@ -263,9 +263,9 @@ class Pipeline(Stages):
         try:
             yield
         except Exception as error:  # of any kind: the other stages wait for it
-            self.require_none(error)
+            self.raise_on_all_stages(error)
         else:
-            self.require_none(None)
+            self.raise_on_all_stages(None)
 
     def put_together(
         self, report: Report, common: Mapping[str, object], error: Exception | None
@@ -308,10 +308,10 @@ class Pipeline(Stages):
             f"another stage of the pipeline cannot go on, so none does. {'; '.join(errors)}"
         )
 
-    def require_none(self, problem: Exception | None) -> None:
-        if self.any(problem is not None):
-            problem = self.spread(problem)
-        super().require_none(problem)
+    def raise_on_all_stages(self, error: Exception | None) -> None:
+        if self.any(error is not None):
+            error = self.spread(error)
+        super().raise_on_all_stages(error)
 
     def any(self, flag: bool) -> bool:
         return bool(self._gather(torch.tensor([float(flag)], device="cpu")).any())

@@ -193,7 +193,7 @@ class Costs:
         for stack, factor, blocks in solves:
             block = self._task.blocks[stack[0]]
             spec = block.factors[factor]
-            solver = next(solver for index, _, solver in block.solved_here if index == factor)
+            solver = next(solver for index, _, solver in block.solved_factors if index == factor)
             last = block.tensors[spec.name] if solver.continues else {}
             shapes = {name: _times(tensor.shape, blocks) for name, tensor in last.items()}
             calls.append((solver, _times(spec.shape, blocks), block.dtype, tuple(shapes.items())))

@@ -282,7 +282,7 @@ class Fit:
         """Solve the blocks that have new factors, once all that they need are there."""
         due = [b for b in self._placed.blocks if b.name in gathering and not b.solved and b.tensors]
         with within("full"), torch.no_grad():
-            self._solves.update(self._placed, due, damping=1.0, counters=Counter())
+            self._solves.advance(self._placed, due, damping=1.0, counters=Counter())
         if failed := [block.name for block in due if not block.solved]:
             raise RuntimeError(f"the factors of {', '.join(failed)} could not be solved")
 

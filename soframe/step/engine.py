@@ -44,7 +44,8 @@ class Engine:
     Args:
         curvature: The curvature.
         clipping: The clips with their bounds.
-        grouping: The optimizer behind it, if it groups parameters by method.
+        moving_optimizer: The optimizer that moves the weights along the updates; None where updates
+            replace gradients.
         measuring: Keeps the numbers of the last step.
 
     Attributes:
@@ -58,11 +59,12 @@ class Engine:
         curvature: Curvature,
         *,
         clipping: Clipping,
-        grouping: Grouping | None,
+        moving_optimizer: Grouping | None,
         measuring: Measuring,
     ) -> None:
         self._curvature, self._parts = curvature, curvature.parts
-        self._clipping, self._grouping, self.measuring = clipping, grouping, measuring
+        self._clipping, self.measuring = clipping, measuring
+        self._moving_optimizer = moving_optimizer
         self.verdict = Verdict(self._parts.backend, curvature.counts)
         self.updates: Sequence[Update] = ()
         self._connect()
@@ -73,7 +75,7 @@ class Engine:
         ``partial`` is a window in which the model changed: its hooks may have missed calls.
         """
         curvature, parts = self._curvature, self._parts
-        self._gradients = curvature.averaged
+        self._gradients = curvature.averaged_gradients
         self._effect = Effect(
             parts.model,
             curvature.blocks,
@@ -100,7 +102,7 @@ class Engine:
             self.verdict,
             self._clipping,
             self.measuring,
-            self._grouping,
+            self._moving_optimizer,
         )
         try:
             for phase in PHASES:
@@ -111,7 +113,7 @@ class Engine:
                         phase.run(step)
                 else:  # the function opens ranges of this name
                     phase.run(step)
-            if self._grouping is not None and step.counts:
+            if self._moving_optimizer is not None and step.counts:
                 self.updates = step.updates
         except BaseException:
             curvature.begin()  # the sums of this window may be used up already
@@ -120,21 +122,22 @@ class Engine:
         curvature.end_step(step.plan)
         curvature.begin()  # the next window
 
-    def repeat(self, damping: float) -> None:
-        """Precondition the gradients that are there now, with the present dampings of blocks.
+    def propose(self, damping: float) -> None:
+        """Precondition the present gradients, for a damping that is tried.
 
-        Blocks whose updates depend on earlier gradients keep their gradients.
+        ``damping`` is for blocks without a damping of their own. Blocks whose updates depend on
+        earlier gradients keep their gradients; no state changes.
         """
         curvature, parts = self._curvature, self._parts
         self.verdict.settle()
-        due = [
+        damped_blocks = [
             block
             for block in curvature.blocks
             # Other solvers apply the damping to the update, and need no new solve.
             if not block.remembers and block.mass > 0 and block.solver.damps_factors
         ]
         with parts.home.shaped(parts.model.parameters()):
-            curvature.solve_again(due, damping)
+            curvature.solve_again(damped_blocks, damping)
             gradients = {
                 stack: gradient
                 for stack, gradient in self._gradients.now().items()
@@ -176,9 +179,9 @@ class Engine:
         if total.failed > 0:
             error = parts.stages.spread(error)
         require_no_failure(parts.backend, error, total.failed)
-        parts.stages.require_none(self._problem(total, common))
+        parts.stages.raise_on_all_stages(self._disagreement(total, common))
         self._gradients.flags = total.present
-        parts.solves.agree(total.waits)
+        parts.solves.land_if_finished(total.waits)
         # A changed model is registered anew, and the ranks agree once more.
         if total.changed or any(total.changed_anywhere):
             self._rebuild(changed=total.changed > 0)
@@ -191,7 +194,9 @@ class Engine:
                 parts.refresh.owed = 2
         elif window.due:
             plan = replace(plan, weights=total.weights)
-        return self.verdict.agree(plan, bad=total.bad_gradient, large=total.large, local=bad_here)
+        return self.verdict.with_flags(
+            plan, bad=total.bad_gradient, large=total.large, local=bad_here
+        )
 
     def _prepare(self) -> tuple[Plan, dict[str, object], Exception | None]:
         """Check settings and gradients, choose the stacks without an update, and make the plan.
@@ -218,12 +223,13 @@ class Engine:
                 solve_every=refresh.solve_every.at(step),
                 observes=refresh.gradients_every.due(step),
             )
-            self._gradients.apart = ()
-            if self._grouping is not None:
-                self._grouping.check_settings()
+            gradients, optimizer = self._gradients, self._moving_optimizer
+            gradients.left_to_optimizer = ()
+            if optimizer is not None:
+                optimizer.check_settings()
                 # If norms are measured, every stack has an update: its norm is measured, too.
-                if self._gradients.can_leave and not self.measuring.norms:
-                    self._gradients.apart = self._grouping.moves(curvature.placed.stacks)
+                if gradients.can_leave and not self.measuring.norms:
+                    gradients.left_to_optimizer = optimizer.moves(curvature.placed.stacks)
             # The values that decide which collectives are entered. The interval is the next step's:
             # it decides which blocks have weights in the next report.
             common: dict[str, object] = {
@@ -285,7 +291,7 @@ class Engine:
         )
         return report, error
 
-    def _problem(self, report: Report, common: Mapping[str, object]) -> Exception | None:
+    def _disagreement(self, report: Report, common: Mapping[str, object]) -> Exception | None:
         """Return the error that stops the copies of this stage, the same on all, or None."""
         backend = self._parts.backend
         try:

@@ -54,7 +54,8 @@ class Step:
         verdict: Whether the updates count.
         clipping: The clips.
         measuring: Keeps the numbers of the step.
-        grouping: The optimizer, if it groups parameters by method.
+        moving_optimizer: The optimizer that moves the weights along the updates; None where updates
+            replace gradients.
         gradients: The averaged gradients, from phase *average* on.
         updates: The updates, from phase *direct* on.
         counts: Whether the updates count, as far as the host knows: they are finite. False before
@@ -67,7 +68,7 @@ class Step:
     verdict: Verdict
     clipping: Clipping
     measuring: Measuring
-    grouping: Grouping | None
+    moving_optimizer: Grouping | None
     gradients: Gradients = field(default_factory=dict)
     updates: list[Update] = field(default_factory=list)
     counts: bool = False
@@ -130,8 +131,8 @@ class Phase:
 
 def average(step: Step) -> None:
     """Read the averaged gradients, and note the blocks that missed their turn for statistics."""
-    step.gradients = step.curvature.averaged.raw()
-    step.curvature.end_window(step.gradients, step.plan)
+    step.gradients = step.curvature.averaged_gradients.collect()
+    step.curvature.note_missed_turns(step.gradients, step.plan)
 
 
 def direct(step: Step) -> None:
@@ -144,7 +145,7 @@ def judge(step: Step) -> None:
     blocks: list[Block] = []
     for update in step.updates:
         blocks += update.blocks
-    for stack in step.curvature.averaged.apart:
+    for stack in step.curvature.averaged_gradients.left_to_optimizer:
         blocks += stack.blocks
     if _can_select(step, blocks):
         step.verdict.leave(blocks)
@@ -163,7 +164,7 @@ def _can_select(step: Step, blocks: Sequence[Block]) -> bool:
     if not step.verdict.moderate or plan.damping < UNDAMPED or curvature.relatively_damped:
         return False
     # The optimizer has to keep the weights by the flag, too.
-    if step.grouping is not None and not step.grouping.selects():
+    if step.moving_optimizer is not None and not step.moving_optimizer.selects():
         return False
     # The flag is on one device.
     stacks = curvature.placed.stacks
@@ -181,7 +182,7 @@ def clip(step: Step) -> None:
     curvature = step.curvature
     clipped = clips.clip(
         step.updates,
-        curvature.averaged,
+        curvature.averaged_gradients,
         step.clipping.clips,
         step.plan,
         stages=curvature.parts.stages,
@@ -204,7 +205,7 @@ def measure(step: Step) -> None:
 def write(step: Step) -> None:
     """Overwrite the gradients, unless an optimizer moves the weights, and store new states."""
     curvature = step.curvature
-    if step.grouping is None:
+    if step.moving_optimizer is None:
         parts = curvature.parts
         step.verdict.write(step.updates, parts.model.parameters(), parts.home)
     step.verdict.commit(step.updates)
@@ -214,7 +215,7 @@ def skip(step: Step) -> None:
     """Count the skipped step, and zero the gradients unless an optimizer moves the weights."""
     parts = step.curvature.parts
     step.verdict.skip(step.plan)
-    if step.grouping is None:
+    if step.moving_optimizer is None:
         zero_gradients(parts.model.parameters(), parts.home)
 
 

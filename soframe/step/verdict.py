@@ -77,7 +77,7 @@ class Verdict:
 
     # -- flags of gradients -------------------------------------------------------------------
 
-    def agree(self, plan: Plan, *, bad: float, large: float, local: bool) -> Plan:
+    def with_flags(self, plan: Plan, *, bad: float, large: float, local: bool) -> Plan:
         """Return the plan with the flags of the gradients of all ranks.
 
         Args:
@@ -104,7 +104,7 @@ class Verdict:
         size, moderate = queued.read_queued()
         flags = [float(not math.isfinite(size)), float(size > 0 or always_large)]
         bad, large = flags if moderate else add_over_ranks(self._backend, flags)
-        return self.agree(plan, bad=bad, large=large, local=flags[0] > 0)
+        return self.with_flags(plan, bad=bad, large=large, local=flags[0] > 0)
 
     def leave(self, blocks: Sequence[Block]) -> None:
         """Leave the flags on the device, which selects the new tensors of the blocks."""
