@@ -52,7 +52,7 @@ class Job:
         needed: Whether this rank needs them.
         copy: A copy of the running factor, for a solve in the background.
         last: The data of the last solve, for a solver that continues from them.
-        failed: By block the outcome of the solve, on its owner, and then on all ranks.
+        outcomes: By block: 0, `FAILED` or `RAISED`, at first on the owner alone.
         retried: By block whether it was solved again in float64, on its owner.
     """
 
@@ -63,7 +63,7 @@ class Job:
     needed: bool
     copy: Tensor | None = None
     last: dict[str, Tensor] = field(default_factory=dict)
-    failed: list[int] = field(default_factory=list)
+    outcomes: list[int] = field(default_factory=list)
     retried: list[int] = field(default_factory=list)
 
 
@@ -81,6 +81,7 @@ class Run:
         owned: The factors that this rank owns.
         traces: The mean trace of each factor, ``[groups]``, on owners.
         error: The error that a solver raised, other than a failed factorisation.
+        work: The solve in the background, on owners; None if it is solved in the step.
         solved: The numbers of the blocks whose factors were all solved.
     """
 
@@ -98,7 +99,7 @@ class Run:
         self.blocks = [self.stack.blocks[member] for member in self.members]
         self.owned = [job for job in self.jobs if job.parcel.source == self.rank]
         for job in self.jobs:
-            job.failed, job.retried = [0] * len(self.blocks), [0] * len(self.blocks)
+            job.outcomes, job.retried = [0] * len(self.blocks), [0] * len(self.blocks)
 
     def begin(self, worker: Worker) -> None:
         """Solve in the background, from copies: running factors change in place."""
@@ -111,11 +112,8 @@ class Run:
         if self.owned:
             self.work = worker.submit(self.solve, uses)
 
-    def place(self, solved: Mapping[Run, list[Tensor] | None]) -> None:
-        """Put this rank's results into the parcels, from the background or solved now."""
-        if self.finished:
-            return
-        tensors = solved[self] if self.work is None else self.work.result()
+    def fill_parcels(self, tensors: list[Tensor] | None) -> None:
+        """Put the results of this rank into the parcels; None if a solver has raised."""
         if tensors is None:
             return
         remaining = iter(tensors)
@@ -123,8 +121,8 @@ class Run:
             job.parcel.tensors = list(itertools.islice(remaining, len(job.parcel.specs)))
 
     @property
-    def finished(self) -> bool:
-        """Whether this rank has nothing left to solve."""
+    def has_results(self) -> bool:
+        """Whether the parcels have this rank's results: also if it owns none, or has failed."""
         if not self.owned or self.error is not None:
             return True
         return self.owned[0].parcel.tensors is not None
@@ -157,7 +155,7 @@ class Run:
                     f"{job.solver!r}: solve() returned {returned} of the factor "
                     f"{job.factor.name!r}, and tensors() says {declared}"
                 )
-            data = self._again(job, attempt) if attempt.failed else attempt.data
+            data = self._retry(job, attempt) if attempt.failed else attempt.data
             tensors += [data[name] for name in job.names]
         return tensors
 
@@ -165,22 +163,22 @@ class Run:
         """Store an error of a solver: all ranks raise together, in `conclude`."""
         self.error = error
         for job in self.owned:
-            job.failed = list(itertools.repeat(RAISED, len(self.members)))
+            job.outcomes = list(itertools.repeat(RAISED, len(self.members)))
 
-    def _again(self, job: Job, attempt: Attempt) -> dict[str, Tensor]:
+    def _retry(self, job: Job, attempt: Attempt) -> dict[str, Tensor]:
         """Solve groups once more in float64, and mark the blocks for which that fails."""
         problem = attempt.problem
         data, reasons = retry(
             job.solver, problem.matrices, problem.damping, attempt.data, attempt.failed
         )
-        groups = len(problem.matrices) // len(self.members)
+        groups_per_block = len(problem.matrices) // len(self.members)
         for group in attempt.failed:
-            job.retried[group // groups] = 1
+            job.retried[group // groups_per_block] = 1
         for group, reason in reasons.items():
-            number = group // groups
+            index = group // groups_per_block
             # A solve that failed twice counts as failed only.
-            job.failed[number], job.retried[number] = FAILED, 0
-            block = self.blocks[number]
+            job.outcomes[index], job.retried[index] = FAILED, 0
+            block = self.blocks[index]
             if not block.record.failures[job.factor.name]:
                 # Once: every later solve may fail as well.
                 log.warning(
@@ -193,11 +191,11 @@ class Run:
                 )
         return data
 
-    def conclude(self) -> list[Block]:
-        """Return the blocks whose factors were all solved, and record the failures of others."""
+    def record_outcomes(self) -> list[Block]:
+        """Record failed blocks, and return the others, whose factors were all solved."""
         numbers: list[int] = []
         for number, block in enumerate(self.blocks):
-            failed = [job.factor.name for job in self.jobs if job.failed[number]]
+            failed = [job.factor.name for job in self.jobs if job.outcomes[number]]
             if failed:
                 block.record.failed = True
                 block.record.failures.update(failed)
@@ -226,20 +224,20 @@ def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
     try:
         shares = _damping_shares(runs)
         problems = [run.problems(share) for run, share in zip(runs, shares, strict=True)]
-        every = list(itertools.chain.from_iterable(problems))
-        solved = solve_stacks(every)
+        all_problems = list(itertools.chain.from_iterable(problems))
+        solutions = solve_stacks(all_problems)
         # The flags of all solves in one tensor, of all devices: the host waits once.
-        flags = [good for _, good in solved]
+        flags = [good for _, good in solutions]
         usable = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
     except Exception as error:  # of any kind: all ranks raise together
         return _solve_apart(runs, error)
     finally:
-        # Copies are as large as the factors: free them now.
+        # Copies are as large as the factors: free them, after any retry.
         for run in runs:
             for job in run.owned:
                 job.copy = None
     results: list[list[Tensor] | None] = []
-    attempts = iter(_attempts(every, solved, usable))
+    attempts = iter(_attempts(all_problems, solutions, usable))
     for run in runs:
         try:
             results.append(run.results([next(attempts) for _ in run.owned]))
@@ -263,12 +261,12 @@ def _solve_apart(runs: Sequence[Run], error: Exception) -> list[list[Tensor] | N
 
 def _attempts(
     problems: Sequence[Problem],
-    solved: Sequence[tuple[dict[str, Tensor], Tensor]],
+    solutions: Sequence[tuple[dict[str, Tensor], Tensor]],
     usable: Iterable[bool],
 ) -> list[Attempt]:
     """Return the attempts on problems, given the flags of all their groups."""
     attempts, flags = [], iter(usable)
-    for problem, (data, _) in zip(problems, solved, strict=True):
+    for problem, (data, _) in zip(problems, solutions, strict=True):
         failed = [group for group in range(len(problem.matrices)) if not next(flags)]
         attempts.append(Attempt(problem, data, failed))
     return attempts
@@ -291,55 +289,74 @@ def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
         if len(same) == 1:
             shares[numbers[0]] = like.shares(same[0].traces, damping)
             continue
-        # For each factor the traces, and then the shares, of all runs: [groups of all].
-        traces_of_runs = [run.traces for run in same]
-        traces = [torch.cat(parts) for parts in zip(*traces_of_runs, strict=True)]
-        sizes = [len(run.traces[0]) for run in same]
-        parts_of_factors = [share.split(sizes) for share in like.shares(traces, damping)]
-        for number, parts in zip(numbers, zip(*parts_of_factors, strict=True), strict=True):
-            shares[number] = list(parts)
+        # One tensor for each factor, [groups of all runs]: first the traces, then the shares.
+        traces: list[Tensor] = []
+        for factor in range(len(like.solved_factors)):
+            traces_of_runs = [run.traces[factor] for run in same]
+            traces.append(torch.cat(traces_of_runs))
+        joint_shares = like.shares(traces, damping)
+        start = 0
+        for number, run in zip(numbers, same, strict=True):
+            stop = start + len(run.traces[0])
+            shares[number] = [share[start:stop] for share in joint_shares]
+            start = stop
     return [shares[number] for number in range(len(runs))]
 
 
-class Solution:
-    """Solves from their start to the installation of their results.
+class SolveRound:
+    """Solves that begin at one step, until their results are installed.
 
     If a factor of a block cannot be solved, the block keeps its last good second-order data, of all
     its factors, on every rank.
 
     Args:
         placed: All blocks, with their places.
-        due: The blocks to solve, the same on every rank.
-        damping: The damping of this step.
-        step: Completed steps.
-        worker: Solves in the background, from copies; None to solve when `share` is called.
-        lands: The step at which the results are installed, of a solve in the background.
+        runs: The solves.
+        blocks: Their blocks, the same on every rank.
+        step: Completed steps, for `Record.solved_at`; None between steps, which leaves it.
+        lands: The step at which the results are installed, of solves in the background.
     """
 
     def __init__(
         self,
+        placed: PlacedBlocks,
+        runs: Sequence[Run],
+        blocks: Sequence[Block],
+        step: int | None,
+        lands: float = 0,
+    ) -> None:
+        self.blocks, self._step, self.lands = tuple(blocks), step, lands
+        self._placed, self._backend = placed, placed.backend
+        self._runs = runs
+        self._jobs: list[Job] = []
+        for run in runs:
+            self._jobs += run.jobs
+        self._pending: list[Pending] = []
+
+    @classmethod
+    def begin(
+        cls,
         placed: PlacedBlocks,
         due: Sequence[Block],
         damping: float,
         step: int | None,
         worker: Worker | None = None,
         lands: float = 0,
-    ) -> None:
-        self.blocks, self._step, self.lands = tuple(due), step, lands
-        self._placed, self._backend = placed, placed.backend
+    ) -> SolveRound:
+        """Reduce deferred statistics and traces, and start to solve blocks; every rank must call.
+
+        A ``worker`` solves in the background, from copies; without it `share` solves.
+        """
         members = placed.members(due)
         settle(placed, members)
-        self._runs: list[Run] = []
+        runs: list[Run] = []
         for stack, chosen in members.items():
-            self._runs += _runs(stack, chosen, damping, placed.rank)
-        self._jobs: list[Job] = []
-        for run in self._runs:
-            self._jobs += run.jobs
-        _take_traces(placed.backend, self._runs)
-        for run in self._runs:
-            if worker is not None:
+            runs += _runs(stack, chosen, damping, placed.rank)
+        _take_traces(placed.backend, runs)
+        if worker is not None:
+            for run in runs:
                 run.begin(worker)
-        self._pending: list[Pending] = []
+        return cls(placed, runs, due, step, lands)
 
     @property
     def finished(self) -> bool:
@@ -373,27 +390,31 @@ class Solution:
         for run in self._runs:
             for job in run.jobs:
                 run_of[id(job.parcel)] = run
-        # Solves whose results travel are sent bucket by bucket, so that sending overlaps with the
-        # next solve. All others are batched, as if in an empty bucket at the end.
-        travelling = buckets(self._backend, [job.parcel for job in self._jobs])
-        for bucket in [*travelling, []]:
-            runs = self._runs
-            if bucket:
-                runs = list(dict.fromkeys(run_of[id(parcel)] for parcel in bucket))
-            with self._backend.phases("solve"):
-                now = [run for run in runs if run.work is None and not run.finished]
-                solved = dict(zip(now, _solve(now), strict=True)) if now else {}
-                for run in runs:
-                    run.place(solved)
-            if bucket:
-                with self._backend.phases("share"):
-                    self._pending.append(send(self._backend, bucket, "share"))
-        failed, retried = list[int](), list[int]()
+        # Each bucket is sent before the next one is solved, so that sending overlaps with solving.
+        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
+            self._fill_parcels(dict.fromkeys(run_of[id(parcel)] for parcel in bucket))
+            with self._backend.phases("share"):
+                self._pending.append(send(self._backend, bucket, "share"))
+        # The runs in no bucket, whose results stay on this rank, by one call.
+        self._fill_parcels(self._runs)
+        outcomes, retried = list[int](), list[int]()
         for job in self._jobs:
-            failed += job.failed
+            outcomes += job.outcomes
             retried += job.retried
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
-        self._outcomes = start_sum(self._backend, failed + retried, torch.float32)
+        self._outcomes = start_sum(self._backend, outcomes + retried, torch.float32)
+
+    def _fill_parcels(self, runs: Iterable[Run]) -> None:
+        """Put this rank's results of runs into parcels, from the background or solved now."""
+        with self._backend.phases("solve"):
+            unsolved = [run for run in runs if not run.has_results]
+            now = [run for run in unsolved if run.work is None]
+            if now:
+                for run, tensors in zip(now, _solve(now), strict=True):
+                    run.fill_parcels(tensors)
+            for run in unsolved:
+                if run.work is not None:
+                    run.fill_parcels(run.work.result())
 
     def conclude(self, counters: dict[str, int]) -> list[Block]:
         """Wait for the results, install them, and return the blocks whose factors were all solved.
@@ -404,16 +425,19 @@ class Solution:
         with self._backend.phases("share"):
             for pending in self._pending:
                 pending.wait()
-            numbers = map(int, self._outcomes())
+            numbers = [int(number) for number in self._outcomes()]
+        # The outcomes of all factors, then their retries, equally many: see `share`.
+        half = len(numbers) // 2
+        outcomes, retries = iter(numbers[:half]), numbers[half:]
         for job in self._jobs:
-            job.failed = [next(numbers) for _ in job.failed]
+            job.outcomes = [next(outcomes) for _ in job.outcomes]
         _raise_errors(self._runs)
-        counters["failed_solves"] += sum(sum(job.failed) for job in self._jobs)
-        counters["retried_solves"] += sum(numbers)
+        counters["failed_solves"] += sum(job.outcomes.count(FAILED) for job in self._jobs)
+        counters["retried_solves"] += sum(retries)
         installed: list[Block] = []
         solved_of: dict[Stack, list[Run]] = {}
         for run in self._runs:
-            installed += run.conclude()
+            installed += run.record_outcomes()
             if run.solved:
                 solved_of.setdefault(run.stack, []).append(run)
         for stack, runs in solved_of.items():
@@ -570,18 +594,20 @@ def _with_states(stack: Stack, blocks: Sequence[Block]) -> tuple[int, ...]:
 
 def _joined(runs: Sequence[Run], number: int, order: Sequence[int]) -> dict[str, Tensor]:
     """Return the second-order data of a factor of all solved blocks, in the order of members."""
+    first = runs[0]
+    names, tensors = first.jobs[number].names, first.jobs[number].parcel.tensors
+    assert tensors is not None
+    # The tensors of one run without failures have the order of its members already.
+    if len(runs) == 1 and len(first.solved) == len(first.members):
+        return dict(zip(names, tensors, strict=True))
     joined: dict[str, Tensor] = {}
-    for place, name in enumerate(runs[0].jobs[number].names):
-        pieces: list[Tensor] = []
+    for index, name in enumerate(names):
+        blocks: list[Tensor] = []
         for run in runs:
             tensors = run.jobs[number].parcel.tensors
             assert tensors is not None
-            if len(runs) == 1 and len(run.solved) == len(run.members):
-                joined[name] = tensors[place]  # in this order
-            else:
-                pieces += run.split(tensors[place])
-        if pieces:
-            joined[name] = torch.cat([pieces[at] for at in order])
+            blocks += run.split(tensors[index])
+        joined[name] = torch.cat([blocks[position] for position in order])
     return joined
 
 
@@ -592,7 +618,7 @@ def _raise_errors(runs: Sequence[Run]) -> None:
         if run.error is not None:
             # The rank with the error raises it; the others name it.
             raise run.error
-        names += [f"{run.blocks[0].name}.{j.factor.name}" for j in run.jobs if RAISED in j.failed]
+        names += [f"{run.blocks[0].name}.{j.factor.name}" for j in run.jobs if RAISED in j.outcomes]
     if names:
         listed = ", ".join(names)
         raise RuntimeError(f"the solver raised for {listed} on another rank; see its own error")
@@ -607,7 +633,7 @@ class Solves:
             step.
 
     Attributes:
-        on: Whether solves run in the background.
+        in_background: Whether solves run in the background.
 
     Raises:
         TypeError: If ``when`` is neither an integer nor a string.
@@ -625,9 +651,9 @@ class Solves:
         self._steps = 0 if isinstance(when, str) else int(when)
         if self._steps < 0 or (isinstance(when, str) and not self._ready):
             raise ValueError(remedy)
-        self.on = self._ready or self._steps > 0
+        self.in_background = self._ready or self._steps > 0
         self._worker = Worker(threaded=overlap)
-        self._under_way: list[Solution] = []  # in the background, the oldest first
+        self._under_way: list[SolveRound] = []  # in the background, the oldest first
 
     def __repr__(self) -> str:
         return f"background={'ready' if self._ready else self._steps}"
@@ -669,19 +695,21 @@ class Solves:
         """
         landed: list[Block] = []
         if self._under_way:
+            # Without a step only solves with blocks that are due again land: none lands before 0.
             landed = self._land(-1 if step is None else step, placed, counters, due)
-        now = list(due)
-        if self.on and step is not None:
+        now, later = list(due), list[Block]()
+        if self.in_background and step is not None:
             # The first solve of a block is never in the background: it has no data yet.
             now = [block for block in due if not block.solved]
+            later = [block for block in due if block.solved]
         if following := {*landed, *changed}.difference(now):
             _follow(placed, following)
-        if len(now) < len(due):
-            self._begin(placed, [block for block in due if block.solved], damping, step)
+        if later:
+            self._begin(placed, later, damping, step)
         if now:
-            solution = Solution(placed, now, damping, step)
-            solution.share()
-            return solution.conclude(counters)
+            solves = SolveRound.begin(placed, now, damping, step)
+            solves.share()
+            return solves.conclude(counters)
         return []
 
     def _begin(
@@ -690,7 +718,8 @@ class Solves:
         """Begin to solve blocks in the background."""
         assert step is not None
         lands = math.inf if self._ready else step + self._steps
-        self._under_way.append(Solution(placed, blocks, damping, step, self._worker, lands))
+        solves = SolveRound.begin(placed, blocks, damping, step, self._worker, lands)
+        self._under_way.append(solves)
 
     def _land(
         self,
@@ -700,19 +729,22 @@ class Solves:
         due: Collection[Block] = (),
     ) -> list[Block]:
         """Install the solves that land at a step, and the ones with a block that is due again."""
-        landing: list[Solution] = []
-        under_way: list[Solution] = []
-        for solution in self._under_way:
-            is_due = any(block in due for block in solution.blocks)
-            (landing if is_due or solution.lands <= step else under_way).append(solution)
+        landing: list[SolveRound] = []
+        under_way: list[SolveRound] = []
+        for solves in self._under_way:
+            is_due = any(block in due for block in solves.blocks)
+            if is_due or solves.lands <= step:
+                landing.append(solves)
+            else:
+                under_way.append(solves)
         self._under_way = under_way
         # All results are on their way before the first is waited for.
         blocks: list[Block] = []
-        for solution in landing:
-            solution.share()
-            blocks += solution.blocks
-        for solution in landing:
-            solution.conclude(counters)
+        for solves in landing:
+            solves.share()
+            blocks += solves.blocks
+        for solves in landing:
+            solves.conclude(counters)
         return blocks
 
     # -- between steps ----------------------------------------------------------------------------
@@ -732,8 +764,8 @@ class Solves:
     def drop(self) -> None:
         """Cancel all solves under way, on every rank."""
         under_way, self._under_way = self._under_way, []
-        for solution in reversed(under_way):
-            solution.drop()
+        for solves in reversed(under_way):
+            solves.drop()
 
     def close(self) -> None:
         """Cancel all solves under way, and end the thread."""
@@ -741,8 +773,8 @@ class Solves:
         self._worker.close()
 
     def held(self) -> list[Tensor] | None:
-        """Return this rank's tensors of solves under way; None if none run in the background."""
-        if not self.on:
+        """Return this rank's tensors of solves under way; None if solves run in the step."""
+        if not self.in_background:
             return None
         return list(itertools.chain.from_iterable(s.held() for s in self._under_way))
 
