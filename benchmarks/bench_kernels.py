@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.factors import FORMATS, Layer, tensors
 from soframe.kernels.dispatch import PATHS
-from soframe.kernels.gram import add_by_columns, add_by_halves, halvings, mirror, zeros
+from soframe.kernels.gram import add_rows, mirror, new_sum
 from soframe.layers import Conv2dHelper
 from soframe.solvers import Inverse, inverse
 
@@ -35,7 +35,7 @@ def bench_input_moment(benchmark: BenchmarkFixture, name: str, path: str, layout
     x, gradient = tensors(layer, conv, batch, layout)
     helper = type("Chosen", (Conv2dHelper,), {"path": path})(conv)
     rows = helper.output_rows(gradient)
-    total = zeros(1, helper.shape.in_features, rows)
+    total = new_sum(1, helper.shape.in_features, rows, zero=True)
     benchmark.pedantic(helper.input_moment, ((x,), rows, total), rounds=5, warmup_rounds=1)
 
 
@@ -46,7 +46,7 @@ def bench_output_moment(benchmark: BenchmarkFixture, name: str, layout: str) -> 
     conv = layer.make()
     helper = Conv2dHelper(conv)
     rows = helper.output_rows(tensors(layer, conv, batch, layout)[1])
-    total = zeros(1, layer.out, rows)
+    total = new_sum(1, layer.out, rows, zero=True)
     benchmark.pedantic(helper.output_moment, (rows, total), rounds=5, warmup_rounds=1)
 
 
@@ -64,17 +64,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("size", [256, 512, 768, 1024, 2048])
-@pytest.mark.parametrize("way", ["columns", "halves"])
-def bench_rows(benchmark: BenchmarkFixture, way: str, size: int, threads: int) -> None:
-    """2048 rows: the figures of `soframe.kernels.gram`."""
+def bench_rows(benchmark: BenchmarkFixture, size: int, threads: int) -> None:
+    """2048 rows."""
     rows, total = torch.randn(2048, size), torch.zeros(size, size)
-    if way == "halves" and not halvings(size):
-        pytest.skip("too few columns")
-    ways: dict[str, Callable[[], None]] = {
-        "columns": lambda: add_by_columns(total, rows),
-        "halves": lambda: add_by_halves(total, rows),
-    }
-    benchmark.pedantic(ways[way], rounds=15, warmup_rounds=2)
+    benchmark.pedantic(add_rows, (total, rows), rounds=15, warmup_rounds=2)
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["together", "one by one"])

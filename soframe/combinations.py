@@ -61,7 +61,7 @@ def _stale(of: Placed) -> object:
 def _lacking(of: Placed) -> object:
     if not of.block.follows:
         return None
-    for index, factor, _ in of.block.solved_here:
+    for index, factor, _ in of.block.solved_factors:
         ranks = [w for w in of.place.gradient_workers if not of.place.holds(w, index)]
         if ranks:
             factors = f"its factor {factor.name}"
@@ -127,7 +127,7 @@ def refused(blocks: Sequence[Block], placement: Placement, *, solve_every: Inter
 def _reads_solver(block: Block) -> bool:
     """Whether a factor is solved by the user's solver, or by one of its class."""
     # A method may put another solver around the user's.
-    solvers = [solver for _, _, solver in block.solved_here]
+    solvers = [solver for _, _, solver in block.solved_factors]
     solvers += [solver.solver for solver in solvers if isinstance(solver, Around)]
     return any(type(solver) is type(block.solver) for solver in solvers)
 

@@ -15,7 +15,7 @@ computes updates::
     curvature.fold(plan)                  # sums of all ranks into running factors
     curvature.observe(gradients, plan)    # statistics of averaged gradients
     curvature.solve(plan)                 # second-order data of blocks that are due
-    updates = curvature.direct(gradients, plan)
+    updates = curvature.direct(gradients, plan.damping)
 
 `soframe.step.engine` has the order, and agrees on the plan.
 """
@@ -46,7 +46,7 @@ from soframe.estimate import averages
 from soframe.estimate.gradients import AveragedGradients, Gradients, source_of
 from soframe.estimate.plan import Plan
 from soframe.estimate.statistics import Accumulator
-from soframe.estimate.updates import Update, precondition
+from soframe.estimate.updates import Update
 from soframe.kernels.devices import keep_memory
 from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
@@ -239,7 +239,7 @@ class Curvature(OfModel):
         if hand_over(former, self.placed, windows, forgets=forgets):
             # Blocks without statistics take them now, not at the next interval; and in the next
             # window too, since the hooks may have missed the calls of this one.
-            self.parts.refresh.owe(2)
+            self.parts.refresh.owed = 2
         names = {block.name for block in former.blocks}
         for block in self.blocks:
             if block.name not in names and block.record.damping is None:
@@ -274,7 +274,7 @@ class Curvature(OfModel):
         self._report = registration.report
         self._known: Coordinates | None = None
         self.placed = PlacedBlocks(registration.blocks, placement, parts.backend)
-        self.averaged: AveragedGradients = source_of(
+        self.averaged_gradients: AveragedGradients = source_of(
             parts.gradients, parts.model, self.placed, parts.home
         )
         self.watch = Watch(parts.model)
@@ -291,7 +291,7 @@ class Curvature(OfModel):
             scale_reader=lambda: parts.stages.scaled(parts.loss_scale.reader()),
             capture=self.capture,
             sampler=parts.sampler,
-            part_of=parts.stages.part_of,
+            stage_of=parts.stages.stage_of,
         )
 
     def _listen(self) -> None:
@@ -351,7 +351,7 @@ class Curvature(OfModel):
         parts.stages.require_uncounted()
         choosing.check_count(terms is not None, parts.samples, parts.scaling)
         if capture.enabled:
-            capture.say(declare(terms, rows))
+            capture.set_batch(declare(terms, rows))
 
     # -- products -----------------------------------------------------------------------------
 
@@ -602,13 +602,14 @@ class Curvature(OfModel):
         # Solves under way are of factors that are replaced now.
         parts.solves.drop()
         parts.refresh.continue_from(saved["step"], saved["owed_statistics"])
-        if "damping" in saved and parts.damping.state():
-            parts.damping.load(saved["damping"])
-        elif parts.damping.state():
-            warnings.warn(
-                f"soframe: the state has nothing of {describe(parts.damping)}: it begins anew",
-                stacklevel=4,
-            )
+        if parts.damping.state():
+            if "damping" in saved:
+                parts.damping.load(saved["damping"])
+            else:
+                warnings.warn(
+                    f"soframe: the state has nothing of {describe(parts.damping)}: it begins anew",
+                    stacklevel=4,
+                )
         state.load_history(saved["history"], self.blocks)
         self.steps = saved["step"]
         self.counts.update({name: saved["counters"].get(name, 0) for name in self.counts})
@@ -667,33 +668,21 @@ class Curvature(OfModel):
 
     # -- in a step ----------------------------------------------------------------------------
 
-    def arrive(self) -> None:
-        """Wait for the reductions of statistics that are under way."""
-        for stack in self.placed.stacks:
-            stack.arrive()
-
     def fold(self, plan: Plan) -> None:
         """Reduce the sums of the window, and average them into the running factors."""
         assert plan.weights is not None
         self.statistics.fold(plan.weights, plan.decay, plan.step)
 
-    def end_window(self, gradients: Gradients, plan: Plan) -> None:
-        """Note which blocks have missed their turn of statistics, see `Refresh.end_window`."""
+    def note_missed_turns(self, gradients: Gradients, plan: Plan) -> None:
+        """Note the blocks that missed their turn for statistics, see `Refresh`."""
         due = self.statistics.window.due
         not_finite = plan.weights is None and bool(due)
         if self.placed.captured and not not_finite:
-            self.parts.refresh.end_window(self.placed, due, gradients, plan.step)
+            self.parts.refresh.note_missed_turns(self.placed, due, gradients, plan.step)
 
     def observe(self, gradients: Gradients, plan: Plan, *, after: bool = False) -> None:
         """Average statistics of the gradients, before updates are made or ``after``."""
-        averages.observe(
-            self.placed,
-            gradients,
-            due=plan.observes,
-            decay=plan.decay,
-            step=plan.step,
-            after=after,
-        )
+        averages.observe(self.placed, gradients, plan, after=after)
 
     def solve(self, plan: Plan, *, after: bool = False) -> None:
         """Solve the blocks that are due, before updates are made or ``after`` they are written."""
@@ -703,7 +692,7 @@ class Curvature(OfModel):
             changed = self.statistics.window.due
         due = self.parts.refresh.due(self.placed, plan, after=after)
         with within("full"):
-            self.parts.solves.update(
+            self.parts.solves.advance(
                 self.placed,
                 due,
                 damping=plan.damping,
@@ -712,35 +701,53 @@ class Curvature(OfModel):
                 changed=changed,
             )
 
-    def direct(self, gradients: Gradients, plan: Plan) -> list[Update]:
+    def direct(self, gradients: Gradients, damping: float) -> list[Update]:
         """Return the updates of the blocks that are solved, on their gradient workers."""
-        return precondition(self.placed, gradients, plan.damping)
+        placed, updates = self.placed, list[Update]()
+        with placed.backend.phases("direct"):
+            for stack, gradient in gradients.items():
+                # A batched call needs equal counters and dampings.
+                for members in stack.alike(stack.active(gradient.members)):
+                    matrix = gradient.of(stack, members)
+                    update = Update(stack, members, matrix)
+                    updates.append(update)
+                    if matrix is None or placed.rank not in stack.place.gradient_workers:
+                        continue
+                    try:
+                        update.compute(matrix, damping)
+                    except Exception as error:  # of any kind: all ranks raise together
+                        placed.keep(error, stack)
+                        update.matrix = torch.zeros_like(matrix)
+        return updates
 
     def end_step(self, plan: Plan) -> None:
         """Count the step."""
         self.steps += 1
+        refresh = self.parts.refresh
+        refresh.coming = plan.statistics_every
+        refresh.owed = max(0, refresh.owed - 1)
         if not self.curved:
-            self.parts.refresh.owe(2)  # the backward pass ran before the hooks were there
-        self.parts.refresh.end_step(plan)
+            refresh.owed = 1  # the backward pass ran before the hooks were there
 
     # -- between steps ------------------------------------------------------------------------
 
     def solve_again(self, blocks: Sequence[Block], damping: float) -> None:
         """Solve blocks at once, with a damping."""
         solves = self.parts.solves
-        solved = solves.update(self.placed, blocks, damping=damping, counters=self.counts)
-        self.statistics.window.renew(solved)
+        solved = solves.advance(self.placed, blocks, damping=damping, counters=self.counts)
+        self.statistics.window.drop_dependent(solved)
 
     def land(self, call: str) -> None:
         """Install all background solves; every rank must call. ``call`` names it in errors."""
         landed = self.parts.solves.land(self.placed, self.counts, call)
-        self.statistics.window.renew(landed)
+        self.statistics.window.drop_dependent(landed)
 
     def close(self) -> None:
         """Remove every hook; background solves are cancelled, and one that runs is waited for."""
         self.capture.close()
         self.parts.solves.close()
-        self.arrive()
+        for stack in self.placed.stacks:
+            stack.arrive()
 
 
 def _has_products(method: Method) -> bool:

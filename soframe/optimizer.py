@@ -330,12 +330,6 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             if id(next(iter(ball.matrices.values()))) in kept:
                 yield ball
 
-    def _measure(self) -> None:
-        """Measure the norms of matrices that become constrained."""
-        for ball in self._constrained():
-            if ball.key not in self._radii:
-                self._radii[ball.key] = ball.norms()
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that are in none; it is divided by method.
 
@@ -392,11 +386,12 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         sharding.require_own_step(self._model.parameters())
         self.preconditioner.step()
         self._moved = {}
-        good = self.preconditioner.good
-        if good is not None or self.preconditioner.updated:
+        engine = self.preconditioner.engine
+        good = engine.verdict.good
+        if good is not None or engine.verdict.taken:
             blocks: Sequence[Block] = ()
             before: dict[nn.Parameter, Tensor] = {}
-            if self.preconditioner.measures_norms:
+            if engine.measuring.norms:
                 # Copies of all weights, to measure how far they move.
                 blocks = self.preconditioner.blocks
                 for block in blocks:
@@ -426,14 +421,16 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
     def _move(self, good: Tensor | None) -> None:
         """Move all parameters along their updates, or where ``good`` is false none of them."""
-        where, moved = self.preconditioner.home, set[int]()
-        parameters, values = by_parameter(self.preconditioner.take_updates())
+        engine, curvature = self.preconditioner.engine, self.preconditioner.curvature
+        where, moved = curvature.parts.home, set[int]()
+        parameters, values = by_parameter(engine.updates)
+        engine.updates = ()  # not kept beyond the step
         updates = dict(zip(map(id, parameters), values, strict=True))
         bad: Tensor | None = None
         if good is not None:
             bad = torch.empty((), device=good.device, dtype=torch.float32)
             torch.logical_not(good, out=bad)
-        for stack in self.preconditioner.apart:
+        for stack in curvature.averaged_gradients.left_to_optimizer:
             self._adam[stack].move(self._group_of, self._moves, bad)
             moved.update(map(id, stack.parameters))
         rates: dict[int, Any] = {}
@@ -468,11 +465,16 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._moves = [Move.of(group) for group in self.param_groups]
         members = [list(map(id, group["params"])) for group in self.param_groups]
         settings = self._settings_of_methods()
-        same = self._placed is self.preconditioner.placement and self._read == (members, settings)
+        placement = self.preconditioner.curvature.placement
+        same = self._placed is placement and self._read == (members, settings)
         if not same and not self.preconditioner.changed:
             self._hand(settings)
-            self._placed, self._read = self.preconditioner.placement, (members, settings)
-        self._measure()
+            self._placed, self._read = placement, (members, settings)
+        if any(move.constraint for move in self._moves):
+            # The norms of matrices that become constrained.
+            for ball in self._constrained():
+                if ball.key not in self._radii:
+                    self._radii[ball.key] = ball.norms()
 
     def _settings_of_methods(self) -> list[dict[str, Any]]:
         """Return the settings of methods in each param group."""

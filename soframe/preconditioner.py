@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe import combinations
-from soframe.blocks.block import Block, Solved, Stack
+from soframe.blocks.block import Block, Solved
 from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice
@@ -30,7 +30,6 @@ from soframe.curvature import Curvature
 from soframe.damping.policies import DampingChoice
 from soframe.diagnostics.explain import Explanation, explain
 from soframe.diagnostics.metrics import Measuring, Spectra
-from soframe.estimate.updates import Update
 from soframe.kernels.precision import within
 from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
@@ -47,7 +46,7 @@ from soframe.settings import (
 )
 from soframe.setup import building, choosing, describing
 from soframe.setup.grouping import grouping
-from soframe.setup.parts import Parts, parts_of
+from soframe.setup.parts import parts_of
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.bound import OfModel
@@ -107,6 +106,7 @@ class Preconditioner(OfModel):
     Attributes:
         curvature: The curvature: blocks, statistics, factors and second-order data.
         backend: The communication backend.
+        engine: Takes the steps, for an optimizer that moves the weights by its updates.
 
     Raises:
         ValueError: If a setting is out of range, a component does not exist, the model has nothing
@@ -154,7 +154,7 @@ class Preconditioner(OfModel):
             self._settings = flat(settings)
             bounds = {"kl": kl_clip, "norm": limits.norm_clip, **limits.further}
             self._clipping = Clipping.of(bounds, lr)
-            parts = parts_of(
+            self._parts = parts = parts_of(
                 model,
                 self._settings,
                 self.backend,
@@ -164,7 +164,7 @@ class Preconditioner(OfModel):
             )
             self._settings["fisher"] = parts.fisher.kind
         self._closed = False
-        self._measuring = Measuring(self.backend.phases, phases.names)
+        measuring = Measuring(self.backend.phases, phases.names)
         self.curvature = Curvature.of(parts)
         try:
             self._require_read()
@@ -172,11 +172,11 @@ class Preconditioner(OfModel):
             self.close()  # no caller gets this object, and its hooks would stay
             raise
         stages.look_over(self.curvature.registration)
-        self._engine = Engine(
+        self.engine = Engine(
             self.curvature,
             clipping=self._clipping,
-            grouping=grouping(optimizer),
-            measuring=self._measuring,
+            moving_optimizer=grouping(optimizer),
+            measuring=measuring,
         )
         parts.refresh.warn_of_settings(self.curvature.blocks, stacklevel=3)
 
@@ -252,11 +252,11 @@ class Preconditioner(OfModel):
             ValueError: If a setting that may change, such as a schedule, is out of range.
         """
         self._require_open()
-        model = self._parts.model
+        parts = self._parts
         if self.curvature.on_paper:
-            building.require_materialised(model.named_parameters())
-        with self.home.shaped(model.parameters()), within(self._parts.precision):
-            self._engine.step()
+            building.require_materialised(parts.model.named_parameters())
+        with parts.home.shaped(parts.model.parameters()), within(parts.precision):
+            self.engine.step()
 
     def reset_batch(self) -> None:
         """Discard the statistics of the backward passes since the last step.
@@ -290,7 +290,7 @@ class Preconditioner(OfModel):
         Factors are solved anew if their solver damps them. Blocks whose updates depend on earlier
         gradients keep their present ``.grad``; no state of a method changes. Every rank must call.
         """
-        self._engine.repeat(self.damping)
+        self.engine.propose(self.damping)
 
     def snapshot(self) -> dict[str, Solved]:
         """Return the second-order data and the damping of each block, by name, for `restore`.
@@ -332,7 +332,7 @@ class Preconditioner(OfModel):
 
         :meta private:
         """
-        self._engine.verdict.settle()
+        self.engine.verdict.settle()
         return self.curvature.blocks
 
     @property
@@ -378,35 +378,12 @@ class Preconditioner(OfModel):
     @property
     def updated(self) -> bool:
         """Whether the updates of the last step count; False if it was skipped."""
-        return self._engine.verdict.taken
-
-    @property
-    def good(self) -> Tensor | None:
-        """Whether the last step counts, a bool scalar on the device; None if the host knows.
-
-        :meta private:
-        """
-        return self._engine.verdict.good
-
-    @property
-    def apart(self) -> Sequence[Stack]:
-        """The stacks that the last step gave no update, for the optimizer to move.
-
-        :meta private:
-        """
-        return self._engine.apart
-
-    def take_updates(self) -> Sequence[Update]:
-        """Return the updates of the last step, once, for the optimizer to move weights along them.
-
-        :meta private:
-        """
-        return self._engine.take_updates()
+        return self.engine.verdict.taken
 
     @property
     def counters(self) -> dict[str, int]:
         """The numbers of skipped updates and statistics, and of retried and failed solves."""
-        self._engine.verdict.settle()
+        self.engine.verdict.settle()
         return self.curvature.counts
 
     # -- state --------------------------------------------------------------------------------
@@ -431,7 +408,7 @@ class Preconditioner(OfModel):
 
         :meta private:
         """
-        self._engine.verdict.settle()
+        self.engine.verdict.settle()
         return self.curvature.header()
 
     def check_header(self, saved: Any) -> None:
@@ -446,7 +423,7 @@ class Preconditioner(OfModel):
 
         :meta private:
         """
-        self._engine.verdict.settle()
+        self.engine.verdict.settle()
         self.curvature.land(call)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -482,9 +459,9 @@ class Preconditioner(OfModel):
         :meta private:
         """
         saved = self.curvature.load_checked(check)
-        self._engine.verdict.forget()
+        self.engine.verdict.forget()
         # The metrics of the last step are of another run.
-        self._measuring.forget()
+        self.engine.measuring.forget()
         self.curvature.begin(saved.get("late", ()))
 
     @property
@@ -517,10 +494,6 @@ class Preconditioner(OfModel):
     # -- inspection ---------------------------------------------------------------------------
 
     @property
-    def _parts(self) -> Parts:
-        return self.curvature.parts
-
-    @property
     def home(self) -> GradientHome:
         """Where gradients are stored."""
         return self._parts.home
@@ -534,14 +507,6 @@ class Preconditioner(OfModel):
     def world_size(self) -> int:
         """The number of ranks."""
         return self.backend.world_size
-
-    @property
-    def measures_norms(self) -> bool:
-        """Whether the coming step measures norms, see `measure`.
-
-        :meta private:
-        """
-        return self._measuring.norms
 
     def __repr__(self) -> str:
         names = (
@@ -624,7 +589,7 @@ class Preconditioner(OfModel):
                 between events of its stream. True begins at zero. None to leave it unchanged.
         """
         placed, steps = self.curvature.placed, self.steps
-        self._measuring.choose(norms=norms, times=times, placed=placed, steps=steps)
+        self.engine.measuring.choose(norms=norms, times=times, placed=placed, steps=steps)
 
     def metrics(self, *, spectra: Spectra = False, all_ranks: bool = False) -> dict[str, Any]:
         """Return the settings in force and the outcome of the last step, by block and overall.
@@ -649,8 +614,8 @@ class Preconditioner(OfModel):
             RuntimeError: If ``all_ranks``, and a rank does not call (under Gloo).
         """
         if not self.updated:
-            self._measuring.skipped()
-        return self._measuring.collect(
+            self.engine.measuring.skipped()
+        return self.engine.measuring.collect(
             self.curvature.placed,
             steps=self.steps,
             counters=self.counters,

@@ -48,8 +48,8 @@ def seconds(work: Sequence[BlockWork], machine: Any) -> float:
 
 @pytest.fixture
 def follower(monkeypatch: pytest.MonkeyPatch) -> Follower:
-    monkeypatch.setattr(phases, "TABLE", list(phases.TABLE))
-    monkeypatch.setattr("soframe.step.engine.TABLE", phases.TABLE)
+    monkeypatch.setattr(phases, "PHASES", list(phases.PHASES))
+    monkeypatch.setattr("soframe.step.engine.PHASES", phases.PHASES)
     follower = Follower()
     add(Phase("follow", follower.follow, "counts", seconds=seconds), after="write")
     return follower
@@ -117,7 +117,7 @@ def test_it_is_planned(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> N
     [row] = plan(task, ranks=1, hardware=CPU).rows[:1]
     expected = 12 * (300 * 401 + 200 * 301) / CPU.bandwidth
     assert row.timing.phases["follow"] == pytest.approx(expected)
-    monkeypatch.setattr(phases, "TABLE", phases.TABLE[:-2] + phases.TABLE[-1:])
+    monkeypatch.setattr(phases, "PHASES", phases.PHASES[:-2] + phases.PHASES[-1:])
     [before] = plan(task, ranks=1, hardware=CPU).rows[:1]
     assert "follow" not in before.timing.phases
     assert row.timing.mean == pytest.approx(before.timing.mean + expected)

@@ -50,7 +50,7 @@ def train(monkeypatch: pytest.MonkeyPatch, fused: bool, **settings: Any) -> dict
         if not fused:
             patch.setattr(fused_adam, "serves", lambda stack, backend: False)
         kit.train(model, loss_of, range(5), own)
-        assert bool(own.preconditioner.apart) == fused
+        assert bool(own.preconditioner.curvature.averaged_gradients.left_to_optimizer) == fused
     return dict(model.state_dict())
 
 
@@ -149,7 +149,7 @@ def test_steps_that_the_kernel_cannot_take_are_the_twins(
             if change == "missing":
                 model.head.bias.grad = None
             own.step()
-            assert not own.preconditioner.apart
+            assert not own.preconditioner.curvature.averaged_gradients.left_to_optimizer
             model.head.bias.requires_grad_(True)
             own.param_groups[0]["weight_decay_kind"] = "decoupled"
             own.preconditioner.measure(norms=False)
@@ -182,7 +182,7 @@ def test_a_flag_of_the_device_selects() -> None:
     kit.train(model, loss_of, range(2), own)
     before = copy.deepcopy(model.state_dict())
     loss_of(model, 2).backward()
-    (stack,) = own.preconditioner.apart
+    (stack,) = own.preconditioner.curvature.averaged_gradients.left_to_optimizer
     adam = fused_adam.Adam(stack)
     adam.move(own._group_of, own._moves, torch.tensor(1.0))
     assert all(torch.equal(model.state_dict()[k], w) for k, w in before.items())
@@ -217,7 +217,8 @@ def on_ranks(rank: int, ranks: int) -> dict[str, Tensor]:
         own.zero_grad()
         loss_of(model, ranks * step + rank).backward()
         own.step()
-        assert not own.preconditioner.apart  # each rank has gradients of its own samples
+        # Each rank has gradients of its own samples.
+        assert not own.preconditioner.curvature.averaged_gradients.left_to_optimizer
     return dict(model.state_dict())
 
 
@@ -258,7 +259,7 @@ def averaged(rank: int, ranks: int, steps: range, folder: Path) -> dict[str, Ten
             dist.all_reduce(parameter.grad)
             parameter.grad /= ranks
         own.step()
-        assert own.preconditioner.apart
+        assert own.preconditioner.curvature.averaged_gradients.left_to_optimizer
     state = {"model": model.state_dict(), "own": own.state_dict()}
     if rank == 0 and not steps.start:
         torch.save(state, folder / "state.pt")

@@ -41,7 +41,7 @@ def factor_of(
 ) -> Tensor:
     """The factor of a step, of one tensor for each stack."""
     terms = [bounded.term(p, g).double() for p, g in zip(updates, gradients, strict=True)]
-    return clipping.limited(bounded.factor(torch.stack(terms).sum() * lr * lr, bound))
+    return bounded.factor(torch.stack(terms).sum() * lr * lr, bound).clamp(max=1.0)
 
 
 @given(

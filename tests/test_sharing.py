@@ -125,14 +125,9 @@ def test_what_is_not_the_same_is_computed(computed: list[LayerHelper]) -> None:
         first.mul_(2)
         return helper(), x
 
-    def forgotten(shared: SharedInputs, first: Tensor) -> tuple[LayerHelper, Tensor]:
-        shared.forget()
-        return helper(), x
-
     for make in (
         input_changes,
         sum_changes,
-        forgotten,
         lambda *_: (helper(bias=False), x),
         lambda *_: (helper(), x.clone()),
         lambda *_: (helper(), x[:2]),

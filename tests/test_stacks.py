@@ -303,7 +303,7 @@ def test_factors_are_solved_together_as_stack_by_stack(
         return [solve_stack(p.solver, p.matrices, p.damping, p.last) for p in problems]
 
     together = trained(solver=solver).own.preconditioner
-    monkeypatch.setattr(solves, "_shares", shares_of)
+    monkeypatch.setattr(solves, "_damping_shares", shares_of)
     monkeypatch.setattr(solves, "solve_stacks", each_alone)
     alone = trained(solver=solver).own.preconditioner
     assert len(together.curvature.placed.stacks) > 1

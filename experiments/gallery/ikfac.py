@@ -44,7 +44,8 @@ class Roots(FactorKind):
         eye = torch.eye(running.shape[-1]).to(running)
         move = (running.mT @ (statistics + self.damping * eye) @ running - eye) / 2
         norm = torch.linalg.vector_norm(move, dim=(1, 2, 3), keepdim=True)
-        return running - rate / norm.clamp(min=1) * (running @ move)
+        moved: Tensor = running - rate / norm.clamp(min=1) * (running @ move)
+        return moved
 
 
 @soframe.register("method", "ikfac")

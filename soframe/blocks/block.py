@@ -229,7 +229,9 @@ class Stack(Arrangement[Block]):
         self.accumulators: dict[str, Tensor] = {}  # deferred statistics, packed
         self.data: dict[str, dict[str, Tensor]] = {}  # factor -> tensor name -> tensor
         self.state: dict[str, Tensor] = {}
-        self._pending: list[Pending] = []
+        self.pending: list[Pending] = []  # reductions that end before factors are next read
+        # The specs of statistics of gradients, by the shape of the gradient.
+        self.specs: dict[torch.Size, tuple[FactorSpec, ...]] = {}
         for index, block in enumerate(self.blocks):
             block.join(self, index)
 
@@ -249,7 +251,7 @@ class Stack(Arrangement[Block]):
         """Return the blocks whose method already computes updates."""
         if self.like.method.starts_at_once or not self.like.tensors:
             return members
-        return [member for member in members if self.blocks[member].active]
+        return [member for member in members if self.blocks[member].solved]
 
     def alike(self, members: Members) -> list[tuple[int, ...]]:
         """Return sets of blocks in the same state; a method is called once for each set."""
@@ -264,7 +266,7 @@ class Stack(Arrangement[Block]):
             same.setdefault((status[:-1], known, id(status[-1])), []).append(member)
         return list(map(tuple, same.values()))
 
-    def renew(self, members: Members, name: str) -> None:
+    def drop_dependent(self, members: Members, name: str) -> None:
         """Drop the averages that need second-order data of factor ``name``, now replaced."""
         for factor in self.like.factors:
             if name in factor.needs:
@@ -273,18 +275,9 @@ class Stack(Arrangement[Block]):
 
     # -- running factors --------------------------------------------------------------------------
 
-    def expect(self, pending: Pending) -> None:
-        """Register a collective that must finish before factors are next read."""
-        self._pending.append(pending)
-
-    @property
-    def pending(self) -> tuple[Pending, ...]:
-        """The reductions of statistics that are under way."""
-        return tuple(self._pending)
-
     def arrive(self) -> None:
         """Wait for the pending reductions of statistics."""
-        arriving, self._pending = self._pending, []
+        arriving, self.pending = self.pending, []
         for pending in arriving:
             pending.wait()
 
@@ -294,13 +287,13 @@ class Stack(Arrangement[Block]):
 
         Offloaded ones are on the host, and read by `held` alone: a copy may be under way.
         """
-        if self._pending:
+        if self.pending:
             self.arrive()
         return self._factors
 
     def held(self, name: str) -> Tensor:
         """Return a running factor of all blocks as it is stored, on their device."""
-        if self._pending:
+        if self.pending:
             self.arrive()
         stored = self._factors[name]
         return on_device(stored, self.like.device) if self.like.offload else stored

@@ -70,8 +70,9 @@ class Reason(StrEnum):
     COMPUTED = "no layer helper: a weight is computed of it; {}"
     SORTED = "no layer helper: tokens are sorted by expert within {}; {}"
     OVERRIDDEN = (
-        "no layer helper: {0} overrides {2}.{1}, so {3} may not have its rows; if it computes what "
-        "{2} does, soframe.register('layer', {0})({4}), else register a helper of its own"
+        "no layer helper: {module} overrides {known}.{forward}, so {helper} may not have its rows; "
+        "if it computes what {known} does, soframe.register('layer', {module})({path}), else "
+        "register a helper of its own"
     )
     SCRIPTED = "no layer helper: TorchScript runs it; {}"
     EMPTY = "it has parameters without elements: {}"
@@ -114,16 +115,18 @@ class Choices:
     head_in: nn.Module | None = None  # of a staged model: what contains the head of the whole one
 
 
-_ASK = (
+_POSSIBLE_HEAD = (
     "is this layer, or another, the head? The model does not show it, so {} takes all of them: "
     "leave the head out by name, as in skip=[{!r}]"
 )
+"""The report's question where the model shows no head: of a method's name and of a pattern."""
 
 
-_GUESS = (
+_GUESSED_HEAD = (
     "it comes last, so it is taken for the head: is it? For a hidden layer name it, as in "
     "method={{{0!r}: {1!r}, '': {1!r}}}"
 )
+"""The question for a layer that comes last: of its pattern and of the method's name."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -156,8 +159,11 @@ _UNCALLED: Mapping[str, tuple[str, ...]] = {
 """Modules that use parameters of submodules without calling these, by name, and which ones."""
 
 
-def _uncalled(kind: type[nn.Module]) -> list[tuple[str, str]]:
-    """Return the names of a class and of a submodule, for each that its modules do not call."""
+def _uncalled_children(kind: type[nn.Module]) -> list[tuple[str, str]]:
+    """Return the submodules that modules of a class use without calling them.
+
+    Each is a pair of names: of the class (or its base) that does so, and of the submodule.
+    """
     uncalled: list[tuple[str, str]] = []
     for base in kind.__mro__:
         name = base.__name__
@@ -168,16 +174,16 @@ def _uncalled(kind: type[nn.Module]) -> list[tuple[str, str]]:
     return uncalled
 
 
-def _uncalled_in(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
-    """Return by name why modules have no block whose parameters others use."""
+def _reasons_of_uncalled(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
+    """Return the reason why each submodule that is never called has no block, by its name."""
     kinds = {type(module) for _, module in modules}
-    children_of = {kind: _uncalled(kind) for kind in kinds}
-    uncalled: dict[str, str] = {}
+    children_of = {kind: _uncalled_children(kind) for kind in kinds}
+    reasons: dict[str, str] = {}
     for name, module in modules:
         for kind, child in children_of[type(module)]:
             full = f"{name}.{child}" if name else child
-            uncalled[full] = Reason.UNCALLED.format(kind)
-    return uncalled
+            reasons[full] = Reason.UNCALLED.format(kind)
+    return reasons
 
 
 def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
@@ -208,111 +214,143 @@ class Registration:
     ) -> None:
         _require_helpers(choices.layers)
         self._choices = choices
-        self._used: set[str] = set()
-        self._reasons: dict[int, str] = {}
-        self._notes: dict[str, str] = {}
-        # By pattern of `layers`, for each parameter: why the helper does not serve it, or "".
-        self._unserved: dict[str, list[str]] = {}
-        self._methods = _PerLayer("method", choices.method, Method)
-        if choices.forward_only:
-            self._methods.change(_forward_only)
-        # The choice; if the user left it open, its name, or None if no block has it.
-        self.solver = choices.solver
-        # All blocks alike, if the user left it open. Where both were measured Cholesky takes no
-        # more steps than eigendecompositions, and a sixth to a tenth of their time for long sides.
-        # Factors of half precision are not positive definite: eigenvalues can be clamped.
-        self._by_default = "eigen" if choices.dtype == torch.bfloat16 else "inverse"
-        self._solvers = self._solve_by(self._by_default if self.solver is None else self.solver)
-        self._eigen = self._solve_by("eigen").choose("")
-        self._auxiliary = _auxiliary(choices.auxiliary)
-        methods = [*self._methods.all(), *filter(None, [self._auxiliary])]
-        for method in methods:
-            _require_direction(method)
-        self._captures = {id(method): method.captures for method in methods}
-        self.blocks: list[Block] = []
-        self._kinds: dict[object, Block] = {}  # the first block of each kind
-        # By a method's identity and the positions of a kernel, see `Method.of_kernel`.
-        self._of_kernels: dict[tuple[int, int], Method] = {}
-        self._in_block: set[int] = set()
-        head = choices.head_in if choices.staged else model
-        heads = heads_of(model, head)
-        self._heads, self._guessed = {id(weight) for weight in heads.weights}, heads.guessed
-        self._embeddings: set[int] = set()
-        self._asked = ""  # the last block that would have no place in its method as a head
-        self._names: dict[int, list[str]] = {}
-        self._by_name: dict[str, nn.Module] = {}  # of a wrapper and its module the module
-        self._modules: list[tuple[str, nn.Module]] = []  # with parameters
-        self._find_modules(model)
-        self._parameters = [(plain_name(name), p) for name, p in named]
-        self._overridden: dict[tuple[type, type], str | None] = {}
-        self._sharers = self._find_sharers()
-        self._uncalled = _uncalled_in(self._modules)
-        for layer in list(self._collect()):
-            self._decide(layer)
-        self._register_layouts()
-        self._register_parameters()
-        self._require_served()
+        # The user's choice. None if it was left open: at the end the name of the default takes its
+        # place, if a block is solved by it.
+        self.solver: Choice = choices.solver
+        self._build_components()
+        self._survey(model, named)
+        self._register()
         self.others = [p for _, p in self._parameters if id(p) not in self._in_block]
-        self.report = self._make_report(self._note_default() if choices.solver is None else "")
+        solver_note = ""
+        kinds = self._kinds.values()
+        if choices.solver is None and any(b.method.captures and b.tensors for b in kinds):
+            self.solver = self._by_default
+            why = "" if self.solver == "inverse" else ", since a method does not take 'inverse'"
+            solver_note = f"solver {self.solver!r} by default{why}"
+        self.report = self._make_report(solver_note)
         self.unused = sorted({*choices.skip, *choices.layers, *choices.cut} - self._used)
         self.unused += self._methods.unused() + self._solvers.unused()
         if self.unused and not choices.staged:
             warn_unused(self.unused, stacklevel=9)
 
-    # -- candidates -----------------------------------------------------------------------------
+    def _build_components(self) -> None:
+        """Build the methods and solvers that the user has chosen, and the default ones."""
+        choices = self._choices
+        self._methods = _PerLayer("method", choices.method, Method)
+        if choices.forward_only:
+            self._methods.replace_each(_forward_only)
+        # All blocks alike, if the user left it open. Where both were measured Cholesky takes no
+        # more steps than eigendecompositions, and a sixth to a tenth of their time for long sides.
+        # Factors of half precision are not positive definite: eigenvalues can be clamped.
+        self._by_default: str = "eigen" if choices.dtype == torch.bfloat16 else "inverse"
+        choice = self._by_default if self.solver is None else self.solver
+        self._solvers: _PerLayer = _build_solvers(choice, choices.damping)
+        self._eigen = _build_solvers("eigen", choices.damping).choose("")
+        self._auxiliary = _auxiliary(choices.auxiliary)
+        methods = self._methods.all()
+        if self._auxiliary is not None:
+            methods.append(self._auxiliary)
+        for method in methods:
+            _require_direction(method)
+        # By method, whether it reads calls: a property that makes factors, asked for each module.
+        self._captures: dict[int, bool] = {id(method): method.captures for method in methods}
 
-    def _find_modules(self, model: nn.Module) -> None:
-        """Find the modules, by their names without wrappers."""
+    def _survey(self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Find the heads, the modules and their names, and the modules that share a parameter."""
+        heads = heads_of(model, self._choices.head_in if self._choices.staged else model)
+        self._heads = {id(weight) for weight in heads.weights}
+        self._heads_are_guessed = heads.guessed
+        self._embeddings: set[int] = set()  # parameters of embeddings, by identity
+        self._used: set[str] = set()  # patterns of `skip`, `layers` and `cut` that match a module
+        self._names: dict[int, list[str]] = {}  # of each module, by identity
+        # By name; where a wrapper and the module inside have the same one, the module.
+        self._by_name: dict[str, nn.Module] = {}
         modules: dict[int, nn.Module] = {}
         for full, module in model.named_modules(remove_duplicate=False):
             name = plain_name(full)
             self._names.setdefault(id(module), []).append(name)
             self._by_name[name] = modules[id(module)] = module
-        self._modules = [(self._names[i][0], m) for i, m in modules.items() if m._parameters]
+        with_parameters = [module for module in modules.values() if module._parameters]
+        self._modules = [(self._names[id(module)][0], module) for module in with_parameters]
+        self._parameters = [(plain_name(name), p) for name, p in named]
+        self._sharers = self._find_sharers()
+        self._uncalled = _reasons_of_uncalled(self._modules)
+
+    def _register(self) -> None:
+        """Add the blocks of layers, then of single parameters, and keep why others have none."""
+        self.blocks: list[Block] = []
+        self._kinds: dict[object, Block] = {}  # the first block of each kind
+        self._in_block: set[int] = set()  # parameters, by identity
+        # By a method's identity and the positions of a kernel, see `Method.of_kernel`.
+        self._of_kernels: dict[tuple[int, int], Method] = {}
+        self._reasons: dict[int, str] = {}  # why a parameter has no block, by identity
+        self._notes: dict[str, str] = {}  # what the report adds to a block, by its name
+        self._possible_head = ""  # the last block that its method would not take if it were a head
+        self._overridden: dict[tuple[type, type], str | None] = {}
+        # Patterns of `layers` whose helper has made a block; and why one has not, at first.
+        self._served: set[str] = set()
+        self._unserved: dict[str, str] = {}
+        for layer in self._collect():
+            self._decide(layer)
+        self._register_layouts()
+        self._register_parameters()
+        self._require_served()
+
+    # -- candidates -----------------------------------------------------------------------------
 
     def _find_sharers(self) -> dict[int, list[tuple[str, nn.Module]]]:
-        """Return the modules that have each parameter, by its id."""
+        """Return the modules that have each parameter, by its id.
+
+        Lazy parameters are refused, and parameters of embeddings are put down in `_embeddings`.
+        """
         sharers: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, module in self._modules:
-            skipped = self._skipping(module) is not None
+            is_skipped = self._skipping(module) is not None
             for parameter in module._parameters.values():
                 if parameter is None:
                     continue
-                if not skipped:
+                if not is_skipped:
                     _require_initialised(name, module, parameter)
-                sharers.setdefault(id(parameter), []).append((name, module))
+                owners = sharers.setdefault(id(parameter), [])
+                # A module may have the parameter under two names.
+                if not owners or owners[-1][1] is not module:
+                    owners.append((name, module))
                 if isinstance(module, nn.Embedding):
                     self._embeddings.add(id(parameter))
         return sharers
 
-    def _collect(self) -> Iterator[list[_Candidate]]:
-        """Yield the layers of methods that read calls: the modules that share a weight."""
-        chooses = cache(_chooses)
+    def _collect(self) -> list[list[_Candidate]]:
+        """Return the layers of methods that read calls: the modules that share a weight."""
+        overrides_names = cache(_overrides_names)
+        layers: list[list[_Candidate]] = []
         done: set[int] = set()
         for name, module in self._modules:
-            if id(module) in done or not self._is_observed(name):
+            if id(module) in done or not self._reads_calls(name):
                 continue
             candidate = self._candidate(name, module)
             helper = candidate.helper
-            if helper is not None and candidate.reason is None and chooses(helper):
-                # The helper has parameters of submodules, too.
+            if helper is not None and candidate.reason is None and overrides_names(helper):
+                # It may have parameters of submodules, which then are no layers of their own.
                 layer = [candidate]
                 paths = {key.rpartition(".")[0] for key in helper.names(module)}
                 done.update(id(module.get_submodule(path)) for path in paths)
             else:
                 layer = self._layer(candidate)
             done.update(id(member.module) for member in layer)
-            yield layer
+            layers.append(layer)
+        return layers
 
     def _layer(self, candidate: _Candidate) -> list[_Candidate]:
-        """Return the modules that share the weight of one."""
+        """Return the modules that share a candidate's weight, itself among them."""
         weight = parameter_of(candidate.module, "weight")
         if weight is None:
             return [candidate]
-        layer = []
-        for name, module in {id(m): (n, m) for n, m in self._sharers[id(weight)]}.values():
-            is_same = module is candidate.module
-            layer.append(candidate if is_same else self._candidate(name, module))
+        layer: list[_Candidate] = []
+        for name, module in self._sharers[id(weight)]:
+            if module is candidate.module:
+                layer.append(candidate)
+            else:
+                layer.append(self._candidate(name, module))
         return layer
 
     def _candidate(self, name: str, module: nn.Module) -> _Candidate:
@@ -324,7 +362,7 @@ class Registration:
         if (pattern := self._skipping(module)) is not None:
             return Reason.SKIPPED.format(pattern)
         if helper is None:
-            return _without_helper(module)
+            return _why_no_helper(module)
         empty = [n for n, p in module._parameters.items() if p is not None and p.numel() == 0]
         if empty:
             return Reason.EMPTY.format(", ".join(empty))
@@ -333,16 +371,18 @@ class Registration:
         why = helper.unsupported(module)
         if why is None and not helper.names(module):
             raise _nameless(name, module, helper)
-        return why or self._overriding(name, module, helper)
+        return why or self._why_overridden(name, module, helper)
 
-    def _overriding(self, name: str, module: nn.Module, helper: type[LayerHelper]) -> str | None:
-        """Return why the helper of a class does not serve a subclass that overrides its forward."""
+    def _why_overridden(
+        self, name: str, module: nn.Module, helper: type[LayerHelper]
+    ) -> str | None:
+        """Return `_find_override` of a module, once for its class; None if the user chose."""
         pattern = first_match(self._choices.layers, name)
         if pattern is not None and self._choices.layers[pattern] != "all":
             return None  # the user has chosen it for this module
         key = (type(module), helper)
         if key not in self._overridden:
-            self._overridden[key] = _overriding(module, helper)
+            self._overridden[key] = _find_override(module, helper)
         return self._overridden[key]
 
     def _skipping(self, module: nn.Module) -> str | None:
@@ -364,10 +404,16 @@ class Registration:
         assert helper is None or issubclass(helper, LayerHelper)
         return helper
 
-    def _is_observed(self, name: str) -> bool:
-        """Return whether a module's method reads calls; without one, True if none is auxiliary."""
+    def _reads_calls(self, name: str) -> bool:
+        """Return whether the method of a module reads its calls.
+
+        A module without a method is taken for a layer, which is an error, unless there is an
+        auxiliary method for its parameters.
+        """
         method: Method | None = self._methods.find(name)
-        return self._auxiliary is None if method is None else self._captures[id(method)]
+        if method is None:
+            return self._auxiliary is None
+        return self._captures[id(method)]
 
     # -- decisions ------------------------------------------------------------------------------
 
@@ -393,7 +439,7 @@ class Registration:
         for block_helpers in zip(*helpers_of_modules, strict=True):
             for candidate, helper in zip(layer, block_helpers, strict=True):
                 _require_own_parameters(candidate.name, helper)
-            self._add(name, layer, method, block_helpers)
+            self._build_of_layer(name, layer, method, block_helpers)
         for key in () if method.joint else trained:
             parameter = parameter_of(layer[0].module, key)
             if id(parameter) not in self._in_block:
@@ -434,14 +480,14 @@ class Registration:
             return True
         return any(parameter_of(c.module, key) is not parameter for c in layer)
 
-    def _add(
+    def _build_of_layer(
         self,
         name: str,
         layer: Sequence[_Candidate],
         method: Method,
         helpers: tuple[LayerHelper, ...],
     ) -> None:
-        """Add one block of a layer, or note why it has none."""
+        """Build one block of a layer if its method takes it, or keep why it does not."""
         first = helpers[0]
         full = f"{name}.{first.part}" if first.part else name
         if any(id(parameter) in self._in_block for parameter in first.parameters.values()):
@@ -459,34 +505,35 @@ class Registration:
                 names = ", ".join(candidate.name for candidate in layer)
                 self._notes[full] = f"shared by {names}"
             if (pattern := first_match(self._choices.layers, name)) is not None:
-                self._unserved.setdefault(pattern, []).append("")
-            self._append(full, method, helpers)
+                self._served.add(pattern)
+            self._build(full, method, helpers, helpers[0])
             return
         for helper in helpers:
             for parameter in helper.parameters.values():
                 self._reasons.setdefault(id(parameter), reason)
 
-    def _append(
+    def _build(
         self,
         name: str,
         method: Method,
         helpers: tuple[LayerHelper, ...],
-        layout: Layout | None = None,
+        layout: Layout,
         *,
         auxiliary: bool = False,
     ) -> None:
-        """Add a block."""
-        # Methods that read gradients alone choose their solvers themselves, as a rule.
-        asked = self._choices.solver is not None and self._solvers.find(name) is not None
-        of_calls = layout is None
-        solver = self._solvers.choose(name) if of_calls or asked else self._eigen
-        layout = helpers[0] if layout is None else layout
-        positions = 1 if of_calls else positions_of(layout.module, layout)
+        """Build a block with its solver and its dtypes, and admit it."""
+        reads_calls = bool(helpers)
+        # Methods that read gradients alone choose their solvers themselves, unless the user does.
+        is_chosen = self._choices.solver is not None and self._solvers.find(name) is not None
+        solver = self._eigen
+        if reads_calls or is_chosen:
+            solver = self._solvers.choose(name)
+        positions = 1 if reads_calls else positions_of(layout.module, layout)
         if positions > 1:
             key = id(method), positions
             method = self._of_kernels.setdefault(key, method.of_kernel(positions))
         cut = first_match(self._choices.cut, *self._names[id(layout.module)])
-        if of_calls and cut is not None:
+        if reads_calls and cut is not None:
             raise ValueError(
                 f"{name}: cut[{cut!r}] is for methods that read gradients alone, and {method!r} "
                 f"reads calls: choose another method for this module by a pattern of method=, or "
@@ -511,7 +558,7 @@ class Registration:
         self._in_block.update(map(id, block.parameters.values()))
 
     def _admit(self, block: Block) -> None:
-        """Add a block; of one kind the first is checked, and the others share its specs."""
+        """Keep a block; the first of its kind is checked, and the others share its specs."""
         first = self._kinds.setdefault(block.kind, block)
         if first is not block:
             block.share(first)
@@ -521,26 +568,27 @@ class Registration:
             _require_matrix(block.name, helper)
         require_declared(block.method, block.factors, block.shape)
         try:
-            for why in self._refusals(block):
+            # A method that needs eigenvectors raises an error itself, when it is asked for solvers.
+            why = next(self._refusals(block), None)
+            if why is not None:
                 raise ValueError(f"{block.name}: {why}")
-        except ValueError:  # of a method that needs eigenvectors, too
-            settled = self.solver is not None or self._by_default == "eigen"
-            if settled or not block.method.captures:
+        except ValueError:
+            is_open = self.solver is None and self._by_default == "inverse"
+            if not is_open or not block.method.captures:
                 raise
-            self._by_default, self._solvers = "eigen", self._solve_by("eigen")
-            earlier, self.blocks, self._kinds = self.blocks, [], {}
-            for former in (*earlier, block):
-                solver = self._solvers.choose("") if former.method.captures else former.solver
-                self._admit(replace(former, solver=solver))
-        else:
-            self.blocks.append(block)
+            # All blocks have one default solver, so the former ones change theirs, too.
+            self._admit_again_by_eigen([*self.blocks, block])
+            return
+        self.blocks.append(block)
 
-    def _solve_by(self, choice: Choice) -> _PerLayer:
-        """Return a choice of solvers, to which the damping policy gives its interpretation."""
-        solvers, damping = _PerLayer("solver", choice, Solver), self._choices.damping
-        if damping is not None:
-            solvers.change(damping.solver)
-        return solvers
+    def _admit_again_by_eigen(self, blocks: Sequence[Block]) -> None:
+        """Make "eigen" the default solver, and keep these blocks instead of all so far."""
+        self._by_default = "eigen"
+        self._solvers = _build_solvers("eigen", self._choices.damping)
+        self.blocks, self._kinds = [], {}
+        for block in blocks:
+            solver = self._solvers.choose("") if block.method.captures else block.solver
+            self._admit(replace(block, solver=solver))
 
     def _refusals(self, block: Block) -> Iterator[str]:
         """Yield why the method, its solvers or its factors do not serve the chosen settings."""
@@ -556,12 +604,12 @@ class Registration:
                 f"pass Statistics(fisher='empirical'), or skip the module"
             )
         for solver, numbers in block.solvers:
-            factors = [block.solved_here[number][1] for number in numbers]
+            factors = [block.solved_factors[number].factor for number in numbers]
             if (why := solver.unsupported(factors)) is not None:
                 yield f"{solver!r} cannot solve the factors of {method!r}: {why}"
         damping = choices.damping
         is_relative = damping is not None and damping.per_block
-        if is_relative and block.captured and not block.solved_here:
+        if is_relative and block.captured and not block.solved_factors:
             yield (
                 f"{damping!r} is relative to factors that are solved, and {method!r} has none: "
                 f"pass a number for damping=, or skip the module"
@@ -586,7 +634,7 @@ class Registration:
                 is_free = all(map(self._is_free, layout.parameters.values()))
                 if is_free and self._unsuited(name, method, layout) is None:
                     self._methods.choose(name)
-                    self._append(name, method, (), layout)
+                    self._build(name, method, (), layout)
 
     def _is_free(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is trained, and by one module and no block yet."""
@@ -602,12 +650,12 @@ class Registration:
                 self._reasons.setdefault(id(parameter), FROZEN)
                 continue
             name, module = self._sharers[id(parameter)][0]
-            if (reason := self._add_parameter(full, parameter, name, module)) is None:
+            if (reason := self._build_of_parameter(full, parameter, name, module)) is None:
                 continue
             reason = self._reasons.setdefault(id(parameter), reason)
             if self._auxiliary is None:
                 continue
-            _require_trainable(full, parameter)
+            _require_elements(full, parameter)
             if (why := self._sparse(parameter)) is not None:
                 raise ValueError(f"{full}: {why}, or freeze it")
             layout: Layout = PlainLayout(module, full.rpartition(".")[2])
@@ -615,20 +663,20 @@ class Registration:
                 raise ValueError(f"{full} is complex: choose auxiliary='adamw', or freeze it")
             self._notes[full] = reason
             method, layout = self._cut(name, full, self._auxiliary, layout)
-            self._append(full, method, (), layout, auxiliary=True)
+            self._build(full, method, (), layout, auxiliary=True)
 
-    def _add_parameter(
+    def _build_of_parameter(
         self, full: str, parameter: nn.Parameter, name: str, module: nn.Module
     ) -> str | None:
-        """Add the block of a parameter, or return why it has none."""
+        """Build the block of a parameter if its method takes it, or return why it does not."""
         if (pattern := self._skipping(module)) is not None:
             return Reason.SKIPPED.format(pattern)
         if (method := self._methods.find(name)) is None:
             return Reason.NO_METHOD
         if self._captures[id(method)]:
             return Reason.NO_BLOCK
-        self._methods.choose(name)  # its pattern has matched, whether or not the method takes it
-        _require_trainable(full, parameter)
+        self._methods.mark_used(name)  # whether or not the method takes the parameter
+        _require_elements(full, parameter)
         if (reason := self._sparse(parameter)) is not None:
             return reason
         layout = self._layout(name, module, full.rpartition(".")[2])
@@ -642,7 +690,7 @@ class Registration:
         sharers = dict.fromkeys(name for name, _ in self._sharers[id(parameter)])
         if len(sharers) > 1:
             self._notes[full] = f"shared by {', '.join(sharers)}"
-        self._append(full, method, (), layout)
+        self._build(full, method, (), layout)
         return None
 
     def _unsuited(self, name: str, method: Method, layout: Layout) -> str | None:
@@ -651,45 +699,43 @@ class Registration:
         if any(p.is_complex() for p in parameters.values()) and method.factors(layout.shape):
             return "it is complex, and factors are of real matrices"
         ids = set(map(id, parameters.values()))
-        is_tied = not self._embeddings.isdisjoint(ids)
-        is_head = not self._heads.isdisjoint(ids)
+        is_embedding = bool(self._embeddings & ids)
+        is_head = bool(self._heads & ids)
         layer = self._names[id(layout.module)][0]
-        is_guess = is_head and self._guessed and not is_tied
-        is_hidden_by_name = is_guess and self._methods.names(layer)
+        is_guess = is_head and self._heads_are_guessed and not is_embedding
+        is_hidden_by_name = is_guess and self._methods.is_by_name(layer)
         candidate = Candidate(
             name=name,
             module=layout.module,
             parameters=tuple(parameters),
             shape=BlockShape(*layout.shape),
-            last=(is_tied or is_head) and not is_hidden_by_name,
+            last=(is_embedding or is_head) and not is_hidden_by_name,
         )
         reason = method.unsuited(candidate)
         if reason is not None:
             if is_guess and method.unsuited(replace(candidate, last=False)) is None:
-                return _GUESS.format(f"^{re.escape(layer)}$", _name(method))
+                return _GUESSED_HEAD.format(f"^{re.escape(layer)}$", _name(method))
             return reason
-        # Where the model shows no head, any layer may be it.
-        if self._is_open and method.unsuited(replace(candidate, last=True)) is not None:
-            self._asked = name
+        # Where neither the model nor the choices show the head, any layer may be it.
+        is_head_shown = bool(self._heads or self._choices.skip or self._choices.staged)
+        if not is_head_shown and method.unsuited(replace(candidate, last=True)) is not None:
+            self._possible_head = name
         return None
 
-    @property
-    def _is_open(self) -> bool:
-        """Whether neither the model nor the choices show the head."""
-        return not (self._heads or self._choices.skip or self._choices.staged)
-
     def _layout(self, name: str, module: nn.Module, key: str) -> Layout:
-        """Return the layout of one parameter: its helper's if its shape differs, else plain."""
+        """Return the layout of a parameter: its helper's if that transposes or reshapes it."""
         plain = plain_layout(module, key)
         helper = self._helper_class(name, module)
         if helper is None:
             helper = _transposing(module)
         if helper is None:
             return plain
-        alone, why = _alone(helper, module, key)
+        alone, why = _helper_of_parameter(helper, module, key)
         if (pattern := first_match(self._choices.layers, name)) is not None:
-            unserved = f"{name}.{key}: {why}" if why else ""
-            self._unserved.setdefault(pattern, []).append(unserved)
+            if why:
+                self._unserved.setdefault(pattern, f"{name}.{key}: {why}")
+            else:
+                self._served.add(pattern)
         if alone is None:
             return plain
         differs = helper.transposed or alone.shape != plain.shape
@@ -699,42 +745,44 @@ class Registration:
         """Raise ValueError if a helper of ``layers`` serves no parameter of its pattern."""
         for pattern, why in self._unserved.items():
             chosen = self._choices.layers[pattern]
-            if chosen != "all" and all(why):
+            if chosen != "all" and pattern not in self._served:
                 raise ValueError(
                     f"layers[{pattern!r}]={chosen.__name__} changes nothing, since methods that "
-                    f"read gradients alone take parameters one by one: {why[0]}. Leave it out"
+                    f"read gradients alone take parameters one by one: {why}. Leave it out"
                 )
 
     def _cut(self, name: str, full: str, method: Method, layout: Layout) -> tuple[Method, Layout]:
         """Cut a matrix as a pattern of ``cut`` or a known module asks; vectors stay whole."""
-        pattern, key = first_match(self._choices.cut, name), full.rpartition(".")[2]
-        parts: int | Sequence[int] | None = None
         groups, out, into = layout.shape
-        asked = f"cut[{pattern!r}]"
         if into == 1:
             return method, layout
+        pattern = first_match(self._choices.cut, name)
+        parts: int | Sequence[int] | None = None
+        source, note = "", ""
         if pattern is not None:
             self._used.add(pattern)
-            parts = self._choices.cut[pattern]
+            parts, source = self._choices.cut[pattern], f"cut[{pattern!r}]"
         elif orthogonalises(method) and groups == 1:
-            owner, _, child = (name if key == "weight" else full).rpartition(".")
-            parts = fused_sizes(self._by_name[owner], child, out)
-            asked = f"as {type(self._by_name[owner]).__name__}"
+            # A known module has the fused weight in a child, or as a parameter of its own.
+            is_in_child = full.rpartition(".")[2] == "weight"
+            owner, _, fused = (name if is_in_child else full).rpartition(".")
+            module = self._by_name[owner]
+            parts, source = fused_sizes(module, fused, out), f"as {type(module).__name__}"
+            note = f", {source}"
         if parts is None:
             return method, layout
         try:
-            if not isinstance(parts, int) and sum(parts) != out:
-                raise ValueError(f"they add up to {sum(parts)}, and it has {out} outputs")
             if isinstance(parts, int):
                 layout = CutLayout(layout, parts)
+            elif sum(parts) != out:
+                raise ValueError(f"they add up to {sum(parts)}, and it has {out} outputs")
             elif len(set(parts)) == 1:
                 layout = CutLayout(layout, groups * len(parts))
             else:
                 method = CutRows(method, tuple(parts))
         except ValueError as error:
-            raise ValueError(f"{full}: {asked}={parts}: {error}") from None
-        known = "" if pattern is not None else f", {asked}"
-        self._notes[full] = f"cut into {parts}{known}"
+            raise ValueError(f"{full}: {source}={parts}: {error}") from None
+        self._notes[full] = f"cut into {parts}{note}"
         return method, layout
 
     def _sparse(self, parameter: nn.Parameter) -> str | None:
@@ -752,14 +800,6 @@ class Registration:
 
     # -- report -------------------------------------------------------------------------------
 
-    def _note_default(self) -> str:
-        """Name the solver that was left open; return a line on the choice, if any block has it."""
-        if not any(block.method.captures and block.tensors for block in self._kinds.values()):
-            return ""
-        self.solver = self._by_default
-        why = "" if self.solver == "inverse" else ", since a method does not take 'inverse'"
-        return f"solver {self.solver!r} by default{why}"
-
     def _make_report(self, solver: str) -> Report:
         block_of: dict[int, Block] = {}
         for registered in self.blocks:
@@ -773,16 +813,17 @@ class Registration:
                 reason = self._reasons[id(parameter)]
                 rows.append(ReportRow(name, shape, None, reason=reason))
                 continue
-            kind = id(block.tensors)  # which blocks of one kind share
+            # Blocks of one kind have the same dict of tensors, and the same texts.
+            kind = id(block.tensors)
             if kind not in texts:
-                solvers = [_name(solver) for _, _, solver in block.solved_here]
+                solvers = [_name(solver) for _, _, solver in block.solved_factors]
                 method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
                 texts[kind] = method, list(_reduced(block))
             method, reduced = texts[kind]
             notes = [self._notes.get(block.name, ""), *reduced]
-            if block.name == self._asked:
+            if block.name == self._possible_head:
                 owner = self._names[id(block.layout.module)][0]
-                notes.append(_ASK.format(_name(block.method), f"^{owner}$"))
+                notes.append(_POSSIBLE_HEAD.format(_name(block.method), f"^{owner}$"))
             if not parameter.requires_grad:
                 notes.append(FROZEN)
             note = "; ".join(filter(None, notes))
@@ -800,7 +841,7 @@ class _PerLayer:
         self._by_pattern = {key: registry.build(value, base) for key, value in patterns.items()}
         self._used: set[str] = set()
 
-    def change(self, change: Callable[[Any], Any]) -> None:
+    def replace_each(self, change: Callable[[Any], Any]) -> None:
         """Replace each component by another one."""
         for pattern, component in self._by_pattern.items():
             self._by_pattern[pattern] = change(component)
@@ -813,7 +854,18 @@ class _PerLayer:
         pattern = first_match(self._by_pattern, name)
         return None if pattern is None else self._by_pattern[pattern]
 
+    def mark_used(self, name: str) -> None:
+        """Take the pattern of a module out of `unused`."""
+        pattern = first_match(self._by_pattern, name)
+        if pattern is not None:
+            self._used.add(pattern)
+
     def choose(self, name: str) -> Any:
+        """Return the component of a module, and mark its pattern as used.
+
+        Raises:
+            ValueError: If no pattern matches.
+        """
         pattern = first_match(self._by_pattern, name)
         if pattern is None:
             raise ValueError(
@@ -823,8 +875,8 @@ class _PerLayer:
         self._used.add(pattern)
         return self._by_pattern[pattern]
 
-    def names(self, name: str) -> bool:
-        """Return whether the pattern of a module is about its name, and does not match all."""
+    def is_by_name(self, name: str) -> bool:
+        """Return whether a module has its component by a pattern other than those for all."""
         pattern = first_match(self._by_pattern, name)
         return pattern is not None and pattern not in ("", ".*")
 
@@ -847,6 +899,14 @@ def _forward_only(method: Method) -> Method:
     return method.forward_only() if method.captures else method
 
 
+def _build_solvers(choice: Choice, damping: DampingPolicy | None) -> _PerLayer:
+    """Return the chosen solvers; a damping policy may put others around them."""
+    solvers = _PerLayer("solver", choice, Solver)
+    if damping is not None:
+        solvers.replace_each(damping.solver)
+    return solvers
+
+
 def _auxiliary(choice: Choice) -> Method | None:
     """Return the auxiliary method, which reads gradients alone."""
     if choice is None:
@@ -862,14 +922,14 @@ def _auxiliary(choice: Choice) -> Method | None:
 
 
 def _transposing(module: nn.Module) -> type[LayerHelper] | None:
-    """Return a helper that is no default, if the weights of its modules are transposed."""
+    """Return the helper of a module whose weight is transposed, optional ones included, or None."""
     helper = KINDS["layer"].lookup(type(module), optional=True)
     if helper is None or not issubclass(helper, LayerHelper):
         return None
     return helper if helper.transposed else None
 
 
-def _alone(
+def _helper_of_parameter(
     helper: type[LayerHelper], module: nn.Module, key: str
 ) -> tuple[LayerHelper | None, str]:
     """Return the helper of a single parameter; without one, None and why."""
@@ -894,8 +954,8 @@ def _beyond_kaisa(block: Block) -> list[str]:
     return names
 
 
-def _require_trainable(full: str, parameter: nn.Parameter) -> None:
-    """Check that a parameter can have a block of its own."""
+def _require_elements(full: str, parameter: nn.Parameter) -> None:
+    """Check that a parameter has elements."""
     if parameter.numel() == 0:
         raise ValueError(f"{full} has no elements, which no method takes: freeze it")
 
@@ -908,7 +968,7 @@ def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) 
         )
 
 
-def _overriding(module: nn.Module, helper: type[LayerHelper]) -> str | None:
+def _find_override(module: nn.Module, helper: type[LayerHelper]) -> str | None:
     """Return why the helper of a class does not serve a subclass that overrides its forward."""
     kind, registry = type(module), KINDS["layer"]
     known = next(base for base in kind.__mro__ if registry.has(base))
@@ -918,12 +978,16 @@ def _overriding(module: nn.Module, helper: type[LayerHelper]) -> str | None:
             if helper.__module__.startswith("soframe.layers."):
                 path = f"soframe.layers.{path}"
             return Reason.OVERRIDDEN.format(
-                sharding.class_name(module), step, known.__name__, helper.__name__, path
+                module=sharding.class_name(module),
+                known=known.__name__,
+                forward=step,
+                helper=helper.__name__,
+                path=path,
             )
     return None
 
 
-def _without_helper(module: nn.Module) -> str:
+def _why_no_helper(module: nn.Module) -> str:
     """Return why a module has no helper."""
     kind = type(module).__name__
     if (known := KINDS["layer"].lookup(type(module), optional=True)) is not None:
@@ -958,13 +1022,14 @@ def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
     A square table that an embedding and a linear layer share has one shape, and two matrices.
     """
     first = helpers[0]
-    if (
-        len(helpers) == 1
-    ):  # most often; a table of numbers for each weight would take half a minute at 7B
+    # Most layers have one. To number the entries of their weights, too, would take half a minute at
+    # 7B.
+    if len(helpers) == 1:
         return True
     if any(helper.shape != first.shape for helper in helpers):
         return False
     sides = (FactorSpec("A", "right", 1, 1), FactorSpec("G", "left", 1, 1))
+    # Each entry gets a number, to be found in the same place of every matrix.
     numbers = {
         name: torch.arange(p.numel(), dtype=torch.float64, device="cpu").view(p.shape)
         for name, p in first.parameters.items()
@@ -984,13 +1049,14 @@ def _reduced(block: Block) -> Iterator[str]:
     for factor in block.factors:
         if factor.kind == "diagonal":
             yield f"{factor.name} diagonal ({factor.size} rows)"
+    # Only methods of gradients leave out a factor for its size, and of matrices alone.
     if min(out, into) == 1 or block.captured:
         return
     sides = {factor.side for factor in block.factors if factor.kind == "psd"}
-    usual: set[str] = set()
+    sides_of_small: set[str] = set()
     for shape in SMALL:
-        usual.update(f.side for f in block.method.factors(shape) if f.kind == "psd")
-    for side in sorted(usual - sides):
+        sides_of_small.update(f.side for f in block.method.factors(shape) if f.kind == "psd")
+    for side in sorted(sides_of_small - sides):
         yield f"no factor of its {out if side == 'left' else into} {_SIDES[side]}"
 
 
@@ -1007,7 +1073,7 @@ def _nameless(name: str, module: nn.Module, helper: type[LayerHelper]) -> ValueE
     )
 
 
-def _chooses(helper: type[LayerHelper]) -> bool:
+def _overrides_names(helper: type[LayerHelper]) -> bool:
     """Return whether a helper class overrides ``names`` or ``of``."""
     return any(
         getattr(getattr(helper, name), "__func__", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,14 @@ from soframe.methods.base import Method
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, Shards, TensorSpec
 from soframe.strategies.work import BlockWork
+
+
+class SolvedFactor(NamedTuple):
+    """A factor that is solved: its position among the block's factors, its spec, its solver."""
+
+    position: int
+    factor: FactorSpec
+    solver: Solver
 
 
 @dataclass(eq=False)
@@ -54,7 +63,7 @@ class BlockSpec:
     @property
     def has_gradient(self) -> bool:
         """Whether any parameter of the block has a gradient."""
-        return any(map(self.home.has, self.parameters.values()))
+        return bool(self.home.of(self.parameters.values()))
 
     def share(self, first: BlockSpec) -> None:
         """Take the specs of a block of the same kind."""
@@ -93,6 +102,11 @@ class BlockSpec:
         return tuple(factor for factor in self.factors if factor.captured)
 
     @cached_property
+    def observes(self) -> bool:
+        """Whether a factor takes statistics of the averaged gradient."""
+        return len(self.captured) < len(self.factors)
+
+    @cached_property
     def psd(self) -> frozenset[str]:
         """The names of the factors that are matrices."""
         return frozenset(factor.name for factor in self.factors if factor.kind == "psd")
@@ -103,20 +117,20 @@ class BlockSpec:
         return any(factor.mean_over == "group rows" for factor in self.factors)
 
     @cached_property
-    def solved_here(self) -> tuple[tuple[int, FactorSpec, Solver], ...]:
-        """The factors that are solved: the index, spec and solver of each."""
-        solved: list[tuple[int, FactorSpec, Solver]] = []
+    def solved_factors(self) -> tuple[SolvedFactor, ...]:
+        """The factors that are solved."""
+        solved: list[SolvedFactor] = []
         for index, factor in enumerate(self.factors):
             solver = self.method.solver(factor, self.solver)
             if solver is not None:
-                solved.append((index, factor, solver))
+                solved.append(SolvedFactor(index, factor, solver))
         return tuple(solved)
 
     @cached_property
     def solvers(self) -> list[tuple[Solver, list[int]]]:
         """The solvers, each with the numbers of its solved factors; equal solvers are merged."""
         solvers: list[tuple[Solver, list[int]]] = []
-        for number, (_, _, solver) in enumerate(self.solved_here):
+        for number, (_, _, solver) in enumerate(self.solved_factors):
             for known, numbers in solvers:
                 if known == solver:
                     numbers.append(number)
@@ -128,13 +142,13 @@ class BlockSpec:
     @cached_property
     def unsolved(self) -> tuple[FactorSpec, ...]:
         """The factors that are their own data."""
-        solved = {factor.name for _, factor, _ in self.solved_here}
+        solved = {factor.name for _, factor, _ in self.solved_factors}
         return tuple(factor for factor in self.factors if factor.name not in solved)
 
     @cached_property
     def tensors(self) -> dict[str, dict[str, TensorSpec]]:
         """The second-order data of each factor that is solved."""
-        return {factor.name: solver.tensors(factor) for _, factor, solver in self.solved_here}
+        return {factor.name: solver.tensors(factor) for _, factor, solver in self.solved_factors}
 
     @property
     def relatively_damped(self) -> bool:
@@ -159,7 +173,7 @@ class BlockSpec:
     @cached_property
     def remembers(self) -> bool:
         """Whether its updates depend on earlier gradients: by a state, or by factors of them."""
-        return bool(self.states) or len(self.captured) < len(self.factors)
+        return bool(self.states) or self.observes
 
     @cached_property
     def elementwise(self) -> bool:
@@ -191,7 +205,7 @@ class BlockSpec:
     @property
     def follows(self) -> bool:
         """Whether second-order data follow the factors between solves."""
-        return any(solver.follows for _, _, solver in self.solved_here)
+        return any(solver.follows for _, _, solver in self.solved_factors)
 
     def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
         """Return each solved factor's share of the damping, ``[groups]``, given mean traces."""
@@ -215,7 +229,7 @@ class BlockSpec:
 
     @cached_property
     def _work(self) -> BlockWork:
-        continued = {factor.name for _, factor, solver in self.solved_here if solver.continues}
+        continued = {factor.name for _, factor, solver in self.solved_factors if solver.continues}
         resident = tuple(not f.captured or f.name in continued for f in self.factors)
         return BlockWork(
             name="",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from soframe.capture.root import Layers, Sight, look, look_at_outputs
+from soframe.capture.root import Sight
 from soframe.layers.base import Unit
 
 Samples = Literal["batch", "positions"] | Callable[[], int] | None
@@ -79,33 +79,15 @@ class Batch:
     mask: Tensor | None = None  # the terms of the model's outputs that count; None for all
     rows: Rows | None = None  # the rows that are data; None for all
     root: Sight = field(default_factory=Sight)  # the inputs and outputs of the root module
-    call: weakref.ref[Any] | None = None  # a call whose graph has a node `before`
+    call: weakref.ref[Any] | None = None  # a call whose graph has a node `marker`
     declared: bool = False  # true if set by `Preconditioner.count`
     closed: bool = False  # whether the next forward pass is of another batch
-
-    def end(self, terms: int | None) -> None:
-        """Set the terms, and close the batch: the next forward pass is of another one."""
-        self.terms, self.closed = terms, True
-
-    def see_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See the batch in the arguments of the root."""
-        self.root = look(args, kwargs)
-
-    def see_outputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], output: object, layers: Layers
-    ) -> None:
-        """See the batch in arguments and outputs of a model with such layers."""
-        self.root = look_at_outputs(self.root, args, kwargs, output, layers, self.terms)
-
-    def recognise_by(self, call: Any) -> None:
-        """Set the call by whose node ``before`` a backward pass is found to go through here."""
-        self.call = self.call or weakref.ref(call)
 
     @property
     def is_under_way(self) -> bool:
         """Whether the backward pass under way goes through this forward pass; False if unsure."""
         call = None if self.call is None else self.call()
-        return call is not None and bool(torch._C._will_engine_execute_node(call.before))
+        return call is not None and bool(torch._C._will_engine_execute_node(call.marker))
 
     def counted(self, samples: Samples) -> int | None:
         """Return the number of terms that the root shows; None if it shows none."""
@@ -262,7 +244,7 @@ class Pass:
 
     samples: int  # the terms that its loss is a mean of
     size: int  # the batch that it went through
-    part: int = 0  # the pipeline stage that it belongs to
+    stage: int = 0  # the index of its pipeline stage
     told: bool = False  # whether its terms or rows are declared, or observed
     certain: bool = True  # whether its forward passes are surely of other samples, or the same
     batches: list[Batch] = field(default_factory=list)  # its forward passes
@@ -301,17 +283,17 @@ class Passes:
         terms: int | None,
         batch: Batch,
         batches: Sequence[Batch],
-        part: int,
+        stage: int,
     ) -> Pass:
         """Count a call with ``sizes`` (samples, rows); return its pass.
 
         ``terms`` is their number, if it is declared or observed; ``batch`` is the call's,
-        ``batches`` are all of the pass at its first call; ``part`` is the call's stage.
+        ``batches`` are all of the pass at its first call; ``stage`` is the call's.
         """
         backward = self.by_number.get(number)
         if backward is None:
             backward = self.by_number[number] = self._begin(sizes, terms, batch, batches)
-            backward.part = part
+            backward.stage = stage
         backward.reached.add(sizes[0])
         if batch not in backward.batches:
             backward.certain = False

@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
-from soframe.capture.root import Layers
+from soframe.capture.root import Layers, look, look_at_outputs
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -87,8 +87,6 @@ class LayerCall(NamedTuple):
     is_ragged: bool = False
 
 
-_NOTHING = nullcontext()
-
 Sink = Callable[[LayerCall], None]
 """Receives each complete call, while the backward pass runs."""
 
@@ -97,7 +95,10 @@ Ended = Callable[[frozenset[LayerHelper]], None]
 
 
 class _Keep(torch.autograd.Function):
-    """Saves tensors as autograd does: its output owns the node, next to those of parameters."""
+    """Saves tensors as autograd does, in the node of its output.
+
+    The next nodes of that node are those that add up the gradients of the parameters.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameters: int, *tensors: Tensor) -> Tensor:
@@ -112,7 +113,8 @@ class _Keep(torch.autograd.Function):
 class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
-    Of a layer; without a helper, of the root module, before and after its forward pass.
+    With a helper it is of a layer, after its call. Without one it is of the root module: before its
+    call, when there is no output yet, and after it.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class _Hook:
         self._layers = layers or Layers()
         self._root = helper is None
         self._helper = None if helper is None else weakref.ref(helper)
-        self._deliver = _eagerly()
+        self._take_call = _take_call_uncompiled()
 
     @property
     def __name__(self) -> str:
@@ -144,15 +146,15 @@ class _Hook:
         helper = None if self._helper is None else self._helper()
         # torch.compile traces this much: only at statistics steps do layers break the graph.
         if capture is not None and (self._root or helper is not None) and capture.enabled:
-            alike = helper is None or module is helper.module
-            if not alike and getattr(module, "_is_replica", False):
+            is_copy = helper is not None and module is not helper.module
+            if is_copy and getattr(module, "_is_replica", False):
                 raise RuntimeError(
                     f"torch.nn.DataParallel runs copies of a {type(module).__name__}, each on a "
                     f"part of the batch, and statistics need the whole batch: use "
                     f"DistributedDataParallel with a process for each device, or a method that "
                     f"reads gradients alone, such as 'muon'"
                 )
-            self._deliver(capture, helper, args, kwargs or {}, output, self._layers)
+            self._take_call(capture, helper, args, kwargs or {}, output, self._layers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model is another model, perhaps of a machine without soframe: its
@@ -160,7 +162,7 @@ class _Hook:
         return (getattr, (nullcontext(), "__exit__"))
 
 
-def _deliver(
+def _take_call(
     capture: Capture,
     helper: LayerHelper | None,
     args: tuple[Any, ...],
@@ -168,17 +170,14 @@ def _deliver(
     output: Any,
     layers: Layers,
 ) -> None:
-    # A user's torch function mode follows the model, and this is no part of it.
+    # A torch function mode of the user is for the model, not for what hooks compute.
     with torch._C.DisableTorchFunction():
         # Tensors within a transformation of torch.func have no graph to put hooks on, and a trace
         # (torch.jit.trace, TensorBoard's add_graph) would contain what the hooks compute.
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return
         if helper is None:
-            if output is None:
-                capture._on_root(args, kwargs)
-            else:
-                capture._on_outputs(args, kwargs, output, layers)
+            capture._on_root(args, kwargs, output, layers)
             return
         try:
             capture._on_forward(helper, args, kwargs, output)
@@ -186,17 +185,24 @@ def _deliver(
             # A checkpoint ends the calls that it repeats in the backward pass by an exception.
             if torch._C._current_graph_task_id() != -1:
                 raise
-            capture.keep(error, helper)
+            capture.raise_or_defer(error, helper)
 
 
 @cache
-def _eagerly() -> Callable[..., None]:
-    """Return `_deliver`, exempt from torch.compile."""
+def _take_call_uncompiled() -> Callable[..., None]:
+    """Return `_take_call`, exempt from torch.compile."""
     # Not a decorator: that would import the compiler, seconds of it, with the library.
     disabled: Callable[..., None] = torch.compiler.disable(
-        _deliver, reason="soframe's hooks read calls between graphs: compile with fullgraph=False"
+        _take_call, reason="soframe's hooks read calls between graphs: compile with fullgraph=False"
     )
     return disabled
+
+
+class _LatestPass(NamedTuple):
+    """The backward pass that was the last to reach a call, and the batch of its first call."""
+
+    number: int
+    batch: Batch
 
 
 @dataclass(eq=False)
@@ -209,8 +215,8 @@ class Calls:
             version of a parameter then: an optimizer that steps changes it.
         reached: The helpers that the backward pass of the loss under way has reached.
         watched: The ends of the next probe.
-        unreached: The batches of forward passes that no backward pass has reached.
-        first: The last backward pass, and the batch of its first call.
+        waiting: The batches of forward passes that no backward pass has reached.
+        latest: The last backward pass that has reached a call; None before the first.
         current: The number of the backward pass under way, at its outermost level.
         count: The number of backward passes.
         shares: Whether a layer was called without the batch since the last probe.
@@ -222,8 +228,8 @@ class Calls:
     called: dict[LayerHelper, int] = field(default_factory=dict)
     reached: set[LayerHelper] = field(default_factory=set)
     watched: list[_Watched] = field(default_factory=list)
-    unreached: list[Batch] = field(default_factory=list)
-    first: tuple[int, Batch] | None = None
+    waiting: list[Batch] = field(default_factory=list)
+    latest: _LatestPass | None = None
     current: int | None = None
     count: int = 0
     shares: bool = False
@@ -231,11 +237,9 @@ class Calls:
     failure: Exception | None = None
 
     def enter(self, ended: Callable[[], None]) -> int:
-        """Return the number of the pass under way; the first caller opens it and sets ``ended``."""
+        """Return the number of the pass under way; the first caller opens it, ``ended`` closes."""
         if self.current is None:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self.leave)
-            engine.queue_callback(ended)
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
             return self.begin()
         return self.current
 
@@ -245,19 +249,18 @@ class Calls:
         self.count += 1
         return self.current
 
-    def leave(self) -> None:
-        """Close the pass."""
-        self.current = None
-
     def fail(self, error: Exception) -> None:
         """Keep the first error, perhaps of this rank alone, for the step, where ranks agree."""
         self.failure = self.failure or error
 
-    def together(self, batch: Batch) -> list[Batch]:
-        """Return the forward passes of the backward pass under way, in order, given one."""
-        under_way = [other for other in self.unreached if other is batch or other.is_under_way]
-        self.unreached = [other for other in self.unreached if other not in under_way]
-        return under_way or [batch]
+    def take_waiting(self, batch: Batch) -> list[Batch]:
+        """Take out the waiting batches of the backward pass under way, in order.
+
+        ``batch`` is the one that it has reached first; it is alone if none is waiting.
+        """
+        taken = [other for other in self.waiting if other is batch or other.is_under_way]
+        self.waiting = [other for other in self.waiting if other not in taken]
+        return taken or [batch]
 
 
 @dataclass
@@ -271,15 +274,17 @@ class Capture:
         enabled: Whether calls are captured; off between statistics steps.
         probing: Whether only probes are captured, and not the loss's own backward passes.
         model: The model that has the layers.
-        counting: The helpers whose inputs this rank does not need in this window; none are kept.
-        idle: The helpers whose calls are only counted in this window, the same on every rank:
-            their tensor-parallel gradients are not gathered.
+        without_inputs: The helpers whose inputs this rank does not need in this window; none are
+            kept.
+        no_statistics: The helpers whose calls are only counted in this window, the same on every
+            rank: their tensor-parallel gradients are not gathered.
         rereading: The helpers whose inputs every probe needs, not the first alone.
         alike: Whether all ranks take statistics of the same calls.
-        told: Whether `Preconditioner.count` was ever called.
+        counts: Whether `Preconditioner.count` was ever called.
         alone: Whether no other rank waits for this one.
         calls: The calls of the window under way.
         precision: The precision of products of float32.
+        closed: Whether `close` was called.
     """
 
     sink: Sink | None = None
@@ -288,14 +293,15 @@ class Capture:
     enabled: bool = True
     probing: bool = False
     model: nn.Module | None = None
-    counting: frozenset[LayerHelper] = frozenset()
-    idle: frozenset[LayerHelper] = frozenset()
+    without_inputs: frozenset[LayerHelper] = frozenset()
+    no_statistics: frozenset[LayerHelper] = frozenset()
     rereading: frozenset[LayerHelper] = frozenset()
     alike: bool = True
-    told: bool = False
+    counts: bool = False
     alone: bool = True
     calls: Calls = field(default_factory=Calls)
     precision: Precision = "fast"
+    closed: bool = False
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -344,12 +350,13 @@ class Capture:
         calls: Calls,
         *,
         enabled: bool,
-        counting: frozenset[LayerHelper] = frozenset(),
-        idle: frozenset[LayerHelper] = frozenset(),
+        without_inputs: frozenset[LayerHelper] = frozenset(),
+        no_statistics: frozenset[LayerHelper] = frozenset(),
     ) -> None:
         """Record the calls of a window from now on, as it needs them; see the attributes."""
         self.calls, self.enabled = calls, enabled
-        # Without statistics there is none: torch.compile would make it a frame of its own.
+        # Roots have a hook after the call at statistics steps alone: torch.compile would make it a
+        # frame of its own.
         if enabled != bool(self._after):
             for handle in self._after:
                 handle.remove()
@@ -359,7 +366,7 @@ class Capture:
             self._handles += self._after
         if enabled:
             self._precede()
-        self.counting, self.idle = counting, idle
+        self.without_inputs, self.no_statistics = without_inputs, no_statistics
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -370,14 +377,14 @@ class Capture:
         finally:
             self.enabled = enabled
 
-    def keep(self, error: Exception, helper: LayerHelper) -> None:
-        """Raise an error of a hook; with other ranks keep it: they wait in the backward pass."""
+    def raise_or_defer(self, error: Exception, helper: LayerHelper) -> None:
+        """Raise an error of a hook; at the step if other ranks wait in the backward pass."""
         if self.alone:
             raise error
         error.add_note(f"in a call of {self.names.get(helper, type(helper.module).__name__)!r}")
         self.calls.fail(error)
 
-    def say(self, batch: Batch) -> None:
+    def set_batch(self, batch: Batch) -> None:
         """Set the declaration of the forward passes that follow."""
         if self.calls.watched:  # observe() could not be matched with one forward pass
             self.calls.fail(
@@ -386,17 +393,12 @@ class Capture:
                     "the outputs of each forward pass before the next one"
                 )
             )
-        self.calls.batch, self.told = batch, True
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._finalizer.alive
+        self.calls.batch, self.counts = batch, True
 
     def close(self) -> None:
         """Remove every hook; calls made before are dropped."""
         self._finalizer()
-        self.sink = None
+        self.sink, self.closed = None, True
 
     def probe(
         self,
@@ -445,16 +447,15 @@ class Capture:
                     allow_unused=True,
                 )
                 pairs = list(zip(watched, reached, strict=True))
-                self._deliver(pairs)
+                self._deliver_inner_gradients(pairs)
                 if is_first:
                     # Layers that were not reached belong to other forward passes, and wait.
                     calls.watched = [end for end, gradient in pairs if gradient is None]
                     watched = [end for end, gradient in pairs if gradient is not None]
         finally:
-            self._probe, calls.shares = None, False
-            calls.leave()
+            self._probe, calls.shares, calls.current = None, False, None
 
-    def _deliver(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
+    def _deliver_inner_gradients(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
         """Deliver the gradients that have reached calls inside modules."""
         self._delivering = True  # a checkpoint that recomputes meanwhile is no new forward pass
         try:
@@ -466,47 +467,54 @@ class Capture:
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def _on_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See the batch of a forward pass in the root's arguments."""
+    def _on_root(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        layers: Layers,
+    ) -> None:
+        """See the batch of a forward pass in the root's arguments, and afterwards in its output."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return  # no training, or a checkpoint that recomputes
+        if output is not None:  # after the call
+            batch = self.calls.batch
+            batch.root = look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms)
+            return
         self._precede()
         self._begin_call()
         calls = self.calls
         if not calls.batch.declared:
             calls.batch = Batch()
-            calls.unreached.append(calls.batch)
-        calls.batch.see_inputs(args, kwargs)
-
-    def _on_outputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, layers: Layers
-    ) -> None:
-        """See the batch of a forward pass in the root's arguments and outputs together."""
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.calls.batch.see_outputs(args, kwargs, output, layers)
+            calls.waiting.append(calls.batch)
+        calls.batch.root = look(args, kwargs)
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self.sink is None or (computing := self._computing(helper)) is None:
+        if self.sink is None or (computing := self._tensors_of_call(helper)) is None:
             return
-        again = self._begin_call()
+        is_recomputed = self._begin_call()
         inner = helper.observe(args, kwargs, output)
-        reaches = self._reaches(helper, output) if inner is None else bool(inner)
-        # If one was frozen since, the others still need the call.
+        is_reached = bool(inner)
+        if inner is None:
+            is_reached = self._reaches(helper, output)
+        # A parameter may have been frozen since; the rest of the block still needs the call.
         names = [name for name, parameter in computing.items() if parameter.requires_grad]
-        if not names or not reaches:
+        if not names or not is_reached:
             return
         self.calls.called[helper] = helper.parameters[names[0]]._version
         trained = [computing[name] for name in names]
         # For a bias alone, inputs show which of several groups a call reaches.
         reads = helper.multiplies or helper.groups > 1 or helper in self.rereading
-        keeps = reads and helper not in self.counting
+        keeps = reads and helper not in self.without_inputs
         if inner is None:
-            self._watch(helper, trained, args, kwargs, output, keeps=keeps, again=again)
+            self._watch(
+                helper, trained, args, kwargs, output, keeps=keeps, is_recomputed=is_recomputed
+            )
             return
         for call in inner:
-            self._watch_inner(helper, trained, call, keeps=keeps, again=again)
+            self._watch_inner(helper, trained, call, keeps=keeps, is_recomputed=is_recomputed)
 
     def _reaches(self, helper: LayerHelper, output: object) -> bool:
         """Return whether a backward pass can reach the output of a module."""
@@ -527,27 +535,30 @@ class Capture:
         output: Tensor,
         *,
         keeps: bool,
-        again: bool,
+        is_recomputed: bool,
     ) -> None:
         """Put a hook on the output of a module."""
         inputs = tuple(map(_values, helper.inputs(args, kwargs)))
-        plain = set(map(type, trained)) == {nn.Parameter}
-        if not plain and self._has_rows_of_a_part(helper, trained, (output, *inputs)):
+        are_plain = set(map(type, trained)) == {nn.Parameter}
+        if not are_plain and self._has_rows_of_a_part(helper, trained, (output, *inputs)):
             return
         size = self.calls.batch.root.size
         if self.probing and size is not None and not output.is_nested:
+            # [groups, batch, shared, out]
             _, batch, shared, _ = helper.output_rows(output.detach()).shape
             self.calls.shares = self.calls.shares or helper.lacks_batch(batch, shared, size)
-        where, view = _lasting(output, inputs)
-        pending = self._pending(helper, trained, inputs if keeps else (), where.output_nr, view)
-        if not self.probing and (node := where.grad_fn) is not None:  # a leaf has none
-            pending.note_before(node, inputs)
+        hooked, view = _tensor_to_hook(output, inputs)
+        pending = self._pending(helper, trained, inputs if keeps else (), hooked.output_nr, view)
+        if self.probing:
+            # A probe ends here, where hooks of nodes do not run.
+            if not is_recomputed:  # else it is reached through the graph of its first pass
+                self.calls.watched.append(_Watched(get_gradient_edge(hooked)))
+            hooked.register_hook(pending)
+        elif (node := hooked.grad_fn) is not None:
+            pending.find_marker(node, inputs)
             node.register_prehook(pending)
-            return
-        if self.probing and not again:
-            # A recomputed call is reached through the graph of its first pass.
-            self.calls.watched.append(_Watched(get_gradient_edge(where)))
-        where.register_hook(pending)
+        else:
+            hooked.register_hook(pending)  # a leaf has no node
 
     def _watch_inner(
         self,
@@ -556,7 +567,7 @@ class Capture:
         call: InnerCall,
         *,
         keeps: bool,
-        again: bool,
+        is_recomputed: bool,
     ) -> None:
         """Put a hook on a call inside a module."""
         needed: tuple[Tensor, ...] = ()
@@ -566,9 +577,9 @@ class Capture:
             needed = call.like() if _is_checkpointed() else call.read()
         # No reference to the node: it has the hook, and the cycle would never be freed.
         pending = self._pending(helper, trained, needed, call.edge.output_nr, call.arrange)
-        if self.probing and not again:
+        if self.probing and not is_recomputed:
             self.calls.watched.append(_Watched(call.edge, pending))
-        pending.note_before(call.edge.node, ())
+        pending.find_marker(call.edge.node, ())
         call.edge.node.register_prehook(pending)
 
     def _has_rows_of_a_part(
@@ -587,10 +598,11 @@ class Capture:
         )
         return True
 
-    def _computing(self, helper: LayerHelper) -> dict[str, nn.Parameter] | None:
-        """Return by name the tensor that computes in a parameter's place; None if others do.
+    def _tensors_of_call(self, helper: LayerHelper) -> dict[str, nn.Parameter] | None:
+        """Return the tensors with which a call computes, by the name of their parameter.
 
-        That tensor is the parameter itself; the one that fully_shard has gathered for this pass; or
+        None if a tensor has nothing to do with its parameter, so that the call is not captured.
+        Else it is the parameter itself; the one that fully_shard has gathered for this pass; or
         the shard of a later tensor-parallel plan, unless some ranks would not enter the collective
         that gathers its rows: such a model is an error at the step.
         """
@@ -607,7 +619,11 @@ class Capture:
         return computing
 
     def _begin_call(self) -> bool:
-        """Return whether a checkpoint calls a module again, for the backward pass under way."""
+        """Prepare the records for a call; return whether a checkpoint recomputes it.
+
+        A recomputed call belongs to the backward pass under way, which is opened if it is the
+        first to see it. Any other begins a new batch if a backward pass has ended the former.
+        """
         calls = self.calls
         if self._delivering or torch._C._current_graph_task_id() != -1:
             # A checkpoint recomputes within a backward pass. Seen here, the outermost pass is
@@ -616,7 +632,7 @@ class Capture:
             return True
         if calls.current is not None:
             # A backward pass that raised never closed itself.
-            calls.leave()
+            calls.current = None
             calls.reached.clear()
         if calls.batch.closed:
             calls.batch = Batch()
@@ -627,20 +643,29 @@ class Capture:
         helper: LayerHelper,
         trained: Sequence[nn.Parameter],
         needed: tuple[Tensor, ...],
-        number: int,
+        output_index: int,
         view: Callable[[Tensor], Tensor] | None,
     ) -> _Pending:
         """Return the gradient hook of a call, which keeps the inputs that are needed."""
-        kept = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        keeper = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
             len(trained), *trained, *needed
         )
-        edges = [node for node, _ in kept.grad_fn.next_functions[: len(trained)]]
-        kept = kept if needed else None
-        calls = self.calls
-        batch = calls.batch
-        if calls.first is not None and calls.first[0] == calls.current:
-            batch = calls.first[1]  # a checkpoint recomputes, for the backward pass under way
-        return _Pending(weakref.ref(self), helper, kept, edges, self.counting, batch, number, view)
+        # They tell whether a backward pass adds to the parameters' gradients.
+        accumulators = [node for node, _ in keeper.grad_fn.next_functions[: len(trained)]]
+        kept = keeper if needed else None
+        batch, latest = self.calls.batch, self.calls.latest
+        if latest is not None and latest.number == self.calls.current:
+            batch = latest.batch  # a checkpoint recomputes, for the backward pass under way
+        return _Pending(
+            weakref.ref(self),
+            helper,
+            kept,
+            accumulators,
+            self.without_inputs,
+            batch,
+            output_index,
+            view,
+        )
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -651,7 +676,8 @@ class Capture:
             self.calls.reached.add(helper)
 
     def _on_end(self) -> None:
-        """Pass on the layers that a backward pass of the loss has reached."""
+        """Close a backward pass, and pass on the layers that it has reached."""
+        self.calls.current = None
         reached, self.calls.reached = frozenset(self.calls.reached), set()
         if reached and self.ended is not None:
             self.ended(reached)
@@ -661,21 +687,21 @@ class Capture:
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
         if self.sink is None or not self.enabled or helper not in self.names:
             return
-        if call.counting != self.counting:
+        if call.without_inputs != self.without_inputs:
             return  # called in a window of other turns: some layers' inputs were not kept
         calls = self.calls
         number = calls.enter(self._on_end)
-        if calls.first is None or calls.first[0] != number:
-            calls.first = number, batch
-        earlier = call.pass_before(calls, number)
-        batch.end(batch.terms)
+        if calls.latest is None or calls.latest.number != number:
+            calls.latest = _LatestPass(number, batch)
+        earlier = call.earlier_pass(calls, number)
+        batch.closed = True  # the next forward pass is of another one
         if gradient.dtype == torch.float16 and not calls.half:
             calls.half = any(p.dtype == torch.float32 for p in helper.parameters.values())
         try:
-            with _exact(gradient.device.type), within(self.precision):
+            with _without_autocast_and_graph(gradient.device.type), within(self.precision):
                 inputs = self._kept_inputs(helper, kept)
                 if type(gradient) is not Tensor:
-                    gradient = sharding.whole(gradient, read=helper not in self.idle)
+                    gradient = sharding.whole(gradient, read=helper not in self.no_statistics)
                 is_ragged = gradient.is_nested
                 gradient = _values(gradient)
                 gradient = gradient if call.view is None else call.view(gradient)
@@ -686,12 +712,12 @@ class Capture:
                     self.sink(complete)
         except Exception as error:  # of any kind: all ranks raise together
             error.add_note(f"soframe: in the statistics of {self.names[helper]!r}")
-            self.keep(error, helper)
+            self.raise_or_defer(error, helper)
 
     def _kept_inputs(self, helper: LayerHelper, kept: Tensor | None) -> tuple[Tensor, ...]:
         """Return the inputs of a call, where this backward pass needs them."""
-        again = self._probe is not None and not self._probe.first
-        if kept is None or (again and helper not in self.rereading):
+        is_repeated = self._probe is not None and not self._probe.first
+        if kept is None or (is_repeated and helper not in self.rereading):
             return ()
         # The tensor is held, not its node alone, which torch 2.12 frees without its output. Its
         # node has the tensors that `_Keep` saved; torch does not type that.
@@ -706,13 +732,13 @@ class _Pending:
     capture: weakref.ref[Capture]
     helper: LayerHelper
     kept: Tensor | None  # its node has saved the inputs
-    edges: Sequence[Any]  # the nodes of the parameters
-    counting: frozenset[LayerHelper]  # as it was then
+    accumulators: Sequence[Any]  # the nodes that add to the parameters' gradients
+    without_inputs: frozenset[LayerHelper]  # as it was then
     batch: Batch
-    number: int  # of the output among the outputs of its node
+    output_index: int  # of the output among the outputs of its node
     view: Callable[[Tensor], Tensor] | None  # from the gradient received to the output's
     passed: tuple[Calls, int] | None = None  # the last backward pass through the call
-    before: Any = None  # a node that follows in the backward pass
+    marker: Any = None  # a node by which a backward pass through this forward pass is recognised
 
     def __call__(self, received: Tensor | tuple[Tensor | None, ...] | None) -> None:
         """Take the gradient: of a tensor itself, of a node the gradients of all its outputs."""
@@ -720,46 +746,55 @@ class _Pending:
         if capture is None:
             return
         # autograd.grad passes through here without adding to any parameter's gradient.
-        is_of_loss = capture._probe is None and any(map(_accumulates, self.edges))
+        is_of_loss = capture._probe is None and any(map(_accumulates, self.accumulators))
         if is_of_loss:
             capture._on_loss(self.helper)
-        if capture.probing:  # the gradient of a node comes by `Capture.probe`
-            if capture._probe is None or isinstance(received, tuple):
-                return
-        elif not is_of_loss:
+        is_wanted = is_of_loss
+        if capture.probing:
+            # Nodes, which receive a tuple, have calls inside modules: `probe` brings them theirs.
+            is_wanted = capture._probe is not None and not isinstance(received, tuple)
+        if not is_wanted:
             return
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Autograd frees its saved tensors here, even if the output lives on; so does this node.
             self.kept = None
-        gradient = received[self.number] if isinstance(received, tuple) else received
+        gradient = received[self.output_index] if isinstance(received, tuple) else received
         # A function's backward may return None for the output: it then counts as not called.
         if gradient is not None:
             capture._on_gradient(self, kept, gradient)
 
-    def note_before(self, node: Any, inputs: Sequence[Tensor]) -> None:
-        """Find a node of this forward pass alone that follows the call's in a backward pass."""
-        # The node itself has this hook: a reference to it would be a cycle. The casts of weights
-        # by autocast and the root's inputs may be parts of other forward passes.
-        computed = [x.grad_fn for x in inputs if not self.batch.root.has(x)]
-        following = [following for following, _ in node.next_functions if following is not None]
-        names = {_TRANSPOSED, _PRODUCT.get(node.name())}
-        inner = [f for f in following if f.name() in names]
-        self.before = next(filter(None, (*computed, *inner)), None)
-        if self.before is not None:
-            self.batch.recognise_by(self)
+    def find_marker(self, node: Any, inputs: Sequence[Tensor]) -> None:
+        """Find a node that no other forward pass has, to recognise this one's batch by."""
+        # The call's own node has this hook: a reference to it would be a cycle.
+        self.marker = self._node_of_this_pass(node, inputs)
+        if self.marker is not None:
+            self.batch.call = self.batch.call or weakref.ref(self)
 
-    def pass_before(self, calls: Calls, number: int) -> int | None:
+    def _node_of_this_pass(self, node: Any, inputs: Sequence[Tensor]) -> Any:
+        """Return the node of an input, of the weight's transposition or of the product, or None."""
+        for tensor in inputs:
+            # The root's inputs may be parts of other forward passes.
+            if tensor.grad_fn is not None and not self.batch.root.has(tensor):
+                return tensor.grad_fn
+        names = {_TRANSPOSITION, _PRODUCT.get(node.name())}
+        for following, _ in node.next_functions:
+            # Other nodes, such as casts by autocast, may be parts of several passes, too.
+            if following is not None and following.name() in names:
+                return following
+        return None
+
+    def earlier_pass(self, calls: Calls, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""
-        before, self.passed = self.passed, (calls, number)
-        if before is None or before[0] is not calls or before[1] == number:
+        previous, self.passed = self.passed, (calls, number)
+        if previous is None or previous[0] is not calls or previous[1] == number:
             return None
-        return before[1]
+        return previous[1]
 
 
-_TRANSPOSED = "TBackward0"
-"""Of the weight, in each call of a linear layer."""
+_TRANSPOSITION = "TBackward0"
+"""The name of the node by which each call of a linear layer transposes its weight."""
 _PRODUCT = {"AddBackward0": "UnsafeViewBackward0", "UnsafeViewBackward0": "MmBackward0"}
-"""Of a linear layer whose inputs do not fill their memory."""
+"""The name of the node of a product, of a linear layer whose inputs do not fill their memory."""
 
 
 class _Watched(NamedTuple):
@@ -769,10 +804,10 @@ class _Watched(NamedTuple):
     pending: _Pending | None = None
 
 
-def _lasting(
+def _tensor_to_hook(
     output: Tensor, inputs: tuple[Tensor, ...]
 ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """Return the output or its base, whose node stays, and how to get its gradient of the base's.
+    """Return the output, or the base of which it is a view, and how to view the base's gradient.
 
     torch gives a view that is changed in place another node in the graph, and never calls hooks of
     the former one. The output of ``nn.Linear`` for inputs of three dimensions is such a view, of a
@@ -789,24 +824,29 @@ def _lasting(
 
     def of_output(gradient: Tensor) -> Tensor:
         if gradient.stride() != base_stride:
-            laid = torch.empty_strided(
+            in_order_of_base = torch.empty_strided(
                 gradient.shape, base_stride, dtype=gradient.dtype, device=gradient.device
             )
-            gradient = laid.copy_(gradient)
+            gradient = in_order_of_base.copy_(gradient)
         return gradient.as_strided(size, stride, gradient.storage_offset() + offset)
 
     return base, of_output
 
 
+_NOTHING = nullcontext()
+
+
 @contextmanager
-def _exact(device: str) -> Iterator[None]:
+def _without_autocast_and_graph(device: str) -> Iterator[None]:
     """Compute without autocast and without a graph."""
     # Contexts take a while, even without effect.
-    cast: Any = _NOTHING
+    without_casts: Any = _NOTHING
     if torch.is_autocast_enabled(device):
-        cast = torch.autocast(device, enabled=False)
-    recorded: Any = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
-    with cast, recorded:
+        without_casts = torch.autocast(device, enabled=False)
+    without_graph: Any = _NOTHING
+    if torch.is_grad_enabled():
+        without_graph = torch.no_grad()
+    with without_casts, without_graph:
         yield
 
 
@@ -839,10 +879,10 @@ def _is_checkpointed() -> bool:
     return hooks is not None and "_checkpoint_hook." in getattr(hooks[0], "__qualname__", "")
 
 
-def _accumulates(edge: Any) -> bool:
+def _accumulates(node: Any) -> bool:
     """Return whether the backward pass under way adds to ``.grad`` of the parameter of a node."""
     try:
-        return bool(torch._C._will_engine_execute_node(edge))
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         # torch raises this for a parameter that is an input of autograd.grad.
         return False

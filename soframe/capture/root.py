@@ -103,10 +103,6 @@ class Region:
             base is not None and base.dim() > tensor.dim(),
         )
 
-    def shares_memory(self, other: Region) -> bool:
-        """Return whether both are of one storage."""
-        return bool(self.storage == other.storage)
-
     def has_samples_of(self, other: Region, dim: int) -> bool | None:
         """Return whether two regions of a storage are of the same samples; None if unknown."""
         if len(self.shape) <= dim or self.stride != other.stride:
@@ -161,12 +157,12 @@ class Sight:
         """Return whether two forward passes are of the same samples; None if unknown."""
         for inputs, outputs in ((self.inputs, other.outputs), (other.inputs, self.outputs)):
             for region in inputs:
-                if any(map(region.shares_memory, outputs)):
+                if any(region.storage == output.storage for output in outputs):
                     return True
         known = set[bool | None]()
         for region in self.inputs:
             for previous in other.inputs:
-                if region.shares_memory(previous) and self._is_batched(region):
+                if region.storage == previous.storage and self._is_batched(region):
                     known.add(region.has_samples_of(previous, self.dim))
         known.discard(None)
         # A tensor that all passes have, such as a mask, does not outweigh slices of a batch.
@@ -175,7 +171,7 @@ class Sight:
     def has(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in the memory of an input; True if that is unknown."""
         region = Region.of(tensor)
-        return region is None or any(region.shares_memory(other) for other in self.inputs)
+        return region is None or any(region.storage == other.storage for other in self.inputs)
 
     def _is_batched(self, region: Region) -> bool:
         return len(region.shape) > self.dim and region.shape[self.dim] == self.size
@@ -214,7 +210,6 @@ def look_at_outputs(
     integers = [t for t in inputs if t.dim() == 2 and t.dtype in INTEGERS and entries(t) > len(t)]
     if not outputs:
         return _without_outputs(sight, integers)
-    shown = f"inputs {_shapes(inputs)} and outputs {_shapes(outputs)}"
     regions = (Region.of(tensor) for tensor in outputs)
     lengths = {len(tensor) for tensor in outputs}
     seen = replace(
@@ -227,12 +222,13 @@ def look_at_outputs(
     if len(agreed) == 1:
         seen = replace(seen, size=common(agreed))
         if layers.sequences_first:
-            seen = _of_sequences(seen, inputs, outputs, terms, shown)
+            seen = _of_sequences(seen, inputs, outputs, terms)
     elif len(lengths) == 1:
-        seen = _of_outputs(seen, inputs, outputs, common(lengths), shown)
+        seen = _of_outputs(seen, inputs, outputs, common(lengths))
     else:
-        seen = replace(seen, size=None, question=f"{shown} have no batch in common")
-    return _with_tokens(seen, integers, outputs, layers.rows, shown)
+        question = f"{_shown(inputs, outputs)} have no batch in common"
+        seen = replace(seen, size=None, question=question)
+    return _with_tokens(seen, integers, inputs, outputs, layers.rows)
 
 
 def _without_outputs(sight: Sight, integers: Sequence[Tensor]) -> Sight:
@@ -246,9 +242,9 @@ def _without_outputs(sight: Sight, integers: Sequence[Tensor]) -> Sight:
 def _with_tokens(
     sight: Sight,
     integers: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     rows: Collection[int],
-    shown: str,
 ) -> Sight:
     """Return the batch with its tokens, if an output has a row for each of the integers."""
     for tensor in outputs:
@@ -262,7 +258,7 @@ def _with_tokens(
         if features in rows:
             return replace(sight, tokens=tokens, by_token=True, question="")
         if not sight.question:
-            sight = replace(sight, question=shown, asks_of_tokens=True)
+            sight = replace(sight, question=_shown(inputs, outputs), asks_of_tokens=True)
     return sight
 
 
@@ -271,7 +267,6 @@ def _of_sequences(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     terms: int | None,
-    shown: str,
 ) -> Sight:
     """Return the batch of inputs and outputs with two dimensions in common, perhaps ``[T, N]``."""
     of_inputs = {tensor.shape[:2] for tensor in inputs if tensor.dim() > 2}
@@ -282,6 +277,7 @@ def _of_sequences(
     ((first, second),) = unequal
     if terms == second:
         return replace(sight, size=second, dim=1)
+    shown = _shown(inputs, outputs)
     question = f"{shown} and a layer with batch_first=False: [{first}, {second}] may be [T, N]"
     return replace(sight, question=question)
 
@@ -291,7 +287,6 @@ def _of_outputs(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     length: int | None,
-    shown: str,
 ) -> Sight:
     """Return the batch of outputs of one length, which no input has."""
     if length is None:
@@ -302,7 +297,9 @@ def _of_outputs(
     if second is not None:
         # [T, N, features] of inputs [N, ...], as a CTC loss takes them.
         is_unclear = is_second_of_inputs or length % second == 0
-        question = f"{shown}, of which either may be the batch" if is_unclear else ""
+        question = ""
+        if is_unclear:
+            question = f"{_shown(inputs, outputs)}, of which either may be the batch"
         return replace(sight, size=second, question=question)
     if is_second_of_inputs:
         return replace(sight, size=length, dim=1)
@@ -314,6 +311,10 @@ def _of_outputs(
 def common(numbers: Collection[int]) -> int | None:
     """Return the only number, if it is positive."""
     return (next(iter(numbers)) or None) if len(numbers) == 1 else None
+
+
+def _shown(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    return f"inputs {_shapes(inputs)} and outputs {_shapes(outputs)}"
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Sampler:
     rows: Rows
     rank: int = field(repr=False)
 
-    @property
+    @cached_property
     def draws(self) -> bool:
         """Whether rows are drawn; otherwise all rows that are data are taken."""
         return isinstance(self.rows, int) or self.rows < 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
 import torch
@@ -95,8 +95,10 @@ def agree_on_state(backend: Backend, state: str | None) -> None:
 # -- in each step ------------------------------------------------------------------------------
 
 
-def fingerprint(common: Mapping[str, object]) -> list[float]:
-    """Return ``[h, h^2]`` for a hash h of 20 bits, to be summed over ranks."""
+def fingerprint(common: Mapping[str, object], ranks: int) -> list[float]:
+    """Return ``[h, h^2]`` for a hash h of 20 bits, to be summed over ranks; zeros for one rank."""
+    if ranks == 1:
+        return [0.0, 0.0]
     # By the Cauchy-Schwarz inequality W times the sum of squares equals the square of the sum only
     # if all W ranks have the same h. Both sums are exact in float64 for up to 4096 ranks.
     digest = hashlib.sha256(describe(dict(common)).encode()).digest()
@@ -153,11 +155,25 @@ def require_all_ranks(backend: Backend, changes: float) -> None:
 
 def add_over_ranks(backend: Backend, numbers: Sequence[float], phase: str = "agree") -> list[float]:
     """Sum a few numbers over the ranks, in float64."""
-    vector = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return start_sum(backend, numbers, torch.float64, phase)()
+
+
+def start_sum(
+    backend: Backend, numbers: Sequence[float], dtype: torch.dtype, phase: str = "agree"
+) -> Callable[[], list[float]]:
+    """Start to sum a few numbers over the ranks; return a function that waits for the sums."""
+    if backend.world_size == 1:
+        return lambda: list(numbers)
+    vector = torch.tensor(numbers, dtype=dtype, device="cpu")
     vector = vector.to(backend.wire_device(vector.device))
-    backend.all_reduce(vector, phase).wait()
-    sums: list[float] = vector.tolist()
-    return sums
+    handle = backend.all_reduce(vector, phase)
+
+    def finish() -> list[float]:
+        handle.wait()
+        sums: list[float] = vector.tolist()
+        return sums
+
+    return finish
 
 
 def add_up(backend: Backend, tensor: Tensor) -> Tensor:

@@ -165,11 +165,6 @@ class Sum:
         """Elements that travel."""
         return prod(self.packed_shape)
 
-    @property
-    def travels(self) -> bool:
-        """Whether more than one rank takes part."""
-        return len(self.way.group) > 1
-
     def packed(self) -> Tensor:
         """Return this rank's part, packed."""
         if self.tensor is None:
@@ -200,7 +195,7 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
     """
     if backend.world_size == 1:
         return []
-    reduced = [s for s in sums if backend.rank in s.way.group and s.travels]
+    reduced = [s for s in sums if backend.rank in s.way.group and len(s.way.group) > 1]
     reductions = in_buckets(reduced, lambda s: (_route(s, s.way.group), s.numel * s.wire.itemsize))
     pending = [_reduce(backend, bucket, phase) for bucket in reductions]
     spread = [s for s in sums if len(s.way.spread) > 1]

@@ -63,17 +63,13 @@ class Stages:
         """Return the modules whose arguments show the batch of a forward pass."""
         return (model,)
 
-    def part_of(self, block: Any) -> int:
+    def stage_of(self, block: Any) -> int:
         """Return the index of the stage with a block: a backward pass belongs to one stage."""
         return 0
 
     def scaled(self, loss_scale: Callable[[], float]) -> Callable[[], float]:
         """Return a function for the scale of output gradients relative to gradients."""
         return loss_scale
-
-    def miscounted(self, passes: float) -> Exception | None:
-        """Return an error if the number of backward passes differs from the schedule's."""
-        return None
 
     # -- in a step ----------------------------------------------------------------------------
 
@@ -91,10 +87,10 @@ class Stages:
         """Return this rank's error, or one that names another stage's if only that one failed."""
         return error
 
-    def require_none(self, problem: Exception | None) -> None:
-        """Raise a problem, the same on all copies of this stage, on all stages."""
-        if problem is not None:
-            raise problem
+    def raise_on_all_stages(self, error: Exception | None) -> None:
+        """Raise an error, the same on all copies of this stage, on all stages; None for none."""
+        if error is not None:
+            raise error
 
     def any(self, flag: bool) -> bool:
         """Return the logical or of a flag over stages."""

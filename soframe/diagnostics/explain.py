@@ -166,11 +166,11 @@ def _scale(block: Block, factor: FactorSpec, folded: Folded | None) -> dict[str,
         return {}
     if factor.mean_over == "group rows":
         return {
-            "multiplier": folded.contribution.of(factor),
+            "multiplier": folded.contribution.multipliers[factor.degree],
             "divisors": list(folded.weights.groups),
         }
     divisor = folded.weights.factors[block.captured.index(factor)]
-    return {"multiplier": folded.contribution.of(factor), "divisor": divisor}
+    return {"multiplier": folded.contribution.multipliers[factor.degree], "divisor": divisor}
 
 
 def _kept(measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,15 +186,8 @@ def _kept(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reasons(block: Block, folded: Folded | None, measured: Mapping[str, Any]) -> Iterator[str]:
     """Yield sentences on the lacks of the block on this rank."""
-    if block.captured and folded is None:
-        yield "It has no statistics of calls: no window that takes them has ended."
-    elif block.captured and folded is not None and folded.weights is None:
-        yield (
-            f"In the window of step {folded.step} no rank called its layers in training, or their "
-            f"gradients were gone before the step."
-        )
-    elif block.captured and folded is not None and not folded.counts.calls:
-        yield "This rank did not call its layers in that window; its samples count all the same."
+    if block.captured:
+        yield from _reasons_of_window(folded)
     for factor in block.factors:
         if failures := block.record.failures[factor.name]:
             yield f"Factor {factor.name} could not be solved {failures} time(s)."
@@ -204,3 +197,16 @@ def _reasons(block: Block, folded: Folded | None, measured: Mapping[str, Any]) -
         yield "It missed its last turn of statistics, and takes them when it is used again."
     if measured["gradient_norm"] is None:
         yield "Norms were not measured at the last step: call measure(norms=True) before it."
+
+
+def _reasons_of_window(folded: Folded | None) -> Iterator[str]:
+    """Yield what a block lacked in its last window with statistics of calls."""
+    if folded is None:
+        yield "It has no statistics of calls: no window that takes them has ended."
+    elif folded.weights is None:
+        yield (
+            f"In the window of step {folded.step} no rank called its layers in training, or their "
+            f"gradients were gone before the step."
+        )
+    elif not folded.counts.calls:
+        yield "This rank did not call its layers in that window; its samples count all the same."

@@ -363,17 +363,20 @@ def _named(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f"overall/{key}", value
     for key, value in metrics["counters"].items():
         yield f"counters/{key}", value
-    steps = metrics["timed_steps"]
-    for phase, counts in metrics["phases"].items():
-        yield f"bytes/{phase}", counts["bytes"]
-        for key in ("seconds", "device_seconds"):
-            if counts[key] is not None and steps:
-                yield f"{key}/{phase}", counts[key] / steps
+    yield from _named_of_phases(metrics["phases"], metrics["timed_steps"])
     for name, block in metrics["blocks"].items():
         for key in _OF_BLOCK:
             yield f"{key}/{name}", block.get(key)
         for factor, factor_metrics in block["factors"].items():
             yield from _named_of_factor(f"{name}.{factor}", factor_metrics)
+
+
+def _named_of_phases(phases: Mapping[str, Any], steps: int) -> Iterator[tuple[str, Any]]:
+    for phase, counts in phases.items():
+        yield f"bytes/{phase}", counts["bytes"]
+        for key in ("seconds", "device_seconds"):
+            if counts[key] is not None and steps:
+                yield f"{key}/{phase}", counts[key] / steps
 
 
 def _named_of_factor(name: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -32,6 +32,7 @@ from soframe.comm.base import Backend
 from soframe.comm.fused import Pending, Sum, add_up, own_memory
 from soframe.comm.packing import pack_triangle
 from soframe.estimate.gradients import Gradient, Gradients
+from soframe.estimate.plan import Plan
 from soframe.kernels.devices import sent
 from soframe.layers.layout import BlockShape
 from soframe.methods.returned import observed_by
@@ -68,10 +69,6 @@ class Term:
     def __post_init__(self) -> None:
         self.factor: FactorSpec = self.stack.like.factors[self.index]
         self.blocks: list[Block] = [self.stack.blocks[member] for member in self.members]
-
-    def held_by(self, rank: int) -> bool:
-        """Return whether a rank holds the running factor."""
-        return self.stack.place.holds(rank, self.index)
 
     def zeros(self) -> Tensor:
         """Return statistics of zeros, ``[groups, n, n]``."""
@@ -112,15 +109,16 @@ def enter(backend: Backend, terms: Sequence[Term], decay: float, *, identity: bo
         for total in pending.sums:
             term = sums[total]
             waiting[term.stack] = None
-            if term.held_by(backend.rank):
+            if term.stack.place.holds(backend.rank, term.index):
                 held.append((term, total))
         entry = _entry(pending, held)
         # Ranks that only send wait too: until then the engine keeps their buffer.
         for stack in waiting:
-            stack.expect(entry)
+            stack.pending.append(entry)
     alone: list[tuple[Term, Tensor | None]] = []
     for total, term in sums.items():
-        if not total.travels and term.held_by(backend.rank):
+        is_held = term.stack.place.holds(backend.rank, term.index)
+        if is_held and len(total.way.group) < 2:
             alone.append((term, total.tensor))
     average(alone)
 
@@ -272,33 +270,25 @@ def _accumulate(term: Term, decay: float, rank: int) -> None:
         start += len(view)
 
 
-def observe(
-    placed: PlacedBlocks,
-    gradients: Gradients,
-    *,
-    due: bool,
-    decay: float,
-    step: int,
-    after: bool,
-) -> None:
+def observe(placed: PlacedBlocks, gradients: Gradients, plan: Plan, *, after: bool) -> None:
     """Average statistics of the averaged gradients into running factors; every rank must call.
 
     All gradient workers compute the same statistics, so nothing is sent. Methods that wait for the
     updates (`refreshes_after`) are called with ``after``. Blocks without statistics take their
-    first ones in any step, and so do blocks that had no gradient when it was last ``due``; the
-    others if it is due.
+    first ones in any step, and so do blocks that had no gradient when these were last due; the
+    others if they are due.
     """
     for stack in placed.stacks:
         like, gradient = stack.like, gradients.get(stack)
-        if len(like.captured) == len(like.factors) or like.method.refreshes_after != after:
+        if not like.observes or like.method.refreshes_after != after:
             continue
-        if due and not like.captured:
+        if plan.observes and not like.captured:
             _mark_missed(stack, gradient)
         if gradient is None:
             continue
         # These statistics need second-order data: a block that lost its own is solved first.
         members = [m for m in gradient.members if not stack.blocks[m].lost]
-        if not due:
+        if not plan.observes:
             members = [m for m in members if stack.blocks[m].waits]
         for chosen in stack.alike(members):
             matrix = gradient.of(stack, chosen)
@@ -306,12 +296,12 @@ def observe(
             with placed.backend.phases("observe"):
                 if matrix is not None and placed.rank in stack.place.gradient_workers:
                     factors = _statistics(placed, stack, chosen, matrix)
-                _observe(stack, chosen, factors, rank=placed.rank, decay=decay, step=step)
+                _observe(stack, chosen, factors, placed.rank, plan)
 
 
 def _mark_missed(stack: Stack, gradient: Gradient | None) -> None:
     """Mark the blocks without a gradient at their turn for statistics."""
-    # `Refresh.end_window` marks blocks that have statistics of calls, too.
+    # `Refresh.note_missed_turns` marks blocks that have statistics of calls, too.
     used = () if gradient is None else gradient.members
     if len(used) < len(stack.blocks):
         for block in stack.blocks:
@@ -323,8 +313,10 @@ def _statistics(
     placed: PlacedBlocks, stack: Stack, members: tuple[int, ...], gradient: Tensor
 ) -> Mapping[str, Tensor]:
     """Return the statistics of some blocks' gradients, ``[groups, n, n]`` by factor."""
-    method = stack.like.method
-    specs = method.factors(BlockShape(*gradient.shape))
+    method, shape = stack.like.method, gradient.shape
+    if shape not in stack.specs:
+        stack.specs[shape] = method.factors(BlockShape(*shape))
+    specs = stack.specs[shape]
     data = stack.data_of(members)
     try:
         return observed_by(method, specs, gradient, data)
@@ -337,10 +329,8 @@ def _observe(
     stack: Stack,
     members: tuple[int, ...],
     factors: Mapping[str, Tensor],
-    *,
     rank: int,
-    decay: float,
-    step: int,
+    plan: Plan,
 ) -> None:
     """Average statistics of some blocks, ``[groups, n, n]`` by factor, on gradient workers."""
     for index, factor in enumerate(stack.like.factors):
@@ -348,14 +338,14 @@ def _observe(
             continue
         if factor.starts:
             _start(stack, members, index, rank)
-        term = Term(stack, members, index, None, turn=step)
-        _gain(term, decay)
+        term = Term(stack, members, index, None, turn=plan.step)
+        _gain(term, plan.decay)
         for block in term.blocks:
-            block.record.statistics_at[factor.name] = step
+            block.record.statistics_at[factor.name] = plan.step
             if not stack.like.captured:
                 block.record.missed = 0
         # EMA weights grow on all ranks; only holders have the factor.
-        if term.held_by(rank):
+        if stack.place.holds(rank, index):
             average([(term, factors[factor.name].to(stack.like.dtype))])
 
 
@@ -422,7 +412,7 @@ def _settled(
     totals: list[tuple[Term, Tensor | None]] = []
     for summed, term in sums.items():
         total, stack, factor = None, term.stack, term.factor
-        if term.held_by(backend.rank):
+        if stack.place.holds(backend.rank, term.index):
             # R <- ((m - p) R + sum_r L_r) / m, as in the module's docstring.
             masses = _per_group(term, [block.mass for block in term.blocks])
             total = summed.packed() / masses

@@ -69,7 +69,10 @@ class AveragedGradients:
         divided: Whether a rank may lack the gradient of a stack.
         updates_divided: Whether it may lack its update, too.
         remembers: Whether the updates of any block depend on earlier gradients.
-        can_leave: Whether gradients are whole and averaged where they are, see `leave`.
+        can_leave: Whether gradients are whole and averaged where they are, so that some may stay.
+        left_to_optimizer: The stacks whose gradients stay where they are in this step: they get no
+            update, and the optimizer moves their weights.
+        flags: The flags of `present`, summed over ranks.
 
     Args:
         model: The model.
@@ -83,8 +86,8 @@ class AveragedGradients:
 
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
         self._backend, self._home = placed.backend, home
-        self._apart: Sequence[Stack] = ()
-        self._present: Sequence[float] = ()
+        self.left_to_optimizer: Sequence[Stack] = ()
+        self.flags: Sequence[float] = ()
         self._gathered: Gradients | None = None
         self._stacks = placed.stacks
         self._of_block: dict[Block, list[nn.Parameter]] = {}
@@ -130,32 +133,24 @@ class AveragedGradients:
         return tuple(block.name for block in self._remembering if block.has_gradient)
 
     def present(self) -> list[float]:
-        """Return the flags that `agree` takes as sums over ranks, before `raw`."""
+        """Return the flags that are summed over ranks before `collect`."""
         return []
 
     def none_present(self) -> list[float]:
         """Return zeros in place of the flags of `present`."""
         return []
 
-    def agree(self, present: Sequence[float]) -> None:
-        """Store the flags of `present`, summed over ranks."""
-        self._present = present
-
-    def leave(self, stacks: Sequence[Stack]) -> None:
-        """Leave the gradients of stacks where they are, in this step: they get no update."""
-        self._apart = stacks
-
     def own(self) -> list[Tensor]:
-        """Return all gradients of this rank, before `raw`, in few tensors."""
+        """Return all gradients of this rank, before `collect`, in few tensors."""
         self._gathered = self.now()
         matrices = [gradient.matrix for gradient in self._gathered.values()]
         rest: list[nn.Parameter] = []
-        for stack in self._apart:
+        for stack in self.left_to_optimizer:
             rest += stack.parameters
         return [*(m for m in matrices if m is not None), *self._home.of(rest + self._rest)]
 
-    def raw(self) -> Gradients:
-        """Average the gradients; return the ones of all blocks that have any."""
+    def collect(self) -> Gradients:
+        """Average or gather the gradients; return those of all blocks that have any."""
         gathered, self._gathered = self._gathered, None
         return self.now() if gathered is None else gathered
 
@@ -163,27 +158,21 @@ class AveragedGradients:
         """Return the gradients that are in their home now."""
         used: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
-            if stack not in self._apart and (members := stack.used()):
+            if stack not in self.left_to_optimizer and (members := stack.used()):
                 used[stack] = members
         matrices = _gathered(used)
         return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
 
-    def leads(self, stack: Stack) -> bool:
-        """Return whether this rank adds the term of a stack in `total`."""
-        return not self.divided or stack.place.gradient_workers[0] == self._backend.rank
+    def leads(self, stack: Stack, *, updates: bool = False) -> bool:
+        """Return whether this rank adds a stack's term, of gradients or updates, in `total`."""
+        divided = self.updates_divided if updates else self.divided
+        return not divided or stack.place.gradient_workers[0] == self._backend.rank
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """Return a scalar of gradients, summed over ranks if each rank has some terms."""
-        return add_up(self._backend, tensor) if self.divided else tensor
-
-    def counts(self, stack: Stack) -> bool:
-        """Return whether this rank adds the term of a stack in `total_of_updates`."""
-        return not self.updates_divided or self.leads(stack)
-
-    def total_of_updates(self, tensor: Tensor, *, states: bool = False) -> Tensor:
-        """Return a scalar of updates, or also states, summed over ranks if each has some terms."""
-        divided = self.updates_divided or states  # states are on gradient workers alone
-        return add_up(self._backend, tensor) if divided else tensor
+    def total(self, tensor: Tensor, *, updates: bool = False, states: bool = False) -> Tensor:
+        """Return a scalar of gradients or updates, summed over ranks if each has some terms."""
+        divided = self.updates_divided if updates else self.divided
+        # States are on gradient workers alone.
+        return add_up(self._backend, tensor) if divided or states else tensor
 
 
 def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
@@ -249,7 +238,7 @@ class LocalGradients(AveragedGradients):
         """See `AveragedGradients.none_present`."""
         return [0.0] * len(self._parameters)
 
-    def raw(self) -> dict[Stack, Gradient]:
+    def collect(self) -> dict[Stack, Gradient]:
         """Average every gradient that any rank has; on ranks without it, it counts as zero.
 
         Gradients of other parameters and of blocks that are not solved yet are averaged in place.
@@ -279,7 +268,7 @@ class LocalGradients(AveragedGradients):
     def _known(self) -> set[nn.Parameter]:
         """Return the parameters that have a gradient on any rank; on other ranks it is zero."""
         known = set()
-        for parameter, ranks in zip(self._parameters, self._present, strict=True):
+        for parameter, ranks in zip(self._parameters, self.flags, strict=True):
             if ranks > 0:
                 known.add(parameter)
                 # Zeros, if this rank has none: every rank must take part in the reduction.
@@ -374,7 +363,7 @@ class ShardedGradients(AveragedGradients):
             names += [f"{block.name}, a sum over ranks" for _ in partial]
         return tuple(names)
 
-    def raw(self) -> dict[Stack, Gradient]:
+    def collect(self) -> dict[Stack, Gradient]:
         """Gather the parts of every gradient on its gradient workers."""
         splits: dict[Block, dict[str, Split]] = {}
         every: list[Split] = []
@@ -416,8 +405,8 @@ class ShardedGradients(AveragedGradients):
         return splits
 
     def now(self) -> dict[Stack, Gradient]:
-        """Gather the present gradients, as `raw` does; every rank must call."""
-        return self.raw()
+        """Gather the present gradients, as `collect` does; every rank must call."""
+        return self.collect()
 
 
 def _assembled(block: Block, splits: Mapping[str, Split]) -> Tensor:

@@ -46,8 +46,3 @@ class Plan:
     def impossible(cls, step: int) -> Plan:
         """Return the plan of a step that raises on all ranks."""
         return cls(step, math.nan, math.nan)
-
-    @property
-    def undamped(self) -> bool:
-        """Whether the damping is too small to bound an update."""
-        return self.damping < UNDAMPED

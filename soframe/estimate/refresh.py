@@ -24,7 +24,8 @@ class Refresh:
         gradients_every: The interval of statistics of the averaged gradient.
         solve_every: The interval of solves.
         stagger: Whether the solves of an interval are spread over its steps.
-        owed: The number of coming steps at which all blocks take statistics, at any interval.
+        owed: The number of coming steps at which all blocks take statistics, at any interval; in a
+            step the present one is included.
         coming: The interval of statistics of calls in the window under way, agreed on by all ranks.
     """
 
@@ -68,15 +69,6 @@ class Refresh:
             solve_every = WarmInterval(100, steps=100, first=10) if reads_calls else 10
         return cls(calls, gradients, Every("solve_every", solve_every), stagger=stagger)
 
-    def owe(self, steps: int) -> None:
-        """Let all blocks take statistics at this many steps, the present one included."""
-        self.owed = steps
-
-    def end_step(self, plan: Plan) -> None:
-        """Count a step down from the ones that are owed, and keep the interval that comes."""
-        self.owed = max(0, self.owed - 1)
-        self.coming = plan.statistics_every
-
     def continue_from(self, step: int, owed: int) -> None:
         """Continue after ``step`` completed steps."""
         self.owed, self.coming = owed, self.statistics_every.at(step)
@@ -103,7 +95,7 @@ class Refresh:
 
         These are all such blocks, if statistics are owed or at their interval; otherwise the blocks
         with a factor that waits for its first statistics with new second-order data, but for the
-        names in ``late``, and the blocks that missed a turn, see `end_window`.
+        names in ``late``, and the blocks that missed a turn, see `note_missed_turns`.
         """
         if self.owed > 0 or step % self.coming == 0:
             return list(placed.captured)
@@ -113,7 +105,7 @@ class Refresh:
             if block.record.missed > 1 or (block.lacks and block.name not in late)
         ]
 
-    def end_window(
+    def note_missed_turns(
         self, placed: PlacedBlocks, due: Collection[Block], gradients: Gradients, step: int
     ) -> None:
         """Let blocks that were not used at their turn take statistics once they are used again.

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from soframe.blocks.block import Block, Stack, unpack
 from soframe.blocks.placed import PlacedBlocks
-from soframe.comm.base import Backend, Handle
+from soframe.comm.agreement import start_sum
+from soframe.comm.base import Backend
 from soframe.comm.fused import Parcel, Pending, buckets, send, times
 from soframe.estimate.averages import settle
 from soframe.estimate.worker import Work, Worker
@@ -51,7 +52,7 @@ class Job:
         needed: Whether this rank needs them.
         copy: A copy of the running factor, for a solve in the background.
         last: The data of the last solve, for a solver that continues from them.
-        failed: By block the outcome of the solve, on its owner, and then on all ranks.
+        outcomes: By block: 0, `FAILED` or `RAISED`, at first on the owner alone.
         retried: By block whether it was solved again in float64, on its owner.
     """
 
@@ -62,7 +63,7 @@ class Job:
     needed: bool
     copy: Tensor | None = None
     last: dict[str, Tensor] = field(default_factory=dict)
-    failed: list[int] = field(default_factory=list)
+    outcomes: list[int] = field(default_factory=list)
     retried: list[int] = field(default_factory=list)
 
 
@@ -80,6 +81,8 @@ class Run:
         owned: The factors that this rank owns.
         traces: The mean trace of each factor, ``[groups]``, on owners.
         error: The error that a solver raised, other than a failed factorisation.
+        work: The solve in the background, on owners; None if it is solved in the step.
+        solved: The numbers of the blocks whose factors were all solved.
     """
 
     stack: Stack
@@ -90,12 +93,13 @@ class Run:
     traces: list[Tensor] = field(default_factory=list)
     error: Exception | None = None
     work: Work | None = None
+    solved: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.blocks = [self.stack.blocks[member] for member in self.members]
         self.owned = [job for job in self.jobs if job.parcel.source == self.rank]
         for job in self.jobs:
-            job.failed, job.retried = [0] * len(self.blocks), [0] * len(self.blocks)
+            job.outcomes, job.retried = [0] * len(self.blocks), [0] * len(self.blocks)
 
     def begin(self, worker: Worker) -> None:
         """Solve in the background, from copies: running factors change in place."""
@@ -108,15 +112,17 @@ class Run:
         if self.owned:
             self.work = worker.submit(self.solve, uses)
 
-    def place(self, tensors: list[Tensor]) -> None:
-        """Put the second-order data that this rank has computed into the parcels."""
+    def fill_parcels(self, tensors: list[Tensor] | None) -> None:
+        """Put the results of this rank into the parcels; None if a solver has raised."""
+        if tensors is None:
+            return
         remaining = iter(tensors)
         for job in self.owned:
             job.parcel.tensors = list(itertools.islice(remaining, len(job.parcel.specs)))
 
     @property
-    def finished(self) -> bool:
-        """Whether this rank has nothing left to solve."""
+    def has_results(self) -> bool:
+        """Whether the parcels have this rank's results: also if it owns none, or has failed."""
         if not self.owned or self.error is not None:
             return True
         return self.owned[0].parcel.tensors is not None
@@ -149,7 +155,7 @@ class Run:
                     f"{job.solver!r}: solve() returned {returned} of the factor "
                     f"{job.factor.name!r}, and tensors() says {declared}"
                 )
-            data = self._again(job, attempt) if attempt.failed else attempt.data
+            data = self._retry(job, attempt) if attempt.failed else attempt.data
             tensors += [data[name] for name in job.names]
         return tensors
 
@@ -157,22 +163,22 @@ class Run:
         """Store an error of a solver: all ranks raise together, in `conclude`."""
         self.error = error
         for job in self.owned:
-            job.failed = list(itertools.repeat(RAISED, len(self.members)))
+            job.outcomes = list(itertools.repeat(RAISED, len(self.members)))
 
-    def _again(self, job: Job, attempt: Attempt) -> dict[str, Tensor]:
+    def _retry(self, job: Job, attempt: Attempt) -> dict[str, Tensor]:
         """Solve groups once more in float64, and mark the blocks for which that fails."""
         problem = attempt.problem
         data, reasons = retry(
             job.solver, problem.matrices, problem.damping, attempt.data, attempt.failed
         )
-        groups = len(problem.matrices) // len(self.members)
+        groups_per_block = len(problem.matrices) // len(self.members)
         for group in attempt.failed:
-            job.retried[group // groups] = 1
+            job.retried[group // groups_per_block] = 1
         for group, reason in reasons.items():
-            number = group // groups
+            index = group // groups_per_block
             # A solve that failed twice counts as failed only.
-            job.failed[number], job.retried[number] = FAILED, 0
-            block = self.blocks[number]
+            job.outcomes[index], job.retried[index] = FAILED, 0
+            block = self.blocks[index]
             if not block.record.failures[job.factor.name]:
                 # Once: every later solve may fail as well.
                 log.warning(
@@ -185,17 +191,23 @@ class Run:
                 )
         return data
 
-    def solved(self) -> Solved:
-        """Return the blocks whose factors were all solved, and record the failures of others."""
-        numbers = []
+    def record_outcomes(self) -> list[Block]:
+        """Record failed blocks, and return the others, whose factors were all solved."""
+        numbers: list[int] = []
         for number, block in enumerate(self.blocks):
-            failed = [job.factor.name for job in self.jobs if job.failed[number]]
+            failed = [job.factor.name for job in self.jobs if job.outcomes[number]]
             if failed:
                 block.record.failed = True
                 block.record.failures.update(failed)
             else:
                 numbers.append(number)
-        return Solved(self, tuple(numbers))
+        self.solved = numbers
+        return [self.blocks[number] for number in numbers]
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Return the groups of each solved block, of a tensor of the whole run."""
+        groups = len(tensor) // len(self.members)
+        return [tensor[number * groups : (number + 1) * groups] for number in self.solved]
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,43 +219,25 @@ class Attempt:
     failed: list[int]
 
 
-@dataclass(frozen=True, eq=False)
-class Solved:
-    """The blocks of a run whose factors were all solved, by their numbers in the run."""
-
-    run: Run
-    numbers: tuple[int, ...]
-
-    @property
-    def members(self) -> list[int]:
-        """The indices of the blocks in their stack."""
-        return [self.run.members[number] for number in self.numbers]
-
-    def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return the groups of each block, of a tensor of the whole run."""
-        groups = len(tensor) // len(self.run.members)
-        return [tensor[number * groups : (number + 1) * groups] for number in self.numbers]
-
-
 def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
     """Solve this rank's factors of some runs; None for each with a solver that raises."""
     try:
-        shares = _shares(runs)
+        shares = _damping_shares(runs)
         problems = [run.problems(share) for run, share in zip(runs, shares, strict=True)]
-        every = list(itertools.chain.from_iterable(problems))
-        solved = solve_stacks(every)
+        all_problems = list(itertools.chain.from_iterable(problems))
+        solutions = solve_stacks(all_problems)
         # The flags of all solves in one tensor, of all devices: the host waits once.
-        flags = [good for _, good in solved]
+        flags = [good for _, good in solutions]
         usable = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
     except Exception as error:  # of any kind: all ranks raise together
         return _solve_apart(runs, error)
     finally:
-        # Copies are as large as the factors: free them now.
+        # Copies are as large as the factors: free them, after any retry.
         for run in runs:
             for job in run.owned:
                 job.copy = None
     results: list[list[Tensor] | None] = []
-    attempts = iter(_attempts(every, solved, usable))
+    attempts = iter(_attempts(all_problems, solutions, usable))
     for run in runs:
         try:
             results.append(run.results([next(attempts) for _ in run.owned]))
@@ -267,18 +261,18 @@ def _solve_apart(runs: Sequence[Run], error: Exception) -> list[list[Tensor] | N
 
 def _attempts(
     problems: Sequence[Problem],
-    solved: Sequence[tuple[dict[str, Tensor], Tensor]],
+    solutions: Sequence[tuple[dict[str, Tensor], Tensor]],
     usable: Iterable[bool],
 ) -> list[Attempt]:
     """Return the attempts on problems, given the flags of all their groups."""
     attempts, flags = [], iter(usable)
-    for problem, (data, _) in zip(problems, solved, strict=True):
+    for problem, (data, _) in zip(problems, solutions, strict=True):
         failed = [group for group in range(len(problem.matrices)) if not next(flags)]
         attempts.append(Attempt(problem, data, failed))
     return attempts
 
 
-def _shares(runs: Sequence[Run]) -> list[list[Tensor]]:
+def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
     """Return the damping of each run's factors; equal runs share the computation."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, run in enumerate(runs):
@@ -295,53 +289,74 @@ def _shares(runs: Sequence[Run]) -> list[list[Tensor]]:
         if len(same) == 1:
             shares[numbers[0]] = like.shares(same[0].traces, damping)
             continue
-        # For each factor the traces, and then the shares, of all runs: [groups of all].
-        traces_of_runs = [run.traces for run in same]
-        traces = [torch.cat(parts) for parts in zip(*traces_of_runs, strict=True)]
-        sizes = [len(run.traces[0]) for run in same]
-        parts_of_factors = [share.split(sizes) for share in like.shares(traces, damping)]
-        for number, parts in zip(numbers, zip(*parts_of_factors, strict=True), strict=True):
-            shares[number] = list(parts)
+        # One tensor for each factor, [groups of all runs]: first the traces, then the shares.
+        traces: list[Tensor] = []
+        for factor in range(len(like.solved_factors)):
+            traces_of_runs = [run.traces[factor] for run in same]
+            traces.append(torch.cat(traces_of_runs))
+        joint_shares = like.shares(traces, damping)
+        start = 0
+        for number, run in zip(numbers, same, strict=True):
+            stop = start + len(run.traces[0])
+            shares[number] = [share[start:stop] for share in joint_shares]
+            start = stop
     return [shares[number] for number in range(len(runs))]
 
 
-class Solution:
-    """Solves from their start to the installation of their results.
+class SolveRound:
+    """Solves that begin at one step, until their results are installed.
 
     If a factor of a block cannot be solved, the block keeps its last good second-order data, of all
     its factors, on every rank.
 
     Args:
         placed: All blocks, with their places.
-        due: The blocks to solve, the same on every rank.
-        damping: The damping of this step.
-        step: Completed steps.
-        worker: Solves in the background, from copies; None to solve when `share` is called.
-        lands: The step at which the results are installed, of a solve in the background.
+        runs: The solves.
+        blocks: Their blocks, the same on every rank.
+        step: Completed steps, for `Record.solved_at`; None between steps, which leaves it.
+        lands: The step at which the results are installed, of solves in the background.
     """
 
     def __init__(
         self,
+        placed: PlacedBlocks,
+        runs: Sequence[Run],
+        blocks: Sequence[Block],
+        step: int | None,
+        lands: float = 0,
+    ) -> None:
+        self.blocks, self._step, self.lands = tuple(blocks), step, lands
+        self._placed, self._backend = placed, placed.backend
+        self._runs = runs
+        self._jobs: list[Job] = []
+        for run in runs:
+            self._jobs += run.jobs
+        self._pending: list[Pending] = []
+
+    @classmethod
+    def begin(
+        cls,
         placed: PlacedBlocks,
         due: Sequence[Block],
         damping: float,
         step: int | None,
         worker: Worker | None = None,
         lands: float = 0,
-    ) -> None:
-        self.blocks, self._step, self.lands = tuple(due), step, lands
-        self._placed, self._backend = placed, placed.backend
+    ) -> SolveRound:
+        """Reduce deferred statistics and traces, and start to solve blocks; every rank must call.
+
+        A ``worker`` solves in the background, from copies; without it `share` solves.
+        """
         members = placed.members(due)
         settle(placed, members)
-        self._runs: list[Run] = []
+        runs: list[Run] = []
         for stack, chosen in members.items():
-            self._runs += _runs(stack, chosen, damping, placed.rank)
-        self._jobs = list(_jobs(self._runs))
-        _take_traces(placed.backend, self._runs)
-        for run in self._runs:
-            if worker is not None:
+            runs += _runs(stack, chosen, damping, placed.rank)
+        _take_traces(placed.backend, runs)
+        if worker is not None:
+            for run in runs:
                 run.begin(worker)
-        self._pending: list[Pending] = []
+        return cls(placed, runs, due, step, lands)
 
     @property
     def finished(self) -> bool:
@@ -375,27 +390,31 @@ class Solution:
         for run in self._runs:
             for job in run.jobs:
                 run_of[id(job.parcel)] = run
-        # Solves whose results travel are sent bucket by bucket, so that sending overlaps with the
-        # next solve. All others are batched, as if in an empty bucket at the end.
-        travelling = buckets(self._backend, [job.parcel for job in self._jobs])
-        for bucket in [*travelling, []]:
-            runs = self._runs
-            if bucket:
-                runs = list(dict.fromkeys(run_of[id(parcel)] for parcel in bucket))
-            with self._backend.phases("solve"):
-                now = [run for run in runs if run.work is None and not run.finished]
-                _place(runs, dict(zip(now, _solve(now) if now else (), strict=True)))
-            if bucket:
-                with self._backend.phases("share"):
-                    self._pending.append(send(self._backend, bucket, "share"))
-        failed, retried = list[int](), list[int]()
+        # Each bucket is sent before the next one is solved, so that sending overlaps with solving.
+        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
+            self._fill_parcels(dict.fromkeys(run_of[id(parcel)] for parcel in bucket))
+            with self._backend.phases("share"):
+                self._pending.append(send(self._backend, bucket, "share"))
+        # The runs in no bucket, whose results stay on this rank, by one call.
+        self._fill_parcels(self._runs)
+        outcomes, retried = list[int](), list[int]()
         for job in self._jobs:
-            failed += job.failed
+            outcomes += job.outcomes
             retried += job.retried
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
-        vector = torch.tensor(failed + retried, dtype=torch.float32, device="cpu")
-        self._outcome = vector.to(self._backend.wire_device(vector.device))
-        self._agreement: Handle = self._backend.all_reduce(self._outcome, "agree")
+        self._outcomes = start_sum(self._backend, outcomes + retried, torch.float32)
+
+    def _fill_parcels(self, runs: Iterable[Run]) -> None:
+        """Put this rank's results of runs into parcels, from the background or solved now."""
+        with self._backend.phases("solve"):
+            unsolved = [run for run in runs if not run.has_results]
+            now = [run for run in unsolved if run.work is None]
+            if now:
+                for run, tensors in zip(now, _solve(now), strict=True):
+                    run.fill_parcels(tensors)
+            for run in unsolved:
+                if run.work is not None:
+                    run.fill_parcels(run.work.result())
 
     def conclude(self, counters: dict[str, int]) -> list[Block]:
         """Wait for the results, install them, and return the blocks whose factors were all solved.
@@ -406,37 +425,27 @@ class Solution:
         with self._backend.phases("share"):
             for pending in self._pending:
                 pending.wait()
-            self._agreement.wait()
-        numbers = iter([int(value) for value in self._outcome.tolist()])
+            numbers = [int(number) for number in self._outcomes()]
+        # The outcomes of all factors, then their retries, equally many: see `share`.
+        half = len(numbers) // 2
+        outcomes, retries = iter(numbers[:half]), numbers[half:]
         for job in self._jobs:
-            job.failed = [next(numbers) for _ in job.failed]
+            job.outcomes = [next(outcomes) for _ in job.outcomes]
         _raise_errors(self._runs)
-        counters["failed_solves"] += sum(sum(job.failed) for job in self._jobs)
-        counters["retried_solves"] += sum(numbers)
-        solved_of: dict[Stack, list[Solved]] = {}
-        for run in self._runs:
-            solved = run.solved()
-            if solved.numbers:
-                solved_of.setdefault(run.stack, []).append(solved)
+        counters["failed_solves"] += sum(job.outcomes.count(FAILED) for job in self._jobs)
+        counters["retried_solves"] += sum(retries)
         installed: list[Block] = []
-        for stack, parts in solved_of.items():
-            for part in parts:
-                installed += [stack.blocks[member] for member in part.members]
+        solved_of: dict[Stack, list[Run]] = {}
+        for run in self._runs:
+            installed += run.record_outcomes()
+            if run.solved:
+                solved_of.setdefault(run.stack, []).append(run)
+        for stack, runs in solved_of.items():
             try:
-                _install(stack, parts, self._step)
+                _install(stack, runs, self._step)
             except Exception as error:  # of any kind: all ranks raise together
                 self._placed.keep(error, stack)
         return installed
-
-
-def _place(runs: Iterable[Run], solved: Mapping[Run, list[Tensor] | None]) -> None:
-    """Put this rank's results of some runs into parcels, from the background or solved now."""
-    for run in runs:
-        if run.finished:
-            continue
-        tensors = solved[run] if run.work is None else run.work.result()
-        if tensors is not None:
-            run.place(tensors)
 
 
 def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> list[Run]:
@@ -451,7 +460,7 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
     for (_, block_damping, solved), chosen in alike.items():
         place = stack.places[chosen[0]]
         jobs = []
-        for index, factor, solver in like.solved_here:
+        for index, factor, solver in like.solved_factors:
             specs = like.tensors[factor.name]
             parcel = Parcel(
                 source=place.owners[index],
@@ -493,7 +502,9 @@ def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
     if travelling:
         _add_up_traces(backend, travelling, means)
     for (_, dtype), alike in local.items():
-        traces = [means[job] for job in _jobs(alike)]
+        traces: list[Tensor] = []
+        for run in alike:
+            traces += [means[job] for job in run.jobs]
         parts = iter(torch.cat(traces).to(dtype).split(list(map(len, traces))))
         for run in alike:
             run.traces = [next(parts) for _ in run.jobs]
@@ -506,21 +517,18 @@ def _add_up_traces(backend: Backend, runs: Sequence[Run], means: Mapping[Job, Te
         sizes += [len(run.members) * job.factor.groups for job in run.jobs]
     # Zeros but for the factors of this rank: the sum over ranks has all traces.
     numbers = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
-    for job, part in zip(_jobs(runs), numbers.split(sizes), strict=True):
-        if job in means:
-            part.copy_(means[job])
+    parts = iter(numbers.split(sizes))
+    for run in runs:
+        for job in run.jobs:
+            part = next(parts)
+            if job in means:
+                part.copy_(means[job])
     numbers = numbers.to(backend.wire_device(numbers.device))
     backend.all_reduce(numbers, "agree").wait()
     parts = iter(numbers.split(sizes))
     for run in runs:
         like = run.stack.like
         run.traces = [next(parts).to(like.device, like.dtype) for _ in run.jobs]
-
-
-def _jobs(runs: Iterable[Run]) -> Iterator[Job]:
-    """Yield the factors of some runs."""
-    for run in runs:
-        yield from run.jobs
 
 
 def _mean_traces(jobs: Mapping[Job, Run]) -> dict[Job, Tensor]:
@@ -539,24 +547,26 @@ def _mean_traces(jobs: Mapping[Job, Run]) -> dict[Job, Tensor]:
     return means
 
 
-def _install(stack: Stack, parts: Sequence[Solved], step: int | None) -> None:
-    """Install second-order data of some blocks of a stack, and rebase their states."""
+def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
+    """Install second-order data of the solved blocks of a stack, and rebase their states."""
     # Runs split a stack by owner and damping; its tensors have the order of members.
-    members = list(itertools.chain.from_iterable(part.members for part in parts))
+    members: list[int] = []
+    for run in runs:
+        members += [run.members[number] for number in run.solved]
     order = sorted(range(len(members)), key=members.__getitem__)
     chosen = tuple(sorted(members))
     blocks = [stack.blocks[member] for member in chosen]
-    jobs = parts[0].run.jobs
+    jobs = runs[0].jobs
 
     # States in the old eigenbases are expressed in the new ones.
     kept = _with_states(stack, blocks)
     old = stack.solved_data(kept) if kept else {}
     for number, job in enumerate(jobs):
         if job.needed:
-            stack.set_data(job.factor.name, chosen, _joined(parts, number, order))
+            stack.set_data(job.factor.name, chosen, _joined(runs, number, order))
     for job in jobs:
         # Statistics that were taken with the old data are dropped.
-        stack.renew(chosen, job.factor.name)
+        stack.drop_dependent(chosen, job.factor.name)
     for block in blocks:
         block.record.solved = True
         if step is not None:
@@ -573,20 +583,22 @@ def _with_states(stack: Stack, blocks: Sequence[Block]) -> tuple[int, ...]:
     return tuple(b.member for b in blocks if b.solved and b.record.updates)
 
 
-def _joined(parts: Sequence[Solved], number: int, order: Sequence[int]) -> dict[str, Tensor]:
+def _joined(runs: Sequence[Run], number: int, order: Sequence[int]) -> dict[str, Tensor]:
     """Return the second-order data of a factor of all solved blocks, in the order of members."""
+    first = runs[0]
+    names, tensors = first.jobs[number].names, first.jobs[number].parcel.tensors
+    assert tensors is not None
+    # The tensors of one run without failures have the order of its members already.
+    if len(runs) == 1 and len(first.solved) == len(first.members):
+        return dict(zip(names, tensors, strict=True))
     joined: dict[str, Tensor] = {}
-    for place, name in enumerate(parts[0].run.jobs[number].names):
-        pieces: list[Tensor] = []
-        for part in parts:
-            tensors = part.run.jobs[number].parcel.tensors
+    for index, name in enumerate(names):
+        blocks: list[Tensor] = []
+        for run in runs:
+            tensors = run.jobs[number].parcel.tensors
             assert tensors is not None
-            if len(parts) == 1 and len(part.numbers) == len(part.run.members):
-                joined[name] = tensors[place]  # in this order
-            else:
-                pieces += part.split(tensors[place])
-        if pieces:
-            joined[name] = torch.cat([pieces[at] for at in order])
+            blocks += run.split(tensors[index])
+        joined[name] = torch.cat([blocks[position] for position in order])
     return joined
 
 
@@ -597,7 +609,7 @@ def _raise_errors(runs: Sequence[Run]) -> None:
         if run.error is not None:
             # The rank with the error raises it; the others name it.
             raise run.error
-        names += [f"{run.blocks[0].name}.{j.factor.name}" for j in run.jobs if RAISED in j.failed]
+        names += [f"{run.blocks[0].name}.{j.factor.name}" for j in run.jobs if RAISED in j.outcomes]
     if names:
         listed = ", ".join(names)
         raise RuntimeError(f"the solver raised for {listed} on another rank; see its own error")
@@ -612,7 +624,7 @@ class Solves:
             step.
 
     Attributes:
-        on: Whether solves run in the background.
+        in_background: Whether solves run in the background.
 
     Raises:
         TypeError: If ``when`` is neither an integer nor a string.
@@ -630,9 +642,9 @@ class Solves:
         self._steps = 0 if isinstance(when, str) else int(when)
         if self._steps < 0 or (isinstance(when, str) and not self._ready):
             raise ValueError(remedy)
-        self.on = self._ready or self._steps > 0
+        self.in_background = self._ready or self._steps > 0
         self._worker = Worker(threaded=overlap)
-        self._under_way: list[Solution] = []  # in the background, the oldest first
+        self._under_way: list[SolveRound] = []  # in the background, the oldest first
 
     def __repr__(self) -> str:
         return f"background={'ready' if self._ready else self._steps}"
@@ -648,12 +660,14 @@ class Solves:
             return []
         return [float(bool(self._under_way) and not self._under_way[0].finished)]
 
-    def agree(self, waiting: Sequence[float]) -> None:
+    def land_if_finished(self, waiting: Sequence[float]) -> None:
         """Let the oldest solve land at this step if all ranks have finished it."""
-        if self._under_way and list(waiting) == [0.0]:
-            self._under_way[0].lands = 0
+        # The sum of the ranks' flags; without "ready" they have none.
+        all_finished = list(waiting) == [0.0]
+        if self._under_way and all_finished:
+            self._under_way[0].lands = 0  # which any step has reached
 
-    def update(
+    def advance(
         self,
         placed: PlacedBlocks,
         due: Sequence[Block],
@@ -672,19 +686,21 @@ class Solves:
         """
         landed: list[Block] = []
         if self._under_way:
+            # Without a step only solves with blocks that are due again land: none lands before 0.
             landed = self._land(-1 if step is None else step, placed, counters, due)
-        now = list(due)
-        if self.on and step is not None:
+        now, later = list(due), list[Block]()
+        if self.in_background and step is not None:
             # The first solve of a block is never in the background: it has no data yet.
             now = [block for block in due if not block.solved]
+            later = [block for block in due if block.solved]
         if following := {*landed, *changed}.difference(now):
             _follow(placed, following)
-        if len(now) < len(due):
-            self._begin(placed, [block for block in due if block.solved], damping, step)
+        if later:
+            self._begin(placed, later, damping, step)
         if now:
-            solution = Solution(placed, now, damping, step)
-            solution.share()
-            return solution.conclude(counters)
+            solves = SolveRound.begin(placed, now, damping, step)
+            solves.share()
+            return solves.conclude(counters)
         return []
 
     def _begin(
@@ -693,7 +709,8 @@ class Solves:
         """Begin to solve blocks in the background."""
         assert step is not None
         lands = math.inf if self._ready else step + self._steps
-        self._under_way.append(Solution(placed, blocks, damping, step, self._worker, lands))
+        solves = SolveRound.begin(placed, blocks, damping, step, self._worker, lands)
+        self._under_way.append(solves)
 
     def _land(
         self,
@@ -703,19 +720,22 @@ class Solves:
         due: Collection[Block] = (),
     ) -> list[Block]:
         """Install the solves that land at a step, and the ones with a block that is due again."""
-        landing: list[Solution] = []
-        under_way: list[Solution] = []
-        for solution in self._under_way:
-            is_due = any(block in due for block in solution.blocks)
-            (landing if is_due or solution.lands <= step else under_way).append(solution)
+        landing: list[SolveRound] = []
+        under_way: list[SolveRound] = []
+        for solves in self._under_way:
+            is_due = any(block in due for block in solves.blocks)
+            if is_due or solves.lands <= step:
+                landing.append(solves)
+            else:
+                under_way.append(solves)
         self._under_way = under_way
         # All results are on their way before the first is waited for.
         blocks: list[Block] = []
-        for solution in landing:
-            solution.share()
-            blocks += solution.blocks
-        for solution in landing:
-            solution.conclude(counters)
+        for solves in landing:
+            solves.share()
+            blocks += solves.blocks
+        for solves in landing:
+            solves.conclude(counters)
         return blocks
 
     # -- between steps ----------------------------------------------------------------------------
@@ -735,8 +755,8 @@ class Solves:
     def drop(self) -> None:
         """Cancel all solves under way, on every rank."""
         under_way, self._under_way = self._under_way, []
-        for solution in reversed(under_way):
-            solution.drop()
+        for solves in reversed(under_way):
+            solves.drop()
 
     def close(self) -> None:
         """Cancel all solves under way, and end the thread."""
@@ -744,8 +764,8 @@ class Solves:
         self._worker.close()
 
     def held(self) -> list[Tensor] | None:
-        """Return this rank's tensors of solves under way; None if none run in the background."""
-        if not self.on:
+        """Return this rank's tensors of solves under way; None if solves run in the step."""
+        if not self.in_background:
             return None
         return list(itertools.chain.from_iterable(s.held() for s in self._under_way))
 
@@ -762,7 +782,7 @@ def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
         if placed.rank not in stack.place.gradient_workers:
             continue
         data = stack.solved_data(members)
-        for _, factor, solver in stack.like.solved_here:
+        for _, factor, solver in stack.like.solved_factors:
             if not solver.follows:
                 continue
             try:

@@ -31,13 +31,13 @@ from soframe.capture.counting import Batch, DataRows, Passes, Samples
 from soframe.capture.hooks import Capture, LayerCall
 from soframe.capture.sampling import Draw, Sampler
 from soframe.estimate.averages import Term, by_group, enter
-from soframe.estimate.window import Tally, Window
+from soframe.estimate.window import Tally, Window, mark_of
 from soframe.kernels.halves import widens
 from soframe.layers.base import LayerHelper
 from soframe.layers.sharing import SharedInputs
 from soframe.methods.base import Call
 from soframe.methods.returned import require_statistics
-from soframe.methods.scaling import CallScale, Contribution, Counts, Scale
+from soframe.methods.scaling import Contribution, Counts, Multipliers, Scale
 from soframe.specs import FactorSpec
 
 
@@ -88,7 +88,7 @@ class Accumulator:
             way is multiplied.
         capture: Records the calls.
         sampler: Draws some of their rows.
-        part_of: Returns the index of the pipeline stage of a block. A backward pass belongs to one
+        stage_of: Returns the index of the pipeline stage of a block. A backward pass belongs to one
             stage, and all stages have equally many.
     """
 
@@ -103,7 +103,7 @@ class Accumulator:
         scale_reader: Callable[[], Callable[[], float]],
         capture: Capture,
         sampler: Sampler,
-        part_of: Callable[[Block], int],
+        stage_of: Callable[[Block], int],
     ) -> None:
         blocks, backend = placed.blocks, placed.backend
         self._placed = placed
@@ -134,7 +134,7 @@ class Accumulator:
         self._samples = samples
         self._scale_reader = scale_reader
         self._warned = False  # of samples whose number is in doubt
-        self._part_of = {block: part_of(block) for block in blocks}
+        self._stage_of = {block: stage_of(block) for block in blocks}
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
         self.folded: dict[Block, Folded] = {}
 
@@ -143,7 +143,7 @@ class Accumulator:
         names = {helper: block.name for helper, block in self._block_of.items()}
         alike = _all_contribute(self._placed)
         self._capture.listen(
-            self.add, names, self._both, alike=alike, roots=roots, ended=self._on_end
+            self.add, names, self._both, alike=alike, roots=roots, ended=self._end_pass
         )
 
     def begin(
@@ -169,13 +169,19 @@ class Accumulator:
             passes, calls = former.passes, former.calls
             window = replace(window, passes=passes, calls=calls, of_model=former.of_model)
         self.window = window
-        # Between statistics steps the capture is off, and needs no sets.
-        helpers = self._block_of if taking else ()
+        without_inputs: set[LayerHelper] = set()
+        no_statistics: set[LayerHelper] = set()
+        if taking:  # else the capture is off, and needs no sets
+            for helper, block in self._block_of.items():
+                if not self._wants_inputs(helper):
+                    without_inputs.add(helper)
+                if block not in taking:
+                    no_statistics.add(helper)
         self._capture.begin(
             window.calls,
             enabled=bool(taking),
-            counting=frozenset(h for h in helpers if not self._wants_inputs(h)),
-            idle=frozenset(h for h in helpers if self._block_of[h] not in taking),
+            without_inputs=frozenset(without_inputs),
+            no_statistics=frozenset(no_statistics),
         )
 
     def resume(self, former: Window) -> None:
@@ -199,11 +205,11 @@ class Accumulator:
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
             if call.batch.root.is_empty:
-                self.window.enter(block, call, (0, 0), self._part_of[block])
+                self.window.count_call(block, call, (0, 0), self._stage_of[block])
             return
         data = self._data(block, helper, rows, call.batch)
         data_sizes = _sizes(data, batch, shared)
-        backward = self.window.enter(block, call, data_sizes, self._part_of[block])
+        backward = self.window.count_call(block, call, data_sizes, self._stage_of[block])
         if backward.samples == 0:
             return  # its loss has no terms
 
@@ -221,7 +227,10 @@ class Accumulator:
             rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         rows_of_data = _sizes(data, batch, shared)[1]
         counts = self.window.tallies[block].counts
-        _count(counts, call, backward.samples, rows_of_data, reached, users * self.window.weight)
+        if probe is None or probe.first:
+            # Several probes go through the same call, whose samples count once.
+            weight = users * self.window.weight
+            counts.add(call.number, backward.samples, rows_of_data, reached, weight)
 
         loss_scale = 1.0 if probe is not None else self.window.passes.loss_scale(backward)
         factors = self._gathered(block)
@@ -230,10 +239,8 @@ class Accumulator:
                 helper.module, backward.samples, batch, shared, loss_scale, users
             )
             with self._backend.phases("accumulate"):
-                of_samples, of_rows = _split(factors, data)
-                if of_samples and data is not None:
-                    self._sum(block, of_samples, call, _without(rows, data), None, scale)
-                self._sum(block, of_rows, call, rows, data, scale)
+                for part, part_rows, part_data in _split(factors, rows, data):
+                    self._sum(block, part, call, part_rows, part_data, scale)
 
     def _gathered(self, block: Block) -> list[FactorSpec]:
         """Return the factors of a block to which this rank contributes in this window."""
@@ -269,8 +276,12 @@ class Accumulator:
                 )
             )
 
-    def _on_end(self, reached: Iterable[LayerHelper]) -> None:
-        self.window.end_pass({self._block_of[helper] for helper in reached})
+    def _end_pass(self, reached: Iterable[LayerHelper]) -> None:
+        """Record the gradients of the blocks that a backward pass of the loss has reached."""
+        for block in {self._block_of[helper] for helper in reached}:
+            tally = self.window.tallies[block]
+            # None if a framework has put the gradient elsewhere.
+            tally.mark = mark_of(block) if tally.counts.calls else None
 
     def _sum(
         self,
@@ -279,11 +290,9 @@ class Accumulator:
         call: LayerCall,
         rows: Tensor,
         data: DataRows | None,
-        scale: CallScale,
+        scale: Multipliers,
     ) -> None:
         """Add the moments of a call to the sums of some factors; for ``data`` see `_data`."""
-        if not factors:
-            return
         helper, probe = call.helper, call.probe
         # Moments of inputs alone are added with the first probe only.
         is_repeated = probe is not None and not probe.first
@@ -302,7 +311,7 @@ class Accumulator:
         for factor in factors:
             if not _is_added(factor, reads=reads, is_repeated=is_repeated):
                 continue
-            multiplier = scale.of(factor) * part * self.window.weight
+            multiplier = scale[factor.degree] * part * self.window.weight
             if probe is not None and factor.reads != "inputs":
                 multiplier *= probe.weight
             moment = moments.get(factor.name)
@@ -324,7 +333,7 @@ class Accumulator:
         self, block: Block, helper: LayerHelper, rows: Tensor, batch: Batch
     ) -> DataRows | None:
         """Return the rows or samples of a call that are data; None for all."""
-        if self._capture.told and not batch.declared:
+        if self._capture.counts and not batch.declared:
             self.window.passes.fail(
                 RuntimeError(
                     f"{block.name!r} ran in a forward pass of which count() was told nothing: once "
@@ -392,14 +401,14 @@ class Accumulator:
         counts = self.window.tallies[block].counts
         if counts.calls and not self._capture.probing and not block.has_gradient:
             return Contribution()  # zeroed since its backward passes
-        passes = self.window.passes_of(self._part_of[block])
+        passes = self.window.samples_by_pass(self._stage_of[block])
         passes = {n: samples for n, samples in passes.items() if not 0 <= n < counts.since}
         return self._scale.contribution(counts, passes)
 
     def fold(self, weights: Sequence[float], decay: float, step: int) -> None:
         """Reduce the sums with the ``weights`` of all ranks, and average them into the factors."""
         window = self.window
-        window.shared.forget()
+        window.shared = SharedInputs()  # for its memory
         numbers = iter(weights)
         used: dict[Block, Weights] = {}
         for block, place in self._placed:
@@ -436,7 +445,7 @@ class Accumulator:
         factor, multipliers, reached = stack.like.factors[index], [], []
         for block in (stack.blocks[member] for member in members):
             weights = used[block]
-            multiplier = self.window.contributions[block].of(factor)
+            multiplier = self.window.contributions[block].multipliers[factor.degree]
             multiplier *= self._scale.gradient_scale(factor, weights.inputs)
             if factor.mean_over == "group rows":
                 multipliers += [multiplier / rows if rows > 0 else 0.0 for rows in weights.groups]
@@ -583,13 +592,17 @@ def _as_one_sample(call: LayerCall, rows: Tensor) -> tuple[LayerCall, Tensor]:
 
 
 def _split(
-    factors: Sequence[FactorSpec], data: DataRows | None
-) -> tuple[Sequence[FactorSpec], Sequence[FactorSpec]]:
-    """Return the factors that take whole samples, where rows are data, and the others."""
+    factors: Sequence[FactorSpec], rows: Tensor, data: DataRows | None
+) -> list[tuple[Sequence[FactorSpec], Tensor, DataRows | None]]:
+    """Return factors with the rows of a call and its data; some take whole samples of rows."""
     if data is None or data.unit != "row":
-        return (), factors
-    of_samples = [factor for factor in factors if factor.reads == "both"]
-    return of_samples, [factor for factor in factors if factor.reads != "both"]
+        return [(factors, rows, data)]
+    parts: list[tuple[Sequence[FactorSpec], Tensor, DataRows | None]] = []
+    if of_samples := [factor for factor in factors if factor.reads == "both"]:
+        parts.append((of_samples, _without(rows, data), None))
+    if of_rows := [factor for factor in factors if factor.reads != "both"]:
+        parts.append((of_rows, rows, data))
+    return parts
 
 
 def _is_added(factor: FactorSpec, *, reads: bool, is_repeated: bool) -> bool:
@@ -597,24 +610,6 @@ def _is_added(factor: FactorSpec, *, reads: bool, is_repeated: bool) -> bool:
     if is_repeated and factor.reads == "inputs":
         return False
     return reads or not factor.reads_inputs
-
-
-def _count(
-    counts: Counts,
-    call: LayerCall,
-    samples: int,
-    rows: int,
-    reached: list[float] | None,
-    weight: float,
-) -> None:
-    """Count a call's rows that are data, and those that reach each group."""
-    # Several probes go through the same call, whose samples count once.
-    if call.probe is not None and not call.probe.first:
-        return
-    # Means over rows weigh each row as the sums do.
-    if reached is not None:
-        reached = [number * weight for number in reached]
-    counts.add(call.number, samples, rows * weight, reached)
 
 
 def _call(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.base import Backend
 from soframe.comm.fused import Parcel, deliver, times
 from soframe.comm.shards import Split, scatter
-from soframe.estimate.gradients import Gradients
 from soframe.methods.base import Given
 from soframe.methods.returned import direction_of, parcel_of
 from soframe.specs import TensorSpec
@@ -54,6 +53,35 @@ class Update:
         """The blocks."""
         return [self.stack.blocks[member] for member in self.members]
 
+    def compute(self, gradient: Tensor, damping: float) -> None:
+        """Compute the update and the new state by the method."""
+        stack, members, block = self.stack, self.members, self.blocks[0]
+        state = self.states = stack.state_of(members)
+        arguments = Given(
+            gradient=gradient,
+            incoming=gradient,
+            data=stack.data_of(members),
+            state=state,
+            updates=block.record.updates,
+            solver=block.solver,
+            damping=block.damped_with(damping),
+            weights=self._weights,
+        )
+        direction = direction_of(block.acting or block.method, arguments)
+        self.matrix = direction.matrix
+        if block.parcel:
+            self.parcel = parcel_of(block.method, direction, block.parcel, len(members))
+        # State tensors that the method does not return are kept, from the first update on.
+        self.states = {**state, **direction.state}
+
+    def _weights(self) -> Tensor:
+        """Return the parameters as matrices, for methods that read them."""
+        block = self.blocks[0]
+        if block.shards:
+            raise ValueError(f"{block.name}: {block.method!r} reads weights, and they are sharded")
+        matrices = [block.assemble(block.parameters) for block in self.blocks]
+        return self.stack.join(matrices).detach()
+
     def tensors(self) -> list[Tensor]:
         """Return the tensors that this rank writes."""
         if self.stack.like.shards:
@@ -67,58 +95,6 @@ class Update:
         """Yield each block with its update, if this rank has the whole matrix."""
         if self.matrix is not None:
             yield from zip(self.blocks, self.stack.split(self.matrix, self.members), strict=True)
-
-
-def precondition(placed: PlacedBlocks, gradients: Gradients, damping: float) -> list[Update]:
-    """Return the updates of all solved blocks with a gradient, computed on gradient workers."""
-    updates = []
-    with placed.backend.phases("direct"):
-        for stack, gradient in gradients.items():
-            active = stack.active(gradient.members)
-            # A batched call needs equal counters and dampings.
-            for members in stack.alike(active):
-                matrix = gradient.of(stack, members)
-                update = Update(stack, members, matrix)
-                if matrix is not None and placed.rank in stack.place.gradient_workers:
-                    try:
-                        _direct(update, matrix, damping)
-                    except Exception as error:  # of any kind: all ranks raise together
-                        placed.keep(error, stack)
-                        update.matrix = torch.zeros_like(matrix)
-                updates.append(update)
-    return updates
-
-
-def _direct(update: Update, gradient: Tensor, damping: float) -> None:
-    """Compute the update and the new state by the method."""
-    stack, members = update.stack, update.members
-    block = update.blocks[0]
-    state = update.states = stack.state_of(members)
-    arguments = Given(
-        gradient=gradient,
-        incoming=gradient,
-        data=stack.data_of(members),
-        state=state,
-        updates=block.record.updates,
-        solver=block.solver,
-        damping=block.damped_with(damping),
-        weights=partial(_weights, update),
-    )
-    direction = direction_of(block.acting or block.method, arguments)
-    update.matrix = direction.matrix
-    if block.parcel:
-        update.parcel = parcel_of(block.method, direction, block.parcel, len(members))
-    # State tensors that the method does not return are kept, from the first update on.
-    update.states = {**state, **direction.state}
-
-
-def _weights(update: Update) -> Tensor:
-    """Return the parameters of an update as matrices, for methods that read them."""
-    block = update.blocks[0]
-    if block.shards:
-        raise ValueError(f"{block.name}: {block.method!r} reads weights, and they are sharded")
-    matrices = [block.assemble(block.parameters) for block in update.blocks]
-    return update.stack.join(matrices).detach()
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +144,8 @@ def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Send
     group = stack.place.exchanges[worker]
     if len(group) == 1:
         return None
-    like, specs = stack.like, (TensorSpec(stack.shape_of(active)),)
+    like = stack.like
+    specs: Sequence[TensorSpec] = (TensorSpec(stack.shape_of(active)),)
     if like.parcel:
         specs = times(like.parcel.values(), len(active))
     parcel = Parcel(worker, group, specs, dtype=like.dtype, device=like.device)

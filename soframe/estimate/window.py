@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -53,7 +53,8 @@ class Tally:
     Attributes:
         gathered: The factors that take statistics, the same on every rank.
         counts: The counts of its calls on this rank.
-        mark: The gradient of a parameter after the last backward pass.
+        mark: The gradient of a parameter after the last backward pass. None before any pass, and
+            after a pass without counted calls or without a gradient.
     """
 
     gathered: frozenset[str]
@@ -75,9 +76,9 @@ class Sums:
     _parts: dict[str, Sequence[Tensor]] = field(default_factory=dict, init=False)  # by block
 
     def allocate(self, factors: Sequence[FactorSpec]) -> None:
-        """Begin the sums of factors that several blocks share, with zeros, by one call for all.
+        """Allocate zeros for the sums of a stack of several blocks, by one call for all factors.
 
-        The first moment of a single block becomes its sum.
+        In a stack of one block the first moment becomes the sum, see `add`.
         """
         like, blocks = self.stack.like, len(self.stack.blocks)
         if blocks == 1:
@@ -96,6 +97,7 @@ class Sums:
         self, factor: FactorSpec, member: int, moment: Tensor | Addend, multiplier: float
     ) -> bool:
         """Add a multiple of a call's statistics to a block's sum; False if shapes differ."""
+        # The moment is a tensor, or a function that adds to a sum in place: see `Addend`.
         name = factor.name
         if isinstance(moment, Tensor) and moment.shape != factor.shape:
             return False
@@ -112,6 +114,7 @@ class Sums:
         try:
             moment(total, multiplier)
         except RuntimeError:
+            # Either the shapes differ, or the method failed: a new sum has the moment's shape.
             if moment(None, multiplier).shape == factor.shape:
                 raise
             return False
@@ -137,8 +140,9 @@ class Window:
         sums: The sums of statistics by stack.
         contributions: The multipliers and weights that this rank sent last, by block.
         shared: The input moments that layers share.
-        weight: The weight of the statistics of the next backward passes, until the batch ends.
-        of_model: The passes, and the samples, of the stage of the whole model that has the most.
+        weight: The multiplier of statistics that are added from now on.
+        of_model: The passes, and the samples, of the stage of the whole model that has the most;
+            zeros until ranks agree.
     """
 
     due: frozenset[Block]
@@ -153,32 +157,30 @@ class Window:
     of_model: tuple[int, int] = (0, 0)
 
     def weigh(self, weight: float) -> None:
-        """Multiply the statistics of the next backward passes by a weight, until the batch ends.
+        """Set the weight of statistics from now on, until the next call or the next window.
 
-        For micro-batches of unequal sizes: the size of each over their mean.
+        For micro-batches of unequal sizes: the size of each, divided by their mean.
         """
         self.weight = weight
 
     # -- passes -------------------------------------------------------------------------------
 
-    def enter(self, block: Block, call: LayerCall, sizes: tuple[int, int], part: int) -> Pass:
-        """Count a call of so many samples and rows, of a stage; return its backward pass."""
-        batches = [call.batch]
+    def count_call(self, block: Block, call: LayerCall, sizes: tuple[int, int], stage: int) -> Pass:
+        """Count a call, and return its backward pass.
+
+        The first call of a pass drops the statistics of gradients that were zeroed before it.
+        ``sizes`` are the call's samples and rows; ``stage`` is the index of its pipeline stage.
+        """
+        batches = [call.batch]  # the forward passes that the backward pass goes through
         if call.number not in self.passes.by_number:
             self._drop_zeroed(call.number)
             if call.probe is None:
-                batches = self.calls.together(call.batch)
+                batches = self.calls.take_waiting(call.batch)
         if call.probe is None:
+            # The end of the pass sets the mark; a pass that raises leaves this one.
             self.tallies[block].mark = Mark(next(iter(block.parameters.values())))
         terms = call.batch.terms if call.probe is None else call.probe.samples
-        return self.passes.enter(call.number, sizes, terms, call.batch, batches, part)
-
-    def end_pass(self, reached: Iterable[Block]) -> None:
-        """Record the gradients of the blocks that a backward pass of the loss has reached."""
-        for block in reached:
-            tally = self.tallies[block]
-            # None if a framework has put the gradient elsewhere.
-            tally.mark = _mark(block) if tally.counts.calls else None
+        return self.passes.enter(call.number, sizes, terms, call.batch, batches, stage)
 
     def _drop_zeroed(self, number: int) -> None:
         """Drop the statistics of gradients that were zeroed before backward pass ``number``."""
@@ -191,9 +193,9 @@ class Window:
                 zeroed.append(block)
             elif not tally.mark.fits(gradient):
                 changed[block] = gradient
-        # Zeroed in place, replaced, clipped or averaged: the host has to wait for the device.
+        # Since changed: zeroed in place, replaced, clipped or averaged. The host waits for entries.
         if changed and not any_nonzero(list(changed.values())):
-            zeroed += changed
+            zeroed += changed.keys()
         if zeroed:
             self._drop(zeroed, number)
 
@@ -205,12 +207,13 @@ class Window:
                 self.sums.pop(block.stack, None)
             elif block.stack in self.sums:
                 self.sums[block.stack].zero(block.member, [f.name for f in block.factors])
-        self.shared.forget()
+        self.shared = SharedInputs()
         used: set[int] = set()
         for tally in self.tallies.values():
             used.update(tally.counts.samples)
         if not used:
-            self.passes = replace(self.passes)  # without passes, and without their errors
+            # Nothing of the earlier passes counts, nor do their errors.
+            self.passes = Passes(self.passes.samples, self.passes.scale_reader)
         for earlier in list(self.passes.by_number):
             if earlier < number and earlier not in used:
                 del self.passes.by_number[earlier]
@@ -223,8 +226,8 @@ class Window:
             self.sums[stack] = Sums(stack)
         return self.sums[stack]
 
-    def renew(self, blocks: Iterable[Block]) -> None:
-        """Drop the statistics that need second-order data of blocks, which were replaced."""
+    def drop_dependent(self, blocks: Iterable[Block]) -> None:
+        """Drop statistics that were made with second-order data of blocks, now replaced."""
         for block in blocks:
             needing = {factor.name for factor in block.captured if factor.needs}
             if needing and block in self.tallies:
@@ -232,8 +235,11 @@ class Window:
                 if block.stack in self.sums:
                     self.sums[block.stack].zero(block.member, needing)
 
-    def largest(self) -> list[Tensor]:
-        """Return scalars on the devices of the sums, which are not finite where a sum is not."""
+    def magnitudes(self) -> list[Tensor]:
+        """Return infinity norms of the sums, as scalars: not finite where a sum is not.
+
+        Of matrices that are psd the norms of the diagonals are enough.
+        """
         scalars: list[Tensor] = []
         for device in {stack.like.device for stack in self.sums}:
             totals, diagonals = list[Tensor](), list[Tensor]()
@@ -241,7 +247,7 @@ class Window:
                 if stack.like.device != device:
                     continue
                 for name, total in sums.totals.items():
-                    if name in stack.like.psd:  # its diagonal bounds the rest
+                    if name in stack.like.psd:
                         diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
                     else:
                         totals.append(total)
@@ -253,37 +259,35 @@ class Window:
 
     # -- the number of samples ----------------------------------------------------------------
 
-    def complete(self, passes: int, samples: int) -> None:
-        """Store the passes and samples of the stage of the whole model that has the most."""
-        # Passes that did not reach a stage count there, too: N is the whole model's.
-        self.of_model = passes, samples
+    def largest_counts(self) -> tuple[int, int, int]:
+        """Return the most backward passes of a stage here, and the most and fewest samples.
 
-    def seen(self) -> tuple[int, int, int]:
-        """Return the most backward passes of any stage here, and its most and fewest samples."""
-        parts = {backward.part for backward in self.passes.by_number.values()}
-        samples_of_parts = [list(self.passes_of(part).values()) for part in parts]
-        most = max(map(len, samples_of_parts), default=0)
-        totals = [sum(samples) for samples in samples_of_parts if len(samples) == most]
+        The samples are of the stages with that many passes.
+        """
+        stages = {backward.stage for backward in self.passes.by_number.values()}
+        samples_of_stages = [list(self.samples_by_pass(stage).values()) for stage in stages]
+        most = max(map(len, samples_of_stages), default=0)
+        totals = [sum(samples) for samples in samples_of_stages if len(samples) == most]
         return most, max(totals, default=0), min(totals, default=0)
 
-    def passes_of(self, part: int) -> dict[int, int]:
+    def samples_by_pass(self, stage: int) -> dict[int, int]:
         """Return the samples of the backward passes of a stage, by their numbers."""
         passes, samples = self.of_model
         samples_by_number: dict[int, int] = {}
         for number, backward in self.passes.by_number.items():
-            if backward.part == part:
+            if backward.stage == stage:
                 samples_by_number[number] = backward.samples
-        # Passes without a call here, under numbers that no pass has: the first has all the rest.
+        # Passes without a call here get negative numbers; the first has all the other samples.
         rest = samples - sum(samples_by_number.values())
         for missing in range(passes - len(samples_by_number)):
             samples_by_number[-1 - missing] = rest if missing == 0 else 0
         return samples_by_number
 
 
-def _mark(block: Block) -> Mark | None:
+def mark_of(block: Block) -> Mark | None:
     """Mark the gradient of a parameter of a block that has one."""
-    for parameter in block.parameters.values():
-        gradient = block.home.read(parameter)
+    parameters = list(block.parameters.values())
+    for parameter, gradient in zip(parameters, block.home.each(parameters), strict=True):
         if gradient is not None:
             return Mark.of(parameter, gradient)
     return None

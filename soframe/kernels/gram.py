@@ -32,29 +32,20 @@ HUGE = 2**20  # numbers; larger sums gain from huge pages
 TILE = 256  # of `mirror`: both tiles of a transposed copy stay in the cache
 
 
-def zeros(groups: int, size: int, like: Tensor) -> Tensor:
-    """Return zeros, ``[groups, size, size]`` in the dtype and on the device of ``like``."""
-    flat = _numpy(groups * size * size, like, zero=True)
-    return like.new_zeros(groups, size, size) if flat is None else flat.view(groups, size, size)
+def new_sum(groups: int, size: int, like: Tensor, *, zero: bool) -> Tensor:
+    """Return ``[groups, size, size]`` in the dtype and on the device of ``like``.
 
-
-def empty(groups: int, size: int, like: Tensor) -> Tensor:
-    """Return an uninitialised sum, to be written with ``beta=0``; see `zeros`."""
-    flat = _numpy(groups * size * size, like, zero=False)
-    return like.new_empty(groups, size, size) if flat is None else flat.view(groups, size, size)
-
-
-def _numpy(count: int, like: Tensor, *, zero: bool) -> Tensor | None:
-    """Return ``[count]`` numbers in huge pages, or None if they are few or not on the CPU."""
-    name = str(like.dtype).removeprefix("torch.")
+    Zeros, or without ``zero`` uninitialised memory, to be written with ``beta=0``.
+    """
+    count, name = groups * size * size, str(like.dtype).removeprefix("torch.")
     if count < HUGE or devices.on_gpu(like) or name not in ("float32", "float64"):
-        return None
+        return (like.new_zeros if zero else like.new_empty)(groups, size, size)
     # NumPy's allocator uses huge pages; its zeros come from the system and are not written.
     # Its memory is aligned here as torch's is: products into other memory take up to a quarter
     # longer.
     memory = (np.zeros if zero else np.empty)(count + ALIGNMENT // like.element_size(), name)
     skipped = -memory.ctypes.data % ALIGNMENT // like.element_size()
-    return torch.from_numpy(memory)[skipped : skipped + count]
+    return torch.from_numpy(memory)[skipped : skipped + count].view(groups, size, size)
 
 
 @lru_cache(maxsize=256)

@@ -20,11 +20,6 @@ def widens(rows: Tensor, dtype: torch.dtype) -> bool:
     return half and dtype == torch.float32 and devices.on_gpu(rows)
 
 
-def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in a dtype; `Tensor.to` takes longer to find that it has nothing to do."""
-    return values if values.dtype == dtype else values.to(dtype)
-
-
 def dithered(values: Tensor, dtype: torch.dtype, period: int, turn: int) -> Tensor:
     """Round to bfloat16 up or down, so that the errors of many turns cancel; else convert.
 

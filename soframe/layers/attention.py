@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -58,7 +59,7 @@ class AttentionHelper(LayerHelper):
         groups: int,
     ) -> None:
         super().__init__(module, weight=False, bias=False)
-        self._weights, self._groups = dict(weights), groups
+        self._weights, self.groups = dict(weights), groups
         self._keys = (weight or "", bias or "")
         self.weight = parameter_of(module, weight) if weight else None
         self.bias = parameter_of(module, bias) if bias else None
@@ -117,19 +118,14 @@ class AttentionHelper(LayerHelper):
         """The name of the first parameter."""
         return next(iter(self.parameters)).replace(".", "_")
 
-    @property
-    def groups(self) -> int:
-        """The number of projections."""
-        return self._groups
-
-    @property
+    @cached_property
     def shape(self) -> BlockShape:
         columns = self._into if self.weight is not None else 0
-        return BlockShape(self._groups, self._out, columns + (self.bias is not None))
+        return BlockShape(self.groups, self._out, columns + (self.bias is not None))
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         # The three projections may see different rows.
-        if self._groups > 1 and spec.mean_over == "rows":
+        if self.groups > 1 and spec.mean_over == "rows":
             return replace(spec, mean_over="group rows")
         return spec
 
@@ -151,7 +147,7 @@ class AttentionHelper(LayerHelper):
             return []
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         batch = self._batch(args[0] if args else kwargs["query"])
-        calls, seen = [], [0] * self._groups
+        calls, seen = [], [0] * self.groups
         for node, group, size in products(first.grad_fn, groups, self._out, inputs):
             for index in range(group, group + size):
                 seen[index] += 1
@@ -172,7 +168,7 @@ class AttentionHelper(LayerHelper):
     def _call(self, node: Any, group: int, size: int, batch: int) -> InnerCall:
         name, _ = PRODUCTS[node.name()]
         meta = node._input_metadata[0]
-        groups, out, into = self._groups, self._out, self._into
+        groups, out, into = self.groups, self._out, self._into
         positions = torch.Size(meta.shape[:-1]).numel() // batch
         reaches = torch.zeros(groups, dtype=torch.bool, device="cpu")
         reaches[group : group + size] = True
@@ -195,13 +191,13 @@ class AttentionHelper(LayerHelper):
     def input_rows(self, *inputs: Tensor) -> Tensor:
         """Return the same rows for all projections of the call, zeros for the others."""
         x, reaches = inputs
-        rows = x.unsqueeze(0).expand(self._groups, *x.shape)
+        rows = x.unsqueeze(0).expand(self.groups, *x.shape)
         return _reached(rows, reaches)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
         # The features of the projections are concatenated.
         batch, shared, _ = grad_output.shape
-        return grad_output.view(batch, shared, self._groups, self._out).permute(2, 0, 1, 3)
+        return grad_output.view(batch, shared, self.groups, self._out).permute(2, 0, 1, 3)
 
     def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
         # Projections outside the call have no ones for the bias either.
@@ -242,7 +238,7 @@ class AttentionHelper(LayerHelper):
         scale: float = 1.0,
     ) -> Tensor:
         # Computed once for all projections of the call.
-        if self._groups == 1:
+        if self.groups == 1:
             return super().input_moment(inputs, output_rows, total, scale)
         x, reaches = inputs
         moment = self._once.input_moment((x, reaches[:1] | True), output_rows[:1], None, scale)
@@ -256,7 +252,7 @@ class AttentionHelper(LayerHelper):
         """The helper of one projection of the block."""
         helper = object.__new__(type(self))
         helper.__dict__.update(self.__dict__)
-        helper._groups = 1
+        helper.groups, helper.shape = 1, self.shape._replace(groups=1)
         return helper
 
 

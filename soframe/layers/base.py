@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from soframe.kernels import devices
-from soframe.kernels.gram import add_bias, add_moment, add_squares, empty, with_ones
-from soframe.kernels.halves import converted
+from soframe.kernels.gram import add_bias, add_moment, add_squares, new_sum, with_ones
 from soframe.kernels.samples import sample_moments, squared_gradients
 from soframe.layers.layout import BlockShape, WeightAndBias
 from soframe.specs import FactorSpec
@@ -281,7 +280,7 @@ class LayerHelper(WeightAndBias, ABC):
         return rows if self.bias is None else torch.cat([rows, ones], dim=3)
 
     def _weight_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        rows = converted(self.input_rows(*inputs), output_rows.dtype)
+        rows = self.input_rows(*inputs).to(output_rows.dtype)
         if rows.shape[:3] != output_rows.shape[:3]:
             raise ValueError(
                 f"{type(self).__name__}: input_rows gives [groups, batch, shared] = "
@@ -423,7 +422,7 @@ class LayerHelper(WeightAndBias, ABC):
         if self.counts_inputs:
             return add_squares(total, self.block_rows(inputs, output_rows), scale, like.dtype)
         if total is None:
-            total, beta = empty(self.groups, self.shape[2], like), 0.0
+            total, beta = new_sum(self.groups, self.shape[2], like, zero=False), 0.0
         groups, batch, shared, _ = output_rows.shape
         if not self.multiplies:
             add_bias(total, total.new_zeros(groups, 0), batch * shared, scale, beta)
@@ -461,7 +460,7 @@ class LayerHelper(WeightAndBias, ABC):
         if self.counts_inputs:
             return add_squares(total, rows, scale)
         if total is None:
-            total, beta = empty(len(rows), rows.shape[3], rows), 0.0
+            total, beta = new_sum(len(rows), rows.shape[3], rows, zero=False), 0.0
         add_moment(total, rows, scale, beta)
         return total
 
@@ -481,7 +480,9 @@ class LayerHelper(WeightAndBias, ABC):
         """
         beta = 1.0
         if total is None:
-            total = empty(len(output_rows), output_rows.shape[3], widened(output_rows))
+            total = new_sum(
+                len(output_rows), output_rows.shape[3], widened(output_rows), zero=False
+            )
             beta = 0.0
         add_moment(total, output_rows, scale, beta)
         return total

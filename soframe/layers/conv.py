@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
 
@@ -28,8 +29,7 @@ from torch import Tensor, nn
 from soframe.kernels import devices
 from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
-from soframe.kernels.gram import add_bias, zeros
-from soframe.kernels.halves import converted
+from soframe.kernels.gram import add_bias, new_sum
 from soframe.kernels.unfold import patches
 from soframe.layers.base import BlockShape, LayerHelper, Unit, widened
 from soframe.registry import KINDS, register
@@ -62,7 +62,7 @@ class Conv2dHelper(LayerHelper):
             return f"{kind} of {len(module.kernel_size)} dimension(s) have another geometry"
         return super().unsupported(module)
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """The groups of the convolution."""
         return self.module.groups
@@ -98,12 +98,12 @@ class Conv2dHelper(LayerHelper):
         if self.weight is None:
             return super().input_moment(inputs, output_rows, total, scale)
         if total is None:
-            total = zeros(self.groups, self.shape.in_features, widened(output_rows))
-        x, geometry = self._image(converted(inputs[0], output_rows.dtype), *inputs[1:])
+            total = new_sum(self.groups, self.shape.in_features, widened(output_rows), zero=True)
+        x, geometry = self._image(inputs[0].to(output_rows.dtype), *inputs[1:])
         weights = total
         if self.bias is not None:
             weights = total[:, :-1, :-1]
-            sums = patch_sums(converted(x, total.dtype), geometry)
+            sums = patch_sums(x.to(total.dtype), geometry)
             add_bias(total, sums, geometry.positions, scale)
         gpu = devices.on_gpu(x)
         path = self.path or choose(geometry, torch.get_num_threads(), gpu=gpu)
@@ -114,14 +114,14 @@ class Conv2dHelper(LayerHelper):
         # Without materialising patches.
         if self.weight is None:
             return super().input_sum(inputs, output_rows)
-        x, geometry = self._image(converted(inputs[0], output_rows.dtype), *inputs[1:])
+        x, geometry = self._image(inputs[0].to(output_rows.dtype), *inputs[1:])
         sums = patch_sums(x, geometry)
         if self.bias is None:
             return sums
         return torch.cat([sums, sums.new_full((len(sums), 1), geometry.positions)], dim=1)
 
     def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        return patch_means(*self._image(converted(inputs[0], output_rows.dtype), *inputs[1:]))
+        return patch_means(*self._image(inputs[0].to(output_rows.dtype), *inputs[1:]))
 
     def input_key(self) -> Hashable:
         conv = self.module
@@ -207,7 +207,7 @@ class _Transposed(Conv2dHelper):
     transposed: ClassVar[bool] = True
     _rowless = Conv2dHelper._rowless
 
-    @property
+    @cached_property
     def shape(self) -> BlockShape:
         """The shape of the matrix; the weight itself is ``[in, out / groups, kernel]``."""
         conv = self.module

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -52,7 +53,7 @@ class EmbeddingHelper(LayerHelper):
             return "scale_grad_by_freq makes gradients that are not those of the loss"
         return super().unsupported(module)
 
-    @property
+    @cached_property
     def shape(self) -> BlockShape:
         """The shape of the transposed table."""
         return BlockShape(1, self.module.embedding_dim, self.module.num_embeddings)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -70,12 +71,12 @@ class ExpertsHelper(LayerHelper):
     def names(cls, module: nn.Module) -> tuple[str, ...]:
         return (cls.parameter,)
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """The number of experts."""
         return len(self._experts)
 
-    @property
+    @cached_property
     def shape(self) -> BlockShape:
         experts, out, into = self._experts.shape
         return BlockShape(experts, into, out) if self.transposed else BlockShape(experts, out, into)

@@ -70,17 +70,17 @@ class WeightAndBias:
         self.bias = own_bias if bias else None
         self._full_weight = own_weight
 
-    @property
+    @cached_property
     def multiplies(self) -> bool:
         """Whether a parameter of the block multiplies the inputs; False for a bias only."""
         return self.weight is not None or any(name != self._keys[1] for name in self.parameters)
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """The number of independent sub-layers."""
         return 1
 
-    @property
+    @cached_property
     def shape(self) -> BlockShape:
         """The shape of the block's gradient matrix."""
         assert self._full_weight is not None

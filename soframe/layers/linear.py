@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cached_property
 from math import prod
 from typing import ClassVar
 
@@ -65,7 +66,7 @@ class TransposedLinearHelper(LinearHelper):
             return f"its bias {tuple(bias.shape)} does not fit its weight {tuple(weight.shape)}"
         return None
 
-    @property
+    @cached_property
     def shape(self) -> BlockShape:
         """The shape of the transposed weight, with the bias column."""
         assert self._full_weight is not None

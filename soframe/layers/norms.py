@@ -10,6 +10,7 @@ as constants here, so that its scale and shift are like any other normalisation'
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -27,13 +28,13 @@ class NormHelper(LayerHelper):
     ``output_rows``, both ``[features, batch, positions, 1]``.
     """
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """The number of features; each is an independent sub-layer."""
         assert self._full_weight is not None
         return self._full_weight.numel()
 
-    @property
+    @cached_property
     def shape(self) -> BlockShape:
         """The shape ``[features, 1, 1 or 2]``: a scale, a shift or both for each feature."""
         return BlockShape(self.groups, 1, (self.weight is not None) + (self.bias is not None))

@@ -11,6 +11,7 @@ Whole layers such as ``nn.LSTM`` are one kernel on most devices, and the graph l
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -68,7 +69,7 @@ class RecurrentCellHelper(LayerHelper):
         """The name of the weight."""
         return f"weight_{self._part}"
 
-    @property
+    @cached_property
     def shape(self) -> BlockShape:
         """The shape of the weight, which stacks all gates, with the bias column."""
         assert self.weight is not None

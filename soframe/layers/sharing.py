@@ -81,7 +81,3 @@ class SharedInputs:
         if fresh:
             self._known = _Known(key, memory, total, total._version, scale)
         return total
-
-    def forget(self) -> None:
-        """Clear the cache."""
-        self._known = None

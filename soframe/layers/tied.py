@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from soframe.specs import FactorSpec
 class TiedHeadHelper(LinearHelper):
     """``nn.Linear`` as the head of an embedding, for methods that read moments of both sides."""
 
-    @property
+    @cached_property
     def shape(self) -> BlockShape:
         """The shape of the transposed table."""
         groups, out, into = super().shape

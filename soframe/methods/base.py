@@ -205,7 +205,7 @@ class Candidate:
         module: The module.
         parameters: The names of its parameters within the module.
         shape: The shape of the gradient matrix.
-        last: Whether it is a head, or tied to an embedding; see `soframe.blocks.heads`.
+        last: Whether it is a head, or has an embedding's weight; see `soframe.blocks.heads`.
     """
 
     name: str

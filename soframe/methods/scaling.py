@@ -43,7 +43,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import nn
 
@@ -53,14 +53,8 @@ LossAverage = Literal["local", "global", "sum"]
 Scaling = Literal["fisher", "kaisa"]
 
 
-class CallScale(NamedTuple):
-    """Multipliers of one call's sums, by degree in ``g0``: 0 (``a a^T``), 1, 2 (``g0 g0^T``)."""
-
-    degrees: tuple[float, float, float]
-
-    def of(self, factor: FactorSpec) -> float:
-        """Return the multiplier of a factor's sums."""
-        return self.degrees[factor.degree]
+Multipliers = tuple[float, float, float]
+"""Multipliers of sums by degree in ``g0``: 0 (``a a^T``), 1, 2 (``g0 g0^T``)."""
 
 
 @dataclass
@@ -76,14 +70,20 @@ class Counts:
     since: int = 0  # the first backward pass that its gradients have; earlier ones were zeroed
 
     def add(
-        self, backward: int, samples: int, rows: float, reached: Sequence[float] | None = None
+        self,
+        backward: int,
+        samples: int,
+        rows: float,
+        reached: Sequence[float] | None,
+        weight: float,
     ) -> None:
-        """Add the rows of one call in a backward pass."""
+        """Add a call's rows that are data, and those that reach each group, with a weight."""
         if reached is not None:
             before = self.group_rows.get(backward, [0.0] * len(reached))
-            self.group_rows[backward] = [a + b for a, b in zip(before, reached, strict=True)]
+            pairs = zip(before, reached, strict=True)
+            self.group_rows[backward] = [old + number * weight for old, number in pairs]
         self.samples.setdefault(backward, samples)
-        self.rows[backward] = self.rows.get(backward, 0) + rows
+        self.rows[backward] = self.rows.get(backward, 0) + rows * weight
         self.calls += 1
 
 
@@ -91,14 +91,10 @@ class Counts:
 class Contribution:
     """Multipliers of one rank's sums, and its terms of the divisors."""
 
-    degrees: tuple[float, float, float] = (0.0, 0.0, 0.0)  # multipliers of sums by degree
+    multipliers: Multipliers = (0.0, 0.0, 0.0)
     input_weight: float = 0.0  # term in the divisor of means over samples
     output_weight: float = 0.0  # term in the divisor of means over rows
     group_weights: tuple[float, ...] = ()  # the same of each group; empty for equal ones
-
-    def of(self, factor: FactorSpec) -> float:
-        """Return the multiplier of a factor's sum."""
-        return self.degrees[factor.degree]
 
     def weight(self, factor: FactorSpec) -> float:
         """Return the rank's term in the divisor of a factor, over all groups."""
@@ -122,7 +118,7 @@ class Scale:
         shared: int,
         grad_scale: float,
         users: int = 1,
-    ) -> CallScale:
+    ) -> Multipliers:
         """Return the multipliers of one call.
 
         ``grad_scale`` is the GradScaler's; ``users`` the number of samples that share each row.
@@ -132,15 +128,15 @@ class Scale:
             per_row = 1.0 / (batch * shared)
             if isinstance(module, nn.modules.conv._ConvNd):
                 per_row /= shared**2
-            return CallScale((per_row, math.nan, per_row * unscale))
+            return per_row, math.nan, per_row * unscale
         if self.loss_average == "local":
             weight = 1.0 / max(1, samples)
             if self.own_gradients:
-                return CallScale((weight * users, weight, weight))
-            return CallScale((weight * users, 1.0 / grad_scale, samples * unscale))
+                return weight * users, weight, weight
+            return weight * users, 1.0 / grad_scale, samples * unscale
         if self.own_gradients:
-            return CallScale((users, 1.0, 1.0))
-        return CallScale((users, 1.0 / grad_scale, unscale))
+            return users, 1.0, 1.0
+        return users, 1.0 / grad_scale, unscale
 
     def contribution(self, counts: Counts, passes: dict[int, int]) -> Contribution:
         """Return the multipliers and weights of this rank, given the samples of every pass."""
@@ -186,7 +182,7 @@ class OfMeans(Scale):
         shared: int,
         grad_scale: float,
         users: int = 1,
-    ) -> CallScale:
+    ) -> Multipliers:
         # The loss of a batch is the sum over its samples, divided by their number.
         return super().call(module, samples, batch, shared, grad_scale / max(1, samples), users)
 

@@ -79,7 +79,8 @@ def gradient_moments(
 
 def swapped(matrix: Tensor, inner: int) -> Tensor:
     """Reorder columns: from ``[..., outer * inner]`` to ``[..., inner * outer]``."""
-    return matrix.unflatten(-1, (-1, inner)).mT.flatten(-2)
+    reordered: Tensor = matrix.unflatten(-1, (-1, inner)).mT.flatten(-2)
+    return reordered
 
 
 @register("method", "shampoo")

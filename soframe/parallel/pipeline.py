@@ -230,7 +230,7 @@ class Pipeline(Stages):
             return super().roots(model)
         return [unwrap(stage.submod) for stage in _stages(self._schedule)]
 
-    def part_of(self, block: Block) -> int:
+    def stage_of(self, block: Block) -> int:
         return self._parts.get(next(iter(block.parameters.values())), 0)
 
     @property
@@ -242,7 +242,8 @@ class Pipeline(Stages):
     def scaled(self, loss_scale: Callable[[], float]) -> Callable[[], float]:
         return lambda: loss_scale() * self._divisor
 
-    def miscounted(self, passes: float) -> Exception | None:
+    def _miscounted(self, passes: float) -> Exception | None:
+        """Return an error if the number of backward passes differs from the schedule's."""
         divisor = self._divisor
         if self._schedule is None or not self._schedule.scale_grads or passes in (0, divisor):
             return None
@@ -262,9 +263,9 @@ class Pipeline(Stages):
         try:
             yield
         except Exception as error:  # of any kind: the other stages wait for it
-            self.require_none(error)
+            self.raise_on_all_stages(error)
         else:
-            self.require_none(None)
+            self.raise_on_all_stages(None)
 
     def put_together(
         self, report: Report, common: Mapping[str, object], error: Exception | None
@@ -272,7 +273,8 @@ class Pipeline(Stages):
         """Reduce a report over stages; a ValueError is returned if they differ."""
         numbers = report.numbers()
         count = len(numbers)
-        local = torch.tensor([*numbers, *fingerprint(common)], dtype=torch.float64, device="cpu")
+        numbers += fingerprint(common, self.backend.world_size)
+        local = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         rows = self._gather(local).tolist()  # a row for each stage
         reports = [report.with_numbers(row[:count]) for row in rows]
         columns = zip(*(row[:count] for row in rows), strict=True)
@@ -295,7 +297,7 @@ class Pipeline(Stages):
         except ValueError as differ:
             text = f"the stages of the pipeline differ (ranks are those of a pipe): {differ}"
             return reduced, ValueError(text)
-        return reduced, None
+        return reduced, self._miscounted(reduced.passes)
 
     def spread(self, error: Exception | None) -> Exception | None:
         texts = gather_texts(self.backend, "" if error is None else describe_error(error), PHASE)
@@ -306,10 +308,10 @@ class Pipeline(Stages):
             f"another stage of the pipeline cannot go on, so none does. {'; '.join(errors)}"
         )
 
-    def require_none(self, problem: Exception | None) -> None:
-        if self.any(problem is not None):
-            problem = self.spread(problem)
-        super().require_none(problem)
+    def raise_on_all_stages(self, error: Exception | None) -> None:
+        if self.any(error is not None):
+            error = self.spread(error)
+        super().raise_on_all_stages(error)
 
     def any(self, flag: bool) -> bool:
         return bool(self._gather(torch.tensor([float(flag)], device="cpu")).any())

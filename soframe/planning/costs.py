@@ -193,7 +193,7 @@ class Costs:
         for stack, factor, blocks in solves:
             block = self._task.blocks[stack[0]]
             spec = block.factors[factor]
-            solver = next(solver for index, _, solver in block.solved_here if index == factor)
+            solver = next(solver for index, _, solver in block.solved_factors if index == factor)
             last = block.tensors[spec.name] if solver.continues else {}
             shapes = {name: _times(tensor.shape, blocks) for name, tensor in last.items()}
             calls.append((solver, _times(spec.shape, blocks), block.dtype, tuple(shapes.items())))
@@ -219,7 +219,7 @@ class Costs:
     def observe(self, stack: Sequence[int]) -> Priced:
         """Return the cost of a stack's statistics of averaged gradients."""
         block = self._task.blocks[stack[0]]
-        if len(block.captured) == len(block.factors):
+        if not block.observes:
             return Priced()
 
         def run(step: Given) -> object:
@@ -282,8 +282,7 @@ class Costs:
 
     def arithmetic(self, placement: Placement, part: Part) -> Arithmetic:
         """Return the seconds of a rank's phases."""
-        stacks, first = placement.stacks, [self.work[members[0]] for members in placement.stacks]
-        item = [ITEM_BYTES[work.dtype] for work in first]
+        stacks = placement.stacks
         solve = self.solve([(stacks[s], factor, blocks) for s, factor, blocks in part.solves])
         directs = [self.direct(stacks[stack]) for stack in part.directs]
         observes = [self.observe(stacks[stack]) for stack in part.directs]
@@ -291,15 +290,7 @@ class Costs:
         for stack in part.gathers:
             gathered += [self.statistics[self.work[index].name] for index in stacks[stack]]
 
-        # Bytes of running factors, and of matrices to be solved.
-        factors = matrices = 0
-        for stack, index in part.holds:
-            spec, is_packed = first[stack].factors[index], placement.blocks[stacks[stack][0]].packed
-            numel = prod(spec.kept_shape(packed=is_packed))
-            factors += item[stack] * len(stacks[stack]) * numel
-        for stack, index, blocks in part.solves:
-            matrices += item[stack] * blocks * prod(first[stack].factors[index].shape)
-
+        factors, matrices = self._bytes_of_factors(placement, part)
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
             statistics=self._with_host(
@@ -315,6 +306,19 @@ class Costs:
                 self.hardware.host * len(self.work), 4 * self._gradients(placement) / bandwidth
             ),
         )
+
+    def _bytes_of_factors(self, placement: Placement, part: Part) -> tuple[int, int]:
+        """Return the bytes of running factors, and of matrices to be solved."""
+        stacks, first = placement.stacks, [self.work[members[0]] for members in placement.stacks]
+        item = [ITEM_BYTES[work.dtype] for work in first]
+        factors = matrices = 0
+        for stack, index in part.holds:
+            spec, is_packed = first[stack].factors[index], placement.blocks[stacks[stack][0]].packed
+            numel = prod(spec.kept_shape(packed=is_packed))
+            factors += item[stack] * len(stacks[stack]) * numel
+        for stack, index, blocks in part.solves:
+            matrices += item[stack] * blocks * prod(first[stack].factors[index].shape)
+        return factors, matrices
 
     def _gradients(self, placement: Placement) -> int:
         """Return the bytes of all stacks' gradients."""

@@ -120,7 +120,6 @@ def _sums(stacks: Sequence[_Stack], part: Part) -> _Sums:
 
 def _updating(costs: Costs, placement: Placement, stacks: Sequence[_Stack], part: Part) -> int:
     """Return the bytes of updates and new states, or of statistics, beside gradients."""
-    # Updates and new states; then updates on the way, and those that arrive.
     updates = [costs.direct(stacks[number].members) for number in part.directs]
     results = sum(update.results for update in updates)
     exchanged = opened = 0
@@ -129,9 +128,17 @@ def _updating(costs: Costs, placement: Placement, stacks: Sequence[_Stack], part
             sent = stack.item * len(stack.members) * sum(s.packed_numel for s in stack.work.parcel)
             exchanged += sent or stack.gradient
             opened += stack.gradient if sent else 0
+    # Updates and new states; then updates on the way, and those that arrive.
     computing = max(_peak(updates), results + 2 * exchanged + opened)
+    observing = _observing(costs, stacks, part)
+    if any(stack.work.after for stack in stacks):
+        # Statistics come before the new states replace the old ones, solves behind.
+        observing += results + exchanged
+    return max(computing, observing)
 
-    # Statistics of gradients come before the new states replace the old ones, solves behind.
+
+def _observing(costs: Costs, stacks: Sequence[_Stack], part: Part) -> int:
+    """Return the bytes of statistics of gradients."""
     observing = 0
     for number in part.directs:
         stack = stacks[number]
@@ -140,31 +147,21 @@ def _updating(costs: Costs, placement: Placement, stacks: Sequence[_Stack], part
             if owner == number and stack.place.packed:
                 size += stack.factor(index, packed=True) + stack.corner(index)
         observing = max(observing, size)
-    if any(stack.work.after for stack in stacks):
-        observing += results + exchanged
-    return max(computing, observing)
+    return observing
 
 
 def _solving(
     costs: Costs, placement: Placement, stacks: Sequence[_Stack], part: Part, rank: int
 ) -> int:
     """Return the bytes of solves and of the data that arrive, beside gradients."""
-    # Matrices out of triangles, and results.
-    calls, unpacked = [], 0
-    for number, index, blocks in part.solves:
-        stack = stacks[number]
-        spec = stack.work.factors[index]
-        calls.append((stack.members, index, blocks))
-        if stack.place.packed and spec.kind == "psd":
-            unpacked += stack.item * blocks * prod(spec.shape)
-    solve = costs.solve(calls)
-
+    solve, unpacked = _solves(costs, stacks, part)
     # Then second-order data that arrive, by stack, out of triangles.
-    arrived, triangles = [0] * len(stacks), 0
-    for number, stack in enumerate(stacks):
-        for tensor in _received(placement, stack, rank):
-            arrived[number] += stack.item * prod(tensor.shape)
-            triangles += stack.item * tensor.packed_numel
+    arrived: list[int] = []
+    triangles = 0
+    for stack in stacks:
+        matrices, packed = _received(placement, stack, rank)
+        arrived.append(matrices)
+        triangles += packed
 
     # Parts of several owners are joined, stack by stack. Solves that continue from the last data
     # keep them until the end.
@@ -180,15 +177,28 @@ def _solving(
     return updates + max(unpacked + solve.peak + triangles, installing)
 
 
-def _received(placement: Placement, stack: _Stack, rank: int) -> list[TensorSpec]:
-    """Return the second-order tensors of a stack's blocks that reach a rank over the network."""
+def _solves(costs: Costs, stacks: Sequence[_Stack], part: Part) -> tuple[Priced, int]:
+    """Return the cost of a part's solves, and the bytes of matrices out of triangles."""
+    calls, unpacked = [], 0
+    for number, index, blocks in part.solves:
+        stack = stacks[number]
+        spec = stack.work.factors[index]
+        calls.append((stack.members, index, blocks))
+        if stack.place.packed and spec.kind == "psd":
+            unpacked += stack.item * blocks * prod(spec.shape)
+    return costs.solve(calls), unpacked
+
+
+def _received(placement: Placement, stack: _Stack, rank: int) -> tuple[int, int]:
+    """Return the bytes of a stack's data that reach a rank over the network, and as triangles."""
     received: list[TensorSpec] = []
     for member in stack.members:
         for index, specs in enumerate(stack.work.second_order):
             group = placement.blocks[member].sharing(index)
             if len(group) > 1 and rank in group:
                 received += specs
-    return received
+    arrived = sum(prod(tensor.shape) for tensor in received)
+    return stack.item * arrived, stack.item * sum(tensor.packed_numel for tensor in received)
 
 
 def _background(costs: Costs, placement: Placement, part: Part) -> int:

@@ -24,17 +24,33 @@ from soframe.planning.task import Task
 from soframe.registry import available
 from soframe.settings import Statistics
 from soframe.step.phases import seconds_of_rows
-from soframe.strategies import plan as bytes_of
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
 from soframe.strategies.local import LocalPlan
 from soframe.strategies.placement import Placement, complete
+from soframe.strategies.plan import Message, Step
 from soframe.strategies.sharded import OwnerLocal, Sharded
 from soframe.strategies.work import BlockWork
 from soframe.text import format_bytes, format_table
 
-MOST_PARTS = 8
-"""The parts of ranks whose messages are priced: the largest loads, and the most common."""
+CLOSE = 1.05
+"""The ratio of times below which two options count as equally fast."""
+
+HEADER = ("  option", "ms", "longest", "exposed", "MB", "held", "MB sent", "imbalance", "samples")
+
+LEGEND = """\
+* no other, of as many samples, is both faster and smaller. ms of a step with the passes; exposed:
+only the network works. MB of the fullest rank, at the peak of a step and held between steps;
+imbalance: the longest solve of a rank over the mean."""
+
+MOST_PRICED = 8
+"""The most parts of ranks whose messages are priced: the largest loads, and the most common."""
+
+BACKGROUND = 9
+"""The steps in the background that `varied` tries, if solves are not more frequent."""
+
+INTERVALS = ((1, 1), (1, 10), (10, 10), (10, 50), (10, 100), (50, 500))
+"""The intervals of statistics and of solves that `varied` tries."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +77,27 @@ class Option:
 
     def __str__(self) -> str:
         """Return the option in few words."""
-        words = [_written(self.strategy).removeprefix("soframe.strategies.").strip("'")]
+        words = [_strategy_as_code(self.strategy).removeprefix("soframe.strategies.").strip("'")]
         if self.local:
             words.append("local gradients")
         if self.stagger:
             words.append("staggered")
         if self.background:
             words.append(f"background {self.background}")
-        words += [f"{key} {value}" for key, value in self._intervals() if value is not None]
+        words += [f"{key} {value}" for key, value in self._named_intervals() if value is not None]
         words += [word for word, _ in self.settings]
         return ", ".join(words)
 
-    def intervals(self, usual: tuple[int, int]) -> tuple[int, int]:
-        """Return the intervals of statistics and solves, with the method's ``usual`` ones."""
-        statistics_every = usual[0] if self.statistics_every is None else self.statistics_every
-        return statistics_every, usual[1] if self.solve_every is None else self.solve_every
+    def intervals(self, defaults: tuple[int, int]) -> tuple[int, int]:
+        """Return the intervals of statistics and solves; the method's ``defaults`` for None."""
+        statistics_every, solve_every = defaults
+        if self.statistics_every is not None:
+            statistics_every = self.statistics_every
+        if self.solve_every is not None:
+            solve_every = self.solve_every
+        return statistics_every, solve_every
 
-    def _intervals(self) -> tuple[tuple[str, int | None], ...]:
+    def _named_intervals(self) -> tuple[tuple[str, int | None], ...]:
         return (("statistics_every", self.statistics_every), ("solve_every", self.solve_every))
 
     def call(self) -> str:
@@ -87,12 +107,14 @@ class Option:
             distribution.append('gradients="local"')
         if self.stagger:
             distribution.append("stagger=True")
-        arguments = [f"strategy={_written(self.strategy)}"]
+        arguments = [f"strategy={_strategy_as_code(self.strategy)}"]
         if distribution:
             arguments.append(f"distribution=soframe.Distribution({', '.join(distribution)})")
         if self.background:
             arguments.append(f"background={self.background}")
-        arguments += [f"{key}={value}" for key, value in self._intervals() if value is not None]
+        arguments += [
+            f"{key}={value}" for key, value in self._named_intervals() if value is not None
+        ]
         arguments += [text for _, text in self.settings]
         return ", ".join(arguments)
 
@@ -137,8 +159,8 @@ class Plan:
             momentum of an optimizer behind a preconditioner. All have their full sizes:
             parameters that are sharded over ranks are not planned.
         passes: Seconds of the forward and the backward pass; 0 if inputs are unknown.
-        notes: Parts without a price, with the reasons.
         plain: Seconds of a step without a preconditioner, whose gradients are averaged.
+        notes: Parts without a price, with the reasons.
         recommended: The strategy of `soframe.recommend`; None without one.
     """
 
@@ -154,20 +176,23 @@ class Plan:
 
     @property
     def front(self) -> list[Row]:
-        """The rows than which no other, of as many samples, is both faster and smaller."""
+        """The rows that are smaller than every faster row of as many samples."""
         front: list[Row] = []
-        for row in self.rows:
-            faster = [other for other in front if other.exact >= row.exact]
-            if all(row.memory["total"] < other.memory["total"] for other in faster):
+        for row in self.rows:  # the fastest first, so that those of the front are faster
+            # Rows of fewer samples are no match for a row of all.
+            rivals = [other for other in front if other.exact or not row.exact]
+            if all(row.memory["total"] < other.memory["total"] for other in rivals):
                 front.append(row)
         return front
 
     def peak(self, row: Row) -> int:
-        """Return the most bytes of a device: in the passes, or in the step, without activations."""
-        fixed = dict(self.fixed)
-        passes = fixed.pop("activations", 0)
-        passes += row.memory.get("held", 0) + row.memory.get("window", 0)
-        return sum(fixed.values()) + max(passes, row.memory["total"])
+        """Return the most bytes of a device, in the passes or in the step."""
+        # Activations are freed before the step; it needs more than is held in the passes.
+        activations = self.fixed.get("activations", 0)
+        always = sum(self.fixed.values()) - activations
+        in_passes = activations + row.memory.get("held", 0) + row.memory.get("window", 0)
+        in_step = row.memory["total"]
+        return always + max(in_passes, in_step)
 
     def fits(self, row: Row) -> bool:
         """Return whether a row is within the limit and the memory of the device."""
@@ -213,7 +238,9 @@ class Plan:
             raise ValueError(self.misfit)
         fastest = self._fastest
         recommended = self._recommended
-        if recommended is None or recommended.exact < fastest.exact:
+        if recommended is None:
+            return fastest
+        if fastest.exact and not recommended.exact:  # it has statistics of fewer samples
             return fastest
         is_close = recommended.timing.mean <= CLOSE * fastest.timing.mean
         return recommended if is_close else fastest
@@ -245,32 +272,33 @@ class Plan:
         )
 
     def _why(self, chosen: Row) -> str:
+        """Return the reason of a choice, beside the fastest row or the next one."""
         among = ""
         if self.limit is not None:
             among = f" of the ones within {format_bytes(self.limit)}"
         elif len(self.fitting) < len(self.rows):
             among = f" of the ones that fit into {self.hardware.name}"
-        exact = "" if chosen.exact else "; no option with all ranks' statistics fits"
+        shortfall = "" if chosen.exact else "; no option with all ranks' statistics fits"
         other_rows = [row for row in self.fitting if row is not chosen]
         if not other_rows:
-            return f"it is the only option{among}{exact}"
+            return f"it is the only option{among}{shortfall}"
         fastest = self._fastest
-        if chosen is not fastest:
+        if chosen is not fastest:  # only the recommended strategy may be slower
             ratio = fastest.timing.mean / chosen.timing.mean
             return (
                 f"it is the strategy of soframe.recommend; the fastest{among}, {fastest.option}, "
                 f"takes {ratio:.2f} of its time"
             )
-        next_ = min(other_rows, key=lambda row: row.timing.mean)
-        ratio = next_.timing.mean / chosen.timing.mean
-        if ratio < 1:
+        next_row = min(other_rows, key=lambda row: row.timing.mean)
+        ratio = next_row.timing.mean / chosen.timing.mean
+        if ratio < 1:  # a faster row was passed over, since its statistics are of fewer samples
             return (
                 f"it is the fastest{among} whose statistics are of all ranks' data; with fewer "
-                f"samples {next_.option} takes {ratio:.2f} of its time"
+                f"samples {next_row.option} takes {ratio:.2f} of its time"
             )
         return (
-            f"it is the fastest{among}{exact}; the next, {next_.option}, takes {ratio:.2f} times "
-            f"as long"
+            f"it is the fastest{among}{shortfall}; the next, {next_row.option}, takes "
+            f"{ratio:.2f} times as long"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -284,7 +312,7 @@ class Plan:
             "passes": self.passes,
             "plain": self.plain,
             "notes": list(self.notes),
-            "rows": [_plain(row, self.fits(row)) for row in self.rows],
+            "rows": [_row_as_dict(row, self.fits(row)) for row in self.rows],
             "front": [row.option.call() for row in self.front],
             "chosen": self.chosen.option.call() if self.fitting else None,
             "why": self.why if self.fitting else None,
@@ -317,7 +345,7 @@ class Plan:
         waits = {f"{name}, exposed": seconds for name, seconds in timing.exposed.items()}
         times = [(n, f"{1e3 * s:.3g} ms") for n, s in {**timing.phases, **waits}.items() if s]
         times.append(("network, overlapped", f"{1e3 * timing.overlapped:.3g} ms"))
-        held = [(name, f"{_mega(size)} MB") for name, size in sizes.items() if size]
+        held = [(name, f"{_megabytes(size)} MB") for name, size in sizes.items() if size]
         pairs = itertools.zip_longest(times, held, fillvalue=("", ""))
         rows = [(*time, *size) for time, size in pairs]
         return format_table(("time", "", "memory", ""), rows)
@@ -329,26 +357,15 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{1e3 * row.timing.mean:.3g}",
         f"{1e3 * row.timing.longest:.3g}",
         f"{1e3 * sum(row.timing.exposed.values()):.3g}",
-        _mega(row.memory["total"]),
-        _mega(row.memory["held"]),
-        _mega(row.traffic["total"]["bytes"]),
+        _megabytes(row.memory["total"]),
+        _megabytes(row.memory["held"]),
+        _megabytes(row.traffic["total"]["bytes"]),
         f"{row.timing.imbalance:.1f}",
         "all" if row.exact else "fewer",
     )
 
 
-CLOSE = 1.05
-"""The ratio of times below which two options count as equally fast."""
-
-HEADER = ("  option", "ms", "longest", "exposed", "MB", "held", "MB sent", "imbalance", "samples")
-
-LEGEND = """\
-* no other, of as many samples, is both faster and smaller. ms of a step with the passes; exposed:
-only the network works. MB of the fullest rank, at the peak of a step and held between steps;
-imbalance: the longest solve of a rank over the mean."""
-
-
-def _mega(size: float) -> str:
+def _megabytes(size: float) -> str:
     return f"{size / 1e6:,.1f}"
 
 
@@ -401,22 +418,21 @@ def plan(
     fixed["activations"] = task.activations // 2 if amp else task.activations
     if any(block.captured for block in task.blocks):
         fixed["momentum"] = trained
-    rows.sort(key=_place)
-    passes, plain = costs.passes.seconds, _without(costs, task, ranks)
+    rows.sort(key=_order)
     return Plan(
-        tuple(rows),
-        ranks,
-        hardware,
-        memory_limit,
-        fixed,
-        passes,
-        plain,
-        task.unpriced(),
-        recommended,
+        rows=tuple(rows),
+        ranks=ranks,
+        hardware=hardware,
+        limit=memory_limit,
+        fixed=fixed,
+        passes=costs.passes.seconds,
+        plain=_seconds_without_preconditioner(costs, task, ranks),
+        notes=task.unpriced(),
+        recommended=recommended,
     )
 
 
-def _place(row: Row) -> tuple[float, int, str]:
+def _order(row: Row) -> tuple[float, int, str]:
     return row.timing.mean, row.memory["total"], row.option.call()
 
 
@@ -427,14 +443,14 @@ def together(plans: Sequence[Plan]) -> Plan:
     for plan in plans:
         rows += plan.rows
         notes |= dict.fromkeys(plan.notes)
-    return replace(plans[0], rows=tuple(sorted(rows, key=_place)), notes=tuple(notes))
+    return replace(plans[0], rows=tuple(sorted(rows, key=_order)), notes=tuple(notes))
 
 
 def usual(work: Sequence[BlockWork], ranks: int, base: Option | None = None) -> list[Option]:
     """Return the options of every strategy that soframe has, for a number of ranks.
 
     Args:
-        work: The blocks.
+        work: The blocks. The options do not depend on them.
         ranks: The number of ranks.
         base: The other settings; None for the defaults.
 
@@ -444,17 +460,23 @@ def usual(work: Sequence[BlockWork], ranks: int, base: Option | None = None) -> 
     base = Option(CommOpt()) if base is None else base
     if ranks == 1:
         return [base]
+    several_workers: list[Strategy] = [CommOpt()]
     workers = 2
-    strategies: list[Strategy] = [CommOpt()]
     while workers < ranks:
-        strategies.append(HybridOpt(gradient_workers=workers))
+        several_workers.append(HybridOpt(gradient_workers=workers))
         workers *= 2
-    one_worker = [MemOpt(), *(Sharded(group=None, deferred=d) for d in (False, True))]
+    one_worker: list[Strategy] = [
+        MemOpt(),
+        Sharded(group=None, deferred=False),
+        Sharded(group=None, deferred=True),
+    ]
     if ranks > 4:
         one_worker += [Sharded(), Sharded(deferred=True)]
     one_worker.append(OwnerLocal())
-    by_strategy = [replace(base, strategy=strategy) for strategy in (*strategies, *one_worker)]
-    return by_strategy + [replace(base, strategy=s, local=True) for s in one_worker]
+    options = [replace(base, strategy=strategy) for strategy in several_workers + one_worker]
+    # Where one rank makes the update of a block, it alone needs the averaged gradient.
+    options += [replace(base, strategy=strategy, local=True) for strategy in one_worker]
+    return options
 
 
 class Vary(StrEnum):
@@ -506,68 +528,83 @@ def written(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option]:
-    """Return options together with those that differ from them in some settings."""
-    different = list(options)
+    """Return options with all combinations of some settings.
+
+    Options without a background and without a stagger stay beside those with; their intervals are
+    replaced.
+    """
+    variations = list(options)
     if Vary.BACKGROUND in settings:
-        different += [replace(o, background=min(9, o.solve_every or 9)) for o in different]
+        for option in tuple(variations):
+            steps = BACKGROUND
+            if option.solve_every is not None:
+                steps = min(steps, option.solve_every)
+            variations.append(replace(option, background=steps))
     if Vary.STAGGER in settings:
-        different += [
-            replace(option, stagger=True) for option in different if not option.background
-        ]
+        in_step = [option for option in variations if not option.background]
+        variations += [replace(option, stagger=True) for option in in_step]
     if Vary.INTERVALS in settings:
-        intervals = ((1, 1), (1, 10), (10, 10), (10, 50), (10, 100), (50, 500))
-        pairs = itertools.product(different, intervals)
-        different = [replace(o, statistics_every=f, solve_every=k) for o, (f, k) in pairs]
-    return list(dict.fromkeys(different))
+        pairs = itertools.product(variations, INTERVALS)
+        variations = []
+        for option, (statistics_every, solve_every) in pairs:
+            with_intervals = replace(
+                option, statistics_every=statistics_every, solve_every=solve_every
+            )
+            variations.append(with_intervals)
+    return list(dict.fromkeys(variations))
 
 
 def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
+    """Price an option: the arithmetic and messages of its ranks, their time, and their memory."""
     placement.validate()
-    ranks = placement.world_size
+    intervals = option.intervals(task.intervals)
+    statistics_every, solve_every = intervals
+
+    # Ranks with the same work are one part. The rare and idle ones are priced without messages.
     ranks_of = parts(placement)
-    priced = {part: costs.arithmetic(placement, part) for part in ranks_of}
-    local = None
-    if option.local:
-        covered: set[int] = set()
-        for block in task.blocks:
-            covered.update(map(id, block.parameters.values()))
-        rest = [p for p in task.parameters if id(p) not in covered]
-        dtypes = [(p.numel(), str(p.dtype).removeprefix("torch.")) for p in rest]
-        local = LocalPlan(rest=tuple(dtypes))
-    fused = costs.hardware.device == "cuda"
-    of_ranks = []
-    traffic: dict[str, dict[str, float]] = {}
-    statistics_every, solve_every = intervals = option.intervals(task.intervals)
-    loaded = _loaded(ranks_of, priced)
-    for part, members in ranks_of.items():
+    arithmetic = {part: costs.arithmetic(placement, part) for part in ranks_of}
+    parts_with_messages = _parts_to_price(ranks_of, arithmetic)
+    local = _local_plan(task) if option.local else None
+    is_fused = costs.hardware.device == "cuda"
+    priced: list[Rank] = []
+    traffics: list[dict[str, dict[str, float]]] = []
+    for part, ranks in ranks_of.items():
         messages: dict[str, Messages] = dict.fromkeys(KINDS, ())
-        if part in loaded:
+        if part in parts_with_messages:
             for kind in KINDS:
-                messages[kind] = _messages(placement, members[0], kind, local, fused)
-        of_ranks.append(Rank(len(members), priced[part], messages))
-        row_traffic = _traffic(messages, statistics_every, solve_every)
-        if row_traffic["total"]["bytes"] > traffic.get("total", {"bytes": -1})["bytes"]:
-            traffic = row_traffic
+                messages[kind] = _messages(placement, ranks[0], kind, local, is_fused)
+        priced.append(Rank(len(ranks), arithmetic[part], messages))
+        traffics.append(_traffic(messages, statistics_every, solve_every))
+
     schedule = _schedule(
         costs,
         task,
-        of_ranks,
-        ranks,
+        priced,
+        placement.world_size,
         option.local,
         option.background,
         added=seconds_of_rows(costs.work, costs.hardware),
     )
     turns = solve_every if option.stagger else 1
-    timing = schedule.timing(statistics_every, solve_every, turns)
     return Row(
         option,
-        _memory(costs, placement, ranks_of, background=option.background > 0),
-        traffic,
-        timing,
-        intervals,
+        memory=_memory(costs, placement, ranks_of, background=option.background > 0),
+        traffic=max(traffics, key=lambda traffic: traffic["total"]["bytes"]),
+        timing=schedule.timing(statistics_every, solve_every, turns),
+        intervals=intervals,
         exact=_exact(placement),
         notes=placement.notes,
     )
+
+
+def _local_plan(task: Task) -> LocalPlan:
+    """Return what soframe averages beside the blocks' gradients: those of all other parameters."""
+    in_blocks: set[int] = set()
+    for block in task.blocks:
+        in_blocks.update(map(id, block.parameters.values()))
+    rest = [p for p in task.parameters if id(p) not in in_blocks]
+    sizes = [(p.numel(), str(p.dtype).removeprefix("torch.")) for p in rest]
+    return LocalPlan(rest=tuple(sizes))
 
 
 def _schedule(
@@ -579,43 +616,49 @@ def _schedule(
     background: int = 0,
     added: Mapping[str, float] | None = None,
 ) -> Schedule:
-    weights = sum(p.numel() * p.element_size() for p in task.parameters)
-    averages = ranks > 1 and not local  # outside of the step
+    size = sum(p.numel() * p.element_size() for p in task.parameters)  # bytes
+    is_averaged_outside = ranks > 1 and not local  # by DistributedDataParallel
     return Schedule(
         costs.hardware,
         of_ranks,
         ranks=ranks,
         passes=costs.passes.seconds,
-        gradients=weights if averages else 0,
-        optimizer=5 * weights / costs.hardware.bandwidth,
+        gradients=size if is_averaged_outside else 0,
+        # Weights, gradients and momentum are read, weights and momentum written.
+        optimizer=5 * size / costs.hardware.bandwidth,
         background=background,
         added=added,
     )
 
 
-def _without(costs: Costs, task: Task, ranks: int) -> float:
+def _seconds_without_preconditioner(costs: Costs, task: Task, ranks: int) -> float:
     """Return the seconds of a step without a preconditioner."""
     nothing = Arithmetic(*(0.0 for _ in dataclasses.fields(Arithmetic)))
     rank = Rank(ranks, nothing, {kind: [] for kind in KINDS})
     return _schedule(costs, task, [rank], ranks).timing(1, 1).mean
 
 
-def _loaded(
-    ranks_of: Mapping[Part, Sequence[int]], priced: Mapping[Part, Arithmetic]
+def _parts_to_price(
+    ranks_of: Mapping[Part, Sequence[int]], arithmetic: Mapping[Part, Arithmetic]
 ) -> list[Part]:
     """Return the parts with the most arithmetic, and the most common ones."""
-    by_load = sorted(ranks_of, key=lambda part: -(priced[part].solve + priced[part].direct))
-    by_ranks = sorted(ranks_of, key=lambda part: -len(ranks_of[part]))
-    half = MOST_PARTS // 2
+
+    def load(part: Part) -> float:
+        return arithmetic[part].solve + arithmetic[part].direct
+
+    by_load = sorted(ranks_of, key=load, reverse=True)
+    by_ranks = sorted(ranks_of, key=lambda part: len(ranks_of[part]), reverse=True)
+    half = MOST_PRICED // 2
     return list(dict.fromkeys([*by_load[:half], *by_ranks[:half]]))
 
 
 def _messages(
     placement: Placement, rank: int, kind: str, local: LocalPlan | None, fused: bool
-) -> list[tuple[str, list[bytes_of.Message]]]:
+) -> list[tuple[str, list[Message]]]:
+    """Return the collectives of a rank in a step of some kind, by phase."""
     if placement.world_size == 1:
         return []
-    return bytes_of.Step(
+    return Step(
         placement.pairs,
         placement.stacks,
         rank,
@@ -633,16 +676,17 @@ def _traffic(
     messages: Mapping[str, Messages], statistics_every: int, solve_every: int
 ) -> dict[str, dict[str, float]]:
     """Return a mean step's bytes and calls by phase, as `Placement.traffic` counts them."""
-    rarely = max(0.0, 1 / statistics_every - 1 / solve_every)
-    weights = {"statistics": rarely, "solve": 1 / solve_every}
-    weights["plain"] = 1 - sum(weights.values())
+    # The shares of steps with statistics alone, with statistics and a solve, and with neither.
+    statistics_alone = max(0.0, 1 / statistics_every - 1 / solve_every)
+    shares = {"statistics": statistics_alone, "solve": 1 / solve_every}
+    shares["plain"] = 1 - sum(shares.values())
     traffic: dict[str, dict[str, float]] = {}
-    for kind, weight in weights.items():
+    for kind, share in shares.items():
         for phase, sent in messages[kind]:
             for name in (phase, "total"):
                 counts = traffic.setdefault(name, {"bytes": 0.0, "calls": 0.0})
-                counts["bytes"] += weight * sum(message.size for message in sent)
-                counts["calls"] += weight * len(sent)
+                counts["bytes"] += share * sum(message.size for message in sent)
+                counts["calls"] += share * len(sent)
     return traffic or {"total": {"bytes": 0.0, "calls": 0.0}}
 
 
@@ -676,7 +720,7 @@ def _exact(placement: Placement) -> bool:
     return True
 
 
-def _written(strategy: Strategy) -> str:
+def _strategy_as_code(strategy: Strategy) -> str:
     """Return a strategy as a user would write it."""
     names = [name for name, kind in available("strategy").items() if kind is type(strategy)]
     fields = getattr(strategy, "__dataclass_fields__", {})
@@ -687,10 +731,10 @@ def _written(strategy: Strategy) -> str:
     return f"soframe.strategies.{type(strategy).__name__}({', '.join(changed)})"
 
 
-def _plain(row: Row, fits: bool) -> dict[str, Any]:
+def _row_as_dict(row: Row, fits: bool) -> dict[str, Any]:
     plain = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
     option = {f.name: getattr(row.option, f.name) for f in dataclasses.fields(row.option)}
-    option["strategy"] = _written(row.option.strategy)
+    option["strategy"] = _strategy_as_code(row.option.strategy)
     timing = dataclasses.asdict(row.timing)
     added = {"option": option, "timing": timing, "call": row.option.call(), "fits": fits}
     return {**plain, **added}

@@ -212,7 +212,8 @@ class Fit:
                     f"batch out"
                 )
         self._statistics.require_counted()
-        if not all(bool(largest.isfinite().all()) for largest in self._statistics.window.largest()):
+        magnitudes = self._statistics.window.magnitudes()
+        if not all(bool(magnitude.isfinite()) for magnitude in magnitudes):
             raise ValueError(
                 f"the statistics of batches {first} to {first + len(losses) - 1} are not finite, "
                 f"though their losses are: compute in float32 or bfloat16, or scale the loss"
@@ -281,7 +282,7 @@ class Fit:
         """Solve the blocks that have new factors, once all that they need are there."""
         due = [b for b in self._placed.blocks if b.name in gathering and not b.solved and b.tensors]
         with within("full"), torch.no_grad():
-            self._solves.update(self._placed, due, damping=1.0, counters=Counter())
+            self._solves.advance(self._placed, due, damping=1.0, counters=Counter())
         if failed := [block.name for block in due if not block.solved]:
             raise RuntimeError(f"the factors of {', '.join(failed)} could not be solved")
 

@@ -31,7 +31,7 @@ def text(
     # The components that blocks have, in place of a mapping from patterns.
     shown["method"] = _each(block.method for block in blocks if not block.auxiliary)
     shown["auxiliary"] = _each(block.method for block in blocks if block.auxiliary)
-    shown["solver"] = _each(block.solver for block in blocks if block.solved_here)
+    shown["solver"] = _each(block.solver for block in blocks if block.solved_factors)
     for name, value in now.items():
         shown[name] = _with_schedule(value, settings.get(name))
     lines += [f"{name}: {value}" for name, value in shown.items()]

@@ -81,7 +81,7 @@ def entries_saved(block: Block, place: BlockPlacement, saved: Mapping[str, Any])
 
 def solvers(block: Block) -> dict[str, str]:
     """Return the solver of each factor that is solved: the user's, or the method's own."""
-    return {factor.name: describe(solver) for _, factor, solver in block.solved_here}
+    return {factor.name: describe(solver) for _, factor, solver in block.solved_factors}
 
 
 def same_solvers(saved: Mapping[str, Any], block: Block) -> bool:

@@ -93,20 +93,13 @@ def clip(
     factors: dict[str, Tensor] = {}
     for name, bounded in clips.items():
         total = _total(bounded, clipped, gradients, plan, like)
-        if bounded.reads_gradients:
-            total = stages.total(gradients.total(total))
-        else:
-            total = stages.total(gradients.total_of_updates(total))
-        factors[name] = limited(bounded.factor(total, plan.bounds[name]))
+        total = stages.total(gradients.total(total, updates=not bounded.reads_gradients))
+        # A bound over zero is infinite, and limited like others.
+        factors[name] = bounded.factor(total, plan.bounds[name]).clamp(max=1.0)
     # The factors stay on the device: comparing them here would make the host wait.
     smallest = reduce(torch.minimum, factors.values())
     _scale(scaled, smallest.to(like.dtype))
     return Clipped(finite=True, factors=factors)
-
-
-def limited(factor: Tensor) -> Tensor:
-    """Return a factor of at most one; a bound over zero is infinite, and limited like others."""
-    return factor.clamp(max=1.0)
 
 
 def _total(
@@ -121,8 +114,8 @@ def _total(
     averages: list[Tensor] = []
     for update in updates:
         # Each block's term is added by one rank: the clip sums over ranks.
-        leads = gradients.leads if bounded.reads_gradients else gradients.counts
-        if update.matrix is None or not leads(update.stack):
+        leads = gradients.leads(update.stack, updates=not bounded.reads_gradients)
+        if update.matrix is None or not leads:
             continue
         gradient = update.gradient if bounded.reads_gradients else update.matrix
         if gradient is None:
@@ -164,4 +157,4 @@ def _finite(updates: Sequence[Update], gradients: AveragedGradients) -> bool:
     count = torch.tensor(0.0, device=device)
     for flag in bad:
         count += flag.to(device)
-    return not bool(gradients.total_of_updates(count, states=gradients.remembers))
+    return not bool(gradients.total(count, updates=True, states=gradients.remembers))

@@ -62,21 +62,20 @@ class Effect:
         self._parameters = {block: list(block.parameters.values()) for block in blocks}
         self._partial = partial
         self._windows: Counter[Block] = Counter()  # by block those with statistics that have ended
+        self._judged: Sequence[Block] = ()  # those that are checked in the window under way
 
     def end(self, window: Window) -> None:
         """Count a window."""
         self._windows.update(window.due)
 
-    def _judged(self, window: Window) -> list[Block]:
-        """Return the blocks that are checked in a window."""
-        if not window.due or window is self._partial:
-            return []
-        return [b for b in self._blocks if b in window.due and self._windows[b] < WINDOWS]
-
-    def check(self, window: Window) -> None:
-        """Raise if a framework has sharded the parameters since they were registered."""
+    def begin(self, window: Window) -> None:
+        """Choose the blocks that are checked; raise if a framework has sharded them since."""
+        self._judged = ()
+        if window is not self._partial:
+            due = [block for block in self._blocks if block in window.due]
+            self._judged = [block for block in due if self._windows[block] < WINDOWS]
         named: list[tuple[str, nn.Parameter]] = []
-        for block in self._judged(window):
+        for block in self._judged:
             named += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
         if named:
             self._home.check(named)
@@ -88,11 +87,10 @@ class Effect:
         Two follow for every block that is due: whether it has statistics, and whether it has a
         gradient.
         """
-        judged = self._judged(window)
-        if not judged:
+        if not self._judged:
             return self.nothing_said(window)
-        seen = {block for block in judged if window.tallies[block].counts.calls}
-        reached = self._reached(window, judged, seen)
+        seen = {block for block in self._judged if window.tallies[block].counts.calls}
+        reached = self._reached(window, seen)
         parameters = itertools.chain.from_iterable(self._parameters.values())
         has_any = bool(reached) or any(map(self._home.has, parameters))
         # Evidence that the backward pass ran, but reached no block.
@@ -103,15 +101,11 @@ class Effect:
                 numbers += [float(block in seen), float(block in reached)]
         return numbers
 
-    def _reached(
-        self, window: Window, blocks: Sequence[Block], seen: Collection[Block]
-    ) -> set[Block]:
+    def _reached(self, window: Window, seen: Collection[Block]) -> set[Block]:
         """Return the blocks with a gradient; some were ``seen`` to be called."""
         reached = {block for block in seen if self._home.of(self._parameters[block])}
         # Without statistics a gradient of zeros counts as none; testing for it makes the host wait.
-        unseen = [
-            block for block in blocks if block not in seen and not self._derived(window, block)
-        ]
+        unseen = [b for b in self._judged if b not in seen and not self._derived(window, b)]
         if unseen:
             reached |= self._with_gradient(unseen)
         return reached
@@ -128,8 +122,7 @@ class Effect:
         Raises:
             RuntimeError: On every rank, if the step would have no effect; see the module.
         """
-        judged = self._judged(window)
-        if not judged:
+        if not self._judged:
             return
         numbers = iter(sums)
         has_any, has_other = next(numbers) > 0, next(numbers) > 0
@@ -145,9 +138,7 @@ class Effect:
                 (missed if reached else taken).append(block)
         # Whether no block has ever had statistics: then the step would do nothing.
         never = not any_seen and all(block.mass == 0 for block in self._blocks)
-        self._raise_if_idle(
-            judged, missed, taken, has_any=has_any, has_other=has_other, never=never
-        )
+        self._raise_if_idle(missed, taken, has_any=has_any, has_other=has_other, never=never)
         if missed:
             warnings.warn(f"soframe: {self._without_statistics(missed)}", stacklevel=8)
         # With a probe, statistics do not imply that the loss depends on a block.
@@ -156,7 +147,6 @@ class Effect:
 
     def _raise_if_idle(
         self,
-        judged: Sequence[Block],
         missed: Sequence[Block],
         taken: Sequence[Block],
         *,
@@ -172,8 +162,8 @@ class Effect:
         if has_other and never and not has_any:
             raise RuntimeError(
                 f"no block has a gradient or statistics, while other parameters have gradients: "
-                f"the backward pass has reached {_names(judged)} in no way, and the preconditioner "
-                f"would do nothing. {self._remedies(judged)}"
+                f"the backward pass has reached {_names(self._judged)} in no way, and the "
+                f"preconditioner would do nothing. {self._remedies(self._judged)}"
             )
 
     def _derived(self, window: Window, block: Block) -> bool:

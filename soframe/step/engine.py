@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
-from soframe.blocks.block import Stack
 from soframe.comm.agreement import (
     fingerprint,
     require_all_ranks,
@@ -33,11 +31,11 @@ from soframe.setup.grouping import Grouping
 from soframe.step.clip import Clipping
 from soframe.step.effect import Effect
 from soframe.step.magnitude import Magnitude
-from soframe.step.phases import TABLE, Step
+from soframe.step.phases import PHASES, Step
 from soframe.step.verdict import SKIPPED_STATISTICS, Verdict
 
 OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
-"""The common values of the copies of a stage that all stages of a pipeline share."""
+"""The names of values that must be equal on all stages of a pipeline, too."""
 
 
 class Engine:
@@ -46,13 +44,14 @@ class Engine:
     Args:
         curvature: The curvature.
         clipping: The clips with their bounds.
-        grouping: The optimizer behind it, if it groups parameters by method.
+        moving_optimizer: The optimizer that moves the weights along the updates; None where updates
+            replace gradients.
         measuring: Keeps the numbers of the last step.
 
     Attributes:
+        measuring: Keeps the numbers of the last step.
         verdict: Whether the last step counts.
         updates: The updates of the last step, if an optimizer moves the weights along them.
-        apart: The stacks of the last step whose weights the optimizer moves by their gradients.
     """
 
     def __init__(
@@ -60,20 +59,23 @@ class Engine:
         curvature: Curvature,
         *,
         clipping: Clipping,
-        grouping: Grouping | None,
+        moving_optimizer: Grouping | None,
         measuring: Measuring,
     ) -> None:
         self._curvature, self._parts = curvature, curvature.parts
-        self._clipping, self._grouping, self._measuring = clipping, grouping, measuring
+        self._clipping, self.measuring = clipping, measuring
+        self._moving_optimizer = moving_optimizer
         self.verdict = Verdict(self._parts.backend, curvature.counts)
         self.updates: Sequence[Update] = ()
-        self.apart: Sequence[Stack] = ()
         self._connect()
 
     def _connect(self, partial: Window | None = None) -> None:
-        """Take the gradients and the guard of the blocks that are registered now."""
+        """Set the gradients and the `Effect` of the blocks that are registered now.
+
+        ``partial`` is a window in which the model changed: its hooks may have missed calls.
+        """
         curvature, parts = self._curvature, self._parts
-        self._gradients = curvature.averaged
+        self._gradients = curvature.averaged_gradients
         self._effect = Effect(
             parts.model,
             curvature.blocks,
@@ -86,75 +88,66 @@ class Engine:
     # -- the step -----------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Rewrite the gradients by the updates of one step, or leave these to the optimizer."""
+        """Take a step: overwrite the gradients by updates, or keep these for the optimizer."""
         self.updates = ()
-        curvature, phases = self._curvature, self._parts.backend.phases
-        self.verdict.settle()
-        curvature.arrive()  # sums of earlier steps that are still under way
-        with phases("agree"):
+        curvature, ranges = self._curvature, self._parts.backend.phases
+        self.verdict.settle()  # reads the flags of the last step, if they are still on the device
+        for stack in curvature.placed.stacks:
+            stack.arrive()  # sums of earlier steps that are still under way
+        with ranges("agree"):
             plan = self._agree()
         step = Step(
             curvature,
             plan,
             self.verdict,
             self._clipping,
-            self._measuring,
-            self._grouping,
-            self.apart,
+            self.measuring,
+            self._moving_optimizer,
         )
         try:
-            for phase in TABLE:
-                if step.is_in(phase.when):
-                    with phases(phase.name) if phase.is_range else nullcontext():
+            for phase in PHASES:
+                if not phase.runs_in(step):
+                    continue
+                if phase.is_range:
+                    with ranges(phase.name):
                         phase.run(step)
-            if self._grouping is not None and step.clipped.finite:
+                else:  # the function opens ranges of this name
+                    phase.run(step)
+            if self._moving_optimizer is not None and step.counts:
                 self.updates = step.updates
         except BaseException:
             curvature.begin()  # the sums of this window may be used up already
             raise
         self._effect.end(curvature.statistics.window)
         curvature.end_step(step.plan)
-        curvature.begin()
+        curvature.begin()  # the next window
 
-    def take_updates(self) -> Sequence[Update]:
-        """Return the updates of the last step, once, for an optimizer that moves weights."""
-        updates, self.updates = self.updates, ()
-        return updates
+    def propose(self, damping: float) -> None:
+        """Precondition the present gradients, for a damping that is tried.
 
-    def _part_stacks(self) -> None:
-        """Choose the stacks that get no update in this step, as the optimizer moves them."""
-        self.apart = ()
-        # Norms of updates are measured on updates.
-        can_leave = self._gradients.can_leave and not self._measuring.norms
-        if self._grouping is not None and can_leave:
-            self.apart = self._grouping.moves(self._curvature.placed.stacks)
-        self._gradients.leave(self.apart)
-
-    def repeat(self, damping: float) -> None:
-        """Precondition the gradients that are there now, with the present dampings of blocks.
-
-        Blocks whose updates depend on earlier gradients keep their gradients.
+        ``damping`` is for blocks without a damping of their own. Blocks whose updates depend on
+        earlier gradients keep their gradients; no state changes.
         """
         curvature, parts = self._curvature, self._parts
         self.verdict.settle()
-        due = [
+        damped_blocks = [
             block
             for block in curvature.blocks
             # Other solvers apply the damping to the update, and need no new solve.
             if not block.remembers and block.mass > 0 and block.solver.damps_factors
         ]
         with parts.home.shaped(parts.model.parameters()):
-            curvature.solve_again(due, damping)
+            curvature.solve_again(damped_blocks, damping)
             gradients = {
                 stack: gradient
                 for stack, gradient in self._gradients.now().items()
                 if not stack.like.remembers
             }
             with within(parts.precision):
-                updates = curvature.direct(gradients, Plan(curvature.steps, damping, math.nan))
+                updates = curvature.direct(gradients, damping)
             exchange(curvature.placed, updates)
             write(updates, parts.home)
-        self._measuring.redamped(damping)
+        self.measuring.redamped(damping)
 
     # -- agreement ----------------------------------------------------------------------------
 
@@ -162,21 +155,23 @@ class Engine:
         """Agree with all ranks on the plan of the step; rebuild if the model has changed."""
         curvature, parts = self._curvature, self._parts
         statistics, window = curvature.statistics, curvature.statistics.window
-        plan, common, error = self._evaluate()
+        plan, common, error = self._prepare()
         report, error = self._report(plan, common, error)
         # Reports are reduced over the stages of a model first.
         of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
         report, error = parts.stages.put_together(report, of_stages, error)
-        error = error or parts.stages.miscounted(report.passes)
-        window.complete(int(report.passes), int(report.samples))
-        local_bad = report.bad_gradient > 0
+        # The weights below need the samples of the whole model: passes that did not reach a stage
+        # count there, too.
+        window.of_model = int(report.passes), int(report.samples)
+        bad_here = report.bad_gradient > 0
         # Then over the copies of each stage, with the weights, which need the passes of all stages.
         failed = error is not None or report.failed > 0
-        bad_statistics = max(report.bad_statistics, min(report.due, report.bad_gradient))
+        # Statistics of any stage are dropped for a bad gradient of any stage.
+        bad_statistics = report.bad_statistics > 0 or (report.due > 0 and report.bad_gradient > 0)
         total = replace(
             report,
             failed=float(failed),
-            bad_statistics=bad_statistics,
+            bad_statistics=float(bad_statistics),
             changed_anywhere=[] if parts.stages.backend is None else [report.changed_stages],
             weights=statistics.weights(),
         ).over_ranks(parts.backend)
@@ -184,29 +179,36 @@ class Engine:
         if total.failed > 0:
             error = parts.stages.spread(error)
         require_no_failure(parts.backend, error, total.failed)
-        parts.stages.require_none(self._problem(total, common))
-        self._gradients.agree(total.present)
-        parts.solves.agree(total.waits)
+        parts.stages.raise_on_all_stages(self._disagreement(total, common))
+        self._gradients.flags = total.present
+        parts.solves.land_if_finished(total.waits)
         # A changed model is registered anew, and the ranks agree once more.
         if total.changed or any(total.changed_anywhere):
             self._rebuild(changed=total.changed > 0)
             return self._agree()
         # Statistics that are not finite on some rank are dropped on all.
-        self.verdict.counts[SKIPPED_STATISTICS] += total.bad_statistics > 0
-        if total.bad_statistics and report.curved == 0:
-            parts.refresh.owe(2)  # without the statistics of this step no block has curvature
-        if window.due and not total.bad_statistics:
+        if total.bad_statistics > 0:
+            curvature.counts[SKIPPED_STATISTICS] += 1
+            if report.curved == 0:
+                # No block has curvature: take statistics in the next window (2: this step counts).
+                parts.refresh.owed = 2
+        elif window.due:
             plan = replace(plan, weights=total.weights)
-        return self.verdict.agree(plan, bad=total.bad_gradient, large=total.large, local=local_bad)
+        return self.verdict.with_flags(
+            plan, bad=total.bad_gradient, large=total.large, local=bad_here
+        )
 
-    def _evaluate(self) -> tuple[Plan, dict[str, object], Exception | None]:
-        """Return the step's plan, the values that ranks must share, and an error or None."""
+    def _prepare(self) -> tuple[Plan, dict[str, object], Exception | None]:
+        """Check settings and gradients, choose the stacks without an update, and make the plan.
+
+        Returns the plan, the values that must be equal on all ranks, and an error or None.
+        """
         curvature, parts = self._curvature, self._parts
         step, refresh, window = curvature.steps, parts.refresh, curvature.statistics.window
         try:
+            self._effect.begin(window)  # its error names a framework that sharded parameters
             if curvature.placed.errors:
-                raise curvature.placed.errors[0]
-            self._effect.check(window)  # names the framework that sharded
+                raise curvature.placed.errors[0]  # of the step before, see `PlacedBlocks.keep`
             self._gradients.check()
             curvature.statistics.require_counted()
             probed = curvature.capture.probing
@@ -221,9 +223,13 @@ class Engine:
                 solve_every=refresh.solve_every.at(step),
                 observes=refresh.gradients_every.due(step),
             )
-            if self._grouping is not None:
-                self._grouping.check_settings()
-            self._part_stacks()
+            gradients, optimizer = self._gradients, self._moving_optimizer
+            gradients.left_to_optimizer = ()
+            if optimizer is not None:
+                optimizer.check_settings()
+                # If norms are measured, every stack has an update: its norm is measured, too.
+                if gradients.can_leave and not self.measuring.norms:
+                    gradients.left_to_optimizer = optimizer.moves(curvature.placed.stacks)
             # The values that decide which collectives are entered. The interval is the next step's:
             # it decides which blocks have weights in the next report.
             common: dict[str, object] = {
@@ -242,34 +248,35 @@ class Engine:
         """Return this rank's report, without its weights, and its error."""
         curvature, parts = self._curvature, self._parts
         window = curvature.statistics.window
-        size, finite = math.nan, True
+        # NaN is a bad gradient: it stays if an error comes before the gradients are read.
+        magnitude, statistics_finite = math.nan, True
         parameters = curvature.watch.parameters()
-        self.verdict.begin()
+        self.verdict.queued = None
         try:
-            largest = window.largest()
-            # Gathered only now if sums of statistics still have to be reduced, for their memory.
+            statistics = window.magnitudes()
+            # With statistics, gradients are gathered in phase *average*, when sums are freed.
             gradients = parts.home.of(parameters) if window.due else self._gradients.own()
-            sizes = Magnitude(parameters, gradients, largest, self._gradients.remembers)
+            sizes = Magnitude(parameters, gradients, statistics, self._gradients.remembers)
             if self._reads_later(sizes, plan):
-                size = 0.0
-                self.verdict.leave_unread(sizes)
+                magnitude = 0.0  # until phase *agree* reads it
+                self.verdict.queued = sizes
             else:
-                size, finite = sizes.read()
+                magnitude, statistics_finite = sizes.read()
             present, reached = self._gradients.present(), self._effect.said(window)
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
             # All ranks must reduce equally many numbers.
             present, reached = self._gradients.none_present(), self._effect.nothing_said(window)
-        bad_gradient = not math.isfinite(size)
-        passes, most, fewest = window.seen()
+        is_large = magnitude > 0  # zero for moderate gradients, see `Magnitude.read`
+        passes, most, fewest = window.largest_counts()
         counted = parts.scaling == "fisher"
         changed = float(curvature.watch.changed(parameters))
         report = Report(
             failed=float(error is not None),
-            bad_gradient=float(bad_gradient),
+            bad_gradient=float(not math.isfinite(magnitude)),
             # Damping relative to a small curvature is small: updates may be large.
-            large=float(size > 0 or curvature.relatively_damped),
-            bad_statistics=float(not finite or (bool(window.due) and bad_gradient)),
+            large=float(is_large or curvature.relatively_damped),
+            bad_statistics=float(not statistics_finite),
             changed=changed,
             changed_stages=changed,
             due=float(bool(window.due)),
@@ -277,14 +284,14 @@ class Engine:
             passes=float(passes),
             samples=float(most if counted else 0),
             fewest=float(fewest if counted else 0),
-            common=fingerprint(common),
+            common=fingerprint(common, parts.backend.world_size),
             present=present,
             waits=parts.solves.waits(),
             reached=reached,
         )
         return report, error
 
-    def _problem(self, report: Report, common: Mapping[str, object]) -> Exception | None:
+    def _disagreement(self, report: Report, common: Mapping[str, object]) -> Exception | None:
         """Return the error that stops the copies of this stage, the same on all, or None."""
         backend = self._parts.backend
         try:
@@ -307,7 +314,7 @@ class Engine:
         stages.look_over(curvature.registration)
         # All stages take statistics at the same steps: the most that any of them needs.
         refresh = self._parts.refresh
-        refresh.owe(int(stages.largest(refresh.owed)))
+        refresh.owed = int(stages.largest(refresh.owed))
 
     # -- flags that are read later ------------------------------------------------------------
 
@@ -317,15 +324,16 @@ class Engine:
         That is in steps without statistics, on a GPU: nothing that lasts is changed before then.
         """
         curvature, parts = self._curvature, self._parts
-        sends = parts.backend.wire_device(torch.device("cpu")).type == "cpu"
-        plain = not curvature.statistics.window.due and parts.stages.backend is None
-        if not plain or not sends or not sizes.queues:
+        is_pipeline = parts.stages.backend is not None
+        if curvature.statistics.window.due or is_pipeline or not sizes.queues:
+            return False
+        # Where numbers of the host travel by the GPU, the agreement waits for its work anyway.
+        if parts.backend.wire_device(torch.device("cpu")).type != "cpu":
             return False
         # Blocks without statistics take their first ones in any step.
         for stack in curvature.placed.stacks:
-            if len(stack.like.captured) == len(stack.like.factors):
+            if not stack.like.observes or stack.like.method.refreshes_after:
                 continue
-            takes = plan.observes or any(block.waits for block in stack.blocks)
-            if takes and not stack.like.method.refreshes_after:
+            if plan.observes or any(block.waits for block in stack.blocks):
                 return False
         return True

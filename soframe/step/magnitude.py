@@ -66,7 +66,11 @@ class Magnitude:
         squared: bool = False,
     ) -> None:
         self._squared = squared
-        self._dense = [_entries(gradient) for gradient in gradients if gradient.numel() > 0]
+        self._dense: list[Tensor] = []
+        for gradient in gradients:
+            if gradient.numel() > 0:
+                is_sparse = gradient.is_sparse
+                self._dense.append(gradient.coalesce().values() if is_sparse else gradient)
         scalars = [*_norms(self._dense), *statistics]
         # One tensor, so that the host waits for the device once.
         self._all = _stacked(scalars) if scalars else None
@@ -107,11 +111,6 @@ class Magnitude:
         return largest
 
 
-def _entries(gradient: Tensor) -> Tensor:
-    """Return the entries of a gradient as a dense tensor."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
     """Return a scalar of each gradient, which is not finite where the gradient is not."""
     alike: dict[torch.dtype, list[Tensor]] = {}
@@ -134,7 +133,7 @@ def _stacked(scalars: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(scalars))
 
 
-def discard(parameters: Iterable[nn.Parameter], home: GradientHome) -> None:
+def zero_gradients(parameters: Iterable[nn.Parameter], home: GradientHome) -> None:
     """Zero every gradient, so that a bad batch costs one update and not the weights."""
     for gradient in home.of(parameters):
         gradient.zero_()

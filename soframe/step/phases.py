@@ -17,23 +17,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from soframe.blocks.block import Block, Stack
+from torch import Tensor
+
+from soframe.blocks.block import Block
 from soframe.curvature import Curvature
 from soframe.diagnostics.metrics import Measuring
 from soframe.estimate.gradients import Gradients
-from soframe.estimate.plan import Plan
+from soframe.estimate.plan import UNDAMPED, Plan
 from soframe.estimate.updates import Update, exchange
 from soframe.setup.grouping import Grouping
 from soframe.step import clip as clips
-from soframe.step.clip import Clipped, Clipping
-from soframe.step.magnitude import discard
+from soframe.step.clip import Clipping
+from soframe.step.magnitude import zero_gradients
 from soframe.step.verdict import Verdict
 from soframe.strategies.work import BlockWork
 
 When = Literal["always", "statistics", "finite", "unread", "counts", "discarded"]
-"""The steps in which a phase runs, the same on every rank: all; those with statistics in the
-window; unless gradients are known not to be finite; with flags of gradients that are still on the
-device; if the updates count; or if they do not."""
+"""The steps in which a phase runs, the same on every rank:
+
+- ``"always"``: all;
+- ``"statistics"``: those with statistics in the window that are finite on all ranks;
+- ``"finite"``: all but those whose gradients are known not to be finite;
+- ``"unread"``: those whose flags of gradients are still on the device;
+- ``"counts"``: those whose updates count;
+- ``"discarded"``: those whose updates do not.
+"""
 
 
 @dataclass(eq=False)
@@ -46,11 +54,13 @@ class Step:
         verdict: Whether the updates count.
         clipping: The clips.
         measuring: Keeps the numbers of the step.
-        grouping: The optimizer, if it groups parameters by method.
-        apart: The stacks without an update, which the optimizer moves.
+        moving_optimizer: The optimizer that moves the weights along the updates; None where updates
+            replace gradients.
         gradients: The averaged gradients, from phase *average* on.
         updates: The updates, from phase *direct* on.
-        clipped: Whether updates are finite, and the factors of clips, from phase *clip* on.
+        counts: Whether the updates count, as far as the host knows: they are finite. False before
+            phase *clip*, which does not run if gradients are known not to be finite.
+        clip_factors: The factors of the clips, from phase *clip* on.
     """
 
     curvature: Curvature
@@ -58,27 +68,11 @@ class Step:
     verdict: Verdict
     clipping: Clipping
     measuring: Measuring
-    grouping: Grouping | None
-    apart: Sequence[Stack]
+    moving_optimizer: Grouping | None
     gradients: Gradients = field(default_factory=dict)
     updates: list[Update] = field(default_factory=list)
-    clipped: Clipped = field(default_factory=lambda: Clipped(finite=False))
-
-    def is_in(self, when: When) -> bool:
-        """Return whether phases of this kind run now."""
-        match when:
-            case "always":
-                return True
-            case "statistics":
-                return self.plan.weights is not None
-            case "finite":
-                return self.plan.finite is not False
-            case "unread":
-                return self.plan.finite is None
-            case "counts":
-                return self.clipped.finite
-            case "discarded":
-                return not self.clipped.finite
+    counts: bool = False
+    clip_factors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Machine(Protocol):
@@ -115,27 +109,43 @@ class Phase:
     within: tuple[str, ...] = ()
     seconds: Callable[[Sequence[BlockWork], Machine], float] | None = None
 
+    def runs_in(self, step: Step) -> bool:
+        """Return whether it runs in a step, after the phases before it."""
+        match self.when:
+            case "always":
+                return True
+            case "statistics":
+                return step.plan.weights is not None
+            case "finite":
+                return step.plan.finite is not False
+            case "unread":
+                return step.plan.finite is None
+            case "counts":
+                return step.counts
+            case "discarded":
+                return not step.counts
+
 
 # -- the phases of soframe ------------------------------------------------------------------------
 
 
 def average(step: Step) -> None:
-    """Read the gradients, averaged over ranks, and note which blocks were used."""
-    step.gradients = step.curvature.averaged.raw()
-    step.curvature.end_window(step.gradients, step.plan)
+    """Read the averaged gradients, and note the blocks that missed their turn for statistics."""
+    step.gradients = step.curvature.averaged_gradients.collect()
+    step.curvature.note_missed_turns(step.gradients, step.plan)
 
 
 def direct(step: Step) -> None:
     """Compute the updates."""
-    step.updates = step.curvature.direct(step.gradients, step.plan)
+    step.updates = step.curvature.direct(step.gradients, step.plan.damping)
 
 
 def judge(step: Step) -> None:
-    """Read the flags of the gradients, or leave them on the device if it can select."""
+    """Read the flags of the gradients, or leave them on the device if it can choose by them."""
     blocks: list[Block] = []
     for update in step.updates:
         blocks += update.blocks
-    for stack in step.apart:
+    for stack in step.curvature.averaged_gradients.left_to_optimizer:
         blocks += stack.blocks
     if _can_select(step, blocks):
         step.verdict.leave(blocks)
@@ -145,73 +155,78 @@ def judge(step: Step) -> None:
 
 
 def _can_select(step: Step, blocks: Sequence[Block]) -> bool:
-    """Return whether the device can select the new states of blocks and their updates.
+    """Return whether the device can choose between former and new states and updates by a flag.
 
-    It cannot where the host decides by the flags: on statistics of gradients, on first updates, and
-    on float64 for large gradients. After a step that was not moderate the host reads again. All
-    ranks find the same, as reading may be a collective.
+    All ranks return the same, as reading the flags may be a collective.
     """
-    if not step.verdict.moderate or step.plan.undamped or step.curvature.relatively_damped:
+    plan, curvature = step.plan, step.curvature
+    # Large updates are checked and clipped in float64, if the host knows of them.
+    if not step.verdict.moderate or plan.damping < UNDAMPED or curvature.relatively_damped:
         return False
-    if step.grouping is not None and not step.grouping.selects():
+    # The optimizer has to keep the weights by the flag, too.
+    if step.moving_optimizer is not None and not step.moving_optimizer.selects():
         return False
-    stacks = step.curvature.placed.stacks
+    # The flag is on one device.
+    stacks = curvature.placed.stacks
     if len({stack.like.device for stack in stacks}) != 1:
         return False
-    if any(len(stack.like.captured) < len(stack.like.factors) for stack in stacks):
+    # The host decides whether averaged gradients enter running factors.
+    if any(stack.like.observes for stack in stacks):
         return False
+    # The host decides on first updates, too.
     return all(block.record.updates > 0 for block in blocks)
 
 
 def clip(step: Step) -> None:
     """Scale the updates to the bounds of the clips, and find whether they are finite."""
     curvature = step.curvature
-    step.clipped = clips.clip(
+    clipped = clips.clip(
         step.updates,
-        curvature.averaged,
+        curvature.averaged_gradients,
         step.clipping.clips,
         step.plan,
         stages=curvature.parts.stages,
     )
+    step.counts, step.clip_factors = clipped.finite, clipped.factors
 
 
 def measure(step: Step) -> None:
     """Keep the numbers of the step."""
     step.measuring.note(
-        step.curvature.blocks,
+        step.curvature.placed.blocks,
         step.gradients,
         step.updates,
         step.plan,
-        finite=step.clipped.finite,
-        factors=step.clipped.factors,
+        finite=step.counts,
+        factors=step.clip_factors,
     )
 
 
 def write(step: Step) -> None:
-    """Commit the states of methods; without an optimizer that moves, updates replace gradients."""
+    """Overwrite the gradients, unless an optimizer moves the weights, and store new states."""
     curvature = step.curvature
-    if step.grouping is None:
-        home, parameters = curvature.parts.home, curvature.watch.parameters()
-        step.verdict.write(step.updates, parameters, home)
+    if step.moving_optimizer is None:
+        parts = curvature.parts
+        step.verdict.write(step.updates, parts.model.parameters(), parts.home)
     step.verdict.commit(step.updates)
 
 
 def skip(step: Step) -> None:
-    """Zero the gradients, unless an optimizer moves the weights by the updates."""
+    """Count the skipped step, and zero the gradients unless an optimizer moves the weights."""
     parts = step.curvature.parts
     step.verdict.skip(step.plan)
-    if step.grouping is None:
-        discard(parts.model.parameters(), parts.home)
+    if step.moving_optimizer is None:
+        zero_gradients(parts.model.parameters(), parts.home)
 
 
-TABLE = [
-    Phase("reduce", lambda step: step.curvature.fold(step.plan), "statistics"),
+PHASES = [
+    Phase("reduce", lambda step: step.curvature.fold(step.plan), when="statistics"),
     Phase("average", average),
     # A gradient that is not finite would stay in the averages for ever.
     Phase(
         "observe",
         lambda step: step.curvature.observe(step.gradients, step.plan),
-        "finite",
+        when="finite",
         is_range=False,
     ),
     Phase("solve", lambda step: step.curvature.solve(step.plan), is_range=False, within=("share",)),
@@ -221,23 +236,23 @@ TABLE = [
         lambda step: exchange(step.curvature.placed, step.updates),
         is_range=False,
     ),
-    # Behind the work so far, which the device has to do meanwhile.
-    Phase("agree", judge, "unread", is_range=False),
-    Phase("clip", clip, "finite", is_range=False),
+    # Late: the device has computed the flags while the host queued the work before.
+    Phase("agree", judge, when="unread", is_range=False),
+    Phase("clip", clip, when="finite", is_range=False),
     # Before `write`: gradient matrices may be views of the memory that it overwrites.
     Phase("measure", measure, is_range=False),
     Phase(
         "observe",
         lambda step: step.curvature.observe(step.gradients, step.plan, after=True),
-        "counts",
+        when="counts",
         is_range=False,
     ),
-    Phase("write", write, "counts"),
-    Phase("write", skip, "discarded", is_range=False),
+    Phase("write", write, when="counts"),
+    Phase("write", skip, when="discarded", is_range=False),
     Phase(
         "solve",
         lambda step: step.curvature.solve(step.plan, after=True),
-        "counts",
+        when="counts",
         is_range=False,
     ),
 ]
@@ -250,23 +265,24 @@ def add(phase: Phase, *, after: str) -> None:
     Raises:
         ValueError: If no phase has the name ``after``, or one has the new name.
     """
-    named = [row.name for row in TABLE]
+    named = [row.name for row in PHASES]
     if after not in named or phase.name in names():
         raise ValueError(
             f"phase {phase.name!r} after {after!r}: phases are {', '.join(names())}, and a new one "
             f"has another name"
         )
-    TABLE.insert(len(named) - named[::-1].index(after), phase)
+    last = max(row for row, name in enumerate(named) if name == after)
+    PHASES.insert(last + 1, phase)
 
 
 def names() -> list[str]:
     """Return the names of all phases, in the order in which they first begin."""
     ordered = ["accumulate", "agree"]
-    for row in TABLE:
+    for row in PHASES:
         ordered += [row.name, *row.within]
     return list(dict.fromkeys([*ordered, "move"]))
 
 
 def seconds_of_rows(work: Sequence[BlockWork], machine: Machine) -> Mapping[str, float]:
     """Return the seconds of the phases that have a price of their own."""
-    return {row.name: row.seconds(work, machine) for row in TABLE if row.seconds is not None}
+    return {row.name: row.seconds(work, machine) for row in PHASES if row.seconds is not None}

@@ -18,7 +18,7 @@ from soframe.blocks.block import Block
 from soframe.blocks.home import GradientHome
 from soframe.comm.agreement import add_over_ranks
 from soframe.comm.base import Backend
-from soframe.estimate.plan import Plan
+from soframe.estimate.plan import UNDAMPED, Plan
 from soframe.estimate.updates import Update, write
 from soframe.step.magnitude import MODERATE, Flags, Magnitude, keep_if
 
@@ -38,6 +38,7 @@ class Verdict:
         good: Whether the last step counts, a bool scalar on the device; None if the host knows.
         moderate: Whether the last gradients whose flags the host has read were moderate.
         counts: The numbers of updates and of statistics that were skipped, among others.
+        queued: The magnitudes of this step, if they are read behind its work.
     """
 
     def __init__(self, backend: Backend, counts: dict[str, int]) -> None:
@@ -46,7 +47,7 @@ class Verdict:
         self.counts = counts
         self._backend = backend
         self._in_a_row, self._taken = 0, False
-        self._queued: Magnitude | None = None  # of the step under way
+        self.queued: Magnitude | None = None
         self._unread: tuple[Flags, Sequence[Block]] | None = None  # of the last step
 
     # -- the last step ------------------------------------------------------------------------
@@ -76,15 +77,7 @@ class Verdict:
 
     # -- flags of gradients -------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._queued = None
-
-    def leave_unread(self, sizes: Magnitude) -> None:
-        """Let the magnitudes of this step be read behind its work."""
-        self._queued = sizes
-
-    def agree(self, plan: Plan, *, bad: float, large: float, local: bool) -> Plan:
+    def with_flags(self, plan: Plan, *, bad: float, large: float, local: bool) -> Plan:
         """Return the plan with the flags of the gradients of all ranks.
 
         Args:
@@ -96,27 +89,27 @@ class Verdict:
         Returns:
             The plan; ``finite`` stays None if the flags are read later.
         """
-        if self._queued is not None:
-            self._queued.queue(self._backend)
+        if self.queued is not None:
+            self.queued.queue(self._backend)
             return plan
         self._judge(skipped=bad > 0, moderate=not (bad > 0 or large > 0), local=local)
         # From reduced flags, so that all ranks compute in the same dtype.
-        return replace(plan, finite=not bad, careful=large > 0 or plan.undamped)
+        return replace(plan, finite=not bad, careful=large > 0 or plan.damping < UNDAMPED)
 
     def read(self, plan: Plan, *, always_large: bool) -> Plan:
         """Return the plan with flags that were left unread; every rank must call."""
-        assert self._queued is not None
+        assert self.queued is not None
         # Not kept, as it refers to the gradients.
-        queued, self._queued = self._queued, None
+        queued, self.queued = self.queued, None
         size, moderate = queued.read_queued()
         flags = [float(not math.isfinite(size)), float(size > 0 or always_large)]
         bad, large = flags if moderate else add_over_ranks(self._backend, flags)
-        return self.agree(plan, bad=bad, large=large, local=flags[0] > 0)
+        return self.with_flags(plan, bad=bad, large=large, local=flags[0] > 0)
 
     def leave(self, blocks: Sequence[Block]) -> None:
         """Leave the flags on the device, which selects the new tensors of the blocks."""
-        assert self._queued is not None
-        flags, self._queued = self._queued.flags, None
+        assert self.queued is not None
+        flags, self.queued = self.queued.flags, None
         self.good = flags.moderate
         self._unread = flags, blocks
 

@@ -114,14 +114,7 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
     optimizer = Optimizer(
         model, copy.deepcopy(method), strategy=training.strategy, **grouped(settings)
     )
-    if isinstance(training.state, Path):
-        saved = {"model": model.state_dict()}
-        dcp_load(saved, checkpoint_id=training.state)
-        model.load_state_dict(saved["model"])
-        checkpoint.load(optimizer.preconditioner, training.state)
-    elif training.state is not None:
-        model.load_state_dict(training.state["model"])
-        optimizer.load_state_dict(training.state["optimizer"])
+    _resume(model, optimizer, training)
     for step in range(training.begin, training.end):
         optimizer.zero_grad()
         _backward(model, optimizer if observes else None, rank, ranks, training, step)
@@ -140,6 +133,18 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     optimizer.close()
     return Trained(weights, copy.deepcopy(state))
+
+
+def _resume(model: nn.Module, optimizer: Optimizer, training: Training) -> None:
+    """Continue from the state of an earlier training, if there is one."""
+    if isinstance(training.state, Path):
+        saved = {"model": model.state_dict()}
+        dcp_load(saved, checkpoint_id=training.state)
+        model.load_state_dict(saved["model"])
+        checkpoint.load(optimizer.preconditioner, training.state)
+    elif training.state is not None:
+        model.load_state_dict(training.state["model"])
+        optimizer.load_state_dict(training.state["optimizer"])
 
 
 def _backward(

@@ -254,14 +254,7 @@ def _divided(
     if blocks == "all":
         return [list(parameters)]
     if blocks == "layers":
-        # A shared parameter belongs to its first layer.
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        layers = []
-        for module in model.modules():
-            direct = [p for p in module.parameters(recurse=False) if id(p) in names]
-            if direct:
-                layers.append([names.pop(id(p)) for p in direct])
-        return layers
+        return _by_layer(model, parameters)
     division = [list(block) for block in blocks]
     counts = Counter(name for block in division for name in block)
     wrong = sorted(n for n in parameters.keys() | counts.keys() if counts[n] != (n in parameters))
@@ -271,3 +264,14 @@ def _divided(
             f"there twice, or not trained"
         )
     return division
+
+
+def _by_layer(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Return the names of the parameters of each layer; a shared one belongs to its first."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    layers: list[list[str]] = []
+    for module in model.modules():
+        direct = [p for p in module.parameters(recurse=False) if id(p) in names]
+        if direct:
+            layers.append([names.pop(id(p)) for p in direct])
+    return layers

@@ -386,7 +386,7 @@ def refusals(rank: int, ranks: int) -> dict[str, str]:
     engine.reduce()
     assert said(own.step) == "nothing"
     found["3 norms"] = (
-        f"{own._measuring.last.norms.weight}, {own.metrics()['norms']['weight_norm']}"
+        f"{own.engine.measuring.last.norms.weight}, {own.metrics()['norms']['weight_norm']}"
     )
     engine = Stage3(base(net(), Case()), model)
     for p in model.parameters():

@@ -43,7 +43,7 @@ def test_every_third_step_is_written_and_measured() -> None:
     measured = []
     for _ in range(7):
         kit.train(model, loss_of, range(1), own)
-        measured.append(own.measures_norms)
+        measured.append(own.engine.measuring.norms)
         optimizer.step()
         logger.step()
     # Of the seven steps the third and the sixth.

@@ -58,7 +58,7 @@ def train(rank: int, ranks: int, case: Case, overlap: bool, fused: bool) -> Trac
         run.step(step)
         own = run.preconditioner
         stacks = own.curvature.placed.stacks
-        under_way.append(len({id(p) for stack in stacks for p in stack._pending}))
+        under_way.append(len({id(p) for stack in stacks for p in stack.pending}))
     run.preconditioner.close()
     return Trace(
         run.weights(),

@@ -143,11 +143,11 @@ def test_sums_begin_where_vectors_do(
     monkeypatch.setattr(gram, "HUGE", huge)
     kept = []  # so that each begins somewhere else
     for size in range(1, 40):
-        for make in (gram.zeros, gram.empty):
-            total = make(3, size, torch.ones(1, dtype=dtype))
+        for zero in (True, False):
+            total = gram.new_sum(3, size, torch.ones(1, dtype=dtype), zero=zero)
             assert total.shape == (3, size, size)
             assert total.is_contiguous()
-            assert make is gram.empty or (total == 0).all()
+            assert not zero or (total == 0).all()
             assert total.dtype == dtype
             assert total.data_ptr() % 64 == 0
             kept.append(total)

@@ -101,7 +101,7 @@ def script(store: str, strategy: str, how: str) -> None:
             backward(model, case, step, rank, ranks, mean_over())
         return
     run = Run(case, rank, ranks, average=mean_over()).train(range(STEPS))
-    if any(stack._pending for stack in run.preconditioner.curvature.placed.stacks):
+    if any(stack.pending for stack in run.preconditioner.curvature.placed.stacks):
         print(TRAVELLING, flush=True)
     if how == "raises" or (how == "one raises" and rank == 1):
         raise ValueError("the script's own")
