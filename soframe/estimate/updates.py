@@ -145,7 +145,7 @@ def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Send
     if len(group) == 1:
         return None
     like = stack.like
-    specs: Sequence[TensorSpec] = (TensorSpec(stack.shape_of(active)),)
+    specs: tuple[TensorSpec, ...] = (TensorSpec(stack.shape_of(active)),)
     if like.parcel:
         specs = times(like.parcel.values(), len(active))
     parcel = Parcel(worker, group, specs, dtype=like.dtype, device=like.device)
