@@ -169,7 +169,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         try:
             # An error on one stage of a pipeline is raised on all of them.
             with self.preconditioner.together():
-                for ball in self._constrained():
+                for ball, _ in self._constrained():
                     ball.norms()  # raises if a norm is zero or not finite
         except Exception:
             self.preconditioner.close()
@@ -323,12 +323,16 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 stacklevel=8 if has_scheduler else 7,
             )
 
-    def _constrained(self) -> Iterator[Ball]:
-        """Yield the matrices whose norms are kept, by the group of the first of each block."""
-        kept = _members(group for group in self.param_groups if group["constraint"] is not None)
-        for ball in self._balls if kept else ():
-            if id(next(iter(ball.matrices.values()))) in kept:
-                yield ball
+    def _constrained(self) -> Iterator[tuple[Ball, float]]:
+        """Yield the matrices whose norms are kept, with the rate of the first of each block."""
+        rates: dict[int, float] = {}
+        for group in self.param_groups:
+            if group["constraint"] is not None:
+                rates.update(dict.fromkeys(map(id, group["params"]), float(group["lr"])))
+        for ball in self._balls if rates else ():
+            first = id(next(iter(ball.matrices.values())))
+            if first in rates:
+                yield ball, rates[first]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that are in none; it is divided by method.
@@ -433,14 +437,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         for stack in curvature.averaged_gradients.left_to_optimizer:
             self._adam[stack].move(self._group_of, self._moves, bad)
             moved.update(map(id, stack.parameters))
-        rates: dict[int, Any] = {}
-        for group in self.param_groups:
-            if group["constraint"]:
-                rates.update(dict.fromkeys(map(id, group["params"]), group["lr"]))
-        for ball in self._constrained() if rates else ():
-            ids = [id(p) for p in ball.matrices.values()]
-            ball.move(where, self._radii[ball.key], float(rates[ids[0]]), updates)
-            moved.update(ids)
+        for ball, rate in self._constrained():
+            ball.move(where, self._radii[ball.key], rate, updates)
+            moved.update(map(id, ball.matrices.values()))
         for group, move in zip(self.param_groups, self._moves, strict=True):
             # A parameter that was frozen after its backward pass still has a gradient.
             free = [p for p in group["params"] if p.requires_grad and id(p) not in moved]
@@ -470,11 +469,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         if not same and not self.preconditioner.changed:
             self._hand(settings)
             self._placed, self._read = placement, (members, settings)
-        if any(move.constraint for move in self._moves):
-            # The norms of matrices that become constrained.
-            for ball in self._constrained():
-                if ball.key not in self._radii:
-                    self._radii[ball.key] = ball.norms()
+        for ball, _ in self._constrained():
+            if ball.key not in self._radii:  # it becomes constrained
+                self._radii[ball.key] = ball.norms()
 
     def _settings_of_methods(self) -> list[dict[str, Any]]:
         """Return the settings of methods in each param group."""
