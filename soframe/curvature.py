@@ -239,7 +239,7 @@ class Curvature(OfModel):
         if hand_over(former, self.placed, windows, forgets=forgets):
             # Blocks without statistics take them now, not at the next interval; and in the next
             # window too, since the hooks may have missed the calls of this one.
-            self.parts.refresh.owed = 2
+            self.parts.refresh.owe(2)
         names = {block.name for block in former.blocks}
         for block in self.blocks:
             if block.name not in names and block.record.damping is None:
@@ -717,17 +717,15 @@ class Curvature(OfModel):
                         update.compute(matrix, damping)
                     except Exception as error:  # of any kind: all ranks raise together
                         placed.keep(error, stack)
-                        update.matrix = torch.zeros_like(matrix)
+                        update.leave_zero(matrix)
         return updates
 
     def end_step(self, plan: Plan) -> None:
         """Count the step."""
         self.steps += 1
-        refresh = self.parts.refresh
-        refresh.coming = plan.statistics_every
-        refresh.owed = max(0, refresh.owed - 1)
+        self.parts.refresh.end_step(plan.statistics_every)
         if not self.curved:
-            refresh.owed = 1  # the backward pass ran before the hooks were there
+            self.parts.refresh.owe(1)  # the backward pass ran before the hooks were there
 
     # -- between steps ------------------------------------------------------------------------
 

@@ -425,10 +425,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
     def _move(self, good: Tensor | None) -> None:
         """Move all parameters along their updates, or where ``good`` is false none of them."""
-        engine, curvature = self.preconditioner.engine, self.preconditioner.curvature
+        curvature = self.preconditioner.curvature
         where, moved = curvature.parts.home, set[int]()
-        parameters, values = by_parameter(engine.updates)
-        engine.updates = ()  # not kept beyond the step
+        parameters, values = by_parameter(self.preconditioner.engine.take_updates())
         updates = dict(zip(map(id, parameters), values, strict=True))
         bad: Tensor | None = None
         if good is not None:

@@ -73,6 +73,15 @@ class Refresh:
         """Continue after ``step`` completed steps."""
         self.owed, self.coming = owed, self.statistics_every.at(step)
 
+    def owe(self, steps: int) -> None:
+        """Let all blocks take statistics in the next steps, whatever the interval."""
+        self.owed = steps
+
+    def end_step(self, statistics_every: int) -> None:
+        """Count a step, and set the interval of the next one."""
+        self.coming = statistics_every
+        self.owed = max(0, self.owed - 1)
+
     def warn_of_settings(self, blocks: Sequence[Block], stacklevel: int) -> None:
         """Warn of mismatched intervals before the first step, if they are numbers."""
         if not callable(self.statistics_every.value) and not callable(self.solve_every.value):

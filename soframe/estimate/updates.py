@@ -74,6 +74,10 @@ class Update:
         # State tensors that the method does not return are kept, from the first update on.
         self.states = {**state, **direction.state}
 
+    def leave_zero(self, gradient: Tensor) -> None:
+        """Make the updates zeros, after an error."""
+        self.matrix = torch.zeros_like(gradient)
+
     def _weights(self) -> Tensor:
         """Return the parameters as matrices, for methods that read them."""
         block = self.blocks[0]

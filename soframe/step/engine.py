@@ -122,6 +122,11 @@ class Engine:
         curvature.end_step(step.plan)
         curvature.begin()  # the next window
 
+    def take_updates(self) -> Sequence[Update]:
+        """Return the updates of the last step, and keep them no longer."""
+        updates, self.updates = self.updates, ()
+        return updates
+
     def propose(self, damping: float) -> None:
         """Precondition the present gradients, for a damping that is tried.
 
