@@ -83,6 +83,18 @@ class Batch:
     declared: bool = False  # true if set by `Preconditioner.count`
     closed: bool = False  # whether the next forward pass is of another batch
 
+    def end(self, terms: int | None) -> None:
+        """Set the terms, and close the batch: the next forward pass is of another one."""
+        self.terms, self.closed = terms, True
+
+    def recognise_by(self, call: Any) -> None:
+        """Set the call by whose node ``marker`` a backward pass is found to go through here."""
+        self.call = self.call or weakref.ref(call)
+
+    def see(self, root: Sight) -> None:
+        """Keep what the inputs and outputs of the root module show."""
+        self.root = root
+
     @property
     def is_under_way(self) -> bool:
         """Whether the backward pass under way goes through this forward pass; False if unsure."""

@@ -79,7 +79,7 @@ class Fisher:
                 vectors = _signed(vectors, step)
             capture.probe(heads, vectors, counted.terms)
         elif (batch := capture.calls.batch).terms is None:
-            batch.terms, batch.closed = observed(heads, False, batch, samples).terms, True
+            batch.end(observed(heads, False, batch, samples).terms)
 
     def vectors(
         self, outputs: Tensor | Sequence[Tensor]

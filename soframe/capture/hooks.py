@@ -479,7 +479,7 @@ class Capture:
             return  # no training, or a checkpoint that recomputes
         if output is not None:  # after the call
             batch = self.calls.batch
-            batch.root = look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms)
+            batch.see(look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms))
             return
         self._precede()
         self._begin_call()
@@ -487,7 +487,7 @@ class Capture:
         if not calls.batch.declared:
             calls.batch = Batch()
             calls.waiting.append(calls.batch)
-        calls.batch.root = look(args, kwargs)
+        calls.batch.see(look(args, kwargs))
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -768,7 +768,7 @@ class _Pending:
         # The call's own node has this hook: a reference to it would be a cycle.
         self.marker = self._node_of_this_pass(node, inputs)
         if self.marker is not None:
-            self.batch.call = self.batch.call or weakref.ref(self)
+            self.batch.recognise_by(self)
 
     def _node_of_this_pass(self, node: Any, inputs: Sequence[Tensor]) -> Any:
         """Return the node of an input, of the weight's transposition or of the product, or None."""

@@ -132,6 +132,14 @@ class AveragedGradients:
             return ()
         return tuple(block.name for block in self._remembering if block.has_gradient)
 
+    def leave(self, stacks: Sequence[Stack]) -> None:
+        """Leave the gradients of stacks to the optimizer in this step."""
+        self.left_to_optimizer = stacks
+
+    def set_present(self, flags: Sequence[float]) -> None:
+        """Keep the flags of `present`, summed over ranks."""
+        self.flags = flags
+
     def present(self) -> list[float]:
         """Return the flags that are summed over ranks before `collect`."""
         return []

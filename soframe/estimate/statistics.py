@@ -31,7 +31,7 @@ from soframe.capture.counting import Batch, DataRows, Passes, Samples
 from soframe.capture.hooks import Capture, LayerCall
 from soframe.capture.sampling import Draw, Sampler
 from soframe.estimate.averages import Term, by_group, enter
-from soframe.estimate.window import Tally, Window, mark_of
+from soframe.estimate.window import Tally, Window
 from soframe.kernels.halves import widens
 from soframe.layers.base import LayerHelper
 from soframe.layers.sharing import SharedInputs
@@ -278,10 +278,7 @@ class Accumulator:
 
     def _end_pass(self, reached: Iterable[LayerHelper]) -> None:
         """Record the gradients of the blocks that a backward pass of the loss has reached."""
-        for block in {self._block_of[helper] for helper in reached}:
-            tally = self.window.tallies[block]
-            # None if a framework has put the gradient elsewhere.
-            tally.mark = mark_of(block) if tally.counts.calls else None
+        self.window.end_pass({self._block_of[helper] for helper in reached})
 
     def _sum(
         self,
@@ -408,7 +405,7 @@ class Accumulator:
     def fold(self, weights: Sequence[float], decay: float, step: int) -> None:
         """Reduce the sums with the ``weights`` of all ranks, and average them into the factors."""
         window = self.window
-        window.shared = SharedInputs()  # for its memory
+        window.forget_inputs()
         numbers = iter(weights)
         used: dict[Block, Weights] = {}
         for block, place in self._placed:

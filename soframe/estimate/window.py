@@ -182,6 +182,21 @@ class Window:
         terms = call.batch.terms if call.probe is None else call.probe.samples
         return self.passes.enter(call.number, sizes, terms, call.batch, batches, stage)
 
+    def set_model_counts(self, passes: int, samples: int) -> None:
+        """Set the passes and samples of the whole model, of which this stage may see fewer."""
+        self.of_model = passes, samples
+
+    def end_pass(self, reached: Iterable[Block]) -> None:
+        """Record the gradients of the blocks that a backward pass of the loss has reached."""
+        for block in reached:
+            tally = self.tallies[block]
+            # None if a framework has put the gradient elsewhere.
+            tally.mark = _mark(block) if tally.counts.calls else None
+
+    def forget_inputs(self) -> None:
+        """Free the inputs that several blocks share."""
+        self.shared = SharedInputs()
+
     def _drop_zeroed(self, number: int) -> None:
         """Drop the statistics of gradients that were zeroed before backward pass ``number``."""
         zeroed, changed = [], {}
@@ -284,7 +299,7 @@ class Window:
         return samples_by_number
 
 
-def mark_of(block: Block) -> Mark | None:
+def _mark(block: Block) -> Mark | None:
     """Mark the gradient of a parameter of a block that has one."""
     parameters = list(block.parameters.values())
     for parameter, gradient in zip(parameters, block.home.each(parameters), strict=True):

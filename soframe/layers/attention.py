@@ -251,8 +251,7 @@ class AttentionHelper(LayerHelper):
     def _once(self) -> AttentionHelper:
         """The helper of one projection of the block."""
         helper = object.__new__(type(self))
-        helper.__dict__.update(self.__dict__)
-        helper.groups, helper.shape = 1, self.shape._replace(groups=1)
+        helper.__dict__.update(self.__dict__, groups=1, shape=self.shape._replace(groups=1))
         return helper
 
 

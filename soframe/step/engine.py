@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from soframe.blocks.block import Stack
 from soframe.comm.agreement import (
     fingerprint,
     require_all_ranks,
@@ -167,7 +168,7 @@ class Engine:
         report, error = parts.stages.put_together(report, of_stages, error)
         # The weights below need the samples of the whole model: passes that did not reach a stage
         # count there, too.
-        window.of_model = int(report.passes), int(report.samples)
+        window.set_model_counts(int(report.passes), int(report.samples))
         bad_here = report.bad_gradient > 0
         # Then over the copies of each stage, with the weights, which need the passes of all stages.
         failed = error is not None or report.failed > 0
@@ -185,7 +186,7 @@ class Engine:
             error = parts.stages.spread(error)
         require_no_failure(parts.backend, error, total.failed)
         parts.stages.raise_on_all_stages(self._disagreement(total, common))
-        self._gradients.flags = total.present
+        self._gradients.set_present(total.present)
         parts.solves.land_if_finished(total.waits)
         # A changed model is registered anew, and the ranks agree once more.
         if total.changed or any(total.changed_anywhere):
@@ -196,7 +197,7 @@ class Engine:
             curvature.counts[SKIPPED_STATISTICS] += 1
             if report.curved == 0:
                 # No block has curvature: take statistics in the next window (2: this step counts).
-                parts.refresh.owed = 2
+                parts.refresh.owe(2)
         elif window.due:
             plan = replace(plan, weights=total.weights)
         return self.verdict.with_flags(
@@ -229,12 +230,13 @@ class Engine:
                 observes=refresh.gradients_every.due(step),
             )
             gradients, optimizer = self._gradients, self._moving_optimizer
-            gradients.left_to_optimizer = ()
+            left: Sequence[Stack] = ()
             if optimizer is not None:
                 optimizer.check_settings()
                 # If norms are measured, every stack has an update: its norm is measured, too.
                 if gradients.can_leave and not self.measuring.norms:
-                    gradients.left_to_optimizer = optimizer.moves(curvature.placed.stacks)
+                    left = optimizer.moves(curvature.placed.stacks)
+            gradients.leave(left)
             # The values that decide which collectives are entered. The interval is the next step's:
             # it decides which blocks have weights in the next report.
             common: dict[str, object] = {
@@ -256,7 +258,7 @@ class Engine:
         # NaN is a bad gradient: it stays if an error comes before the gradients are read.
         magnitude, statistics_finite = math.nan, True
         parameters = curvature.watch.parameters()
-        self.verdict.queued = None
+        self.verdict.begin()
         try:
             statistics = window.magnitudes()
             # With statistics, gradients are gathered in phase *average*, when sums are freed.
@@ -264,7 +266,7 @@ class Engine:
             sizes = Magnitude(parameters, gradients, statistics, self._gradients.remembers)
             if self._reads_later(sizes, plan):
                 magnitude = 0.0  # until phase *agree* reads it
-                self.verdict.queued = sizes
+                self.verdict.leave_unread(sizes)
             else:
                 magnitude, statistics_finite = sizes.read()
             present, reached = self._gradients.present(), self._effect.said(window)
@@ -319,7 +321,7 @@ class Engine:
         stages.look_over(curvature.registration)
         # All stages take statistics at the same steps: the most that any of them needs.
         refresh = self._parts.refresh
-        refresh.owed = int(stages.largest(refresh.owed))
+        refresh.owe(int(stages.largest(refresh.owed)))
 
     # -- flags that are read later ------------------------------------------------------------
 

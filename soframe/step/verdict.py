@@ -38,7 +38,6 @@ class Verdict:
         good: Whether the last step counts, a bool scalar on the device; None if the host knows.
         moderate: Whether the last gradients whose flags the host has read were moderate.
         counts: The numbers of updates and of statistics that were skipped, among others.
-        queued: The magnitudes of this step, if they are read behind its work.
     """
 
     def __init__(self, backend: Backend, counts: dict[str, int]) -> None:
@@ -47,12 +46,20 @@ class Verdict:
         self.counts = counts
         self._backend = backend
         self._in_a_row, self._taken = 0, False
-        self.queued: Magnitude | None = None
+        self._queued: Magnitude | None = None  # of the step under way
         self._unread: tuple[Flags, Sequence[Block]] | None = None  # of the last step
 
     # -- the last step ------------------------------------------------------------------------
 
     @property
+    def begin(self) -> None:
+        """Begin a step."""
+        self._queued = None
+
+    def leave_unread(self, sizes: Magnitude) -> None:
+        """Let the magnitudes of this step be read behind its work."""
+        self._queued = sizes
+
     def taken(self) -> bool:
         """Whether the update of the last step counts."""
         self.settle()
@@ -89,8 +96,8 @@ class Verdict:
         Returns:
             The plan; ``finite`` stays None if the flags are read later.
         """
-        if self.queued is not None:
-            self.queued.queue(self._backend)
+        if self._queued is not None:
+            self._queued.queue(self._backend)
             return plan
         self._judge(skipped=bad > 0, moderate=not (bad > 0 or large > 0), local=local)
         # From reduced flags, so that all ranks compute in the same dtype.
@@ -98,9 +105,9 @@ class Verdict:
 
     def read(self, plan: Plan, *, always_large: bool) -> Plan:
         """Return the plan with flags that were left unread; every rank must call."""
-        assert self.queued is not None
+        assert self._queued is not None
         # Not kept, as it refers to the gradients.
-        queued, self.queued = self.queued, None
+        queued, self._queued = self._queued, None
         size, moderate = queued.read_queued()
         flags = [float(not math.isfinite(size)), float(size > 0 or always_large)]
         bad, large = flags if moderate else add_over_ranks(self._backend, flags)
@@ -108,8 +115,8 @@ class Verdict:
 
     def leave(self, blocks: Sequence[Block]) -> None:
         """Leave the flags on the device, which selects the new tensors of the blocks."""
-        assert self.queued is not None
-        flags, self.queued = self.queued.flags, None
+        assert self._queued is not None
+        flags, self._queued = self._queued.flags, None
         self.good = flags.moderate
         self._unread = flags, blocks
 
