@@ -51,15 +51,11 @@ class Verdict:
 
     # -- the last step ------------------------------------------------------------------------
 
-    @property
     def begin(self) -> None:
         """Begin a step."""
         self._queued = None
 
-    def leave_unread(self, sizes: Magnitude) -> None:
-        """Let the magnitudes of this step be read behind its work."""
-        self._queued = sizes
-
+    @property
     def taken(self) -> bool:
         """Whether the update of the last step counts."""
         self.settle()
@@ -83,6 +79,10 @@ class Verdict:
         self.good = self._unread = None
 
     # -- flags of gradients -------------------------------------------------------------------
+
+    def leave_unread(self, sizes: Magnitude) -> None:
+        """Let the magnitudes of this step be read behind its work."""
+        self._queued = sizes
 
     def with_flags(self, plan: Plan, *, bad: float, large: float, local: bool) -> Plan:
         """Return the plan with the flags of the gradients of all ranks.
