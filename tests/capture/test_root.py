@@ -675,12 +675,19 @@ def test_methods_of_samples_refuse_nested_tensors_by_the_layers_name() -> None:
 
 def on_ranks(rank: int, ranks: int, kind: str) -> list[Tensor]:
     """Factors of a step in two micro-batches on each rank's part of the batch."""
-    model: nn.Module = fill(Language()) if kind == "language" else perceptron()
+    models = {"language": Language, "scores first": Recogniser, "list": Images}
+    model: nn.Module = fill(models[kind]()) if kind in models else perceptron()
     with closing(preconditioner(model)) as own:
         for number in range(2):
             if kind == "language":
                 part = tokens(number, size=8).chunk(ranks)[rank]
                 loss = language_loss(model, part)
+            elif kind == "scores first":
+                part = randn(8, 1, 3, POSITIONS, seed=number).chunk(ranks)[rank]
+                loss = ctc(model(part))
+            elif kind == "list":
+                part = randn(8, 3, 3, 3, seed=number).chunk(ranks)[rank]
+                loss = model(list(part)).square().sum(1).mean()
             else:
                 part = randn(8, 3, seed=number).chunk(ranks)[rank]
                 loss = torch.cat([model(x) for x in part.chunk(2)]).square().sum(1).mean()
@@ -694,7 +701,7 @@ def on_ranks(rank: int, ranks: int, kind: str) -> list[Tensor]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["language", "chunks"])
+@pytest.mark.parametrize("kind", ["language", "scores first", "list", "chunks"])
 def test_two_ranks_are_one_process(kind: str) -> None:
     alone = on_ranks(0, 1, kind)
     for found in run_ranks(on_ranks, 2, kind):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -235,8 +236,8 @@ def test_statistics_of_a_gradient_that_the_step_does_not_find() -> None:
 # -- generative adversarial networks -----------------------------------------------------------
 
 
-def adversaries(order: str, *, detached: bool) -> list[Tensor]:
-    """Train a generator and a discriminator; return their weights.
+def adversaries(rank: int, ranks: int, order: str, *, detached: bool) -> list[Tensor]:
+    """Train a generator and a discriminator on ranks' parts of the data; return their weights.
 
     With ``detached`` the generator's loss reaches the discriminator through copies of its weights:
     no statistics of it could be dropped, since none are taken.
@@ -260,11 +261,13 @@ def adversaries(order: str, *, detached: bool) -> list[Tensor]:
         return F.binary_cross_entropy_with_logits(both, targets.double())
 
     for step in range(STEPS):
-        noise, real = randn(6, 4, seed=step), randn(6, 4, seed=50 + step)
+        noise = randn(6, 4, seed=step)[rank::ranks]
+        real = randn(6, 4, seed=50 + step)[rank::ranks]
         for name in order.split():
             optimizers[name].zero_grad()
             loss = of_generator(noise) if name == "generator" else of_discriminator(noise, real)
             loss.backward()
+            average(parts[name], ranks)
             own[name].step()
             optimizers[name].step()
     for one in own.values():
@@ -272,12 +275,22 @@ def adversaries(order: str, *, detached: bool) -> list[Tensor]:
     return [nn.utils.parameters_to_vector(p.parameters()).detach() for p in parts.values()]
 
 
-@pytest.mark.parametrize("order", ["generator discriminator", "discriminator generator"])
+def average(model: nn.Module, ranks: int) -> None:
+    """Average the gradients over the ranks."""
+    for parameter in model.parameters() if ranks > 1 else ():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= ranks
+
+
+ORDERS = ["generator discriminator", "discriminator generator"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_discriminator_keeps_nothing_of_the_generators_pass(order: str) -> None:
-    for found, plain in zip(
-        adversaries(order, detached=False), adversaries(order, detached=True), strict=True
-    ):
-        compare(found, plain, order, rtol=1e-12)
+    found, plain = (adversaries(0, 1, order, detached=detached) for detached in (False, True))
+    for weights, expected in zip(found, plain, strict=True):
+        compare(weights, expected, order, rtol=1e-12)
 
 
 # -- the other Fishers -------------------------------------------------------------------------
@@ -337,6 +350,19 @@ def on_ranks(rank: int, ranks: int, dropped: bool, zero: str) -> Tensor:
             own.step()
             optimizer.step()
     return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def adversaries_on_ranks(rank: int, ranks: int) -> list[list[Tensor]]:
+    return [adversaries(rank, ranks, order, detached=False) for order in ORDERS]
+
+
+@pytest.mark.distributed
+def test_adversaries_on_two_ranks_are_those_of_one_process() -> None:
+    plain = [adversaries(0, 1, order, detached=True) for order in ORDERS]
+    for found in run_ranks(adversaries_on_ranks, 2):
+        for order, parts, expected in zip(ORDERS, found, plain, strict=True):
+            for weights, alone in zip(parts, expected, strict=True):
+                compare(weights, alone, order, rtol=1e-9)
 
 
 @pytest.mark.distributed
