@@ -386,17 +386,20 @@ class SolveRound:
 
     def share(self) -> None:
         """Compute and send the results, and start to sum the outcomes; every rank must call."""
-        run_of = {}
-        for run in self._runs:
-            for job in run.jobs:
-                run_of[id(job.parcel)] = run
         # Each bucket is sent before the next one is solved, so that sending overlaps with solving.
-        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
-            self._fill_parcels(dict.fromkeys(run_of[id(parcel)] for parcel in bucket))
-            with self._backend.phases("share"):
-                self._pending.append(send(self._backend, bucket, "share"))
-        # The runs in no bucket, whose results stay on this rank, by one call.
-        self._fill_parcels(self._runs)
+        for runs, bucket in self._by_bucket():
+            with self._backend.phases("solve"):
+                unsolved = [run for run in runs if not run.has_results]
+                now = [run for run in unsolved if run.work is None]
+                if now:
+                    for run, tensors in zip(now, _solve(now), strict=True):
+                        run.fill_parcels(tensors)
+                for run in unsolved:
+                    if run.work is not None:
+                        run.fill_parcels(run.work.result())
+            if bucket:
+                with self._backend.phases("share"):
+                    self._pending.append(send(self._backend, bucket, "share"))
         outcomes, retried = list[int](), list[int]()
         for job in self._jobs:
             outcomes += job.outcomes
@@ -404,17 +407,18 @@ class SolveRound:
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
         self._outcomes = start_sum(self._backend, outcomes + retried, torch.float32)
 
-    def _fill_parcels(self, runs: Iterable[Run]) -> None:
-        """Put this rank's results of runs into parcels, from the background or solved now."""
-        with self._backend.phases("solve"):
-            unsolved = [run for run in runs if not run.has_results]
-            now = [run for run in unsolved if run.work is None]
-            if now:
-                for run, tensors in zip(now, _solve(now), strict=True):
-                    run.fill_parcels(tensors)
-            for run in unsolved:
-                if run.work is not None:
-                    run.fill_parcels(run.work.result())
+    def _by_bucket(self) -> Iterator[tuple[Sequence[Run], Sequence[Parcel]]]:
+        """Yield the runs of each bucket of results that travel, with the bucket; then all runs.
+
+        By then only runs whose results stay on this rank are not solved: nothing is sent.
+        """
+        run_of: dict[int, Run] = {}
+        for run in self._runs:
+            for job in run.jobs:
+                run_of[id(job.parcel)] = run
+        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
+            yield list(dict.fromkeys(run_of[id(parcel)] for parcel in bucket)), bucket
+        yield self._runs, ()
 
     def conclude(self, counters: dict[str, int]) -> list[Block]:
         """Wait for the results, install them, and return the blocks whose factors were all solved.
