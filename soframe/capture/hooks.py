@@ -764,24 +764,20 @@ class _Pending:
             capture._on_gradient(self, kept, gradient)
 
     def find_marker(self, node: Any, inputs: Sequence[Tensor]) -> None:
-        """Find a node that no other forward pass has, to recognise this one's batch by."""
-        # The call's own node has this hook: a reference to it would be a cycle.
-        self.marker = self._node_of_this_pass(node, inputs)
-        if self.marker is not None:
-            self.batch.recognise_by(self)
+        """Find a node that no other forward pass has, to recognise this one's batch by.
 
-    def _node_of_this_pass(self, node: Any, inputs: Sequence[Tensor]) -> Any:
-        """Return the node of an input, of the weight's transposition or of the product, or None."""
-        for tensor in inputs:
-            # The root's inputs may be parts of other forward passes.
-            if tensor.grad_fn is not None and not self.batch.root.has(tensor):
-                return tensor.grad_fn
+        It is that of an input, of the weight's transposition or of the product. The root's inputs,
+        and other nodes such as casts by autocast, may be parts of several forward passes.
+        """
+        # The call's own node has this hook: a reference to it would be a cycle.
+        candidates = [tensor.grad_fn for tensor in inputs if not self.batch.root.has(tensor)]
         names = {_TRANSPOSITION, _PRODUCT.get(node.name())}
         for following, _ in node.next_functions:
-            # Other nodes, such as casts by autocast, may be parts of several passes, too.
             if following is not None and following.name() in names:
-                return following
-        return None
+                candidates.append(following)
+        self.marker = next(filter(None, candidates), None)
+        if self.marker is not None:
+            self.batch.recognise_by(self)
 
     def earlier_pass(self, calls: Calls, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""

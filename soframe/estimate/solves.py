@@ -386,8 +386,18 @@ class SolveRound:
 
     def share(self) -> None:
         """Compute and send the results, and start to sum the outcomes; every rank must call."""
+        run_of: dict[int, Run] = {}
+        for run in self._runs:
+            for job in run.jobs:
+                run_of[id(job.parcel)] = run
         # Each bucket is sent before the next one is solved, so that sending overlaps with solving.
-        for runs, bucket in self._by_bucket():
+        parts: list[tuple[Sequence[Run], Sequence[Parcel]]] = []
+        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
+            senders = dict.fromkeys(run_of[id(parcel)] for parcel in bucket)
+            parts.append((list(senders), bucket))
+        # The results of runs in no bucket stay on this rank: these are solved last, by one call.
+        parts.append((self._runs, ()))
+        for runs, bucket in parts:
             with self._backend.phases("solve"):
                 unsolved = [run for run in runs if not run.has_results]
                 now = [run for run in unsolved if run.work is None]
@@ -406,19 +416,6 @@ class SolveRound:
             retried += job.retried
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
         self._outcomes = start_sum(self._backend, outcomes + retried, torch.float32)
-
-    def _by_bucket(self) -> Iterator[tuple[Sequence[Run], Sequence[Parcel]]]:
-        """Yield the runs of each bucket of results that travel, with the bucket; then all runs.
-
-        By then only runs whose results stay on this rank are not solved: nothing is sent.
-        """
-        run_of: dict[int, Run] = {}
-        for run in self._runs:
-            for job in run.jobs:
-                run_of[id(job.parcel)] = run
-        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
-            yield list(dict.fromkeys(run_of[id(parcel)] for parcel in bucket)), bucket
-        yield self._runs, ()
 
     def conclude(self, counters: dict[str, int]) -> list[Block]:
         """Wait for the results, install them, and return the blocks whose factors were all solved.
