@@ -95,7 +95,7 @@ class LoRAPro(WithoutFactors):
 
 
 def solved(left: Tensor, right: Tensor, target: Tensor) -> Tensor:
-    (values, vectors), (others, columns) = torch.linalg.eigh(left), torch.linalg.eigh(right)
-    turned = vectors.mT @ target @ columns / (values.unsqueeze(2) + others.unsqueeze(1))
+    (values, vectors), (scales, columns) = torch.linalg.eigh(left), torch.linalg.eigh(right)
+    turned = vectors.mT @ target @ columns / (values.unsqueeze(2) + scales.unsqueeze(1))
     solution: Tensor = vectors @ turned @ columns.mT
     return solution

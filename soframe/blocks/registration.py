@@ -112,7 +112,7 @@ class Choices:
     cut: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()  # parameters by identity whose block outlasts a freeze
     staged: bool = False  # whether it is a part of a pipeline: patterns may match other stages
-    head_in: nn.Module | None = None  # of a staged model: what contains the head of the whole one
+    head_in: nn.Module | None = None  # of a staged model: the module with the head of the whole one
 
 
 _POSSIBLE_HEAD = (
@@ -260,6 +260,8 @@ class Registration:
         heads = heads_of(model, self._choices.head_in if self._choices.staged else model)
         self._heads = {id(weight) for weight in heads.weights}
         self._heads_are_guessed = heads.guessed
+        # Where neither the model nor the choices show the head, any layer may be it.
+        self._is_head_shown = bool(self._heads or self._choices.skip or self._choices.staged)
         self._embeddings: set[int] = set()  # parameters of embeddings, by identity
         self._used: set[str] = set()  # patterns of `skip`, `layers` and `cut` that match a module
         self._names: dict[int, list[str]] = {}  # of each module, by identity
@@ -284,7 +286,7 @@ class Registration:
         # By a method's identity and the positions of a kernel, see `Method.of_kernel`.
         self._of_kernels: dict[tuple[int, int], Method] = {}
         self._reasons: dict[int, str] = {}  # why a parameter has no block, by identity
-        self._notes: dict[str, str] = {}  # what the report adds to a block, by its name
+        self._notes: dict[str, str] = {}  # additions of the report to a block, by its name
         self._possible_head = ""  # the last block that its method would not take if it were a head
         self._overridden: dict[tuple[type, type], str | None] = {}
         # Patterns of `layers` whose helper has made a block; and why one has not, at first.
@@ -631,15 +633,18 @@ class Registration:
             if method is None or self._captures[id(method)] or self._skipping(module) is not None:
                 continue
             for layout in method.layouts(module):
-                is_free = all(map(self._is_free, layout.parameters.values()))
-                if is_free and self._unsuited(name, method, layout) is None:
+                parameters = layout.parameters.values()
+                is_trained = all(parameter.requires_grad for parameter in parameters)
+                is_shared = any(len(self._sharers[id(parameter)]) > 1 for parameter in parameters)
+                if (
+                    not is_trained
+                    or is_shared
+                    or not self._in_block.isdisjoint(map(id, parameters))
+                ):
+                    continue
+                if self._unsuited(name, method, layout) is None:
                     self._methods.choose(name)
                     self._build(name, method, (), layout)
-
-    def _is_free(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is trained, and by one module and no block yet."""
-        alone = len(self._sharers[id(parameter)]) == 1
-        return parameter.requires_grad and alone and id(parameter) not in self._in_block
 
     def _register_parameters(self) -> None:
         """Add blocks of single parameters, for methods that read gradients alone."""
@@ -716,9 +721,7 @@ class Registration:
             if is_guess and method.unsuited(replace(candidate, last=False)) is None:
                 return _GUESSED_HEAD.format(f"^{re.escape(layer)}$", _name(method))
             return reason
-        # Where neither the model nor the choices show the head, any layer may be it.
-        is_head_shown = bool(self._heads or self._choices.skip or self._choices.staged)
-        if not is_head_shown and method.unsuited(replace(candidate, last=True)) is not None:
+        if not self._is_head_shown and method.unsuited(replace(candidate, last=True)) is not None:
             self._possible_head = name
         return None
 

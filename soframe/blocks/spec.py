@@ -162,7 +162,7 @@ class BlockSpec:
 
     @cached_property
     def parcel(self) -> Mapping[str, TensorSpec]:
-        """What is sent in place of an update, by name; empty for the update itself."""
+        """The tensors that are sent in place of an update; empty for the update itself."""
         return {} if self.shards else self.method.parcel(self.shape)
 
     @cached_property

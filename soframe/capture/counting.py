@@ -92,7 +92,7 @@ class Batch:
         self.call = self.call or weakref.ref(call)
 
     def see(self, root: Sight) -> None:
-        """Keep what the inputs and outputs of the root module show."""
+        """Keep the batch that the inputs and outputs of the root module show."""
         self.root = root
 
     @property
@@ -412,18 +412,9 @@ class Passes:
                 f"samples), whose loss is taken for a mean over {samples} terms"
             )
         for batch in backward.batches:
-            root = batch.root
-            is_answered = root.asks_of_tokens and self.samples is not None
-            if not root.question or is_answered or self.samples == "positions":
-                continue
-            number = f"{samples} {'tokens' if root.by_token else 'samples'}"
-            if root.asks_of_tokens:
-                return (
-                    f"the model shows {root.question}, and its loss, perhaps a mean over "
-                    f"tokens, is taken for a mean over {number} "
-                    f"(Statistics(samples='positions') takes tokens, samples='batch' keeps it)"
-                )
-            return f"the model shows {root.question}, and N is taken for {number}"
+            question = self._question_of(batch.root, samples)
+            if question is not None:
+                return question
         batch_size = max((size for size in sizes if size is not None), default=0)
         partial = [number for number in backward.reached if number < batch_size]
         if samples == 1 and max(partial, default=0) > 1:
@@ -433,6 +424,20 @@ class Passes:
                 f"but another layer had {max(partial)}"
             )
         return None
+
+    def _question_of(self, root: Sight, samples: int) -> str | None:
+        """Return the question that inputs and outputs leave open, with the number that is taken."""
+        is_answered = root.asks_of_tokens and self.samples is not None
+        if not root.question or is_answered or self.samples == "positions":
+            return None
+        number = f"{samples} {'tokens' if root.by_token else 'samples'}"
+        if root.asks_of_tokens:
+            return (
+                f"the model shows {root.question}, and its loss, perhaps a mean over "
+                f"tokens, is taken for a mean over {number} "
+                f"(Statistics(samples='positions') takes tokens, samples='batch' keeps it)"
+            )
+        return f"the model shows {root.question}, and N is taken for {number}"
 
 
 def _added_up(batches: Iterable[Batch], setting: Samples, otherwise: int) -> int:

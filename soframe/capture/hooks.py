@@ -766,7 +766,7 @@ class _Pending:
     def find_marker(self, node: Any, inputs: Sequence[Tensor]) -> None:
         """Find a node that no other forward pass has, to recognise this one's batch by.
 
-        It is that of an input, of the weight's transposition or of the product. The root's inputs,
+        The node is an input's, or of the weight's transposition or the product. The root's inputs,
         and other nodes such as casts by autocast, may be parts of several forward passes.
         """
         # The call's own node has this hook: a reference to it would be a cycle.

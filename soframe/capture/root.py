@@ -51,7 +51,7 @@ def entries(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Layers:
-    """What a model's layers say of its batch.
+    """The layers of a model that show its batch.
 
     Attributes:
         rows: The numbers of rows of its embeddings.
@@ -207,7 +207,7 @@ def look_at_outputs(
     """Return the batch that inputs and outputs show; ``terms`` are the declared ones."""
     inputs = list(tensors_in((args, kwargs)))
     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    integers = [t for t in inputs if t.dim() == 2 and t.dtype in INTEGERS and entries(t) > len(t)]
+    integers = _integers(inputs)
     if not outputs:
         return _without_outputs(sight, integers)
     regions = (Region.of(tensor) for tensor in outputs)
@@ -229,6 +229,12 @@ def look_at_outputs(
         question = f"{_shown(inputs, outputs)} have no batch in common"
         seen = replace(seen, size=None, question=question)
     return _with_tokens(seen, integers, inputs, outputs, layers.rows)
+
+
+def _integers(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the inputs ``[N, T]`` of integers, with more than one in a row."""
+    tables = [tensor for tensor in inputs if tensor.dim() == 2 and tensor.dtype in INTEGERS]
+    return [tensor for tensor in tables if entries(tensor) > len(tensor)]
 
 
 def _without_outputs(sight: Sight, integers: Sequence[Tensor]) -> Sight:

@@ -167,8 +167,14 @@ def average(summed: Iterable[tuple[Term, Tensor | None]]) -> None:
     Statistics are ``[groups, n, n]``, packed, or None for zeros.
     """
     lerps: list[_Lerp] = []
-    for term, new in summed:
-        lerp = _averaged(term, term.zeros() if new is None else new)
+    for term, statistics in summed:
+        new = term.zeros() if statistics is None else statistics
+        kind = term.factor.kind
+        if isinstance(kind, FactorKind):
+            running = _by_kind(term, kind, new)
+            term.stack.set_factor(term.factor.name, term.members, running, term.turn)
+            continue
+        lerp = _averaged(term, new)
         if lerp is not None:
             lerps.append(lerp)
     if lerps:
@@ -178,9 +184,6 @@ def average(summed: Iterable[tuple[Term, Tensor | None]]) -> None:
 def _averaged(term: Term, new: Tensor) -> _Lerp | None:
     """Average into a factor here; with one rate for all its blocks return it for a fused call."""
     stack, factor, name = term.stack, term.factor, term.factor.name
-    if isinstance(factor.kind, FactorKind):
-        stack.set_factor(name, term.members, _by_kind(term, factor.kind, new), term.turn)
-        return None
     has_all_blocks = len(term.members) == len(stack.blocks)
     is_packed = stack.place.packed and factor.kind == "psd"
     # Statistics of calls have a valid lower triangle only; averaged gradients have both.

@@ -386,18 +386,7 @@ class SolveRound:
 
     def share(self) -> None:
         """Compute and send the results, and start to sum the outcomes; every rank must call."""
-        run_of: dict[int, Run] = {}
-        for run in self._runs:
-            for job in run.jobs:
-                run_of[id(job.parcel)] = run
-        # Each bucket is sent before the next one is solved, so that sending overlaps with solving.
-        parts: list[tuple[Sequence[Run], Sequence[Parcel]]] = []
-        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
-            senders = dict.fromkeys(run_of[id(parcel)] for parcel in bucket)
-            parts.append((list(senders), bucket))
-        # The results of runs in no bucket stay on this rank: these are solved last, by one call.
-        parts.append((self._runs, ()))
-        for runs, bucket in parts:
+        for runs, bucket in self._parts():
             with self._backend.phases("solve"):
                 unsolved = [run for run in runs if not run.has_results]
                 now = [run for run in unsolved if run.work is None]
@@ -416,6 +405,23 @@ class SolveRound:
             retried += job.retried
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
         self._outcomes = start_sum(self._backend, outcomes + retried, torch.float32)
+
+    def _parts(self) -> list[tuple[Sequence[Run], Sequence[Parcel]]]:
+        """Return runs with the bucket in which they travel, in the order of solves.
+
+        Each bucket is sent before the next one is solved, so that sending overlaps with solving.
+        """
+        run_of: dict[int, Run] = {}
+        for run in self._runs:
+            for job in run.jobs:
+                run_of[id(job.parcel)] = run
+        parts: list[tuple[Sequence[Run], Sequence[Parcel]]] = []
+        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
+            senders = dict.fromkeys(run_of[id(parcel)] for parcel in bucket)
+            parts.append((list(senders), bucket))
+        # The results of runs in no bucket stay on this rank: these are solved last, by one call.
+        parts.append((self._runs, ()))
+        return parts
 
     def conclude(self, counters: dict[str, int]) -> list[Block]:
         """Wait for the results, install them, and return the blocks whose factors were all solved.

@@ -36,7 +36,7 @@ class Update:
         matrix: Their updates, of the same shape: on gradient workers, and on receivers after
             `exchange`; of sharded parameters on gradient workers alone.
         states: The new state of the method, on gradient workers.
-        parcel: What is sent in place of their updates, on gradient workers; see `Method.parcel`.
+        parcel: The tensors that are sent in their place, on gradient workers; see `Method.parcel`.
         parts: This rank's parts of sharded parameters, by block and name.
     """
 
@@ -196,7 +196,7 @@ def _part_of_all(
 
 
 def _open(update: Update, sending: _Sending) -> None:
-    """Make the updates of what was sent in their place."""
+    """Make the updates out of the tensors that were sent."""
     assert sending.parcel.tensors is not None
     block, parcel = update.blocks[0], dict[str, Tensor]()
     for name, tensor in zip(block.parcel, sending.parcel.tensors, strict=True):

@@ -183,7 +183,7 @@ class Window:
         return self.passes.enter(call.number, sizes, terms, call.batch, batches, stage)
 
     def set_model_counts(self, passes: int, samples: int) -> None:
-        """Set the passes and samples of the whole model, of which this stage may see fewer."""
+        """Set the passes and samples of the whole model; this stage may see fewer."""
         self.of_model = passes, samples
 
     def end_pass(self, reached: Iterable[Block]) -> None:

@@ -51,7 +51,7 @@ class BlockWork:
             free.
         unsolved: The names of the factors that all gradient workers use without a solve.
         state: The method's state on gradient workers; for plans, as ``second_order``.
-        parcel: What is sent in place of its update; for plans, as ``second_order``.
+        parcel: The tensors that are sent in place of its update; for plans, as ``second_order``.
         effort: The FLOPs of an update, up to a constant, of methods that compute it from the
             gradient alone; 0 for others.
         after: Whether the block's update precedes its statistics of the averaged gradient and its
