@@ -44,8 +44,7 @@ class Roots(FactorKind):
         eye = torch.eye(running.shape[-1]).to(running)
         move = (running.mT @ (statistics + self.damping * eye) @ running - eye) / 2
         norm = torch.linalg.vector_norm(move, dim=(1, 2, 3), keepdim=True)
-        moved: Tensor = running - rate / norm.clamp(min=1) * (running @ move)
-        return moved
+        return torch.sub(running, rate / norm.clamp(min=1) * (running @ move))
 
 
 @soframe.register("method", "ikfac")

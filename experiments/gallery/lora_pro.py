@@ -81,21 +81,20 @@ class LoRAPro(WithoutFactors):
         return None if len(candidate.parameters) == 2 else "it is no pair of an adapter"
 
     def direct(self, step: Given) -> Direction:
-        left, right = step.weights().unflatten(0, (-1, 2)).unbind(1)  # B, A^T: [blocks, n, r]
-        left_gradient, right_gradient = step.incoming.unflatten(0, (-1, 2)).unbind(1)
-        ridge = self.eps * torch.eye(left.shape[2]).to(left)
-        lefts, rights = left.mT @ left, right.mT @ right  # B^T B and A A^T
-        inverse = torch.linalg.inv(lefts + ridge) / self.scale**2
-        moved = right_gradient @ inverse  # [blocks, in, r]
-        free = solved(lefts + ridge, rights + ridge, -moved.mT @ right)
-        outside = left_gradient - self.scale**2 * left @ (inverse @ (left.mT @ left_gradient))
-        outside = outside @ torch.linalg.inv(rights + ridge) / self.scale**2
-        updates = [outside - left @ free, moved + right @ free.mT]
+        up, down = step.weights().unflatten(0, (-1, 2)).unbind(1)  # B, A^T: [blocks, n, r]
+        up_gradient, down_gradient = step.incoming.unflatten(0, (-1, 2)).unbind(1)
+        ridge = self.eps * torch.eye(up.shape[2]).to(up)
+        ups, downs = up.mT @ up, down.mT @ down  # B^T B and A A^T
+        inverse = torch.linalg.inv(ups + ridge) / self.scale**2
+        moved = down_gradient @ inverse  # [blocks, in, r]
+        free = solved(ups + ridge, downs + ridge, -moved.mT @ down)
+        outside = up_gradient - self.scale**2 * up @ (inverse @ (up.mT @ up_gradient))
+        outside = outside @ torch.linalg.inv(downs + ridge) / self.scale**2
+        updates = [outside - up @ free, moved + down @ free.mT]
         return Direction(torch.stack(updates, 1).flatten(0, 1))
 
 
-def solved(left: Tensor, right: Tensor, target: Tensor) -> Tensor:
-    (values, vectors), (scales, columns) = torch.linalg.eigh(left), torch.linalg.eigh(right)
-    turned = vectors.mT @ target @ columns / (values.unsqueeze(2) + scales.unsqueeze(1))
-    solution: Tensor = vectors @ turned @ columns.mT
-    return solution
+def solved(first: Tensor, second: Tensor, target: Tensor) -> Tensor:
+    (values, vectors), (shifts, columns) = torch.linalg.eigh(first), torch.linalg.eigh(second)
+    turned = vectors.mT @ target @ columns / (values.unsqueeze(2) + shifts.unsqueeze(1))
+    return torch.matmul(vectors @ turned, columns.mT)

@@ -75,8 +75,8 @@ class RankOne(Eva):
     def direct(self, step: Given) -> Direction:
         if not {"a", "g"} <= step.data.keys():
             return Direction(step.incoming.clone())
-        left, right = step.data["g"][VALUE], step.data["a"][VALUE]
-        return Direction(at_length(left @ step.incoming @ right, step.incoming))
+        outputs, inputs = step.data["g"][VALUE], step.data["a"][VALUE]
+        return Direction(at_length(outputs @ step.incoming @ inputs, step.incoming))
 
 
 @soframe.register("method", "mkor")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
@@ -633,14 +633,9 @@ class Registration:
             if method is None or self._captures[id(method)] or self._skipping(module) is not None:
                 continue
             for layout in method.layouts(module):
-                parameters = layout.parameters.values()
-                is_trained = all(parameter.requires_grad for parameter in parameters)
-                is_shared = any(len(self._sharers[id(parameter)]) > 1 for parameter in parameters)
-                if (
-                    not is_trained
-                    or is_shared
-                    or not self._in_block.isdisjoint(map(id, parameters))
-                ):
+                parameters = list(layout.parameters.values())
+                is_taken = not self._in_block.isdisjoint(map(id, parameters))
+                if is_taken or not _are_trained_alone(parameters, self._sharers):
                     continue
                 if self._unsuited(name, method, layout) is None:
                     self._methods.choose(name)
@@ -922,6 +917,13 @@ def _auxiliary(choice: Choice) -> Method | None:
             f"by patterns of method=, and pass auxiliary='adamw', for example"
         )
     return method
+
+
+def _are_trained_alone(
+    parameters: Iterable[nn.Parameter], sharers: Mapping[int, Sequence[object]]
+) -> bool:
+    """Return whether all parameters are trained, and none is shared by several modules."""
+    return all(p.requires_grad and len(sharers[id(p)]) == 1 for p in parameters)
 
 
 def _transposing(module: nn.Module) -> type[LayerHelper] | None:

@@ -469,12 +469,18 @@ def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:
         stack.blocks[member].record.masses[factor.name] = tuple(repeat(1.0, masses))
     if not new or not stack.place.holds(rank, index):
         return
-    like, scale = stack.like, factor.start or 1.0
-    start = torch.full(factor.running_shape, scale, dtype=like.dtype, device=like.device)
-    if factor.kind == "psd":
-        start *= torch.eye(factor.size, dtype=like.dtype, device=like.device)
-    elif isinstance(factor.kind, FactorKind):
-        begun = factor.kind.start(factor)
-        start = start if begun is None else begun.to(start)
+    start = _initial(factor, stack.like)
     start = start.repeat(len(new), *repeat(1, start.dim() - 1))
     stack.set_factor(factor.name, new, store(start, factor, packed=stack.place.packed))
+
+
+def _initial(factor: FactorSpec, like: Block) -> Tensor:
+    """Return the running factor of a block before its statistics."""
+    scale = 1.0 if factor.start is None else factor.start
+    ones = torch.full(factor.running_shape, scale, dtype=like.dtype, device=like.device)
+    if factor.kind == "psd":
+        return ones * torch.eye(factor.size, dtype=like.dtype, device=like.device)
+    if isinstance(factor.kind, FactorKind):
+        start = factor.kind.start(factor)
+        return ones if start is None else start.to(ones)
+    return ones

@@ -153,11 +153,8 @@ def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Send
     if like.parcel:
         specs = times(like.parcel.values(), len(active))
     parcel = Parcel(worker, group, specs, dtype=like.dtype, device=like.device)
-    if worker == backend.rank and like.parcel:
-        named = zip(like.parcel, specs, strict=True)
-        parcel.tensors = [_part_of_all(stack, active, updates, *pair) for pair in named]
-    elif worker == backend.rank:
-        parcel.tensors = [_all_of(stack, active, updates)]
+    if worker == backend.rank:
+        parcel.tensors = _sent(stack, active, updates, specs)
     return _Sending(stack, active, parcel)
 
 
@@ -174,6 +171,19 @@ def _all_of(stack: Stack, active: tuple[int, ...], updates: Sequence[Update]) ->
     for member, zero in zip(active, stack.split(zeros, active), strict=True):
         parts.append(matrices.get(stack.blocks[member], zero))
     return stack.join(parts)
+
+
+def _sent(
+    stack: Stack,
+    active: tuple[int, ...],
+    updates: Sequence[Update],
+    specs: Sequence[TensorSpec],
+) -> list[Tensor]:
+    """Return what is sent for all active blocks of a stack."""
+    if not stack.like.parcel:
+        return [_all_of(stack, active, updates)]
+    named = zip(stack.like.parcel, specs, strict=True)
+    return [_part_of_all(stack, active, updates, *pair) for pair in named]
 
 
 def _part_of_all(
