@@ -50,8 +50,9 @@ def build_optimizer(
                 raise ValueError(
                     "oracle has the matrix of one process's batch: leave out processes"
                 )
-            damped = {"damping": 0.01, **options}
-            return Oracle(model, momentum=config.momentum, **common, **damped)
+            # Conjugate gradients that end early, as in Martens (2010), for steps below a second.
+            early = {"damping": 0.01, "tolerance": 0.01, "iterations": 20}
+            return Oracle(model, momentum=config.momentum, **common, **{**early, **options})
         case "adamw":
             return torch.optim.AdamW(model.parameters(), betas=config.betas, fused=True, **common)
         case "trust-region":

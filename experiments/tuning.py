@@ -67,10 +67,10 @@ SPACES: Mapping[str, Space] = {
         "preconditioner.statistics_every": [5, 10],
         "preconditioner.solve_every": [10, 20],
     },
-    "ekfac": {
+    "ekfac": {  # which adds the damping itself, where K-FAC adds its root to both factors
         "lr": (5e-2, 1.0),
         "momentum": [0.8, 0.9],
-        "preconditioner.damping": (1e-4, 1e-2),
+        "preconditioner.damping": (1e-2, 1.0),
         "preconditioner.kl_clip": (1e-3, 1.0),
         "preconditioner.decay": [0.8, 0.9],
         "preconditioner.statistics_every": [5, 10],
