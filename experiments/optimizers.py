@@ -43,16 +43,8 @@ def build_optimizer(
             return torch.optim.SGD(
                 model.parameters(), momentum=config.momentum, nesterov=nesterov, **common
             )
-        case "kfac-pytorch":
-            return PreconditionedSGD(model, config.momentum, common, options)
         case "oracle":
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                raise ValueError(
-                    "oracle has the matrix of one process's batch: leave out processes"
-                )
-            # Conjugate gradients that end early, as in Martens (2010), for steps below a second.
-            early = {"damping": 0.01, "tolerance": 0.01, "iterations": 20}
-            return Oracle(model, momentum=config.momentum, **common, **{**early, **options})
+            return _oracle(model, momentum=config.momentum, **common, **options)
         case "adamw":
             return torch.optim.AdamW(model.parameters(), betas=config.betas, fused=True, **common)
         case "trust-region":
@@ -65,9 +57,8 @@ def build_optimizer(
         case "stochastic-trust-region":
             return soframe.StochasticTrustRegion(model, **common, **options)
         case "muon":
-            make = _published_muon if options.pop("published", False) else muon_with_adamw
-            return make(model, momentum=config.momentum, **common, **options)
-        case "soap" | "shampoo" | "prodigy" | "dadapt-adam" | "schedule-free":
+            return _muon(model, momentum=config.momentum, **common, **options)
+        case "soap" | "shampoo" | "prodigy" | "dadapt-adam" | "schedule-free" | "kfac-pytorch":
             return _peer(model, config, common, options)
     name = method_of(config.optimizer)
     assert name is not None
@@ -79,6 +70,13 @@ def build_optimizer(
         # All optimizers of a comparison let the same weights decay.
         **grouped({"decay_vectors": True, **common, **options}),
     )
+
+
+def _oracle(model: nn.Module, lr: float, **options: Any) -> Oracle:
+    """Return the oracle, whose conjugate gradients end early, as in Martens (2010)."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError("oracle has the matrix of one process's batch: leave out processes")
+    return Oracle(model, lr, **{"damping": 0.01, "tolerance": 0.01, "iterations": 20, **options})
 
 
 class PreconditionedSGD(torch.optim.SGD):
@@ -111,6 +109,11 @@ def _method(name: str, arguments: Mapping[str, Any]) -> Any:
     return Chain(tuple(known[stage](**arguments.get(stage, {})) for stage in stages))
 
 
+def _muon(model: nn.Module, *, published: bool = False, **options: Any) -> torch.optim.Optimizer:
+    make = _published_muon if published else muon_with_adamw
+    return make(model, **options)
+
+
 def _published_muon(
     model: nn.Module,
     lr: float,
@@ -131,6 +134,8 @@ def _published_muon(
 def _peer(
     model: nn.Module, config: RunConfig, common: dict[str, Any], options: dict[str, Any]
 ) -> torch.optim.Optimizer:
+    if config.optimizer == "kfac-pytorch":
+        return PreconditionedSGD(model, config.momentum, common, options)
     package = require("pytorch_optimizer")
     optimizer: torch.optim.Optimizer
     if config.optimizer in UNTUNED_PEERS:

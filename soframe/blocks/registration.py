@@ -656,7 +656,7 @@ class Registration:
             if self._auxiliary is None:
                 continue
             _require_elements(full, parameter)
-            if (why := self._sparse(parameter)) is not None:
+            if (why := _sparse(parameter, self._sharers)) is not None:
                 raise ValueError(f"{full}: {why}, or freeze it")
             layout: Layout = PlainLayout(module, full.rpartition(".")[2])
             if parameter.is_complex() and self._auxiliary.factors(layout.shape):
@@ -677,7 +677,7 @@ class Registration:
             return Reason.NO_BLOCK
         self._methods.mark_used(name)  # whether or not the method takes the parameter
         _require_elements(full, parameter)
-        if (reason := self._sparse(parameter)) is not None:
+        if (reason := _sparse(parameter, self._sharers)) is not None:
             return reason
         layout = self._layout(name, module, full.rpartition(".")[2])
         method, layout = self._cut(name, full, method, layout)
@@ -782,13 +782,6 @@ class Registration:
             raise ValueError(f"{full}: {source}={parts}: {error}") from None
         self._notes[full] = f"cut into {parts}{note}"
         return method, layout
-
-    def _sparse(self, parameter: nn.Parameter) -> str | None:
-        """Return the reason if the gradient of a parameter is sparse, else None."""
-        for _, module in self._sharers.get(id(parameter), ()):
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                return Reason.SPARSE.format(type(module).__name__)
-        return None
 
     def _explain(self, module: nn.Module, reason: str) -> None:
         for parameter in module._parameters.values():
@@ -917,6 +910,16 @@ def _auxiliary(choice: Choice) -> Method | None:
             f"by patterns of method=, and pass auxiliary='adamw', for example"
         )
     return method
+
+
+def _sparse(
+    parameter: nn.Parameter, sharers: Mapping[int, Sequence[tuple[str, nn.Module]]]
+) -> str | None:
+    """Return the reason if the gradient of a parameter is sparse, else None."""
+    for _, module in sharers.get(id(parameter), ()):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return Reason.SPARSE.format(type(module).__name__)
+    return None
 
 
 def _are_trained_alone(

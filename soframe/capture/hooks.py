@@ -170,7 +170,7 @@ def _take_call(
     output: Any,
     layers: Layers,
 ) -> None:
-    # A torch function mode of the user is for the model, not for what hooks compute.
+    # A torch function mode of the user is for the model, not for the hooks.
     with torch._C.DisableTorchFunction():
         # Tensors within a transformation of torch.func have no graph to put hooks on, and a trace
         # (torch.jit.trace, TensorBoard's add_graph) would contain what the hooks compute.
@@ -803,7 +803,7 @@ class _Watched(NamedTuple):
 def _tensor_to_hook(
     output: Tensor, inputs: tuple[Tensor, ...]
 ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """Return the output, or the base of which it is a view, and how to view the base's gradient.
+    """Return the output, or the base that it is a view of, and how to view the base's gradient.
 
     torch gives a view that is changed in place another node in the graph, and never calls hooks of
     the former one. The output of ``nn.Linear`` for inputs of three dimensions is such a view, of a

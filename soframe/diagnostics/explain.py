@@ -200,7 +200,7 @@ def _reasons(block: Block, folded: Folded | None, measured: Mapping[str, Any]) -
 
 
 def _reasons_of_window(folded: Folded | None) -> Iterator[str]:
-    """Yield what a block lacked in its last window with statistics of calls."""
+    """Yield the lacks of a block in its last window with statistics of calls."""
     if folded is None:
         yield "It has no statistics of calls: no window that takes them has ended."
     elif folded.weights is None:

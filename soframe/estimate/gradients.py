@@ -158,7 +158,7 @@ class AveragedGradients:
         return [*(m for m in matrices if m is not None), *self._home.of(rest + self._rest)]
 
     def collect(self) -> Gradients:
-        """Average or gather the gradients; return those of all blocks that have any."""
+        """Average or gather the gradients, and return them for all blocks that have any."""
         gathered, self._gathered = self._gathered, None
         return self.now() if gathered is None else gathered
 

@@ -74,7 +74,7 @@ class Refresh:
         self.owed, self.coming = owed, self.statistics_every.at(step)
 
     def owe(self, steps: int) -> None:
-        """Let all blocks take statistics in the next steps, whatever the interval."""
+        """Let all blocks take statistics in the next steps, at any interval."""
         self.owed = steps
 
     def end_step(self, statistics_every: int) -> None:

@@ -179,7 +179,7 @@ def _sent(
     updates: Sequence[Update],
     specs: Sequence[TensorSpec],
 ) -> list[Tensor]:
-    """Return what is sent for all active blocks of a stack."""
+    """Return the tensors that are sent for all active blocks of a stack."""
     if not stack.like.parcel:
         return [_all_of(stack, active, updates)]
     named = zip(stack.like.parcel, specs, strict=True)

@@ -59,7 +59,7 @@ def check_state(
 def parcel_of(
     method: Method, update: Direction, declared: Mapping[str, TensorSpec], blocks: int
 ) -> dict[str, Tensor]:
-    """Return what is sent in place of an update; raise a ValueError if it is not as declared."""
+    """Return the tensors to send in place of an update; raise if they are not as declared."""
     for name, spec in declared.items():
         shape = (blocks * spec.shape[0], *spec.shape[1:])
         if name not in update.parcel or update.parcel[name].shape != shape:

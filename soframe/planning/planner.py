@@ -598,7 +598,7 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
 
 
 def _local_plan(task: Task) -> LocalPlan:
-    """Return what soframe averages beside the blocks' gradients: those of all other parameters."""
+    """Return the gradients that soframe averages beside the blocks': of all other parameters."""
     in_blocks: set[int] = set()
     for block in task.blocks:
         in_blocks.update(map(id, block.parameters.values()))
