@@ -11,7 +11,7 @@ the gradient G, ``[out, in]``, and U ``[in, r]``, the leading eigenvectors of a 
     B = NewtonSchulz(m - m U U^T), with entries of root mean square one
     update = A + gamma B, with entries of root mean square one
 
-where U' is U before. The rank is that of half of the inputs at most.
+where U' is U before. The rank is at most half of the shorter side, so that there is a rest.
 
 To reproduce: validation loss against tokens of LLaMA models of 130M to 1B parameters on C4, and
 memory, beside Adam, Muon and SOAP.
@@ -62,7 +62,7 @@ class COSMOS(WithoutFactors):
 
     def state(self, shape: BlockShape) -> Mapping[str, soframe.TensorSpec]:
         groups, out, into = shape
-        rank = max(1, min(self.rank, into // 2))
+        rank = max(1, min(self.rank, out // 2, into // 2))
         shapes = {"mean": (out, into), "basis": (into, rank), "square": (out, rank)}
         shapes["moment"] = (rank, rank)
         return {name: soframe.TensorSpec((groups, *sizes)) for name, sizes in shapes.items()}

@@ -64,17 +64,17 @@ def test_where_all_ranks_have_the_same_data_they_are_one_process(ranks, gradient
 def test_nothing_is_solved_or_preconditioned_twice(name, monkeypatch):
     """With one gradient worker each, over all ranks together; whose gradients are local."""
     done: Counter[tuple[Any, ...]] = Counter()
-    direct, problems = updates._direct, solves.Run.problems
+    compute, problems = updates.Update.compute, solves.Run.problems
 
     def count(update: Any, *args: Any) -> Any:
         done.update(("preconditioned", block.name) for block in update.blocks)
-        return direct(update, *args)
+        return compute(update, *args)
 
     def count_problems(run: Any, shares: Any) -> Any:
         done.update(("solved", b.name, job.factor.name) for job in run.owned for b in run.blocks)
         return problems(run, shares)
 
-    monkeypatch.setattr(updates, "_direct", count)
+    monkeypatch.setattr(updates.Update, "compute", count)
     monkeypatch.setattr(solves.Run, "problems", count_problems)
     widths, ranks = [3, 5, 4, 6, 2], 3
     for rank in range(ranks):

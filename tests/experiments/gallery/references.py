@@ -266,7 +266,7 @@ def unit(matrix: Matrix) -> Matrix:
 
 
 def cosmos(gradients: Sequence[Matrix]) -> Iterator[Matrix]:
-    rank = max(1, gradients[0].shape[1] // 2)
+    rank = max(1, min(gradients[0].shape) // 2)
     means = momenta(gradients, 0.95)
     square = np.zeros((len(gradients[0]), rank))
     basis = np.linalg.svd(gradients[0])[2][:rank].T

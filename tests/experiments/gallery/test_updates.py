@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,18 +45,6 @@ CASES = [
 ]
 ON_RANKS = ("ikfac", "mkor", "psgd-kron", "splus")
 """They differ in what they keep and have solved; `make test-all` runs all."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gallery() -> Iterator[ModuleType]:
-    """The package, registered for the tests of this file alone."""
-    methods = KINDS["method"]._components
-    before = dict(methods)
-    module = importlib.import_module("experiments.gallery")
-    for name in methods.keys() - before.keys():
-        del methods[name]
-    with mock.patch.dict(methods, module.METHODS):
-        yield module
 
 
 def built(name: str) -> Method:
