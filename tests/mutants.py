@@ -109,6 +109,8 @@ def generate(file: str, text: str) -> list[Mutant]:
         line = bisect.bisect(starts, start)
         source = lines[line - 1].decode().strip()
         mutant = Mutant(file, line, start, end, data[start:end].decode(), new, source)
+        if mutant.old == new:  # an empty list or dict
+            continue
         with suppress(SyntaxError):
             compile(mutant.apply(text), file, "exec", ast.PyCF_ONLY_AST)
             mutants.append(mutant)

@@ -403,6 +403,10 @@ class Passes:
                 return f"{question}: {REMEDY}"
         return None
 
+    def _is_answered(self, root: Sight) -> bool:
+        """Return whether the setting answers the question of a forward pass."""
+        return self.samples == "positions" or (root.asks_of_tokens and self.samples is not None)
+
     def _question(self, backward: Pass) -> str | None:
         samples, sizes = backward.samples, [batch.root.size for batch in backward.batches]
         if not backward.certain:
@@ -427,8 +431,7 @@ class Passes:
 
     def _question_of(self, root: Sight, samples: int) -> str | None:
         """Return the question that inputs and outputs leave open, with the number that is taken."""
-        is_answered = root.asks_of_tokens and self.samples is not None
-        if not root.question or is_answered or self.samples == "positions":
+        if not root.question or self._is_answered(root):
             return None
         number = f"{samples} {'tokens' if root.by_token else 'samples'}"
         if root.asks_of_tokens:

@@ -210,11 +210,10 @@ def look_at_outputs(
     integers = _integers(inputs)
     if not outputs:
         return _without_outputs(sight, integers)
-    regions = (Region.of(tensor) for tensor in outputs)
     lengths = {len(tensor) for tensor in outputs}
     seen = replace(
         sight,
-        outputs=[region for region in regions if region is not None],
+        outputs=list(filter(None, map(Region.of, outputs))),
         question="",
         is_empty=lengths == {0},
     )
@@ -224,7 +223,8 @@ def look_at_outputs(
         if layers.sequences_first:
             seen = _of_sequences(seen, inputs, outputs, terms)
     elif len(lengths) == 1:
-        seen = _of_outputs(seen, inputs, outputs, common(lengths))
+        scored = _of_scores(seen, inputs, outputs, common(lengths))
+        seen = scored or _of_outputs(seen, inputs, common(lengths))
     else:
         question = f"{_shown(inputs, outputs)} have no batch in common"
         seen = replace(seen, size=None, question=question)
@@ -288,30 +288,36 @@ def _of_sequences(
     return replace(sight, question=question)
 
 
-def _of_outputs(
+def _of_scores(
     sight: Sight,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     length: int | None,
-) -> Sight:
+) -> Sight | None:
+    """Return the batch of outputs ``[T, N, features]`` of inputs ``[N, ...]``; None for others."""
+    seconds = {tensor.shape[1] for tensor in outputs if tensor.dim() > 2}
+    size = common(seconds & {len(tensor) for tensor in inputs})
+    if length is None or size is None:
+        return None
+    question = ""
+    if length % size == 0 or _has_second(inputs, length):
+        question = f"{_shown(inputs, outputs)}, of which either may be the batch"
+    return replace(sight, size=size, question=question)
+
+
+def _of_outputs(sight: Sight, inputs: Sequence[Tensor], length: int | None) -> Sight:
     """Return the batch of outputs of one length, which no input has."""
     if length is None:
         return sight
-    is_second_of_inputs = any(tensor.shape[1] == length for tensor in inputs if tensor.dim() > 1)
-    seconds = {tensor.shape[1] for tensor in outputs if tensor.dim() > 2}
-    second = common(seconds & {len(tensor) for tensor in inputs})
-    if second is not None:
-        # [T, N, features] of inputs [N, ...], as a CTC loss takes them.
-        is_unclear = is_second_of_inputs or length % second == 0
-        question = ""
-        if is_unclear:
-            question = f"{_shown(inputs, outputs)}, of which either may be the batch"
-        return replace(sight, size=second, question=question)
-    if is_second_of_inputs:
+    if _has_second(inputs, length):
         return replace(sight, size=length, dim=1)
     if sight.size is not None and length > sight.size and length % sight.size == 0:
         return replace(sight, terms=length)  # several rows of each sample
     return replace(sight, size=length)
+
+
+def _has_second(tensors: Sequence[Tensor], length: int) -> bool:
+    return any(tensor.dim() > 1 and tensor.shape[1] == length for tensor in tensors)
 
 
 def common(numbers: Collection[int]) -> int | None:

@@ -31,19 +31,15 @@ class Mark(NamedTuple):
 
     parameter: nn.Parameter
     version: int = -1  # until the end of a pass, which one that raises never comes to
-    storage: StorageWeakRef | None = None
-
-    @staticmethod
-    def of(parameter: nn.Parameter, gradient: Tensor) -> Mark:
-        """Mark a gradient."""
-        values = gradient._values() if gradient.is_sparse else gradient
-        return Mark(parameter, gradient._version, StorageWeakRef(values.untyped_storage()))
+    storage: StorageWeakRef | None = None  # of a sparse gradient none
 
     def fits(self, gradient: Tensor) -> bool:
         """Return whether a gradient is the marked one, unchanged."""
         if gradient._version != self.version:
             return False
-        return Mark.of(self.parameter, gradient).storage == self.storage
+        if self.storage is None or gradient.is_sparse:
+            return self.storage is None and gradient.is_sparse
+        return bool(self.storage == StorageWeakRef(gradient.untyped_storage()))
 
 
 @dataclass
@@ -303,6 +299,9 @@ def _mark(block: Block) -> Mark | None:
     """Mark the gradient of a parameter of a block that has one."""
     parameters = list(block.parameters.values())
     for parameter, gradient in zip(parameters, block.home.each(parameters), strict=True):
+        if gradient is not None and gradient.is_sparse:
+            return Mark(parameter, gradient._version)
         if gradient is not None:
-            return Mark.of(parameter, gradient)
+            storage = StorageWeakRef(gradient.untyped_storage())
+            return Mark(parameter, gradient._version, storage)
     return None
