@@ -61,6 +61,15 @@ def test_averages_take_six_passes_over_squares_or_over_triangles_that_travel(wor
         assert average == pytest.approx(6 * 4 * numbers / CPU.bandwidth + 2 * CPU.launch, rel=1e-9)
 
 
+def test_a_write_moves_gradients_four_times() -> None:
+    """They are read, written into stacks, read as updates and written back."""
+    task = task_of(3, 2)
+    placement = complete(CommOpt().place(task.work, 1))
+    [part] = parts(placement)
+    write = Costs(task, replace(CPU, host=0.0)).arithmetic(placement, part).write
+    assert write == pytest.approx(4 * 4 * (2 * 3) / CPU.bandwidth, rel=1e-9)
+
+
 def test_statistics_have_the_host_s_seconds_of_their_helper() -> None:
     """Of a call where they were measured; elsewhere for each operator."""
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 2), nn.LayerNorm(2))
