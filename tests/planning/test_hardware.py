@@ -36,6 +36,10 @@ def test_below_the_first_point_a_curve_is_constant() -> None:
     assert LAW(1) == LAW(16)
 
 
+def test_above_a_single_point_a_curve_is_linear() -> None:
+    assert Curve(((16.0, 1e-3),))(64) == pytest.approx(4e-3)
+
+
 def test_batches_lie_between_the_measured_ones() -> None:
     one, eight = (MADE.factorisation("eigh", 64, batch, "float32") for batch in (1, 8))
     assert (one, eight) == (pytest.approx(1e-3), pytest.approx(2e-3))
