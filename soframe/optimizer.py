@@ -21,6 +21,7 @@ import io
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -204,10 +205,16 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         for method in {id(block.method): block.method for block in blocks}.values():
             options.update(method.settings())
         self._options = sorted(options)
-        balls = [Ball(block, self._names) for block in current]
-        self._balls = [ball for ball in balls if ball.trained]
+        self._current = current
+        self.__dict__.pop("_balls", None)
         members = _members(self.param_groups)
         self._others = [p for p in self._model.parameters() if id(p) not in members]
+
+    @cached_property
+    def _balls(self) -> list[Ball]:
+        """The matrices that are trained, whose norms a constraint may keep."""
+        balls = [Ball(block, self._names) for block in self._current]
+        return [ball for ball in balls if ball.trained]
 
     def _find_names(self) -> None:
         """Read the names of parameters, and take replaced ones out of the param groups."""
@@ -544,7 +551,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         for saved_group, group in zip(saved["param_groups"], self.param_groups, strict=True):
             saved_group["names"] = [names[id(p)] for p in group["params"]]
         # Norms of matrices that are frozen or gone are not saved.
-        keys = {ball.key for ball in self._balls}
+        keys = {ball.key for ball in self._balls} if self._radii else set()
         radii = {key: radius.clone() for key, radius in self._radii.items() if key in keys}
         groups = list(map(_without_params, saved["param_groups"]))
         sealed = checksums.seal({"radii": radii, "groups": groups})

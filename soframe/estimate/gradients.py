@@ -90,14 +90,11 @@ class AveragedGradients:
         self.flags: Sequence[float] = ()
         self._gathered: Gradients | None = None
         self._stacks = placed.stacks
-        self._of_block: dict[Block, list[nn.Parameter]] = {}
+        self._blocks = placed.blocks
         self._of_blocks: list[nn.Parameter] = []
-        self._shapes: list[tuple[str, nn.Parameter, torch.Size]] = []
         for block in placed.blocks:
-            self._of_block[block] = list(block.parameters.values())
-            self._of_blocks += self._of_block[block]
-            for name, parameter in block.parameters.items():
-                self._shapes.append((f"{name} of {block.name}", parameter, parameter.shape))
+            self._of_blocks += block.parameters.values()
+        self._shapes = [parameter.shape for parameter in self._of_blocks]
         self._remembering = [block for block in placed.blocks if block.remembers]
         self.remembers = bool(self._remembering)
         covered = set(self._of_blocks)
@@ -112,16 +109,23 @@ class AveragedGradients:
             ValueError: If the data of a parameter have another shape than at registration.
         """
         self._gathered = None  # of a step that raised
-        for name, parameter, shape in self._shapes:
+        for parameter, shape in zip(self._of_blocks, self._shapes, strict=True):
             if parameter.shape != shape:
                 raise ValueError(
-                    f"{name} has the shape {tuple(parameter.shape)}, and had {tuple(shape)} when "
-                    f"it was registered: put a new nn.Parameter in its place rather than other "
-                    f".data; its statistics and moments then begin anew"
+                    f"{self._name(parameter)} has the shape {tuple(parameter.shape)}, and had "
+                    f"{tuple(shape)} when it was registered: put a new nn.Parameter in its place "
+                    f"rather than other .data; its statistics and moments then begin anew"
                 )
         why = self._home.incomplete(self._of_blocks)
         if why is not None:
             raise RuntimeError(why)
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        for block in self._blocks:
+            for name, member in block.parameters.items():
+                if member is parameter:
+                    return f"{name} of {block.name}"
+        raise AssertionError
 
     def alike(self) -> tuple[str, ...]:
         """Return the blocks with a state that have gradients: they must be the same on all ranks.
@@ -261,7 +265,7 @@ class LocalGradients(AveragedGradients):
                 apart[stack] = members
             else:
                 # Without an update to receive, every rank needs the averaged gradient itself.
-                parameters += itertools.chain.from_iterable(self._of_block[b] for b in blocks)
+                parameters += itertools.chain.from_iterable(b.parameters.values() for b in blocks)
         averaged = _gathered(apart)
         addends = [_addend(stack, matrix) for stack, matrix in averaged.items()]
         everywhere = self._home.of(p for p in parameters if p in known)
@@ -287,7 +291,7 @@ class LocalGradients(AveragedGradients):
         """Return the blocks of each stack that have a known parameter."""
         used: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
-            blocks = [b for b in stack.blocks if not known.isdisjoint(self._of_block[b])]
+            blocks = [b for b in stack.blocks if not known.isdisjoint(b.parameters.values())]
             if blocks:
                 used[stack] = tuple(block.member for block in blocks)
         return used
@@ -362,12 +366,12 @@ class ShardedGradients(AveragedGradients):
     def alike(self) -> tuple[str, ...]:
         """Return all blocks with gradients, since ranks exchange the parts of each."""
         names: list[str] = []
-        for block, parameters in self._of_block.items():
+        for block in self._blocks:
             if not block.has_gradient:
                 continue
             names.append(block.name)
             # A partial gradient starts a reduction of its own, which all ranks must enter.
-            partial = filter(self._home.is_partial, parameters)
+            partial = filter(self._home.is_partial, block.parameters.values())
             names += [f"{block.name}, a sum over ranks" for _ in partial]
         return tuple(names)
 
@@ -397,7 +401,7 @@ class ShardedGradients(AveragedGradients):
 
     def _splits(self, block: Block, workers: tuple[int, ...]) -> dict[str, Split]:
         """Return this rank's parts of the gradients of a block, by name, if it is sharded."""
-        for parameter in self._of_block[block]:
+        for parameter in block.parameters.values():
             if self._home.is_partial(parameter):
                 self._home.settle(parameter)
         parts = block.parts() if block.shards else {}

@@ -112,6 +112,8 @@ class Accumulator:
         self._contributed: dict[Block, list[FactorSpec]] = {}
         self._readers: dict[Block, set[str]] = {}
         for block, place in placed:
+            if not block.captured:
+                continue
             factors = self._contributed[block] = []
             readers = self._readers[block] = set()
             for index, factor in enumerate(block.factors):

@@ -59,7 +59,6 @@ class Effect:
     ) -> None:
         self._model, self._blocks, self._others = model, blocks, others
         self._capture, self._home = capture, home
-        self._parameters = {block: list(block.parameters.values()) for block in blocks}
         self._partial = partial
         self._windows: Counter[Block] = Counter()  # by block those with statistics that have ended
         self._judged: Sequence[Block] = ()  # those that are checked in the window under way
@@ -91,7 +90,7 @@ class Effect:
             return self.nothing_said(window)
         seen = {block for block in self._judged if window.tallies[block].counts.calls}
         reached = self._reached(window, seen)
-        parameters = itertools.chain.from_iterable(self._parameters.values())
+        parameters = itertools.chain.from_iterable(b.parameters.values() for b in self._blocks)
         has_any = bool(reached) or any(map(self._home.has, parameters))
         # Evidence that the backward pass ran, but reached no block.
         has_other = not has_any and any(map(self._home.has, self._others))
@@ -103,7 +102,7 @@ class Effect:
 
     def _reached(self, window: Window, seen: Collection[Block]) -> set[Block]:
         """Return the blocks with a gradient; some were ``seen`` to be called."""
-        reached = {block for block in seen if self._home.of(self._parameters[block])}
+        reached = {block for block in seen if self._home.of(block.parameters.values())}
         # Without statistics a gradient of zeros counts as none; testing for it makes the host wait.
         unseen = [b for b in self._judged if b not in seen and not self._derived(window, b)]
         if unseen:
@@ -177,7 +176,7 @@ class Effect:
         owners: list[Block] = []
         flags: list[Tensor] = []
         for block in blocks:
-            for gradient in self._home.of(self._parameters[block]):
+            for gradient in self._home.of(block.parameters.values()):
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 owners.append(block)
                 flags.append(dense.any())
@@ -233,7 +232,7 @@ class Effect:
         )
 
     def _without_gradients(self, blocks: Sequence[Block]) -> str:
-        parameters = itertools.chain.from_iterable(self._parameters[block] for block in blocks)
+        parameters = itertools.chain.from_iterable(block.parameters.values() for block in blocks)
         if any(parameter._post_accumulate_grad_hooks for parameter in parameters):
             why = (
                 "Hooks on the parameters (register_post_accumulate_grad_hook) have taken them, as "
