@@ -192,10 +192,8 @@ def plain_layout(module: nn.Module, name: str) -> Layout:
         return GroupedLayout(module, name)
     if isinstance(module, _CONVOLUTIONS) and parameter.dim() > 2 and module.groups > 1:
         return CutLayout(PlainLayout(module, name), module.groups)
-    if parameter.dim() == 2 and _BIAS.fullmatch(name) is not None:
-        stacks = [p for n, p in module._parameters.items() if p is not None and _stacks(module, n)]
-        if any(len(parameter) == len(stack) for stack in stacks):
-            return GroupedLayout(module, name, vectors=True)
+    if _stacks_vectors(module, name, parameter):
+        return GroupedLayout(module, name, vectors=True)
     return PlainLayout(module, name)
 
 
@@ -209,6 +207,14 @@ def positions_of(module: nn.Module, layout: Layout) -> int:
     channels, positions = module.in_channels // module.groups, prod(module.kernel_size)
     is_kernel = layout.shape[2] == channels * positions
     return positions if is_kernel and channels > 1 else 1
+
+
+def _stacks_vectors(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a bias for each of a stack of matrices."""
+    if parameter.dim() != 2 or _BIAS.fullmatch(name) is None:
+        return False
+    stacks = [p for n, p in module._parameters.items() if p is not None and _stacks(module, n)]
+    return any(len(parameter) == len(stack) for stack in stacks)
 
 
 def _stacks(module: nn.Module, name: str) -> bool:
