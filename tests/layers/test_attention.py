@@ -100,6 +100,9 @@ def statistics(model: nn.Module, data: list[tuple[Tensor, ...]], fisher: str) ->
         for step in range(2):
             model.zero_grad()
             for number, inputs in enumerate(data):
+                # With batch_first=False [N, T] may be [T, N]: it would ask.
+                if fisher == "empirical" and not getattr(model.attention, "batch_first", True):
+                    own.count(len(inputs[0]))
                 output = model(*inputs)
                 if fisher != "empirical":
                     own.observe(output)
