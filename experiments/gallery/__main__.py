@@ -28,7 +28,7 @@ USUAL = 0.003
 RATES = {
     **dict.fromkeys(("dion", "mousse", "muon", "muon-squared", "muon-vs", "soap-muon"), 0.02),
     **dict.fromkeys(("adamuon", "mars-muon", "muon-eq"), 0.015),
-    **dict.fromkeys(("jorge", "kfac", "mkor", "polargrad"), 0.03),
+    **dict.fromkeys(("ikfac", "jorge", "kfac", "mkor", "polargrad"), 0.03),
     "racs": 0.06,
     "splus": 0.1,
 }
