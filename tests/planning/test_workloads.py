@@ -31,6 +31,18 @@ def test_models_have_the_published_number_of_parameters(name: str) -> None:
     assert sum(one.numel() for one in model.parameters()) == PUBLISHED[name]
 
 
+LENGTHS = {
+    "bert-large": 512,
+    **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), 1024),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_sequences_have_the_published_length(name: str) -> None:
+    for tensor in WORKLOADS[name].inputs(2):
+        assert tensor.shape == (2, LENGTHS[name])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
