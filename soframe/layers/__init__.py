@@ -16,6 +16,7 @@ from soframe.layers.conv import (
 )
 from soframe.layers.embedding import EmbeddingBagHelper, EmbeddingHelper
 from soframe.layers.experts import ExpertsHelper
+from soframe.layers.layout import Layout
 from soframe.layers.linear import LinearHelper, TransposedLinearHelper
 from soframe.layers.norms import (
     BatchNormHelper,
@@ -47,6 +48,7 @@ __all__ = [
     "LanguageModelRMSNormHelper",
     "LayerHelper",
     "LayerNormHelper",
+    "Layout",
     "LinearHelper",
     "NormHelper",
     "RMSNormHelper",
