@@ -103,7 +103,6 @@ class Hardware:
             by the matrix side.
         batched: Seconds of a batch of factorisations by ``"<operator>:<dtype>"``, as rows of side,
             batch and seconds; others take their number times one.
-        pools: Whether a batch of products runs as fast as one of their total work, as on a GPU.
         collectives: Collectives by operation and size of the group.
         node: The number of ranks that share a node; None for all.
         within: The link within a node.
@@ -124,7 +123,6 @@ class Hardware:
     bandwidth: float
     operators: Mapping[str, Curve]
     batched: Mapping[str, tuple[tuple[int, int, float], ...]] = field(default_factory=dict)
-    pools: bool = False
     collectives: tuple[Collective, ...] = ()
     node: int | None = None
     within: Link = Link(1e-5, 1e10)
@@ -155,8 +153,9 @@ class Hardware:
             dtype: The dtype by its name, or ``"tf32"``.
             operator: ``"product"`` or ``"convolution"``.
         """
-        curve = self._curve(operator, dtype)
-        return curve(batch * flops, 1) if self.pools else batch * curve(flops, 1)
+        # A batch takes as long as one product of its work, on processors within a third or so;
+        # many times a small one, each with a launch, would be ten times too long.
+        return self._curve(operator, dtype)(batch * flops, 1)
 
     def factorisation(self, operator: str, side: int, batch: int, dtype: str) -> float:
         """Return the seconds of a batch of factorisations of one side."""

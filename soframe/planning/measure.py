@@ -472,7 +472,6 @@ def _profile(
         bandwidth=bandwidth,
         operators=_operators(samples),
         batched=_batched(samples) if cuda else {},
-        pools=cuda,
         collectives=tuple(measured),
         node=node,
         within=links[-1] if links else Hardware.within,

@@ -34,7 +34,6 @@ GPU = Hardware(
     launch=5e-6,
     bandwidth=1e12,
     operators={**CPU.operators, "product:tf32": Curve(beta=1e-14)},
-    pools=True,
     node=4,
     within=Link(1e-5, 1e11),
     across=Link(2e-5, 1e10),

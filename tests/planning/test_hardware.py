@@ -48,10 +48,8 @@ def test_batches_lie_between_the_measured_ones() -> None:
     assert MADE.factorisation("cholesky", 64, 5, "float32") == pytest.approx(5 * LAW(64))
 
 
-def test_a_device_that_pools_runs_a_batch_as_one() -> None:
-    assert MADE.product(1e6, 10, "float32") == pytest.approx(10 * (1e-6 + 1e-4))
-    pooling = replace(MADE, pools=True)
-    assert pooling.product(1e6, 10, "float32") == pytest.approx(1e-6 + 1e-3)
+def test_a_batch_of_products_takes_as_long_as_one_of_its_work() -> None:
+    assert MADE.product(1e6, 10, "float32") == pytest.approx(1e-6 + 1e-3)
 
 
 def test_collectives_are_measured_or_follow_from_links() -> None:
@@ -110,7 +108,6 @@ def test_above_the_last_point_an_overhead_stays_and_the_rest_grows_by_its_power(
     assert falling(100, 3) == 1.0
     steep = replace(MADE, operators={"product:float32": Curve(((1e3, 1e-6), (1e4, 1e-4)))})
     assert steep.product(1e5, 2, "float32") == pytest.approx(2e-3)
-    assert replace(steep, pools=True).product(1e5, 2, "float32") == pytest.approx(2e-3)
 
 
 def test_other_dtypes_and_convolutions_take_the_nearest_curve_that_exists() -> None:
