@@ -233,8 +233,8 @@ def _by_kind(term: Term, kind: FactorKind, new: Tensor) -> Tensor:
 
 def _rates_of_groups(term: Term, groups: int) -> list[float]:
     """Return the rate of each group of some blocks."""
-    each = groups // len(term.rates)
-    return list(chain.from_iterable(repeat(rate, each) for rate in term.rates))
+    groups_of_rate = groups // len(term.rates)
+    return list(chain.from_iterable(repeat(rate, groups_of_rate) for rate in term.rates))
 
 
 def _lerp_blocks(term: Term, running: Tensor, new: Tensor) -> None:

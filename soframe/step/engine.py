@@ -230,13 +230,13 @@ class Engine:
                 observes=refresh.gradients_every.due(step),
             )
             gradients, optimizer = self._gradients, self._moving_optimizer
-            left: Sequence[Stack] = ()
+            stacks: Sequence[Stack] = ()
             if optimizer is not None:
                 optimizer.check_settings()
                 # If norms are measured, every stack has an update: its norm is measured, too.
                 if gradients.can_leave and not self.measuring.norms:
-                    left = optimizer.moves(curvature.placed.stacks)
-            gradients.leave(left)
+                    stacks = optimizer.moves(curvature.placed.stacks)
+            gradients.leave(stacks)
             # The values that decide which collectives are entered. The interval is the next step's:
             # it decides which blocks have weights in the next report.
             common: dict[str, object] = {
