@@ -35,6 +35,7 @@ from soframe.layers.base import LayerHelper
 from soframe.losses.base import Loss
 from soframe.schedules import Interval, Schedule
 from soframe.settings import (
+    DAMPING,
     KL_CLIP,
     USUAL_CLIPS,
     Clips,
@@ -77,7 +78,8 @@ class Preconditioner(OfModel):
             length at any rate, as in kfac-pytorch. None, the default, for clips that bound updates:
             the optimizer's rate scales a clipped step like any other.
         damping: Added to the curvature's eigenvalues: a number, a callable of the step, or the
-            name, class or instance of a damping policy that needs no reduction ratio.
+            name, class or instance of a damping policy that needs no reduction ratio. By default it
+            falls from 0.05 by 1 % a step to 0.01.
         decay: The EMA decay of the running factors, per statistics step.
         kl_clip: Bound on ``sum <update, gradient>``, about twice the KL divergence of a step of
             rate one; None turns it off. With another value than the default, the norm clip is off
@@ -127,7 +129,7 @@ class Preconditioner(OfModel):
         *,
         optimizer: torch.optim.Optimizer | None = None,
         lr: Schedule | None = None,
-        damping: DampingChoice = 0.05,
+        damping: DampingChoice = DAMPING,
         decay: Schedule = 0.95,
         kl_clip: Schedule | None = KL_CLIP,
         statistics_every: Interval | None = None,

@@ -145,6 +145,36 @@ class GrowingInterval:
 
 
 @dataclass(frozen=True)
+class Falling:
+    """A number that falls by a factor at every step, down to a last one.
+
+    ``max(last, first * factor^step)``. The default damping is of this kind: early steps are the
+    ones that a large damping saves, and later ones gain from less of it.
+
+    Attributes:
+        first: The number at the first step.
+        last: The least.
+        factor: The factor of a step, in (0, 1).
+    """
+
+    first: float
+    last: float
+    factor: float = 0.99
+
+    def __post_init__(self) -> None:
+        if not 0 < self.last <= self.first < math.inf:
+            raise ValueError(
+                f"Falling: needs 0 < last <= first, finite, not {self.last!r} and {self.first!r}"
+            )
+        if not 0 < self.factor < 1:
+            raise ValueError(f"Falling: factor must be in (0, 1), not {self.factor!r}")
+
+    def __call__(self, step: int) -> float:
+        """Return the number after so many completed steps."""
+        return max(self.last, self.first * self.factor**step)
+
+
+@dataclass(frozen=True)
 class GrowingBatch:
     """A batch size that grows exponentially (Martens and Grosse, 2015, section 13).
 

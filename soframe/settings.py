@@ -22,7 +22,7 @@ from soframe.comm.base import Backend
 from soframe.kernels.precision import Precision
 from soframe.losses.base import Loss
 from soframe.methods.scaling import LossAverage, Scaling
-from soframe.schedules import Schedule
+from soframe.schedules import Falling, Schedule
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,9 @@ class Clips:
     norm_clip: Schedule | None = None
     further: Mapping[str, Schedule] = field(default_factory=dict)
 
+
+DAMPING = Falling(0.05, 0.01, factor=0.99)
+"""The default of ``damping``."""
 
 KL_CLIP = 0.2
 """The default of ``kl_clip``."""

@@ -10,7 +10,14 @@ from torch import nn
 
 import soframe
 from soframe.losses import SquaredError
-from soframe.schedules import Every, GrowingBatch, GrowingInterval, WarmInterval, sample_decay
+from soframe.schedules import (
+    Every,
+    Falling,
+    GrowingBatch,
+    GrowingInterval,
+    WarmInterval,
+    sample_decay,
+)
 from soframe.testing import compare
 from tests.curvature import blocks, closing, factors, fill, half_square, preconditioner, randn
 from tests.examples import examples
@@ -34,6 +41,24 @@ from tests.trust_region.kit import Measured, closures, trust_region, vector
 def test_intervals_by_hand(value: Any, expected: list[int]) -> None:
     every = Every("solve_every", value)
     assert [step for step in range(14) if every.due(step)] == expected
+
+
+def test_a_number_falls_by_a_factor_down_to_the_last() -> None:
+    falling = Falling(0.8, 0.1, factor=0.5)
+    assert [falling(step) for step in range(5)] == [0.8, 0.4, 0.2, 0.1, 0.1]
+    assert falling(10**9) == 0.1
+
+
+def test_the_default_damping_falls_with_the_steps() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    default = soframe.Preconditioner(model, optimizer=optimizer)
+    for step in range(3):
+        assert default.damping == pytest.approx(0.05 * 0.99**step)
+        optimizer.zero_grad()
+        half_square(model(randn(8, 3).float()), randn(8, 1).float()).backward()
+        default.step()
+        optimizer.step()
 
 
 @given(power=st.integers(0, 8), age=st.sampled_from([0.01, 0.1, 0.3, 1.0]))
@@ -158,6 +183,10 @@ def test_trust_region_steps_on_growing_batches_are_the_dense_ones() -> None:
         (lambda: GrowingInterval(12), "last must be a power of two, not 12"),
         (lambda: GrowingInterval(4, age=0.0), r"age must be in \(0, 1\], not 0.0"),
         (lambda: GrowingInterval(4, age=float("nan")), r"age must be in \(0, 1\], not nan"),
+        (lambda: Falling(0.1, 0.0), "needs 0 < last <= first, finite, not 0.0 and 0.1"),
+        (lambda: Falling(0.1, 0.2), "needs 0 < last <= first, finite, not 0.2 and 0.1"),
+        (lambda: Falling(float("nan"), 0.2), "needs 0 < last <= first, finite, not 0.2 and nan"),
+        (lambda: Falling(0.1, 0.1, factor=1.0), r"factor must be in \(0, 1\), not 1.0"),
         (lambda: GrowingBatch(2.0, 8, 3), "first must be a positive integer, not 2.0"),  # type: ignore[arg-type]
         (lambda: GrowingBatch(2, 8, 0), "steps must be a positive integer, not 0"),
         (lambda: GrowingBatch(9, 8, 3), "first must not be above full, not 9 and 8"),
