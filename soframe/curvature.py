@@ -673,13 +673,6 @@ class Curvature(OfModel):
         assert plan.weights is not None
         self.statistics.fold(plan.weights, plan.decay, plan.step)
 
-    def note_missed_turns(self, gradients: Gradients, plan: Plan) -> None:
-        """Note the blocks that missed their turn for statistics, see `Refresh`."""
-        due = self.statistics.window.due
-        not_finite = plan.weights is None and bool(due)
-        if self.placed.captured and not not_finite:
-            self.parts.refresh.note_missed_turns(self.placed, due, gradients, plan.step)
-
     def observe(self, gradients: Gradients, plan: Plan, *, after: bool = False) -> None:
         """Average statistics of the gradients, before updates are made or ``after``."""
         averages.observe(self.placed, gradients, plan, after=after)

@@ -309,8 +309,6 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     def _warn_of_new(self) -> None:
         """Warn of groups that begin where a schedule has changed the rates of the others."""
         new, self._new = self._new, []
-        if not new:
-            return
         numbers = set(map(id, new))
         earlier = [group for group in self.param_groups if id(group) not in numbers]
         has_scheduler = any("initial_lr" in group for group in earlier)  # wraps step()
@@ -411,7 +409,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             with self.preconditioner.backend.phases("move"):
                 self._move(good)
             self._moved = changes(before, blocks) if before else {}
-        self._warn_of_new()
+        if self._new:
+            self._warn_of_new()
         return loss
 
     def moves(self, stacks: Sequence[Stack]) -> Sequence[Stack]:

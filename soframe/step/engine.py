@@ -94,7 +94,8 @@ class Engine:
         curvature, ranges = self._curvature, self._parts.backend.phases
         self.verdict.settle()  # reads the flags of the last step, if they are still on the device
         for stack in curvature.placed.stacks:
-            stack.arrive()  # sums of earlier steps that are still under way
+            if stack.pending:  # sums of earlier steps that are still under way
+                stack.arrive()
         with ranges("agree"):
             plan = self._agree()
         step = Step(
@@ -183,8 +184,7 @@ class Engine:
         ).over_ranks(parts.backend)
         # An error of one rank is raised on all, before anything is written.
         if total.failed > 0:
-            error = parts.stages.spread(error)
-        require_no_failure(parts.backend, error, total.failed)
+            require_no_failure(parts.backend, parts.stages.spread(error), total.failed)
         parts.stages.raise_on_all_stages(self._disagreement(total, common))
         self._gradients.set_present(total.present)
         parts.solves.land_if_finished(total.waits)
@@ -264,7 +264,7 @@ class Engine:
             # With statistics, gradients are gathered in phase *average*, when sums are freed.
             gradients = parts.home.of(parameters) if window.due else self._gradients.own()
             sizes = Magnitude(parameters, gradients, statistics, self._gradients.remembers)
-            if self._reads_later(sizes, plan):
+            if sizes.queues and self._reads_later(plan):
                 magnitude = 0.0  # until phase *agree* reads it
                 self.verdict.leave_unread(sizes)
             else:
@@ -325,14 +325,14 @@ class Engine:
 
     # -- flags that are read later ------------------------------------------------------------
 
-    def _reads_later(self, sizes: Magnitude, plan: Plan) -> bool:
-        """Return whether the flags of gradients may be read behind the work of this step.
+    def _reads_later(self, plan: Plan) -> bool:
+        """Return whether the flags of gradients may be read behind the work of this step on a GPU.
 
-        That is in steps without statistics, on a GPU: nothing that lasts is changed before then.
+        That is in steps without statistics: nothing that lasts is changed before then.
         """
         curvature, parts = self._curvature, self._parts
         is_pipeline = parts.stages.backend is not None
-        if curvature.statistics.window.due or is_pipeline or not sizes.queues:
+        if curvature.statistics.window.due or is_pipeline:
             return False
         # Where numbers of the host travel by the GPU, the agreement waits for its work anyway.
         if parts.backend.wire_device(torch.device("cpu")).type != "cpu":

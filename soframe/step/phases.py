@@ -28,7 +28,6 @@ from soframe.estimate.updates import Update, exchange
 from soframe.setup.grouping import Grouping
 from soframe.step import clip as clips
 from soframe.step.clip import Clipping
-from soframe.step.magnitude import zero_gradients
 from soframe.step.verdict import Verdict
 from soframe.strategies.work import BlockWork
 
@@ -131,8 +130,13 @@ class Phase:
 
 def average(step: Step) -> None:
     """Read the averaged gradients, and note the blocks that missed their turn for statistics."""
-    step.gradients = step.curvature.averaged_gradients.collect()
-    step.curvature.note_missed_turns(step.gradients, step.plan)
+    curvature, plan = step.curvature, step.plan
+    step.gradients = curvature.averaged_gradients.collect()
+    due = curvature.statistics.window.due
+    is_dropped = plan.weights is None and bool(due)
+    if curvature.placed.captured and not is_dropped:
+        refresh = curvature.parts.refresh
+        refresh.note_missed_turns(curvature.placed, due, step.gradients, plan.step)
 
 
 def direct(step: Step) -> None:
@@ -215,8 +219,9 @@ def skip(step: Step) -> None:
     """Count the skipped step, and zero the gradients unless an optimizer moves the weights."""
     parts = step.curvature.parts
     step.verdict.skip(step.plan)
-    if step.moving_optimizer is None:
-        zero_gradients(parts.model.parameters(), parts.home)
+    if step.moving_optimizer is None:  # a bad batch costs one update, and not the weights
+        for gradient in parts.home.of(parts.model.parameters()):
+            gradient.zero_()
 
 
 PHASES = [

@@ -173,6 +173,7 @@ class Verdict:
                     name, new = update.states.popitem()
                     selected = torch.where(self.good, new, before.pop(name))
                     stack.set_state(members, {name: selected}, turn)
-            stack.set_state(members, update.states, turn)
+            if update.states:
+                stack.set_state(members, update.states, turn)
             for block in update.blocks:
                 block.record.updates += 1
