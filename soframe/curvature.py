@@ -249,6 +249,7 @@ class Curvature(OfModel):
         if report.solver:
             self._report = replace(self._report, solver=report.solver)
 
+    @building.uncollected()
     def _build(self, former: PlacedBlocks | None = None) -> None:
         """Register the model, place the work and prepare the statistics."""
         parts = self.parts
