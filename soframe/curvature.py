@@ -517,6 +517,14 @@ class Curvature(OfModel):
     # -- state ------------------------------------------------------------------------------------
 
     @property
+    def curvature(self) -> Self:
+        """Itself, as a preconditioner has one: both have checkpoints.
+
+        :meta private:
+        """
+        return self
+
+    @property
     def backend(self) -> Backend:
         """The communication backend.
 

@@ -169,7 +169,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._name_momentum()
         try:
             # An error on one stage of a pipeline is raised on all of them.
-            with self.preconditioner.together():
+            with self.preconditioner.curvature.parts.stages.together():
                 for ball, _ in self._constrained():
                     ball.norms()  # raises if a norm is zero or not finite
         except Exception:
@@ -593,9 +593,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 raise ValueError(f"this model has no {', '.join(strange)}, which the state groups")
 
         # Ranks agree before anything changes: all load the state, or none does.
-        self.preconditioner.agree_on_state(
-            check, lambda: checksums.text(saved["own"][checksums.KEY])
-        )
+        agree = self.preconditioner.curvature.agree_on_state
+        agree(check, lambda: checksums.text(saved["own"][checksums.KEY]))
         self.preconditioner.load_state_dict(saved["preconditioner"])
         radii, groups = saved["own"]["radii"], saved["own"]["groups"]
         self._radii = {key: balls[key].loaded(radius) for key, radius in radii.items()}

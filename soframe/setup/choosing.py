@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from soframe import combinations
 from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choice
 from soframe.capture.counting import Samples
@@ -100,7 +99,10 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         require("samples", settings["samples"], ("batch", "positions"))
     require("precision", settings["precision"], ("fast", "full"))
     require("gradients", settings["gradients"], tuple(averaging.GRADIENTS))
-    combinations.check_settings(settings)
+    if settings["gradients"] == "local" and settings["grad_scaler"] is not None:
+        raise ValueError(
+            "gradients='local' does not go with a GradScaler: ranks would skip steps apart"
+        )
     check_rows(settings["rows"])
 
 

@@ -171,7 +171,6 @@ def latest(
 def read(
     checkpoint: str | os.PathLike[str],
     *,
-    map_location: Any = "cpu",
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Read a plain checkpoint.
@@ -180,11 +179,10 @@ def read(
 
     Args:
         checkpoint: The folder that `save` or `latest` returned.
-        map_location: As for ``torch.load``.
         process_group: As for `save`.
 
     Returns:
-        The saved state dict.
+        The saved state dict, with its tensors on the CPU.
 
     Raises:
         ValueError: On every rank, if the checkpoint is sharded, damaged or not a checkpoint.
@@ -202,7 +200,7 @@ def read(
     contents: list[dict[str, Any]] = []
 
     def load() -> None:
-        contents.append(torch.load(path / STATE, map_location=map_location, weights_only=True))
+        contents.append(torch.load(path / STATE, map_location="cpu", weights_only=True))
 
     ranks.all(f"{path} cannot be read", load)
     return contents[0]
