@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soframe.strategies.work import with_total
 from soframe.tracing.phases import Phases
 
 
@@ -250,12 +251,7 @@ class Backend(ABC):
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
         """
-        phases = {phase: dict(count) for phase, count in self._traffic.items()}
-        total = {"bytes": 0, "calls": 0}
-        for count in phases.values():
-            total["bytes"] += count["bytes"]
-            total["calls"] += count["calls"]
-        return {**phases, "total": total}
+        return with_total({phase: dict(count) for phase, count in self._traffic.items()})
 
     def _count(self, phase: str, tensor: Tensor, numel: int | None = None) -> None:
         count = self._traffic.setdefault(phase, {"bytes": 0, "calls": 0})
