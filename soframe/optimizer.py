@@ -167,11 +167,15 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._new.clear()
         self.defaults.update(self._of_method(self._settings, ""))
         self._name_momentum()
+        self._require_norms()
+
+    def _require_norms(self) -> None:
+        """Raise a ValueError if a norm that is to be kept is zero or not finite."""
         try:
             # An error on one stage of a pipeline is raised on all of them.
             with self.preconditioner.curvature.parts.stages.together():
                 for ball, _ in self._constrained():
-                    ball.norms()  # raises if a norm is zero or not finite
+                    ball.norms()
         except Exception:
             self.preconditioner.close()
             raise
@@ -239,15 +243,13 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             number_of.update(dict.fromkeys(map(id, group["params"]), number))
         missing: list[tuple[Block, nn.Parameter]] = []
         for block in blocks:
-            trained = [p for p in block.parameters.values() if p.requires_grad]
-            missing += [(block, p) for p in trained if id(p) not in grouped]
-        if not self._adopts:
-            lost = [self._names[id(p)] for _, p in missing if id(p) not in number_of]
-            if lost:
-                raise ValueError(
-                    f"{', '.join(lost)} in no param group: give it to one, by param_groups= or "
-                    f"add_param_group, or freeze it"
-                )
+            missing += [(block, p) for p in _trained(block) if id(p) not in grouped]
+        lost = [self._names[id(p)] for _, p in missing if id(p) not in number_of]
+        if lost and not self._adopts:
+            raise ValueError(
+                f"{', '.join(lost)} in no param group: give it to one, by param_groups= or "
+                f"add_param_group, or freeze it"
+            )
         self._assign(missing, number_of)
 
     def _assign(
@@ -312,11 +314,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         numbers = set(map(id, new))
         earlier = [group for group in self.param_groups if id(group) not in numbers]
         has_scheduler = any("initial_lr" in group for group in earlier)  # wraps step()
-        first_rates: set[float] = set()
-        for settings in self._given:
-            for prefix in ("", "auxiliary_"):
-                of_method = self._of_method({**self._settings, **settings}, prefix)
-                first_rates.add(float(of_method["lr"]))
+        first_rates = self._first_rates()
         if has_scheduler or any(float(group["lr"]) not in first_rates for group in earlier):
             rates = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
             warnings.warn(
@@ -327,6 +325,15 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 f"optimizer.param_groups[...]['lr'], and make the schedulers anew",
                 stacklevel=8 if has_scheduler else 7,
             )
+
+    def _first_rates(self) -> set[float]:
+        """Return the learning rates that param groups begin with."""
+        rates: set[float] = set()
+        for chosen in self._given:
+            for prefix in ("", "auxiliary_"):
+                settings = self._of_method({**self._settings, **chosen}, prefix)
+                rates.add(float(settings["lr"]))
+        return rates
 
     def _constrained(self) -> Iterator[tuple[Ball, float]]:
         """Yield the matrices whose norms are kept, with the rate of the first of each block."""
@@ -499,23 +506,28 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         methods: dict[tuple[int, str], Method] = {}
         texts = list(map(repr, settings))
         for block in self.preconditioner.blocks:
-            trained = [p for p in block.parameters.values() if p.requires_grad]
-            for p in trained:
-                count = len(numbers_of.get(id(p), ()))
-                if count != 1:
-                    raise ValueError(
-                        f"{self._names[id(p)]} is in {count or 'no'} param group(s): every "
-                        f"trainable parameter is in one, so give it to one by add_param_group, or "
-                        f"freeze it"
-                    )
-            if not trained:
+            if not (trained := _trained(block)):
                 continue
+            self._require_one_group(trained, numbers_of)
             # A block has one method: the group of its first parameter decides.
             number = self._group_of[id(next(iter(block.parameters.values())))]
             key = (id(block.method), texts[number])
             if key not in methods:
                 methods[key] = _with_settings(block.method, settings[number])
             block.act(methods[key])
+
+    def _require_one_group(
+        self, parameters: Iterable[nn.Parameter], numbers_of: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Raise a ValueError if a parameter is in no param group, or in several."""
+        for parameter in parameters:
+            count = len(numbers_of.get(id(parameter), ()))
+            if count != 1:
+                raise ValueError(
+                    f"{self._names[id(parameter)]} is in {count or 'no'} param group(s): every "
+                    f"trainable parameter is in one, so give it to one by add_param_group, or "
+                    f"freeze it"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.
@@ -598,6 +610,12 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self.preconditioner.load_state_dict(saved["preconditioner"])
         radii, groups = saved["own"]["radii"], saved["own"]["groups"]
         self._radii = {key: balls[key].loaded(radius) for key, radius in radii.items()}
+        self._load_groups(groups, named)
+
+    def _load_groups(
+        self, groups: Iterable[Mapping[str, Any]], named: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Make the param groups of a state the present ones."""
         blocks = self.preconditioner.blocks
         block_of: dict[int, Block] = {}
         for block in blocks:
@@ -693,6 +711,11 @@ def _parameters(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
     for group in groups:
         parameters += group["params"]
     return parameters
+
+
+def _trained(block: Block) -> list[nn.Parameter]:
+    """Return the parameters of a block that are not frozen."""
+    return [parameter for parameter in block.parameters.values() if parameter.requires_grad]
 
 
 def _members(groups: Iterable[Mapping[str, Any]]) -> set[int]:

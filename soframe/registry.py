@@ -236,9 +236,10 @@ def describe(component: object) -> str:
     text = repr(component)
     if " at 0x" not in text:
         return text
-    if isinstance(component, tuple | list) and type(component) in (tuple, list):
-        inner = ", ".join(map(describe, component))
-        return f"({inner})" if isinstance(component, tuple) else f"[{inner}]"
+    if type(component) is tuple:
+        return f"({', '.join(map(describe, component))})"
+    if type(component) is list:
+        return f"[{', '.join(map(describe, component))}]"
     if type(component) is dict:
         return f"{{{', '.join(f'{k!r}: {describe(v)}' for k, v in component.items())}}}"
     text = re.sub(r" at 0x[0-9a-fA-F]+", "", text)

@@ -65,9 +65,9 @@ class Report:
         return [getattr(self, name) for name in OVER_STAGES]
 
     def with_numbers(self, numbers: Sequence[float]) -> Report:
-        """Return the report with other `numbers`."""
+        """Return the report with other `numbers`, of a model with several stages."""
         named: dict[str, Any] = dict(zip(OVER_STAGES, numbers, strict=True))
-        return replace(self, **named)
+        return replace(self, **named, changed_anywhere=[named["changed_stages"]])
 
     def over_ranks(self, backend: Backend) -> Report:
         """Return the sums over all ranks, the same on every rank, by one all-reduce."""

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 
 from torch import nn
 from torch.optim import Optimizer
@@ -71,8 +72,9 @@ def register(model: nn.Module, choices: Choices) -> Registration:
     # A stage of a pipeline may have no block of its own.
     if not registration.blocks and not choices.staged:
         reads_calls = any(method.captures for method in methods(choices.method))
-        is_trained = any(parameter.requires_grad for _, parameter in named)
-        remedy = f"\n{WITHOUT_BLOCKS}" if reads_calls and is_trained else ""
+        remedy = ""
+        if reads_calls and any(parameter.requires_grad for _, parameter in named):
+            remedy = f"\n{WITHOUT_BLOCKS}"
         raise ValueError(
             f"there is nothing to precondition in {type(model).__name__}:\n"
             f"{registration.report.reasons()}{remedy}"
@@ -82,13 +84,17 @@ def register(model: nn.Module, choices: Choices) -> Registration:
             "this Fisher makes statistics of calls, and no block's method reads any: leave fisher= "
             "out, or choose a method of calls, such as 'kfac', for some layers"
         )
-    every: list[tuple[str, nn.Parameter]] = []
-    for block in registration.blocks:
-        every += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
+    every = list(_named_parameters(registration.blocks))
     # A model that is on the meta device as a whole can be planned.
     if not all(parameter.is_meta for _, parameter in every):
         require_materialised(every)
     return registration
+
+
+def _named_parameters(blocks: Iterable[Block]) -> Iterator[tuple[str, nn.Parameter]]:
+    for block in blocks:
+        for name, parameter in block.parameters.items():
+            yield f"{block.name}.{name}", parameter
 
 
 def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
@@ -123,14 +129,11 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
     optimised: set[int] = set()
     for parameters in home.groups(optimizer):
         optimised.update(map(id, parameters))
-    missing: list[str] = []
-    for block in blocks:
-        for name, parameter in block.parameters.items():
-            if id(parameter) not in optimised:
-                missing.append(f"{block.name}.{name}")
+    every = list(_named_parameters(blocks))
+    missing = [name for name, parameter in every if id(parameter) not in optimised]
     if not missing:
         return
-    if len(missing) == sum(len(block.parameters) for block in blocks):
+    if len(missing) == len(every):
         # An optimizer that shards parameters replaces them, and reads gradients of its own.
         remedy = (
             "It has no parameter of any block: it is another model's, or one that shares "
@@ -167,10 +170,9 @@ def build(
 
     def unfit(placement: Placement) -> str | None:
         """Return an error if a placement does not go with the model and the settings, or None."""
-        blocks, every = registration.blocks, refresh.solve_every.value
-        why = combinations.refused(blocks, placement, solve_every=every)
-        draws = choices.draws
-        return why or sharding.refused_together(model, blocks, placement, draws=draws)
+        blocks = registration.blocks
+        why = combinations.refused(blocks, placement, solve_every=refresh.solve_every.value)
+        return why or sharding.refused_together(model, blocks, placement, draws=choices.draws)
 
     def placed(strategy: Strategy) -> Placement:
         placement = place(strategy, registration.blocks, backend.world_size)
@@ -209,10 +211,8 @@ def build(
         placement = placed(settled)
         compare_ranks(backend, placement, described)
     if not parts.keeps_hooks:
-        modules: list[nn.Module] = []
-        for block in registration.blocks:
-            modules += [helper.module for helper in block.helpers]
-        take_over(capture, modules)
+        helpers = chain.from_iterable(block.helpers for block in registration.blocks)
+        take_over(capture, [helper.module for helper in helpers])
     # Process groups are created by all ranks together, so only after they agree.
     backend.prepare(placement.groups())
     return registration, placement, settled
@@ -245,9 +245,9 @@ def silent(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
+def take_over(capture: Capture, modules: Sequence[nn.Module]) -> None:
     """Remove the hooks of older preconditioners of these modules, with a warning."""
-    reference, modules = weakref.ref(capture), list(modules)
+    reference = weakref.ref(capture)
     if any(_hooked.get(module, reference) is not reference for module in modules):
         gc.collect()  # an unreachable one gives no warning
     for module in modules:

@@ -165,7 +165,7 @@ class Engine:
         plan, common, error = self._prepare()
         report, error = self._report(plan, common, error)
         # Reports are reduced over the stages of a model first.
-        of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
+        of_stages = {name: common.get(name) for name in OF_ALL_STAGES}
         report, error = parts.stages.put_together(report, of_stages, error)
         # The weights below need the samples of the whole model: passes that did not reach a stage
         # count there, too.
@@ -179,7 +179,6 @@ class Engine:
             report,
             failed=float(failed),
             bad_statistics=float(bad_statistics),
-            changed_anywhere=[] if parts.stages.backend is None else [report.changed_stages],
             weights=statistics.weights(),
         ).over_ranks(parts.backend)
         # An error of one rank is raised on all, before anything is written.
@@ -189,7 +188,7 @@ class Engine:
         self._gradients.set_present(total.present)
         parts.solves.land_if_finished(total.waits)
         # A changed model is registered anew, and the ranks agree once more.
-        if total.changed or any(total.changed_anywhere):
+        if total.changed + sum(total.changed_anywhere) > 0:
             self._rebuild(changed=total.changed > 0)
             return self._agree()
         # Statistics that are not finite on some rank are dropped on all.

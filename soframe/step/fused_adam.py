@@ -31,17 +31,19 @@ def serves(stack: Stack, backend: Backend) -> bool:
         return False
     if like.dtype != like.state_dtype or like.device.type not in ("cpu", "cuda"):
         return False
-    for parameter in stack.parameters:
-        has_parts = is_traceable_wrapper_subclass(parameter)  # elsewhere, as DTensors
-        if has_parts or parameter.dtype != like.dtype:
-            return False
-        if not parameter.is_contiguous():
-            return False
+    if not all(_is_plain(parameter, like.dtype) for parameter in stack.parameters):
+        return False
     if set(stack.place.gradient_workers) != set(range(backend.world_size)):
         return False
     # The kernel reads memory from end to end: moments are to lie as parameters do.
     parts = stack.parts(torch.empty(stack.shape_of(stack.all), dtype=like.dtype, device="cpu"))
-    return parts is not None and all(part.is_contiguous() for part in parts)
+    return parts is not None and all(map(Tensor.is_contiguous, parts))
+
+
+def _is_plain(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Return whether a parameter is dense, with all of its memory here, and of a dtype."""
+    has_parts = is_traceable_wrapper_subclass(parameter)  # elsewhere, as DTensors
+    return parameter.dtype == dtype and parameter.is_contiguous() and not has_parts
 
 
 def complete(stack: Stack, group_of: Mapping[int, int], moves: Sequence[Move]) -> bool:
