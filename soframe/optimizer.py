@@ -196,8 +196,6 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
         Raises:
             ValueError: If groups were given without one of them.
-
-        :meta private:
         """
         sharding.require_own_step(self._model.parameters())
         self._find_names()
@@ -421,10 +419,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         return loss
 
     def moves(self, stacks: Sequence[Stack]) -> Sequence[Stack]:
-        """Return the stacks that torch's fused kernel moves in this step.
-
-        :meta private:
-        """
+        """Return the stacks that torch's fused kernel moves in this step."""
         if self._stacks is not stacks:
             backend = self.preconditioner.backend
             self._stacks = stacks
@@ -459,10 +454,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 moving.descend(free, where, move, updates, bad)
 
     def selects(self) -> bool:
-        """Return whether weights can stay where they are without the host.
-
-        :meta private:
-        """
+        """Return whether weights can stay where they are without the host."""
         return moving.selects(self.param_groups)
 
     def check_settings(self) -> None:
@@ -470,8 +462,6 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
         Raises:
             ValueError: If a setting is out of range, or a parameter is not in one group.
-
-        :meta private:
         """
         self._moves = [Move.of(group) for group in self.param_groups]
         members = [list(map(id, group["params"])) for group in self.param_groups]

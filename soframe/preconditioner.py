@@ -306,10 +306,7 @@ class Preconditioner(OfModel):
         self.curvature.restore(snapshot)
 
     def forget(self) -> None:
-        """Drop all statistics, second-order data and states at the next step, on all ranks.
-
-        :meta private:
-        """
+        """Drop all statistics, second-order data and states at the next step, on all ranks."""
         self.curvature.watch.forget()
 
     @property
@@ -326,10 +323,7 @@ class Preconditioner(OfModel):
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """The blocks of the curvature, in the order of their first modules in the model.
-
-        :meta private:
-        """
+        """The blocks of the curvature, in the order of their first modules in the model."""
         self.engine.verdict.settle()
         return self.curvature.blocks
 
@@ -402,18 +396,12 @@ class Preconditioner(OfModel):
         return checksums.seal(state.save(placed, self.curvature.header()))
 
     def header(self) -> dict[str, Any]:
-        """Return the state without its tensors: numbers and strings, the same on every rank.
-
-        :meta private:
-        """
+        """Return the state without its tensors: numbers and strings, the same on every rank."""
         self.engine.verdict.settle()
         return self.curvature.header()
 
     def land(self, call: str) -> None:
-        """Install all background solves; every rank must call. ``call`` names it in errors.
-
-        :meta private:
-        """
+        """Install all background solves; every rank must call. ``call`` names it in errors."""
         self.engine.verdict.settle()
         self.curvature.land(call)
 
@@ -445,10 +433,7 @@ class Preconditioner(OfModel):
     def load_checked(
         self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
     ) -> None:
-        """Continue from the header and the tensors of a state that ``check`` returns, or raises.
-
-        :meta private:
-        """
+        """Continue from the header and the tensors of a state that ``check`` returns, or raises."""
         saved = self.curvature.load_checked(check)
         self.engine.verdict.forget()
         # The metrics of the last step are of another run.
