@@ -30,17 +30,11 @@ _GETTERS = ("get_output_embeddings", "get_classifier")
 
 @dataclass(frozen=True)
 class Heads:
-    """The weights of heads.
-
-    Attributes:
-        weights: The weights.
-        tied: Whether an embedding has one.
-        guessed: Whether they are heads as their layers come last, and for no other reason.
-    """
+    """The weights of heads."""
 
     weights: list[nn.Parameter] = field(default_factory=list)
-    tied: bool = False
-    guessed: bool = False
+    tied: bool = False  # whether an embedding has one
+    guessed: bool = False  # whether their layers come last, and nothing else shows that
 
 
 class _End(NamedTuple):

@@ -154,18 +154,7 @@ def build(
     capture: Capture,
     settings: Sequence[object],
 ) -> tuple[Registration, Placement, Strategy]:
-    """Register a model, place its blocks and hook its modules, once all ranks have agreed.
-
-    Args:
-        parts: The parts of the curvature.
-        choices: The choices of the registration.
-        strategy: The distribution strategy.
-        capture: Its hooks.
-        settings: The settings that all ranks must share.
-
-    Returns:
-        The registration, the placement and the strategy, which may have settled on another.
-    """
+    """Register a model, place its blocks and hook its modules, once all ranks have agreed."""
     model, backend, refresh = parts.model, parts.backend, parts.refresh
 
     def unfit(placement: Placement) -> str | None:

@@ -48,11 +48,6 @@ class Engine:
         moving_optimizer: The optimizer that moves the weights along the updates; None where updates
             replace gradients.
         measuring: Keeps the numbers of the last step.
-
-    Attributes:
-        measuring: Keeps the numbers of the last step.
-        verdict: Whether the last step counts.
-        updates: The updates of the last step, if an optimizer moves the weights along them.
     """
 
     def __init__(
@@ -66,8 +61,8 @@ class Engine:
         self._curvature, self._parts = curvature, curvature.parts
         self._clipping, self.measuring = clipping, measuring
         self._moving_optimizer = moving_optimizer
-        self.verdict = Verdict(self._parts.backend, curvature.counts)
-        self.updates: Sequence[Update] = ()
+        self.verdict = Verdict(self._parts.backend, curvature.counts)  # on the last step
+        self.updates: Sequence[Update] = ()  # of the last step, for the moving optimizer
         self._connect()
 
     def _connect(self, partial: Window | None = None) -> None:

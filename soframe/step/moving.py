@@ -39,21 +39,13 @@ WEIGHT_DECAY_KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint
 
 @dataclass(frozen=True)
 class Move:
-    """The settings by which the parameters of a group move.
-
-    Attributes:
-        lr: The learning rate.
-        weight_decay: The weight decay.
-        kind: The kind of weight decay.
-        constraint: The constraint on matrices; None for none.
-        decay_vectors: Whether vectors decay, too.
-    """
+    """The settings by which the parameters of a group move."""
 
     lr: float
     weight_decay: float
     kind: WeightDecayKind
-    constraint: Constraint | None
-    decay_vectors: bool
+    constraint: Constraint | None  # on matrices
+    decay_vectors: bool  # whether vectors decay, too
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Move:

@@ -45,33 +45,20 @@ When = Literal["always", "statistics", "finite", "unread", "counts", "discarded"
 
 @dataclass(eq=False)
 class Step:
-    """A step under way, with the results of its phases.
-
-    Attributes:
-        curvature: The curvature.
-        plan: The plan that ranks have agreed on.
-        verdict: Whether the updates count.
-        clipping: The clips.
-        measuring: Keeps the numbers of the step.
-        moving_optimizer: The optimizer that moves the weights along the updates; None where updates
-            replace gradients.
-        gradients: The averaged gradients, from phase *average* on.
-        updates: The updates, from phase *direct* on.
-        counts: Whether the updates count, as far as the host knows: they are finite. False before
-            phase *clip*, which does not run if gradients are known not to be finite.
-        clip_factors: The factors of the clips, from phase *clip* on.
-    """
+    """A step under way, with the results of its phases."""
 
     curvature: Curvature
-    plan: Plan
-    verdict: Verdict
+    plan: Plan  # that ranks have agreed on
+    verdict: Verdict  # whether the updates count
     clipping: Clipping
-    measuring: Measuring
-    moving_optimizer: Grouping | None
-    gradients: Gradients = field(default_factory=dict)
-    updates: list[Update] = field(default_factory=list)
+    measuring: Measuring  # keeps the numbers of the step
+    moving_optimizer: Grouping | None  # moves the weights; None where updates replace gradients
+    gradients: Gradients = field(default_factory=dict)  # averaged, from phase *average* on
+    updates: list[Update] = field(default_factory=list)  # from phase *direct* on
+    # Whether the updates count, as far as the host knows: they are finite. False before phase
+    # *clip*, which does not run if gradients are known not to be finite.
     counts: bool = False
-    clip_factors: Mapping[str, Tensor] = field(default_factory=dict)
+    clip_factors: Mapping[str, Tensor] = field(default_factory=dict)  # from phase *clip* on
 
 
 class Machine(Protocol):
