@@ -266,7 +266,9 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for name in first["counters"]:
         counts = [stage_state["counters"][name] for stage_state in parts]
         counters[name] = max(counts) if name.startswith("skipped") else sum(counts)
-    merged = {key: value for key, value in first.items() if key not in (STAGES, "late")}
+    merged = dict(first)
+    for key in (STAGES, "late"):
+        merged.pop(key, None)
     late = list(itertools.chain.from_iterable(part.get("late", ()) for part in parts))
     if late:
         merged["late"] = late

@@ -95,10 +95,8 @@ def agree_on_state(backend: Backend, state: str | None) -> None:
 # -- in each step ------------------------------------------------------------------------------
 
 
-def fingerprint(common: Mapping[str, object], ranks: int) -> list[float]:
-    """Return ``[h, h^2]`` for a hash h of 20 bits, to be summed over ranks; zeros for one rank."""
-    if ranks == 1:
-        return [0.0, 0.0]
+def fingerprint(common: Mapping[str, object]) -> list[float]:
+    """Return ``[h, h^2]`` for a hash h of 20 bits, to be summed over ranks."""
     # By the Cauchy-Schwarz inequality W times the sum of squares equals the square of the sum only
     # if all W ranks have the same h. Both sums are exact in float64 for up to 4096 ranks.
     digest = hashlib.sha256(describe(dict(common)).encode()).digest()

@@ -206,9 +206,14 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
     spread = [s for s in sums if len(s.way.spread) > 1]
     for reduction in pending if spread else ():  # on any rank
         reduction.wait()
-    copied = [s for s in spread if backend.rank in s.way.spread]
+    return pending + _copy(backend, spread, phase)
+
+
+def _copy(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
+    """Return the started broadcasts of sums that several ranks keep."""
+    copied = [s for s in sums if backend.rank in s.way.spread]
     copies = in_buckets(copied, lambda s: s.route(s.way.spread))
-    return pending + [_spread(backend, bucket, phase) for bucket in copies]
+    return [_spread(backend, bucket, phase) for bucket in copies]
 
 
 def _reduce(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:

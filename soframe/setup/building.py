@@ -56,10 +56,14 @@ def averaged_tensors(model: nn.Module, gradients: str) -> str:
     return f"local gradients of {len(shapes)} parameters, names and shapes {digest}"
 
 
-WITHOUT_BLOCKS = (
-    "soframe.Optimizer(model, method='soap', lr=3e-3) trains these parameters, too: it reads "
-    "gradients alone"
-)
+def _remedy_without_blocks(named: Sequence[tuple[str, nn.Parameter]], choices: Choices) -> str:
+    reads_calls = any(method.captures for method in methods(choices.method))
+    if reads_calls and any(parameter.requires_grad for _, parameter in named):
+        return (
+            "\nsoframe.Optimizer(model, method='soap', lr=3e-3) trains these parameters, too: it "
+            "reads gradients alone"
+        )
+    return ""
 
 
 def register(model: nn.Module, choices: Choices) -> Registration:
@@ -71,10 +75,7 @@ def register(model: nn.Module, choices: Choices) -> Registration:
     registration = Registration(model, named, choices)
     # A stage of a pipeline may have no block of its own.
     if not registration.blocks and not choices.staged:
-        reads_calls = any(method.captures for method in methods(choices.method))
-        remedy = ""
-        if reads_calls and any(parameter.requires_grad for _, parameter in named):
-            remedy = f"\n{WITHOUT_BLOCKS}"
+        remedy = _remedy_without_blocks(named, choices)
         raise ValueError(
             f"there is nothing to precondition in {type(model).__name__}:\n"
             f"{registration.report.reasons()}{remedy}"

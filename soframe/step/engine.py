@@ -285,7 +285,7 @@ class Engine:
             passes=float(passes),
             samples=float(most if counted else 0),
             fewest=float(fewest if counted else 0),
-            common=fingerprint(common, parts.backend.world_size),
+            common=fingerprint(common) if parts.backend.world_size > 1 else (),
             present=present,
             waits=parts.solves.waits(),
             reached=reached,
@@ -296,7 +296,8 @@ class Engine:
         """Return the error that stops the copies of this stage, the same on all, or None."""
         backend = self._parts.backend
         try:
-            require_common(backend, common, report.common)
+            if report.common:
+                require_common(backend, common, report.common)
             if report.changed:
                 require_all_ranks(backend, report.changed)
             elif not (any(report.changed_anywhere) or report.bad_gradient or report.bad_statistics):

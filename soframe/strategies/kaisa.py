@@ -42,13 +42,15 @@ class _Grid(Strategy):
         totals = [block.effort + sum(cost) for block, cost in zip(work, costs, strict=True)]
         column_of = assign(totals, [0.0] * columns, list(map(len, members)))
         owners = [[0] * len(block.factors) for block in work]
-        for column, workers in enumerate(members):
-            indices = [index for index, chosen in enumerate(column_of) if chosen == column]
+        blocks_of: dict[int, list[int]] = {}  # by column
+        for index, column in enumerate(column_of):
+            blocks_of.setdefault(column, []).append(index)
+        for column, indices in blocks_of.items():
             if self.colocate:
-                _assign_blocks(owners, totals, indices, workers)
+                _assign_blocks(owners, totals, indices, members[column])
             else:
-                _assign_factors(owners, costs, indices, workers)
-        sources = {column: _sources(members[column], ranks, columns) for column in set(column_of)}
+                _assign_factors(owners, costs, indices, members[column])
+        sources = {column: _sources(members[column], ranks, columns) for column in blocks_of}
         blocks = []
         for block, column, block_owners in zip(work, column_of, owners, strict=True):
             place = (tuple(block_owners), members[column], sources[column])
