@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soframe.registry import register
 from soframe.strategies.work import with_total
 from soframe.tracing.phases import Phases
 
@@ -257,3 +258,20 @@ class Backend(ABC):
         count = self._traffic.setdefault(phase, {"bytes": 0, "calls": 0})
         count["bytes"] += (tensor.numel() if numel is None else numel) * tensor.element_size()
         count["calls"] += 1
+
+
+@register("backend", "single")
+class SingleProcess(Backend):
+    """A group of one rank: nothing travels."""
+
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Make no groups."""
+
+    def _all_reduce(self, tensor: Tensor) -> Handle:
+        return Handle()
+
+    def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
+        return Handle()
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]

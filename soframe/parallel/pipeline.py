@@ -300,7 +300,7 @@ class Pipeline(Stages):
         return reduced, self._miscounted(reduced.passes)
 
     def spread(self, error: Exception | None) -> Exception | None:
-        texts = gather_texts(self.backend, "" if error is None else describe_error(error), PHASE)
+        texts = gather_texts(self.backend, describe_error(error), PHASE)
         if error is not None or not any(texts):
             return error
         errors = [f"rank {rank} of the pipe: {text}" for rank, text in enumerate(texts) if text]

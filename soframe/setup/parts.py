@@ -87,10 +87,11 @@ def parts_of(
         skip=settings["skip"],
         mappings={"layers": layers, "method": method, "solver": solver, "cut": cut},
     )
-    choosing.check_home(settings["home"])
     home = settings["home"]
     if home is None:
         home = PlainGrad(model, optimizer)
+    elif not isinstance(home, GradientHome):
+        raise TypeError(f"home must be a soframe.GradientHome, not {home!r}")
     damping = choosing.choose_damping(settings["damping"])
     fisher = _fisher(settings["fisher"], settings["loss"])
     stages.require_settings(probed=fisher.probed, scaled=grad_scaler is not None)
