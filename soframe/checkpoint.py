@@ -40,9 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import gather_texts
-from soframe.comm.base import Backend
 from soframe.comm.stages import STAGES
 from soframe.state import checksums
 from soframe.state import saving as state
@@ -76,28 +74,14 @@ class Owner(Protocol):
     """Whose state a checkpoint has: a preconditioner, or a fitted curvature."""
 
     @property
-    def backend(self) -> Backend:
-        """The communication backend."""
-
-    @property
-    def placed(self) -> PlacedBlocks:
-        """The blocks with their places."""
-
-    @property
-    def stage(self) -> str:
-        """The stages of a pipeline on this rank, as text."""
+    def curvature(self) -> Any:
+        """The curvature."""
 
     def land(self, call: str) -> None:
         """Install all background solves."""
 
     def header(self) -> dict[str, Any]:
         """Return the state without its tensors."""
-
-    def check_header(self, saved: Any) -> None:
-        """Raise ValueError unless a state can be loaded."""
-
-    def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
-        """Raise on all ranks if one cannot load its state."""
 
     def load_checked(
         self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
@@ -115,15 +99,16 @@ def part(preconditioner: Owner) -> dict[str, Any]:
     Returns:
         Name -> tensor, and ``"header"`` -> text, for `save`, ``dcp.save`` or ``dcp.async_save``.
     """
-    backend, blocks = preconditioner.backend, preconditioner.placed.blocks
+    curvature = preconditioner.curvature
+    placed, backend = curvature.placed, curvature.placed.backend
     preconditioner.land("soframe.checkpoint.part()")
-    if any(block.record.pending > 0 for block in blocks):
+    if any(block.record.pending > 0 for block in placed.blocks):
         backend.meet("soframe.checkpoint.part()")
     header = preconditioner.header()
     tensors: dict[str, Tensor] = {}
-    for block, place in preconditioner.placed:
+    for block, place in placed:
         header["blocks"][block.name]["solved"] = block.solved
-        block_entries, present = state.present(preconditioner.placed, block, place)
+        block_entries, present = state.present(placed, block, place)
         for entry in block_entries:
             if backend.rank == entry.source:
                 tensor = state.lasting(entry.path, present[entry.path])
@@ -133,7 +118,7 @@ def part(preconditioner: Owner) -> dict[str, Any]:
     header[TENSORS] = {}
     for theirs in gather_texts(backend, json.dumps(sums)):
         header[TENSORS].update(json.loads(theirs))
-    return _of_stage(preconditioner, {HEADER: json.dumps(seal(header)), **tensors})
+    return _of_stage(curvature.stage, {HEADER: json.dumps(seal(header)), **tensors})
 
 
 def load(
@@ -160,13 +145,14 @@ def load(
         ValueError: If the checkpoint is missing, incomplete, damaged or of another model, on any
             rank; then no rank changes.
     """
+    curvature = preconditioner.curvature
 
     def read_into(tensors: dict[str, Any]) -> None:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*to load in a single process")
                 dcp_load(
-                    {key: _of_stage(preconditioner, tensors)},
+                    {key: _of_stage(curvature.stage, tensors)},
                     storage_reader=storage_reader or reader_of(checkpoint_id),
                     checkpoint_id=checkpoint_id,
                     planner=PlainPlanner(),
@@ -187,23 +173,23 @@ def load(
             saved.update(json.loads(first[HEADER]))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError("the checkpoint is damaged: its header cannot be read") from error
-        preconditioner.check_header(saved)
+        curvature.check_header(saved)
 
     def check_tensors() -> tuple[dict[str, Any], dict[str, Tensor]]:
         for name, tensor in tensors.items():
             if checksums.of_tensor(tensor) != saved[TENSORS][name][1]:
                 raise ValueError(f"the checkpoint is damaged: {name} has another checksum")
-        state.check(saved, tensors, preconditioner.placed, everywhere=False)
+        state.check(saved, tensors, curvature.placed, everywhere=False)
         return saved, tensors
 
     # Errors of DCP are raised on all ranks, and all ranks check the header before DCP goes on.
     first: dict[str, Any] = {HEADER: ""}
     read_into(first)
-    preconditioner.agree_on_state(check_header, lambda: first[HEADER])
+    curvature.agree_on_state(check_header, lambda: first[HEADER])
     tensors: dict[str, Tensor] = {}
-    for block, place in preconditioner.placed:
+    for block, place in curvature.placed:
         for entry in entries_saved(block, place, saved["blocks"][block.name]):
-            if preconditioner.backend.rank in entry.holders:
+            if curvature.placed.rank in entry.holders:
                 name = "/".join((block.name, *entry.path))
                 # Keep the saved dtype until the checksums are compared.
                 dtype = _DTYPES[saved[TENSORS][name][0]]
@@ -212,9 +198,9 @@ def load(
     preconditioner.load_checked(check_tensors)
 
 
-def _of_stage(preconditioner: Owner, contents: dict[str, Any]) -> dict[str, Any]:
+def _of_stage(stage: str, contents: dict[str, Any]) -> dict[str, Any]:
     """Name a part after its pipeline stages: DCP keeps one header under each name."""
-    return {f"stages {preconditioner.stage}": contents} if preconditioner.stage else contents
+    return {f"stages {stage}": contents} if stage else contents
 
 
 class Whole:
@@ -280,7 +266,9 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for name in first["counters"]:
         counts = [stage_state["counters"][name] for stage_state in parts]
         counters[name] = max(counts) if name.startswith("skipped") else sum(counts)
-    merged = {key: value for key, value in first.items() if key not in (STAGES, "late")}
+    merged = dict(first)
+    for key in (STAGES, "late"):
+        merged.pop(key, None)
     late = list(itertools.chain.from_iterable(part.get("late", ()) for part in parts))
     if late:
         merged["late"] = late

@@ -1,7 +1,7 @@
-"""Refused combinations of settings, methods, solvers and strategies, as one table.
+"""Refused combinations of methods, solvers and strategies, as one table.
 
-Each row has a predicate and a message. Rows of settings apply before the model is registered, rows
-of blocks once these are placed; a setting that no block reads is refused last.
+Each row has a predicate and a message, and applies once blocks are placed; a setting that no block
+reads is refused last.
 """
 
 from __future__ import annotations
@@ -15,23 +15,6 @@ from soframe.schedules import Interval
 from soframe.solvers.around import Around
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement
-
-# -- settings alone ----------------------------------------------------------------------------
-
-SETTINGS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
-    (
-        lambda s: s["gradients"] == "local" and s["grad_scaler"] is not None,
-        "gradients='local' does not go with a GradScaler: ranks would skip steps apart",
-    ),
-)
-
-
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise the ValueError of the first row of `SETTINGS` that applies."""
-    for applies, message in SETTINGS:
-        if applies(settings):
-            raise ValueError(message.format(**settings))
-
 
 # -- blocks and their places -------------------------------------------------------------------
 

@@ -169,8 +169,6 @@ class Curvature(OfModel):
     def of(cls, parts: Parts) -> Self:
         """Return a curvature of parts that were made for training.
 
-        :meta private:
-
         Returns:
             It: the model is registered, its blocks are placed, and its layers hooked.
         """
@@ -249,6 +247,7 @@ class Curvature(OfModel):
         if report.solver:
             self._report = replace(self._report, solver=report.solver)
 
+    @building.uncollected()
     def _build(self, former: PlacedBlocks | None = None) -> None:
         """Register the model, place the work and prepare the statistics."""
         parts = self.parts
@@ -403,10 +402,7 @@ class Curvature(OfModel):
 
     @property
     def names(self) -> Mapping[Block, Mapping[str, str]]:
-        """For each block, the names in the model by the names in the block.
-
-        :meta private:
-        """
+        """For each block, the names in the model by the names in the block."""
         return self._coordinates.names
 
     @property
@@ -485,8 +481,6 @@ class Curvature(OfModel):
     def fitting(self) -> Fit:
         """The fit under way.
 
-        :meta private:
-
         Raises:
             RuntimeError: If it is the curvature of a preconditioner.
         """
@@ -498,44 +492,34 @@ class Curvature(OfModel):
         return self._fit
 
     def describe_fit(self) -> tuple[str, str]:
-        """Return the kind of Fisher, and the strategy with its ranks.
-
-        :meta private:
-        """
+        """Return the kind of Fisher, and the strategy with its ranks."""
         ranks = self.parts.backend.world_size
         return self.parts.fisher.kind, f"{self.strategy!r} on {ranks} rank(s)"
 
     def adopt(self) -> None:
-        """Take the second-order data that are there, unless a fit is under way.
-
-        :meta private:
-        """
+        """Take the second-order data that are there, unless a fit is under way."""
         unfinished = bool(self.fitting.progress.gathering)
         self._spectra = None if unfinished else spectra_of(self.placed)
 
     # -- state ------------------------------------------------------------------------------------
 
     @property
-    def backend(self) -> Backend:
-        """The communication backend.
+    def curvature(self) -> Self:
+        """Itself, as a preconditioner has one: both have checkpoints."""
+        return self
 
-        :meta private:
-        """
+    @property
+    def backend(self) -> Backend:
+        """The communication backend."""
         return self.parts.backend
 
     @property
     def stage(self) -> str:
-        """The stages of a pipeline on this rank; empty without one.
-
-        :meta private:
-        """
+        """The stages of a pipeline on this rank; empty without one."""
         return self.parts.stages.name
 
     def header(self) -> dict[str, Any]:
-        """Return the state without its tensors: numbers and strings, the same on every rank.
-
-        :meta private:
-        """
+        """Return the state without its tensors: numbers and strings, the same on every rank."""
         parts, blocks = self.parts, self.blocks
         numbers: dict[str, Any] = {
             "format": state.FORMAT,
@@ -557,10 +541,7 @@ class Curvature(OfModel):
         return numbers
 
     def check_header(self, saved: Any) -> None:
-        """Raise ValueError unless a state, perhaps without its tensors, can be loaded.
-
-        :meta private:
-        """
+        """Raise ValueError unless a state, perhaps without its tensors, can be loaded."""
         parts = self.parts
         parts.stages.own_part(saved)  # raises for a state of other stages
         named = parts.model.named_parameters()
@@ -570,18 +551,13 @@ class Curvature(OfModel):
             check_damping(saved["damping"], parts.damping, saved["step"])
 
     def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
-        """Raise on all copies of all stages if one rank cannot load its state, so that none does.
-
-        :meta private:
-        """
+        """Raise on all copies of all stages if one rank cannot load its state: none does then."""
         state.agree(self.parts.backend, check, common, self.parts.stages)
 
     def load_checked(
         self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
     ) -> Mapping[str, Any]:
         """Continue from a state; every rank must call.
-
-        :meta private:
 
         Args:
             check: Returns the header and the tensors of the state, or raises.
@@ -624,10 +600,7 @@ class Curvature(OfModel):
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """The blocks, in the order of their first modules in the model.
-
-        :meta private:
-        """
+        """The blocks, in the order of their first modules in the model."""
         return self.placed.blocks
 
     @property
@@ -672,13 +645,6 @@ class Curvature(OfModel):
         """Reduce the sums of the window, and average them into the running factors."""
         assert plan.weights is not None
         self.statistics.fold(plan.weights, plan.decay, plan.step)
-
-    def note_missed_turns(self, gradients: Gradients, plan: Plan) -> None:
-        """Note the blocks that missed their turn for statistics, see `Refresh`."""
-        due = self.statistics.window.due
-        not_finite = plan.weights is None and bool(due)
-        if self.placed.captured and not not_finite:
-            self.parts.refresh.note_missed_turns(self.placed, due, gradients, plan.step)
 
     def observe(self, gradients: Gradients, plan: Plan, *, after: bool = False) -> None:
         """Average statistics of the gradients, before updates are made or ``after``."""

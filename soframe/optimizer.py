@@ -167,11 +167,15 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         self._new.clear()
         self.defaults.update(self._of_method(self._settings, ""))
         self._name_momentum()
+        self._require_norms()
+
+    def _require_norms(self) -> None:
+        """Raise a ValueError if a norm that is to be kept is zero or not finite."""
         try:
             # An error on one stage of a pipeline is raised on all of them.
-            with self.preconditioner.together():
+            with self.preconditioner.curvature.parts.stages.together():
                 for ball, _ in self._constrained():
-                    ball.norms()  # raises if a norm is zero or not finite
+                    ball.norms()
         except Exception:
             self.preconditioner.close()
             raise
@@ -192,8 +196,6 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
         Raises:
             ValueError: If groups were given without one of them.
-
-        :meta private:
         """
         sharding.require_own_step(self._model.parameters())
         self._find_names()
@@ -235,19 +237,17 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         grouped = _members(self.param_groups)
         number_of: dict[int, int] = {}  # of the given group of a parameter, by identity
         for number, group in enumerate(self._given):
-            group["params"] = [p for p in group["params"] if id(p) not in grouped]
+            group["params"] = _apart(group["params"], grouped)
             number_of.update(dict.fromkeys(map(id, group["params"]), number))
         missing: list[tuple[Block, nn.Parameter]] = []
         for block in blocks:
-            trained = [p for p in block.parameters.values() if p.requires_grad]
-            missing += [(block, p) for p in trained if id(p) not in grouped]
-        if not self._adopts:
-            lost = [self._names[id(p)] for _, p in missing if id(p) not in number_of]
-            if lost:
-                raise ValueError(
-                    f"{', '.join(lost)} in no param group: give it to one, by param_groups= or "
-                    f"add_param_group, or freeze it"
-                )
+            missing += [(block, parameter) for parameter in _apart(_trained(block), grouped)]
+        lost = [self._names[id(p)] for _, p in missing if id(p) not in number_of]
+        if lost and not self._adopts:
+            raise ValueError(
+                f"{', '.join(lost)} in no param group: give it to one, by param_groups= or "
+                f"add_param_group, or freeze it"
+            )
         self._assign(missing, number_of)
 
     def _assign(
@@ -309,16 +309,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     def _warn_of_new(self) -> None:
         """Warn of groups that begin where a schedule has changed the rates of the others."""
         new, self._new = self._new, []
-        if not new:
-            return
         numbers = set(map(id, new))
         earlier = [group for group in self.param_groups if id(group) not in numbers]
         has_scheduler = any("initial_lr" in group for group in earlier)  # wraps step()
-        first_rates: set[float] = set()
-        for settings in self._given:
-            for prefix in ("", "auxiliary_"):
-                of_method = self._of_method({**self._settings, **settings}, prefix)
-                first_rates.add(float(of_method["lr"]))
+        first_rates = self._first_rates()
         if has_scheduler or any(float(group["lr"]) not in first_rates for group in earlier):
             rates = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
             warnings.warn(
@@ -329,6 +323,15 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 f"optimizer.param_groups[...]['lr'], and make the schedulers anew",
                 stacklevel=8 if has_scheduler else 7,
             )
+
+    def _first_rates(self) -> set[float]:
+        """Return the learning rates that param groups begin with."""
+        rates: set[float] = set()
+        for chosen in self._given:
+            for prefix in ("", "auxiliary_"):
+                settings = self._of_method({**self._settings, **chosen}, prefix)
+                rates.add(float(settings["lr"]))
+        return rates
 
     def _constrained(self) -> Iterator[tuple[Ball, float]]:
         """Yield the matrices whose norms are kept, with the rate of the first of each block."""
@@ -411,14 +414,12 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             with self.preconditioner.backend.phases("move"):
                 self._move(good)
             self._moved = changes(before, blocks) if before else {}
-        self._warn_of_new()
+        if self._new:
+            self._warn_of_new()
         return loss
 
     def moves(self, stacks: Sequence[Stack]) -> Sequence[Stack]:
-        """Return the stacks that torch's fused kernel moves in this step.
-
-        :meta private:
-        """
+        """Return the stacks that torch's fused kernel moves in this step."""
         if self._stacks is not stacks:
             backend = self.preconditioner.backend
             self._stacks = stacks
@@ -453,10 +454,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 moving.descend(free, where, move, updates, bad)
 
     def selects(self) -> bool:
-        """Return whether weights can stay where they are without the host.
-
-        :meta private:
-        """
+        """Return whether weights can stay where they are without the host."""
         return moving.selects(self.param_groups)
 
     def check_settings(self) -> None:
@@ -464,8 +462,6 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
         Raises:
             ValueError: If a setting is out of range, or a parameter is not in one group.
-
-        :meta private:
         """
         self._moves = [Move.of(group) for group in self.param_groups]
         members = [list(map(id, group["params"])) for group in self.param_groups]
@@ -500,23 +496,28 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         methods: dict[tuple[int, str], Method] = {}
         texts = list(map(repr, settings))
         for block in self.preconditioner.blocks:
-            trained = [p for p in block.parameters.values() if p.requires_grad]
-            for p in trained:
-                count = len(numbers_of.get(id(p), ()))
-                if count != 1:
-                    raise ValueError(
-                        f"{self._names[id(p)]} is in {count or 'no'} param group(s): every "
-                        f"trainable parameter is in one, so give it to one by add_param_group, or "
-                        f"freeze it"
-                    )
-            if not trained:
+            if not (trained := _trained(block)):
                 continue
+            self._require_one_group(trained, numbers_of)
             # A block has one method: the group of its first parameter decides.
             number = self._group_of[id(next(iter(block.parameters.values())))]
             key = (id(block.method), texts[number])
             if key not in methods:
                 methods[key] = _with_settings(block.method, settings[number])
             block.act(methods[key])
+
+    def _require_one_group(
+        self, parameters: Iterable[nn.Parameter], numbers_of: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Raise a ValueError if a parameter is in no param group, or in several."""
+        for parameter in parameters:
+            count = len(numbers_of.get(id(parameter), ()))
+            if count != 1:
+                raise ValueError(
+                    f"{self._names[id(parameter)]} is in {count or 'no'} param group(s): every "
+                    f"trainable parameter is in one, so give it to one by add_param_group, or "
+                    f"freeze it"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.
@@ -594,12 +595,17 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 raise ValueError(f"this model has no {', '.join(strange)}, which the state groups")
 
         # Ranks agree before anything changes: all load the state, or none does.
-        self.preconditioner.agree_on_state(
-            check, lambda: checksums.text(saved["own"][checksums.KEY])
-        )
+        agree = self.preconditioner.curvature.agree_on_state
+        agree(check, lambda: checksums.text(saved["own"][checksums.KEY]))
         self.preconditioner.load_state_dict(saved["preconditioner"])
         radii, groups = saved["own"]["radii"], saved["own"]["groups"]
         self._radii = {key: balls[key].loaded(radius) for key, radius in radii.items()}
+        self._load_groups(groups, named)
+
+    def _load_groups(
+        self, groups: Iterable[Mapping[str, Any]], named: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Make the param groups of a state the present ones."""
         blocks = self.preconditioner.blocks
         block_of: dict[int, Block] = {}
         for block in blocks:
@@ -695,6 +701,16 @@ def _parameters(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
     for group in groups:
         parameters += group["params"]
     return parameters
+
+
+def _trained(block: Block) -> list[nn.Parameter]:
+    """Return the parameters of a block that are not frozen."""
+    return [parameter for parameter in block.parameters.values() if parameter.requires_grad]
+
+
+def _apart(parameters: Iterable[nn.Parameter], members: set[int]) -> list[nn.Parameter]:
+    """Return the parameters that are not among some, by identity."""
+    return [parameter for parameter in parameters if id(parameter) not in members]
 
 
 def _members(groups: Iterable[Mapping[str, Any]]) -> set[int]:

@@ -12,7 +12,6 @@ Two lines add it to a training script::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from soframe import combinations
 from soframe.blocks.block import Block, Solved
 from soframe.blocks.home import GradientHome
-from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
 from soframe.capture.untraced import untraced
@@ -310,10 +308,7 @@ class Preconditioner(OfModel):
         self.curvature.restore(snapshot)
 
     def forget(self) -> None:
-        """Drop all statistics, second-order data and states at the next step, on all ranks.
-
-        :meta private:
-        """
+        """Drop all statistics, second-order data and states at the next step, on all ranks."""
         self.curvature.watch.forget()
 
     @property
@@ -330,10 +325,7 @@ class Preconditioner(OfModel):
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """The blocks of the curvature, in the order of their first modules in the model.
-
-        :meta private:
-        """
+        """The blocks of the curvature, in the order of their first modules in the model."""
         self.engine.verdict.settle()
         return self.curvature.blocks
 
@@ -406,25 +398,12 @@ class Preconditioner(OfModel):
         return checksums.seal(state.save(placed, self.curvature.header()))
 
     def header(self) -> dict[str, Any]:
-        """Return the state without its tensors: numbers and strings, the same on every rank.
-
-        :meta private:
-        """
+        """Return the state without its tensors: numbers and strings, the same on every rank."""
         self.engine.verdict.settle()
         return self.curvature.header()
 
-    def check_header(self, saved: Any) -> None:
-        """Raise ValueError unless a state, perhaps without its tensors, can be loaded.
-
-        :meta private:
-        """
-        self.curvature.check_header(saved)
-
     def land(self, call: str) -> None:
-        """Install all background solves; every rank must call. ``call`` names it in errors.
-
-        :meta private:
-        """
+        """Install all background solves; every rank must call. ``call`` names it in errors."""
         self.engine.verdict.settle()
         self.curvature.land(call)
 
@@ -446,7 +425,7 @@ class Preconditioner(OfModel):
             if part is not saved:
                 checksums.verify(saved)
                 part = checksums.seal(part)
-            self.check_header(part)
+            self.curvature.check_header(part)
             tensors = dict(checksums.tensors_of(part["blocks"]))  # such as "head/factors/A"
             state.check(part, tensors, self.curvature.placed, everywhere=True)
             return part, tensors
@@ -456,10 +435,7 @@ class Preconditioner(OfModel):
     def load_checked(
         self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
     ) -> None:
-        """Continue from the header and the tensors of a state that ``check`` returns, or raises.
-
-        :meta private:
-        """
+        """Continue from the header and the tensors of a state that ``check`` returns, or raises."""
         saved = self.curvature.load_checked(check)
         self.engine.verdict.forget()
         # The metrics of the last step are of another run.
@@ -467,31 +443,9 @@ class Preconditioner(OfModel):
         self.curvature.begin(saved.get("late", ()))
 
     @property
-    def placed(self) -> PlacedBlocks:
-        """The blocks with their places.
-
-        :meta private:
-        """
-        return self.curvature.placed
-
-    @property
     def stage(self) -> str:
         """The stages of a pipeline on this rank, such as ``"0, 2 of 4"``; empty without one."""
         return self._parts.stages.name
-
-    def together(self) -> AbstractContextManager[None]:
-        """Return a context that raises an error of all copies of one stage on all stages.
-
-        :meta private:
-        """
-        return self._parts.stages.together()
-
-    def agree_on_state(self, check: Callable[[], object], common: Callable[[], str]) -> None:
-        """Raise on all copies of all stages if one rank cannot load its state, so that none does.
-
-        :meta private:
-        """
-        self.curvature.agree_on_state(check, common)
 
     # -- inspection ---------------------------------------------------------------------------
 

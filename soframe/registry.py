@@ -230,15 +230,18 @@ def available(kind: str) -> dict[Any, type]:
     return _kind(kind).available()
 
 
+_BRACKETS: dict[type, str] = {tuple: "({})", list: "[{}]"}
+
+
 def describe(component: object) -> str:
     """Return a component's ``repr`` without addresses, the same in every process."""
     # Without a ``repr`` of its own: the public attributes that are numbers, texts or tuples.
     text = repr(component)
     if " at 0x" not in text:
         return text
-    if isinstance(component, tuple | list) and type(component) in (tuple, list):
-        inner = ", ".join(map(describe, component))
-        return f"({inner})" if isinstance(component, tuple) else f"[{inner}]"
+    if type(component) in _BRACKETS:
+        inner = ", ".join(map(describe, component))  # type: ignore[call-overload]  # it is one
+        return _BRACKETS[type(component)].format(inner)
     if type(component) is dict:
         return f"{{{', '.join(f'{k!r}: {describe(v)}' for k, v in component.items())}}}"
     text = re.sub(r" at 0x[0-9a-fA-F]+", "", text)

@@ -252,11 +252,6 @@ class Shards:
         """Return whether a rank holds the whole tensor."""
         return self.numel(rank) == self.whole
 
-    @property
-    def copied(self) -> bool:
-        """Whether the tensor has several copies."""
-        return len(set(self.copies)) > 1
-
     def sources(self, rank: int) -> list[int]:
         """Return the other ranks that have the parts which a rank lacks, in order."""
         if self.holds_all(rank):

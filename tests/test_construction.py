@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from torch import nn
 
@@ -23,3 +25,27 @@ def test_layers_of_one_kind_are_described_once(method: str) -> None:
     few, many = build(10), build(20)
     assert many <= 2.1 * few
     assert (many - few) / 10 <= MOST[method]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_garbage_collector_rests_while_layers_are_registered(fails: bool) -> None:
+    collections: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
+
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(200))).requires_grad_(not fails)
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(100)
+    try:
+        if fails:
+            with pytest.raises(ValueError, match="there is nothing to precondition"):
+                soframe.Preconditioner(model)
+        else:
+            soframe.Preconditioner(model).close()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert gc.isenabled()
+    assert len(collections) < 400  # thousands with the collector at work

@@ -53,10 +53,6 @@ class Record:
     # 1 if it was not used at its last turn for statistics, 2 if it was used since: see `Refresh`.
     missed: int = 0
 
-    def mass(self, name: str) -> float:
-        """Return the EMA weight of a factor; of its groups the largest."""
-        return max(self.masses.get(name, (0.0,)))
-
 
 @dataclass(frozen=True)
 class Solved:
@@ -117,10 +113,9 @@ class Block(BlockSpec):
     @property
     def mass(self) -> float:
         """The EMA weight of the first factor that needs no data; 1 for a block without factors."""
-        first = next((factor.name for factor in self.factors if not factor.needs), None)
-        if first is None:
-            return 0.0 if self.factors else 1.0
-        return self.record.mass(first)
+        if not self.factors:
+            return 1.0
+        return max(self.record.masses.get(self.leading, (0.0,)))
 
     @property
     def waits(self) -> bool:

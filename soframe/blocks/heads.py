@@ -30,17 +30,11 @@ _GETTERS = ("get_output_embeddings", "get_classifier")
 
 @dataclass(frozen=True)
 class Heads:
-    """The weights of heads.
-
-    Attributes:
-        weights: The weights.
-        tied: Whether an embedding has one.
-        guessed: Whether they are heads as their layers come last, and for no other reason.
-    """
+    """The weights of heads."""
 
     weights: list[nn.Parameter] = field(default_factory=list)
-    tied: bool = False
-    guessed: bool = False
+    tied: bool = False  # whether an embedding has one
+    guessed: bool = False  # whether their layers come last, and nothing else shows that
 
 
 class _End(NamedTuple):
@@ -54,12 +48,8 @@ def heads_of(model: nn.Module, part: nn.Module | None) -> Heads:
     """Return the heads in a part of a model; none without a part."""
     if part is None:
         return Heads()
-    modules = list(model.modules())
-    embeddings = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
-    within = modules if part is model else part.modules()
-    linear = [m for m in within if isinstance(m, nn.Linear)]
-    tied = [m for m in linear if id(m.weight) in embeddings]
-    ends = [_End(layer, guessed=False) for layer in tied] or list(_ends(part))
+    tied = list(_tied(model, part))
+    ends = tied or list(_ends(part))
     weights: list[nn.Parameter] = []
     guesses: list[bool] = []
     for end in ends:
@@ -69,6 +59,15 @@ def heads_of(model: nn.Module, part: nn.Module | None) -> Heads:
             weights.append(weight)
             guesses.append(end.guessed)
     return Heads(weights, tied=bool(tied), guessed=all(guesses))
+
+
+def _tied(model: nn.Module, part: nn.Module) -> Iterator[_End]:
+    """Yield the layers of a part that have the weight of an embedding of the model."""
+    modules = list(model.modules())
+    embeddings = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
+    for layer in modules if part is model else part.modules():
+        if isinstance(layer, nn.Linear) and id(layer.weight) in embeddings:
+            yield _End(layer, guessed=False)
 
 
 def _ends(module: nn.Module, *, guessed: bool = True) -> Iterator[_End]:
@@ -97,22 +96,31 @@ def _named_heads(module: nn.Module) -> list[nn.Module]:
 
 def _last(module: nn.Module) -> tuple[list[nn.Module], bool]:
     """Return the children, or layers, that make a module's outputs, and whether it is a guess."""
-    named = {n: m for n, m in module.named_children() if _has_parameters(m)}
-    children, lists = list(named.values()), nn.ModuleList | nn.ModuleDict
+    named, lists = _with_parameters(module), nn.ModuleList | nn.ModuleDict
+    last = list(named.values())[-1:]
     # DeepSpeed's PipelineModule runs its children by their numbers.
-    in_order = len(children) == 1 or all(map(str.isdigit, named))
+    in_order = len(named) == 1 or all(map(str.isdigit, named))
     if in_order and not isinstance(module, lists) and not module._parameters:
-        return children[-1:], True
-    heads: list[nn.Module] = [child for name, child in named.items() if _NAMED.fullmatch(name)]
-    if not heads:
-        linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
-        return (children[-1:] if linear == children[-1:] else []), True
+        return last, True
     layers: list[nn.Module] = []
-    for head in heads:
-        layers += head.children() if isinstance(head, lists) else [head]
-    return layers, False
+    for name, child in named.items():
+        if _NAMED.fullmatch(name):
+            layers += child.children() if isinstance(child, lists) else [child]
+    if layers:
+        return layers, False
+    is_only = last == list(filter(_is_linear, module.modules()))
+    return last if is_only else [], True
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    parameters = module._parameters.values()  # first: walking over modules takes a while
-    return any(p is not None for p in parameters) or next(module.parameters(), None) is not None
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children that have parameters, by name."""
+    named: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        parameters = child._parameters.values()  # first: walking over modules takes a while
+        if any(p is not None for p in parameters) or next(child.parameters(), None) is not None:
+            named[name] = child
+    return named

@@ -11,24 +11,30 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cache
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrize import ParametrizationList
 
 from soframe.blocks import sharding
 from soframe.blocks.block import Block, factor_dtype
 from soframe.blocks.fused import fused_sizes
 from soframe.blocks.heads import heads_of
 from soframe.blocks.home import GradientHome
+from soframe.blocks.reasons import (
+    REMEDY,
+    Reason,
+    find_override,
+    reasons_of_uncalled,
+    sparse,
+    why_no_helper,
+)
 from soframe.blocks.report import FROZEN, Report, ReportRow
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
-from soframe.layers.experts import are_experts
 from soframe.layers.layout import (
     BlockShape,
     CutLayout,
@@ -38,7 +44,6 @@ from soframe.layers.layout import (
     plain_layout,
     positions_of,
 )
-from soframe.layers.recurrent import without_helper
 from soframe.layers.tied import tables_and_heads
 from soframe.methods.base import SMALL, Candidate, Method
 from soframe.methods.blocked import CutRows
@@ -53,41 +58,6 @@ from soframe.specs import FactorSpec
 
 Choice = Any
 """A name, a class, an instance, or a mapping from patterns on module names to one of these."""
-
-
-class Reason(StrEnum):
-    """Why a parameter has no block; ``format`` fills in the names."""
-
-    SKIPPED = "skipped by {!r}"
-    OPTIONAL = "no layer helper by default; layers='all' adds {}"
-    UNKNOWN = "no layer helper; register one with @soframe.register('layer', {})"
-    MATRIX = (
-        "no layer helper; if {0} computes x W^T + b, soframe.register('layer', {0})("
-        "soframe.layers.LinearHelper), else register a helper of its own"
-    )
-    CONTAINER = "no layer helper: a {} is not called, and others use what it holds; {}"
-    KERNEL = "no layer helper: {}"
-    COMPUTED = "no layer helper: a weight is computed of it; {}"
-    SORTED = "no layer helper: tokens are sorted by expert within {}; {}"
-    OVERRIDDEN = (
-        "no layer helper: {module} overrides {known}.{forward}, so {helper} may not have its rows; "
-        "if it computes what {known} does, soframe.register('layer', {module})({path}), else "
-        "register a helper of its own"
-    )
-    SCRIPTED = "no layer helper: TorchScript runs it; {}"
-    EMPTY = "it has parameters without elements: {}"
-    UNCALLED = "{} uses its weight without calling it"
-    SHARED = "its weight is shared with {}, which has no block: {}"
-    GEOMETRY = "its weight is shared with a layer of another geometry; {}"
-    APART = "this {} and the rest of its layer are not shared by the same modules"
-    WEIGHT_ALONE = "its method takes the layer's weight alone"
-    LEFT_OUT = "{}.names() leaves it out"
-    NO_METHOD = "no pattern of method= matches its module"
-    NO_BLOCK = "its layer has no block"
-    SPARSE = "{}: sparse=True makes sparse gradients; build it with sparse=False"
-
-
-_REMEDY = "a method that reads gradients alone, such as 'soap', takes it"
 
 
 @dataclass(frozen=True)
@@ -152,40 +122,6 @@ def plain_name(name: str) -> str:
     return ".".join([part for part in name.split(".") if part not in _WRAPPERS])
 
 
-_UNCALLED: Mapping[str, tuple[str, ...]] = {
-    "torch.nn.modules.activation.MultiheadAttention": ("out_proj",),
-    "transformers.models.mamba.modeling_mamba.MambaMixer": ("conv1d", "dt_proj"),
-}
-"""Modules that use parameters of submodules without calling these, by name, and which ones."""
-
-
-def _uncalled_children(kind: type[nn.Module]) -> list[tuple[str, str]]:
-    """Return the submodules that modules of a class use without calling them.
-
-    Each is a pair of names: of the class (or its base) that does so, and of the submodule.
-    """
-    uncalled: list[tuple[str, str]] = []
-    for base in kind.__mro__:
-        name = base.__name__
-        if base.__module__.startswith("torch.nn."):
-            name = f"nn.{name}"
-        children = _UNCALLED.get(f"{base.__module__}.{base.__qualname__}", ())
-        uncalled += [(name, child) for child in children]
-    return uncalled
-
-
-def _reasons_of_uncalled(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
-    """Return the reason why each submodule that is never called has no block, by its name."""
-    kinds = {type(module) for _, module in modules}
-    children_of = {kind: _uncalled_children(kind) for kind in kinds}
-    reasons: dict[str, str] = {}
-    for name, module in modules:
-        for kind, child in children_of[type(module)]:
-            full = f"{name}.{child}" if name else child
-            reasons[full] = Reason.UNCALLED.format(kind)
-    return reasons
-
-
 def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
     """Warn of patterns that match nothing."""
     warnings.warn(
@@ -238,7 +174,7 @@ class Registration:
         choices = self._choices
         self._methods = _PerLayer("method", choices.method, Method)
         if choices.forward_only:
-            self._methods.replace_each(_forward_only)
+            self._methods.replace_each(lambda m: m.forward_only() if m.captures else m)
         # All blocks alike, if the user left it open. Where both were measured Cholesky takes no
         # more steps than eigendecompositions, and a sixth to a tenth of their time for long sides.
         # Factors of half precision are not positive definite: eigenvalues can be clamped.
@@ -276,7 +212,7 @@ class Registration:
         self._modules = [(self._names[id(module)][0], module) for module in with_parameters]
         self._parameters = [(plain_name(name), p) for name, p in named]
         self._sharers = self._find_sharers()
-        self._uncalled = _reasons_of_uncalled(self._modules)
+        self._uncalled = reasons_of_uncalled(self._modules)
 
     def _register(self) -> None:
         """Add the blocks of layers, then of single parameters, and keep why others have none."""
@@ -364,7 +300,7 @@ class Registration:
         if (pattern := self._skipping(module)) is not None:
             return Reason.SKIPPED.format(pattern)
         if helper is None:
-            return _why_no_helper(module)
+            return why_no_helper(module)
         empty = [n for n, p in module._parameters.items() if p is not None and p.numel() == 0]
         if empty:
             return Reason.EMPTY.format(", ".join(empty))
@@ -378,13 +314,13 @@ class Registration:
     def _why_overridden(
         self, name: str, module: nn.Module, helper: type[LayerHelper]
     ) -> str | None:
-        """Return `_find_override` of a module, once for its class; None if the user chose."""
+        """Return `find_override` of a module, once for its class; None if the user chose."""
         pattern = first_match(self._choices.layers, name)
         if pattern is not None and self._choices.layers[pattern] != "all":
             return None  # the user has chosen it for this module
         key = (type(module), helper)
         if key not in self._overridden:
-            self._overridden[key] = _find_override(module, helper)
+            self._overridden[key] = find_override(module, helper)
         return self._overridden[key]
 
     def _skipping(self, module: nn.Module) -> str | None:
@@ -421,16 +357,18 @@ class Registration:
 
     def _decide(self, layer: Sequence[_Candidate]) -> None:
         """Add the blocks of a layer, or note why it has none."""
-        refused = [candidate for candidate in layer if candidate.reason is not None]
-        if refused:
+        refused = next((member for member in layer if member.reason is not None), None)
+        if refused is not None:
             for candidate in layer:
                 why = f"{type(candidate.module).__name__}: {candidate.reason}"
                 if candidate.reason is None:
-                    why = Reason.SHARED.format(refused[0].name, refused[0].reason)
+                    why = Reason.SHARED.format(refused.name, refused.reason)
                 self._explain(candidate.module, why)
-            return
-        if not (trained := self._trained(layer)):
-            return
+        elif trained := self._trained(layer):
+            self._build_all_of_layer(layer, trained)
+
+    def _build_all_of_layer(self, layer: Sequence[_Candidate], trained: Sequence[str]) -> None:
+        """Build the blocks of a layer, of parameters that are trained."""
         name = layer[0].name
         method: Method = self._methods.choose(name)
         helpers_of_modules = []  # by module: a helper for each block
@@ -492,27 +430,23 @@ class Registration:
         """Build one block of a layer if its method takes it, or keep why it does not."""
         first = helpers[0]
         full = f"{name}.{first.part}" if first.part else name
-        if any(id(parameter) in self._in_block for parameter in first.parameters.values()):
+        if not self._in_block.isdisjoint(map(id, first.parameters.values())):
             raise ValueError(f"{name}: {type(first).__name__}.of() has a parameter twice")
-        reason: str | None = None
-        if not _same_matrix(helpers):
-            tied, both = method.tied(), tables_and_heads(helpers)
-            if tied is not None and both:
-                method, helpers = tied, both
-            else:
-                reason = Reason.GEOMETRY.format(_REMEDY)
-        reason = reason or self._unsuited(full, method, first)
-        if reason is None:
-            if len(layer) > 1:
-                names = ", ".join(candidate.name for candidate in layer)
-                self._notes[full] = f"shared by {names}"
-            if (pattern := first_match(self._choices.layers, name)) is not None:
-                self._served.add(pattern)
-            self._build(full, method, helpers, helpers[0])
+        shared = _of_shared_weight(method, helpers)
+        reason: str | None = Reason.GEOMETRY.format(REMEDY)
+        if shared is not None:
+            method, helpers = shared
+            reason = self._unsuited(full, method, first)
+        if reason is not None:
+            for helper in helpers:
+                for parameter in helper.parameters.values():
+                    self._reasons.setdefault(id(parameter), reason)
             return
-        for helper in helpers:
-            for parameter in helper.parameters.values():
-                self._reasons.setdefault(id(parameter), reason)
+        if len(layer) > 1:
+            self._notes[full] = f"shared by {', '.join(member.name for member in layer)}"
+        if (pattern := first_match(self._choices.layers, name)) is not None:
+            self._served.add(pattern)
+        self._build(full, method, helpers, helpers[0])
 
     def _build(
         self,
@@ -525,11 +459,6 @@ class Registration:
     ) -> None:
         """Build a block with its solver and its dtypes, and admit it."""
         reads_calls = bool(helpers)
-        # Methods that read gradients alone choose their solvers themselves, unless the user does.
-        is_chosen = self._choices.solver is not None and self._solvers.find(name) is not None
-        solver = self._eigen
-        if reads_calls or is_chosen:
-            solver = self._solvers.choose(name)
         positions = 1 if reads_calls else positions_of(layout.module, layout)
         if positions > 1:
             key = id(method), positions
@@ -546,7 +475,7 @@ class Registration:
             name=name or sharding.class_name(layout.module),
             helpers=helpers,
             method=method,
-            solver=solver,
+            solver=self._solver_of(name, reads_calls=reads_calls),
             dtype=dtype,
             state_dtype=self._choices.state_dtype or dtype,
             factor_dtype=self._choices.dtype or dtype,
@@ -558,6 +487,14 @@ class Registration:
         )
         self._admit(block)
         self._in_block.update(map(id, block.parameters.values()))
+
+    def _solver_of(self, name: str, *, reads_calls: bool) -> Solver:
+        """Return the solver of a block; a method of gradients alone has "eigen" by default."""
+        is_chosen = self._choices.solver is not None and self._solvers.find(name) is not None
+        solver: Solver = self._eigen
+        if reads_calls or is_chosen:
+            solver = self._solvers.choose(name)
+        return solver
 
     def _admit(self, block: Block) -> None:
         """Keep a block; the first of its kind is checked, and the others share its specs."""
@@ -571,7 +508,8 @@ class Registration:
         require_declared(block.method, block.factors, block.shape)
         try:
             # A method that needs eigenvectors raises an error itself, when it is asked for solvers.
-            why = next(self._refusals(block), None)
+            refusals = chain(self._refusals(block), self._refusals_of_factors(block))
+            why = next(refusals, None)
             if why is not None:
                 raise ValueError(f"{block.name}: {why}")
         except ValueError:
@@ -593,7 +531,7 @@ class Registration:
             self._admit(replace(block, solver=solver))
 
     def _refusals(self, block: Block) -> Iterator[str]:
-        """Yield why the method, its solvers or its factors do not serve the chosen settings."""
+        """Yield why the method or its solvers do not serve the chosen settings."""
         choices, method = self._choices, block.method
         if choices.scaling not in method.scalings:
             yield (
@@ -609,7 +547,10 @@ class Registration:
             factors = [block.solved_factors[number].factor for number in numbers]
             if (why := solver.unsupported(factors)) is not None:
                 yield f"{solver!r} cannot solve the factors of {method!r}: {why}"
-        damping = choices.damping
+
+    def _refusals_of_factors(self, block: Block) -> Iterator[str]:
+        """Yield why the factors of a method do not serve the chosen settings."""
+        choices, method, damping = self._choices, block.method, self._choices.damping
         is_relative = damping is not None and damping.per_block
         if is_relative and block.captured and not block.solved_factors:
             yield (
@@ -619,9 +560,8 @@ class Registration:
         if choices.scaling != "fisher" and (names := _beyond_kaisa(block)):
             yield (
                 f"scaling={choices.scaling!r} knows no diagonal factors, nor means over the rows "
-                f"of each group ({', '.join(names)}): pass "
-                f"Statistics(scaling='fisher'), or "
-                f"skip the module"
+                f"of each group ({', '.join(names)}): pass Statistics(scaling='fisher'), or skip "
+                f"the module"
             )
 
     # -- parameters whose gradients alone are read --------------------------------------------
@@ -634,12 +574,16 @@ class Registration:
                 continue
             for layout in method.layouts(module):
                 parameters = list(layout.parameters.values())
-                is_taken = not self._in_block.isdisjoint(map(id, parameters))
-                if is_taken or not _are_trained_alone(parameters, self._sharers):
+                if not all(map(self._is_free, parameters)):
                     continue
                 if self._unsuited(name, method, layout) is None:
                     self._methods.choose(name)
                     self._build(name, method, (), layout)
+
+    def _is_free(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is trained, in no block, and not shared by several modules."""
+        is_trained = parameter.requires_grad and id(parameter) not in self._in_block
+        return is_trained and len(self._sharers[id(parameter)]) == 1
 
     def _register_parameters(self) -> None:
         """Add blocks of single parameters, for methods that read gradients alone."""
@@ -656,7 +600,7 @@ class Registration:
             if self._auxiliary is None:
                 continue
             _require_elements(full, parameter)
-            if (why := _sparse(parameter, self._sharers)) is not None:
+            if (why := sparse(parameter, self._sharers)) is not None:
                 raise ValueError(f"{full}: {why}, or freeze it")
             layout: Layout = PlainLayout(module, full.rpartition(".")[2])
             if parameter.is_complex() and self._auxiliary.factors(layout.shape):
@@ -677,7 +621,7 @@ class Registration:
             return Reason.NO_BLOCK
         self._methods.mark_used(name)  # whether or not the method takes the parameter
         _require_elements(full, parameter)
-        if (reason := _sparse(parameter, self._sharers)) is not None:
+        if (reason := sparse(parameter, self._sharers)) is not None:
             return reason
         layout = self._layout(name, module, full.rpartition(".")[2])
         method, layout = self._cut(name, full, method, layout)
@@ -698,36 +642,40 @@ class Registration:
         parameters = layout.parameters
         if any(p.is_complex() for p in parameters.values()) and method.factors(layout.shape):
             return "it is complex, and factors are of real matrices"
-        ids = set(map(id, parameters.values()))
-        is_embedding = bool(self._embeddings & ids)
-        is_head = bool(self._heads & ids)
         layer = self._names[id(layout.module)][0]
-        is_guess = is_head and self._heads_are_guessed and not is_embedding
-        is_hidden_by_name = is_guess and self._methods.is_by_name(layer)
+        is_last, is_guess = self._is_last(parameters.values())
         candidate = Candidate(
             name=name,
             module=layout.module,
             parameters=tuple(parameters),
             shape=BlockShape(*layout.shape),
-            last=(is_embedding or is_head) and not is_hidden_by_name,
+            last=is_last and not (is_guess and self._methods.is_by_name(layer)),
         )
         reason = method.unsuited(candidate)
-        if reason is not None:
-            if is_guess and method.unsuited(replace(candidate, last=False)) is None:
-                return _GUESSED_HEAD.format(f"^{re.escape(layer)}$", _name(method))
-            return reason
-        if not self._is_head_shown and method.unsuited(replace(candidate, last=True)) is not None:
-            self._possible_head = name
-        return None
+        if reason is None:
+            as_head = replace(candidate, last=True)
+            if not self._is_head_shown and method.unsuited(as_head) is not None:
+                self._possible_head = name
+        elif is_guess and method.unsuited(replace(candidate, last=False)) is None:
+            return _GUESSED_HEAD.format(f"^{re.escape(layer)}$", _name(method))
+        return reason
+
+    def _is_last(self, parameters: Iterable[nn.Parameter]) -> tuple[bool, bool]:
+        """Return whether parameters are of an embedding or a head, and whether that is a guess."""
+        ids = set(map(id, parameters))
+        is_embedding = not self._embeddings.isdisjoint(ids)
+        is_head = not self._heads.isdisjoint(ids)
+        is_guess = is_head and self._heads_are_guessed and not is_embedding
+        return is_embedding or is_head, is_guess
 
     def _layout(self, name: str, module: nn.Module, key: str) -> Layout:
         """Return the layout of a parameter: its helper's if that transposes or reshapes it."""
         plain = plain_layout(module, key)
         helper = self._helper_class(name, module)
         if helper is None:
-            helper = _transposing(module)
-        if helper is None:
-            return plain
+            helper = KINDS["layer"].lookup(type(module), optional=True)
+            if helper is None or not helper.transposed:
+                return plain
         alone, why = _helper_of_parameter(helper, module, key)
         if (pattern := first_match(self._choices.layers, name)) is not None:
             if why:
@@ -809,7 +757,7 @@ class Registration:
             if kind not in texts:
                 solvers = [_name(solver) for _, _, solver in block.solved_factors]
                 method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
-                texts[kind] = method, list(_reduced(block))
+                texts[kind] = method, [*_diagonals(block), *_left_out(block)]
             method, reduced = texts[kind]
             notes = [self._notes.get(block.name, ""), *reduced]
             if block.name == self._possible_head:
@@ -885,11 +833,6 @@ def _require_helpers(layers: Mapping[str, object]) -> None:
             )
 
 
-def _forward_only(method: Method) -> Method:
-    """Return a method with the identity for the factors of the outputs."""
-    return method.forward_only() if method.captures else method
-
-
 def _build_solvers(choice: Choice, damping: DampingPolicy | None) -> _PerLayer:
     """Return the chosen solvers; a damping policy may put others around them."""
     solvers = _PerLayer("solver", choice, Solver)
@@ -910,31 +853,6 @@ def _auxiliary(choice: Choice) -> Method | None:
             f"by patterns of method=, and pass auxiliary='adamw', for example"
         )
     return method
-
-
-def _sparse(
-    parameter: nn.Parameter, sharers: Mapping[int, Sequence[tuple[str, nn.Module]]]
-) -> str | None:
-    """Return the reason if the gradient of a parameter is sparse, else None."""
-    for _, module in sharers.get(id(parameter), ()):
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            return Reason.SPARSE.format(type(module).__name__)
-    return None
-
-
-def _are_trained_alone(
-    parameters: Iterable[nn.Parameter], sharers: Mapping[int, Sequence[object]]
-) -> bool:
-    """Return whether all parameters are trained, and none is shared by several modules."""
-    return all(p.requires_grad and len(sharers[id(p)]) == 1 for p in parameters)
-
-
-def _transposing(module: nn.Module) -> type[LayerHelper] | None:
-    """Return the helper of a module whose weight is transposed, optional ones included, or None."""
-    helper = KINDS["layer"].lookup(type(module), optional=True)
-    if helper is None or not issubclass(helper, LayerHelper):
-        return None
-    return helper if helper.transposed else None
 
 
 def _helper_of_parameter(
@@ -976,52 +894,14 @@ def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) 
         )
 
 
-def _find_override(module: nn.Module, helper: type[LayerHelper]) -> str | None:
-    """Return why the helper of a class does not serve a subclass that overrides its forward."""
-    kind, registry = type(module), KINDS["layer"]
-    known = next(base for base in kind.__mro__ if registry.has(base))
-    for step in ("forward", "_conv_forward"):  # torch's convolutions compute in the second
-        if getattr(kind, step, None) is not getattr(known, step, None):
-            path = helper.__name__
-            if helper.__module__.startswith("soframe.layers."):
-                path = f"soframe.layers.{path}"
-            return Reason.OVERRIDDEN.format(
-                module=sharding.class_name(module),
-                known=known.__name__,
-                forward=step,
-                helper=helper.__name__,
-                path=path,
-            )
-    return None
-
-
-def _why_no_helper(module: nn.Module) -> str:
-    """Return why a module has no helper."""
-    kind = type(module).__name__
-    if (known := KINDS["layer"].lookup(type(module), optional=True)) is not None:
-        return Reason.OPTIONAL.format(known.__name__)
-    if (why := without_helper(module)) is not None:
-        return Reason.KERNEL.format(why)
-    if isinstance(module, torch.jit.ScriptModule):
-        return Reason.SCRIPTED.format(_REMEDY)
-    if isinstance(module, ParametrizationList):
-        return Reason.COMPUTED.format(_REMEDY)
-    if are_experts(module):
-        return Reason.SORTED.format(kind, _REMEDY)
-    if isinstance(module, nn.ParameterList | nn.ParameterDict):
-        return Reason.CONTAINER.format(kind, _REMEDY)
-    if _has_matrix(module):
-        return Reason.MATRIX.format(kind)
-    return Reason.UNKNOWN.format(kind)
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    """Return whether a module has a weight ``[out, in]``, perhaps a bias ``[out]``, and no more."""
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    if weight is None or weight.dim() != 2:
-        return False
-    names = {name for name, p in module._parameters.items() if p is not None}
-    return names <= {"weight", "bias"} and (bias is None or bias.shape == weight.shape[:1])
+def _of_shared_weight(
+    method: Method, helpers: tuple[LayerHelper, ...]
+) -> tuple[Method, tuple[LayerHelper, ...]] | None:
+    """Return the method and the helpers of modules that share a weight; None if none serves."""
+    if _same_matrix(helpers):
+        return method, helpers
+    tied, both = method.tied(), tables_and_heads(helpers)
+    return (tied, both) if tied is not None and both else None
 
 
 def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
@@ -1051,13 +931,17 @@ def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
     return True
 
 
-def _reduced(block: Block) -> Iterator[str]:
-    """Yield notes on the factors that are diagonal or left out, for the report."""
-    _, out, into = block.shape
+def _diagonals(block: Block) -> Iterator[str]:
+    """Yield notes on the factors that are diagonal, for the report."""
     for factor in block.factors:
         if factor.kind == "diagonal":
             yield f"{factor.name} diagonal ({factor.size} rows)"
-    # Only methods of gradients leave out a factor for its size, and of matrices alone.
+
+
+def _left_out(block: Block) -> Iterator[str]:
+    """Yield notes on the factors that are left out for their size, for the report."""
+    _, out, into = block.shape
+    # Only methods of gradients do so, and of matrices alone.
     if min(out, into) == 1 or block.captured:
         return
     sides = {factor.side for factor in block.factors if factor.kind == "psd"}
@@ -1137,8 +1021,4 @@ def _name(component: object) -> str:
         return f"{_name(component.solver)}, relative damping"
     if isinstance(component, CutRows):
         return _name(component.method)
-    for kind in ("method", "solver"):
-        for key, registered in KINDS[kind].available().items():
-            if type(component) is registered:
-                return str(key)
-    return type(component).__name__
+    return KINDS["method" if isinstance(component, Method) else "solver"].name_of(type(component))

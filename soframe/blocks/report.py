@@ -12,6 +12,9 @@ from soframe.text import alike, format_bytes, format_table
 FROZEN = "frozen"
 """Why a parameter that needs no gradient has no block."""
 
+_MOST = 12
+"""The reasons that an error lists."""
+
 
 @dataclass(frozen=True)
 class ReportRow:
@@ -96,7 +99,7 @@ class Report:
             text += ": " + ", ".join(f"{part:.0%} {method}" for method, part in coverage.items())
         return text
 
-    def reasons(self, most: int = 12) -> str:
+    def reasons(self) -> str:
         """Return the reasons why parameters have no block, each with their number and a name."""
         names: dict[str, list[str]] = {}
         for row in self.rows:
@@ -104,9 +107,9 @@ class Report:
                 names.setdefault(row.reason, []).append(row.parameter)
         reasons = sorted(names, key=lambda reason: -len(names[reason]))
         lines = [self._covered]
-        lines += [f"{len(names[r])}, such as {names[r][0]}: {r}" for r in reasons[:most]]
-        if len(reasons) > most:
-            lines.append(f"and {len(reasons) - most} further reasons")
+        lines += [f"{len(names[r])}, such as {names[r][0]}: {r}" for r in reasons[:_MOST]]
+        if len(reasons) > _MOST:
+            lines.append(f"and {len(reasons) - _MOST} further reasons")
         return "\n  ".join(lines)
 
     def with_note(self, note: str, blocks: Collection[str]) -> Report:

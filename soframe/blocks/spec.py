@@ -97,6 +97,11 @@ class BlockSpec:
         return factors
 
     @cached_property
+    def leading(self) -> str:
+        """The first factor whose statistics need no second-order data; empty without one."""
+        return next((factor.name for factor in self.factors if not factor.needs), "")
+
+    @cached_property
     def captured(self) -> tuple[FactorSpec, ...]:
         """The factors whose statistics are computed from calls."""
         return tuple(factor for factor in self.factors if factor.captured)

@@ -1,10 +1,9 @@
 """Communication: backends, packing and fusion. Transport is torch.distributed's."""
 
-from soframe.comm.base import Backend, Handle
+from soframe.comm.base import Backend, Handle, SingleProcess
 from soframe.comm.distributed import TorchDistributed, leave_gradients
 from soframe.comm.packing import pack_triangle, unpack_triangle
 from soframe.comm.recording import Recording
-from soframe.comm.single import SingleProcess
 
 __all__ = [
     "Backend",

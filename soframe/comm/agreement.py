@@ -68,8 +68,10 @@ def say_failed(backend: Backend, error: BaseException) -> None:
         gather_texts(backend, describe_error(error), "start")
 
 
-def describe_error(error: BaseException) -> str:
-    """Return an error and its notes in one line."""
+def describe_error(error: BaseException | None) -> str:
+    """Return an error and its notes in one line; nothing for None."""
+    if error is None:
+        return ""
     return "; ".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
 
 
@@ -95,10 +97,8 @@ def agree_on_state(backend: Backend, state: str | None) -> None:
 # -- in each step ------------------------------------------------------------------------------
 
 
-def fingerprint(common: Mapping[str, object], ranks: int) -> list[float]:
-    """Return ``[h, h^2]`` for a hash h of 20 bits, to be summed over ranks; zeros for one rank."""
-    if ranks == 1:
-        return [0.0, 0.0]
+def fingerprint(common: Mapping[str, object]) -> list[float]:
+    """Return ``[h, h^2]`` for a hash h of 20 bits, to be summed over ranks."""
     # By the Cauchy-Schwarz inequality W times the sum of squares equals the square of the sum only
     # if all W ranks have the same h. Both sums are exact in float64 for up to 4096 ranks.
     digest = hashlib.sha256(describe(dict(common)).encode()).digest()
@@ -134,7 +134,7 @@ def require_no_failure(backend: Backend, error: BaseException | None, failed: fl
     """Raise on every rank if any is about to raise: its own error, or a RuntimeError with all."""
     if failed == 0:
         return
-    texts = gather_texts(backend, "" if error is None else describe_error(error))
+    texts = gather_texts(backend, describe_error(error))
     if error is not None:
         raise error
     reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)

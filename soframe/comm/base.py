@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soframe.registry import register
+from soframe.strategies.work import with_total
 from soframe.tracing.phases import Phases
 
 
@@ -250,14 +252,26 @@ class Backend(ABC):
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
         """
-        phases = {phase: dict(count) for phase, count in self._traffic.items()}
-        total = {"bytes": 0, "calls": 0}
-        for count in phases.values():
-            total["bytes"] += count["bytes"]
-            total["calls"] += count["calls"]
-        return {**phases, "total": total}
+        return with_total({phase: dict(count) for phase, count in self._traffic.items()})
 
     def _count(self, phase: str, tensor: Tensor, numel: int | None = None) -> None:
         count = self._traffic.setdefault(phase, {"bytes": 0, "calls": 0})
         count["bytes"] += (tensor.numel() if numel is None else numel) * tensor.element_size()
         count["calls"] += 1
+
+
+@register("backend", "single")
+class SingleProcess(Backend):
+    """A group of one rank: nothing travels."""
+
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Make no groups."""
+
+    def _all_reduce(self, tensor: Tensor) -> Handle:
+        return Handle()
+
+    def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
+        return Handle()
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]

@@ -165,6 +165,11 @@ class Sum:
         """Elements that travel."""
         return prod(self.packed_shape)
 
+    def route(self, group: tuple[int, ...]) -> tuple[Hashable, int]:
+        """Return the key that sums in one buffer share on their way to a group, and the bytes."""
+        key = (group, self.way.destination, self.wire, self.device)
+        return key, self.numel * self.wire.itemsize
+
     def packed(self) -> Tensor:
         """Return this rank's part, packed."""
         if self.tensor is None:
@@ -196,15 +201,19 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
     if backend.world_size == 1:
         return []
     reduced = [s for s in sums if backend.rank in s.way.group and len(s.way.group) > 1]
-    reductions = in_buckets(reduced, lambda s: (_route(s, s.way.group), s.numel * s.wire.itemsize))
+    reductions = in_buckets(reduced, lambda s: s.route(s.way.group))
     pending = [_reduce(backend, bucket, phase) for bucket in reductions]
     spread = [s for s in sums if len(s.way.spread) > 1]
-    if spread:  # on any rank
-        for reduction in pending:
-            reduction.wait()
-    spread = [s for s in spread if backend.rank in s.way.spread]
-    copies = in_buckets(spread, lambda s: (_route(s, s.way.spread), s.numel * s.wire.itemsize))
-    return pending + [_spread(backend, bucket, phase) for bucket in copies]
+    for reduction in pending if spread else ():  # on any rank
+        reduction.wait()
+    return pending + _copy(backend, spread, phase)
+
+
+def _copy(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
+    """Return the started broadcasts of sums that several ranks keep."""
+    copied = [s for s in sums if backend.rank in s.way.spread]
+    copies = in_buckets(copied, lambda s: s.route(s.way.spread))
+    return [_spread(backend, bucket, phase) for bucket in copies]
 
 
 def _reduce(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
@@ -269,7 +278,3 @@ def own_memory(tensor: Tensor) -> Tensor:
     """Return a tensor with storage of its own: a view would keep its whole buffer alive."""
     exact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if exact else tensor.clone()
-
-
-def _route(part: Sum, group: tuple[int, ...]) -> tuple[object, ...]:
-    return (group, part.way.destination, part.wire, part.device)

@@ -21,53 +21,35 @@ class Report:
 
     Over the stages of a model the reduction is the maximum, over ranks the sum; each field has the
     ones that its metadata name. Lists are equally long on every rank.
-
-    Attributes:
-        failed: Whether this rank is about to raise an error instead of taking the step.
-        bad_gradient: Whether a gradient is not finite.
-        large: Whether products with a gradient, or its update, may overflow.
-        bad_statistics: Whether the statistics of the window are not finite.
-        changed: Whether parameters or modules of this stage have changed.
-        changed_stages: Whether any stage's have.
-        due: Whether the window takes statistics.
-        curved: Whether any block has factors.
-        passes: Backward passes with statistics.
-        samples: Samples of these passes, the most of any stage on this rank.
-        fewest: The fewest.
-        common: The fingerprint of the values that decide which collectives are entered.
-        weights: The weights of this rank's statistics.
-        present: Which gradients this rank has, where gradients are local.
-        waits: Whether this rank still solves in the background, where that matters.
-        changed_anywhere: Under a pipeline, whether any stage's have, for the sum over ranks.
-        reached: Gradients and statistics of each block, see `soframe.step.effect`.
     """
 
-    failed: float = _reduced(stages="max", ranks="sum")
-    bad_gradient: float = _reduced(stages="max", ranks="sum")
-    large: float = _reduced(stages="max", ranks="sum")
-    bad_statistics: float = _reduced(stages="max", ranks="sum")
-    changed: float = _reduced(ranks="sum")
-    changed_stages: float = _reduced(stages="max")
-    due: float = _reduced(stages="max")
-    curved: float = _reduced(stages="max")
-    passes: float = _reduced(stages="max")
-    samples: float = _reduced(stages="max")
+    failed: float = _reduced(stages="max", ranks="sum")  # raises an error instead of the step
+    bad_gradient: float = _reduced(stages="max", ranks="sum")  # a gradient is not finite
+    large: float = _reduced(stages="max", ranks="sum")  # products with one, or updates, overflow
+    bad_statistics: float = _reduced(stages="max", ranks="sum")  # some are not finite
+    changed: float = _reduced(ranks="sum")  # parameters or modules of this stage have
+    changed_stages: float = _reduced(stages="max")  # those of any stage have
+    due: float = _reduced(stages="max")  # the window takes statistics
+    curved: float = _reduced(stages="max")  # any block has factors
+    passes: float = _reduced(stages="max")  # backward passes with statistics
+    samples: float = _reduced(stages="max")  # of these passes, the most of any stage here
     fewest: float = _reduced(stages="max")
+    # The fingerprint of the values that decide which collectives are entered.
     common: Sequence[float] = _reduced(ranks="sum", default=())
-    weights: Sequence[float] = _reduced(ranks="sum", default=())
-    present: Sequence[float] = _reduced(ranks="sum", default=())
-    changed_anywhere: Sequence[float] = _reduced(ranks="sum", default=())
-    waits: Sequence[float] = _reduced(ranks="sum", default=())
-    reached: Sequence[float] = _reduced(ranks="sum", default=())
+    weights: Sequence[float] = _reduced(ranks="sum", default=())  # of this rank's statistics
+    present: Sequence[float] = _reduced(ranks="sum", default=())  # local gradients that are here
+    changed_anywhere: Sequence[float] = _reduced(ranks="sum", default=())  # under a pipeline
+    waits: Sequence[float] = _reduced(ranks="sum", default=())  # still solves in the background
+    reached: Sequence[float] = _reduced(ranks="sum", default=())  # see `soframe.step.effect`
 
     def numbers(self) -> list[float]:
         """Return the numbers that stages reduce."""
         return [getattr(self, name) for name in OVER_STAGES]
 
     def with_numbers(self, numbers: Sequence[float]) -> Report:
-        """Return the report with other `numbers`."""
+        """Return the report with other `numbers`, of a model with several stages."""
         named: dict[str, Any] = dict(zip(OVER_STAGES, numbers, strict=True))
-        return replace(self, **named)
+        return replace(self, **named, changed_anywhere=[named["changed_stages"]])
 
     def over_ranks(self, backend: Backend) -> Report:
         """Return the sums over all ranks, the same on every rank, by one all-reduce."""

@@ -112,17 +112,20 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
     def end() -> None:
         handle.wait()
         received = list(itertools.chain.from_iterable(receives))
-        sizes = [split.shards.numel(owner) for split, owner in received]
-        parts = joined.to(first.device).split(sizes)
-        for (split, owner), part in zip(received, parts, strict=True):
-            shape = split.shards.part_shape(owner)
-            if split.sources:
-                split.part = part.view(shape)
-            else:
-                assert split.whole is not None
-                split.shards.part(split.whole, owner).copy_(part.view(shape))
+        _unpack(joined.to(first.device), received)
 
     return started(backend, end)
+
+
+def _unpack(flat: Tensor, received: Sequence[tuple[Split, int]]) -> None:
+    """Take the parts that came in a buffer, each with its owner."""
+    parts = flat.split([split.shards.numel(owner) for split, owner in received])
+    for (split, owner), part in zip(received, parts, strict=True):
+        shape = split.shards.part_shape(owner)
+        if split.sources:
+            split.part = part.view(shape)
+        else:
+            split.shards.part(_whole(split), owner).copy_(part.view(shape))
 
 
 def _numel(received: Sequence[tuple[Split, int]]) -> int:

@@ -108,9 +108,5 @@ class Stages:
         """Return the sum of each of a few numbers over stages."""
         return numbers
 
-    def of(self, add: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Extend a function that sums over the copies of a stage to sum over stages too."""
-        return lambda number: self.total(add(number))
-
 
 ALONE = Stages()

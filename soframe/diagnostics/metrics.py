@@ -180,7 +180,7 @@ def _of_block(
             "kind": str(factor.kind),
             "size": factor.size,
             "groups": factor.groups,
-            "mass": record.mass(name),
+            "mass": max(record.masses.get(name, (0.0,))),
             "statistics_age": _age(steps, record.statistics_at.get(name)) if known else None,
             "solve_age": _age(steps, record.solved_at.get(name)) if solved else None,
             "failed_solves": record.failures[name],

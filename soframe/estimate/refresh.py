@@ -12,7 +12,7 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import Plan
 from soframe.schedules import Every, Interval, WarmInterval
-from soframe.strategies.turns import turns
+from soframe.strategies.balance import turns
 
 
 @dataclass

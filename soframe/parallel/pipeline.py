@@ -273,7 +273,7 @@ class Pipeline(Stages):
         """Reduce a report over stages; a ValueError is returned if they differ."""
         numbers = report.numbers()
         count = len(numbers)
-        numbers += fingerprint(common, self.backend.world_size)
+        numbers += fingerprint(common)
         local = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         rows = self._gather(local).tolist()  # a row for each stage
         reports = [report.with_numbers(row[:count]) for row in rows]
@@ -300,7 +300,7 @@ class Pipeline(Stages):
         return reduced, self._miscounted(reduced.passes)
 
     def spread(self, error: Exception | None) -> Exception | None:
-        texts = gather_texts(self.backend, "" if error is None else describe_error(error), PHASE)
+        texts = gather_texts(self.backend, describe_error(error), PHASE)
         if error is not None or not any(texts):
             return error
         errors = [f"rank {rank} of the pipe: {text}" for rank, text in enumerate(texts) if text]

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.comm.agreement import gather_texts
-from soframe.comm.base import Backend, Handle
-from soframe.comm.single import SingleProcess
+from soframe.comm.base import Backend, Handle, SingleProcess
 from soframe.kernels import devices
 from soframe.kernels.factorisations import cholesky, eigh, half_inverse, orthonormal
 from soframe.kernels.precision import Precision, within

@@ -26,9 +26,8 @@ from soframe.settings import Statistics
 from soframe.step.phases import seconds_of_rows
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
-from soframe.strategies.local import LocalPlan
 from soframe.strategies.placement import Placement, complete
-from soframe.strategies.plan import Message, Step
+from soframe.strategies.plan import LocalPlan, Message, Step
 from soframe.strategies.sharded import OwnerLocal, Sharded
 from soframe.strategies.work import BlockWork
 from soframe.text import format_bytes, format_table

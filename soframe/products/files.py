@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from soframe import checkpoint
 from soframe.blocks.block import Block
+from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import gather_texts
 from soframe.products.fitting import Fit, Progress
 from soframe.registry import describe
@@ -25,6 +26,10 @@ KEY, MEANING = "curvature", "meaning"
 
 class Fitted(checkpoint.Owner, Protocol):
     """A fitted curvature."""
+
+    @property
+    def placed(self) -> PlacedBlocks:
+        """Its blocks, with their places and the backend."""
 
     @property
     def fitting(self) -> Fit:
@@ -67,14 +72,14 @@ def load(curvature: Fitted, folder: str | os.PathLike[str]) -> None:
         )
     checkpoint.load(curvature, path, key=KEY)
     unfinished = bool(progress["gathering"])
-    counted = batches[curvature.backend.rank] if unfinished else 0
+    counted = batches[curvature.placed.rank] if unfinished else 0
     curvature.fitting.go_on(Progress(counted, **progress), meaning["weights"])
     curvature.adopt()
 
 
 def _meaning(curvature: Fitted) -> dict[str, Any]:
     """Return the meaning of the tensors, as in JSON; every rank must call."""
-    fitting, backend = curvature.fitting, curvature.backend
+    fitting, backend = curvature.fitting, curvature.placed.backend
     fisher, places = curvature.describe_fit()
     every = [int(text) for text in gather_texts(backend, str(fitting.progress.batches))]
     blocks: dict[str, dict[str, Any]] = {}

@@ -210,7 +210,7 @@ class Operator:
         extremes = [(float(m.min()), float(m.max())) for m in matrices.values() if m.numel()]
         common = {"the extreme entries of the vector by block": extremes}
         backend = self.placed.backend
-        sums = add_over_ranks(backend, fingerprint(common, backend.world_size))
+        sums = add_over_ranks(backend, fingerprint(common))
         require_common(
             backend,
             common,

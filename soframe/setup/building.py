@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 
 from torch import nn
 from torch.optim import Optimizer
@@ -55,10 +56,14 @@ def averaged_tensors(model: nn.Module, gradients: str) -> str:
     return f"local gradients of {len(shapes)} parameters, names and shapes {digest}"
 
 
-WITHOUT_BLOCKS = (
-    "soframe.Optimizer(model, method='soap', lr=3e-3) trains these parameters, too: it reads "
-    "gradients alone"
-)
+def _remedy_without_blocks(named: Sequence[tuple[str, nn.Parameter]], choices: Choices) -> str:
+    reads_calls = any(method.captures for method in methods(choices.method))
+    if reads_calls and any(parameter.requires_grad for _, parameter in named):
+        return (
+            "\nsoframe.Optimizer(model, method='soap', lr=3e-3) trains these parameters, too: it "
+            "reads gradients alone"
+        )
+    return ""
 
 
 def register(model: nn.Module, choices: Choices) -> Registration:
@@ -70,9 +75,7 @@ def register(model: nn.Module, choices: Choices) -> Registration:
     registration = Registration(model, named, choices)
     # A stage of a pipeline may have no block of its own.
     if not registration.blocks and not choices.staged:
-        reads_calls = any(method.captures for method in methods(choices.method))
-        is_trained = any(parameter.requires_grad for _, parameter in named)
-        remedy = f"\n{WITHOUT_BLOCKS}" if reads_calls and is_trained else ""
+        remedy = _remedy_without_blocks(named, choices)
         raise ValueError(
             f"there is nothing to precondition in {type(model).__name__}:\n"
             f"{registration.report.reasons()}{remedy}"
@@ -82,13 +85,17 @@ def register(model: nn.Module, choices: Choices) -> Registration:
             "this Fisher makes statistics of calls, and no block's method reads any: leave fisher= "
             "out, or choose a method of calls, such as 'kfac', for some layers"
         )
-    every: list[tuple[str, nn.Parameter]] = []
-    for block in registration.blocks:
-        every += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
+    every = list(_named_parameters(registration.blocks))
     # A model that is on the meta device as a whole can be planned.
     if not all(parameter.is_meta for _, parameter in every):
         require_materialised(every)
     return registration
+
+
+def _named_parameters(blocks: Iterable[Block]) -> Iterator[tuple[str, nn.Parameter]]:
+    for block in blocks:
+        for name, parameter in block.parameters.items():
+            yield f"{block.name}.{name}", parameter
 
 
 def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
@@ -123,14 +130,11 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
     optimised: set[int] = set()
     for parameters in home.groups(optimizer):
         optimised.update(map(id, parameters))
-    missing: list[str] = []
-    for block in blocks:
-        for name, parameter in block.parameters.items():
-            if id(parameter) not in optimised:
-                missing.append(f"{block.name}.{name}")
+    every = list(_named_parameters(blocks))
+    missing = [name for name, parameter in every if id(parameter) not in optimised]
     if not missing:
         return
-    if len(missing) == sum(len(block.parameters) for block in blocks):
+    if len(missing) == len(every):
         # An optimizer that shards parameters replaces them, and reads gradients of its own.
         remedy = (
             "It has no parameter of any block: it is another model's, or one that shares "
@@ -151,26 +155,14 @@ def build(
     capture: Capture,
     settings: Sequence[object],
 ) -> tuple[Registration, Placement, Strategy]:
-    """Register a model, place its blocks and hook its modules, once all ranks have agreed.
-
-    Args:
-        parts: The parts of the curvature.
-        choices: The choices of the registration.
-        strategy: The distribution strategy.
-        capture: Its hooks.
-        settings: The settings that all ranks must share.
-
-    Returns:
-        The registration, the placement and the strategy, which may have settled on another.
-    """
+    """Register a model, place its blocks and hook its modules, once all ranks have agreed."""
     model, backend, refresh = parts.model, parts.backend, parts.refresh
 
     def unfit(placement: Placement) -> str | None:
         """Return an error if a placement does not go with the model and the settings, or None."""
-        blocks, every = registration.blocks, refresh.solve_every.value
-        why = combinations.refused(blocks, placement, solve_every=every)
-        draws = choices.draws
-        return why or sharding.refused_together(model, blocks, placement, draws=draws)
+        blocks = registration.blocks
+        why = combinations.refused(blocks, placement, solve_every=refresh.solve_every.value)
+        return why or sharding.refused_together(model, blocks, placement, draws=choices.draws)
 
     def placed(strategy: Strategy) -> Placement:
         placement = place(strategy, registration.blocks, backend.world_size)
@@ -209,10 +201,8 @@ def build(
         placement = placed(settled)
         compare_ranks(backend, placement, described)
     if not parts.keeps_hooks:
-        modules: list[nn.Module] = []
-        for block in registration.blocks:
-            modules += [helper.module for helper in block.helpers]
-        take_over(capture, modules)
+        helpers = chain.from_iterable(block.helpers for block in registration.blocks)
+        take_over(capture, [helper.module for helper in helpers])
     # Process groups are created by all ranks together, so only after they agree.
     backend.prepare(placement.groups())
     return registration, placement, settled
@@ -220,6 +210,18 @@ def build(
 
 # Weak on both sides: neither a module nor a capture is kept alive by this table.
 _hooked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Capture]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Let the garbage collector rest: it takes half of the time in which many objects are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -233,9 +235,9 @@ def silent(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def take_over(capture: Capture, modules: Iterable[nn.Module]) -> None:
+def take_over(capture: Capture, modules: Sequence[nn.Module]) -> None:
     """Remove the hooks of older preconditioners of these modules, with a warning."""
-    reference, modules = weakref.ref(capture), list(modules)
+    reference = weakref.ref(capture)
     if any(_hooked.get(module, reference) is not reference for module in modules):
         gc.collect()  # an unreachable one gives no warning
     for module in modules:

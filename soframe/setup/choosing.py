@@ -8,16 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from soframe import combinations
-from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choice
 from soframe.capture.counting import Samples
 from soframe.capture.sampling import check_rows
 from soframe.checks.numbers import require_integer
 from soframe.comm.agreement import say_failed
-from soframe.comm.base import Backend
+from soframe.comm.base import Backend, SingleProcess
 from soframe.comm.distributed import TorchDistributed
-from soframe.comm.single import SingleProcess
 from soframe.comm.stages import ALONE, Stages
 from soframe.damping.policies import DampingChoice, DampingPolicy, adopted, damping_policy
 from soframe.estimate import gradients as averaging
@@ -100,19 +97,16 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         require("samples", settings["samples"], ("batch", "positions"))
     require("precision", settings["precision"], ("fast", "full"))
     require("gradients", settings["gradients"], tuple(averaging.GRADIENTS))
-    combinations.check_settings(settings)
+    if settings["gradients"] == "local" and settings["grad_scaler"] is not None:
+        raise ValueError(
+            "gradients='local' does not go with a GradScaler: ranks would skip steps apart"
+        )
     check_rows(settings["rows"])
 
 
 def describe_samples(samples: Samples) -> str:
     """Describe ``samples`` for other ranks; a callable may differ: each rank counts its own."""
     return f"samples={'a callable' if callable(samples) else repr(samples)}"
-
-
-def check_home(home: object) -> None:
-    """Raise TypeError unless a home is a `GradientHome` or None."""
-    if home is not None and not isinstance(home, GradientHome):
-        raise TypeError(f"home must be a soframe.GradientHome, not {home!r}")
 
 
 def check_cut(cut: object) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from soframe.blocks.block import Block
+from soframe.methods.base import Method
 from soframe.registry import describe
 
 
@@ -29,8 +30,10 @@ def text(
     lines = [f"model: {type(model).__name__}, {coverage}"]
     shown = {name: _show(value) for name, value in settings.items()}
     # The components that blocks have, in place of a mapping from patterns.
-    shown["method"] = _each(block.method for block in blocks if not block.auxiliary)
-    shown["auxiliary"] = _each(block.method for block in blocks if block.auxiliary)
+    methods: dict[str, list[Method]] = {"method": [], "auxiliary": []}
+    for block in blocks:
+        methods["auxiliary" if block.auxiliary else "method"].append(block.method)
+    shown |= {name: _each(components) for name, components in methods.items()}
     shown["solver"] = _each(block.solver for block in blocks if block.solved_factors)
     for name, value in now.items():
         shown[name] = _with_schedule(value, settings.get(name))

@@ -32,55 +32,30 @@ from soframe.strategies.base import Strategy
 
 @dataclass(eq=False)
 class Parts:
-    """The parts of a curvature.
+    """The parts of a curvature."""
 
-    Attributes:
-        model: The model, unwrapped.
-        optimizer: The optimizer that must have the parameters of every block, or None.
-        backend: The communication backend.
-        stages: The stages of a pipeline.
-        home: Where gradients live.
-        gradients: Whether they are ``"averaged"`` over ranks or ``"local"``.
-        strategy: The distribution strategy, which may settle on another.
-        damping: The damping policy.
-        decay: The EMA decay of running factors.
-        refresh: The steps of statistics and solves.
-        solves: The solves under way.
-        fisher: The Fisher, with its loss.
-        sampler: Takes some of the rows of a call.
-        loss_scale: The factor by which the loss is multiplied.
-        samples: The terms that the loss averages over.
-        scaling: ``"fisher"`` or ``"kaisa"``.
-        loss_average: How the loss averages samples.
-        precision: How a GPU multiplies float32.
-        choices: The choices of the first registration.
-        keeps_hooks: Whether the hooks of another curvature may stay on the model.
-        common: Further settings that all ranks must share.
-        means: Whether factors are fitted as means over data, rather than followed in training.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer | None
+    model: nn.Module  # unwrapped
+    optimizer: Optimizer | None  # that must have the parameters of every block
     backend: Backend
-    stages: Stages
-    home: GradientHome
-    gradients: str
-    strategy: Strategy
+    stages: Stages  # of a pipeline
+    home: GradientHome  # where gradients live
+    gradients: str  # "averaged" over ranks, or "local"
+    strategy: Strategy  # which may settle on another
     damping: DampingPolicy
-    decay: Scheduled
-    refresh: Refresh
-    solves: Solves
-    fisher: Fisher
-    sampler: Sampler
-    loss_scale: LossScale
-    samples: Samples
+    decay: Scheduled  # of running factors
+    refresh: Refresh  # the steps of statistics and solves
+    solves: Solves  # under way
+    fisher: Fisher  # with its loss
+    sampler: Sampler  # takes some of the rows of a call
+    loss_scale: LossScale  # the factor by which the loss is multiplied
+    samples: Samples  # the terms that the loss averages over
     scaling: Scaling
-    loss_average: LossAverage
-    precision: Precision
-    choices: Choices
-    keeps_hooks: bool = False
-    common: tuple[object, ...] = ()
-    means: bool = False
+    loss_average: LossAverage  # how the loss averages samples
+    precision: Precision  # how a GPU multiplies float32
+    choices: Choices  # of the first registration
+    keeps_hooks: bool = False  # whether the hooks of another curvature may stay on the model
+    common: tuple[object, ...] = ()  # further settings that all ranks must share
+    means: bool = False  # whether factors are means over data, rather than followed in training
 
 
 def parts_of(
@@ -93,24 +68,7 @@ def parts_of(
     common: tuple[object, ...] = (),
     means: bool = False,
 ) -> Parts:
-    """Check settings, by their own names, and return the parts that they describe.
-
-    Args:
-        model: The model.
-        settings: The settings of `soframe.Preconditioner`, without groups.
-        backend: The communication backend.
-        stages: The stages of a pipeline.
-        keeps_hooks: Whether the hooks of another curvature may stay on the model.
-        common: Further settings that all ranks must share.
-        means: Whether factors are fitted as means over data.
-
-    Returns:
-        The parts.
-
-    Raises:
-        ValueError: If a setting is out of range, or a component does not exist.
-        TypeError: If a setting has the wrong type.
-    """
+    """Check the settings of a `soframe.Preconditioner`, and return the parts that they describe."""
     choosing.check_settings(settings)
     layers, cut = settings["layers"], settings["cut"]
     if layers == "all":
@@ -129,10 +87,11 @@ def parts_of(
         skip=settings["skip"],
         mappings={"layers": layers, "method": method, "solver": solver, "cut": cut},
     )
-    choosing.check_home(settings["home"])
     home = settings["home"]
     if home is None:
         home = PlainGrad(model, optimizer)
+    elif not isinstance(home, GradientHome):
+        raise TypeError(f"home must be a soframe.GradientHome, not {home!r}")
     damping = choosing.choose_damping(settings["damping"])
     fisher = _fisher(settings["fisher"], settings["loss"])
     stages.require_settings(probed=fisher.probed, scaled=grad_scaler is not None)

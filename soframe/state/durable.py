@@ -90,15 +90,7 @@ def save(
 
     def write() -> None:
         if sharded:
-            with warnings.catch_warnings():
-                # DCP warns of a missing process group, which is intended here.
-                warnings.filterwarnings("ignore", ".*to save in a single process")
-                dcp_save(
-                    entries,
-                    storage_writer=FileSystemWriter(unfinished),
-                    process_group=process_group,
-                    no_dist=ranks.size == 1,
-                )
+            _write_shards(unfinished, entries, process_group)
         elif ranks.rank == 0:
             _write(unfinished / STATE, lambda file: torch.save(entries, file))
 
@@ -171,7 +163,6 @@ def latest(
 def read(
     checkpoint: str | os.PathLike[str],
     *,
-    map_location: Any = "cpu",
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Read a plain checkpoint.
@@ -180,11 +171,10 @@ def read(
 
     Args:
         checkpoint: The folder that `save` or `latest` returned.
-        map_location: As for ``torch.load``.
         process_group: As for `save`.
 
     Returns:
-        The saved state dict.
+        The saved state dict, with its tensors on the CPU.
 
     Raises:
         ValueError: On every rank, if the checkpoint is sharded, damaged or not a checkpoint.
@@ -202,7 +192,7 @@ def read(
     contents: list[dict[str, Any]] = []
 
     def load() -> None:
-        contents.append(torch.load(path / STATE, map_location=map_location, weights_only=True))
+        contents.append(torch.load(path / STATE, map_location="cpu", weights_only=True))
 
     ranks.all(f"{path} cannot be read", load)
     return contents[0]
@@ -249,6 +239,20 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
+def _write_shards(
+    folder: Path, entries: dict[str, Any], process_group: dist.ProcessGroup | None
+) -> None:
+    with warnings.catch_warnings():
+        # DCP warns of a missing process group, which is intended here.
+        warnings.filterwarnings("ignore", ".*to save in a single process")
+        dcp_save(
+            entries,
+            storage_writer=FileSystemWriter(folder),
+            process_group=process_group,
+            no_dist=_Ranks.of(process_group).size == 1,
+        )
+
+
 def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     with path.open("wb") as file:
         write(file)
@@ -286,14 +290,7 @@ def _size(path: Path) -> int:
 
 def _manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint; ValueError if it is missing or damaged."""
-    try:
-        if _size(path / MANIFEST) > _LARGEST:
-            raise ValueError("it is too large")
-        manifest = json.loads((path / MANIFEST).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{path} is no checkpoint of soframe.checkpoint.save") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: its manifest cannot be read: {error}") from error
+    manifest = _unchecked_manifest(path)
     checksums.verify(manifest, f"the manifest of {path}")
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         raise ValueError(f"{path} is of another version of soframe.checkpoint.save")
@@ -305,6 +302,17 @@ def _manifest(path: Path) -> dict[str, Any]:
     if (".metadata" if sharded else STATE) not in files:
         raise ValueError(f"{path} is damaged: its manifest lacks the state")
     return dict(manifest)
+
+
+def _unchecked_manifest(path: Path) -> Any:
+    try:
+        if _size(path / MANIFEST) > _LARGEST:
+            raise ValueError("it is too large")
+        return json.loads((path / MANIFEST).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path} is no checkpoint of soframe.checkpoint.save") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: its manifest cannot be read: {error}") from error
 
 
 def _problem(ranks: _Ranks, path: Path) -> str:

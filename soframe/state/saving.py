@@ -9,12 +9,12 @@ Loading checks everything before it changes anything.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from soframe.blocks.block import Block
+from soframe.blocks.block import Block, Stack
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import agree_on_state
 from soframe.comm.base import Backend
@@ -128,6 +128,20 @@ def check_header(
     state: Any, blocks: Sequence[Block], scaling: str, frozen: Collection[str]
 ) -> None:
     """Raise ValueError unless a state, perhaps without tensors, is complete and fits the blocks."""
+    _check_keys(state)
+    _check_names(set(state["blocks"]), {block.name for block in blocks}, set(frozen))
+    checksums.verify(state)
+    if state["scaling"] != scaling:
+        raise ValueError(
+            f"the state was made with scaling={state['scaling']!r}, not {scaling!r}: the factors "
+            f"differ by constants"
+        )
+    for block in blocks:
+        _check_block(state["blocks"][block.name], block)
+
+
+def _check_keys(state: Any) -> None:
+    """Raise ValueError unless a state is of this version, with all of its entries."""
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise ValueError("this is not the state of a soframe.Preconditioner")
     if state.get("version") != VERSION:
@@ -139,15 +153,6 @@ def check_header(
         raise ValueError(f"the state is truncated: it lacks {', '.join(missing)}")
     if not isinstance(state["blocks"], Mapping):
         raise ValueError("the state is damaged: its blocks are no dict")
-    _check_names(set(state["blocks"]), {block.name for block in blocks}, set(frozen))
-    checksums.verify(state)
-    if state["scaling"] != scaling:
-        raise ValueError(
-            f"the state was made with scaling={state['scaling']!r}, not {scaling!r}: the factors "
-            f"differ by constants"
-        )
-    for block in blocks:
-        _check_block(state["blocks"][block.name], block)
 
 
 def _check_block(saved: Mapping[str, Any], block: Block) -> None:
@@ -284,9 +289,7 @@ def memory_usage(
 ) -> dict[str, int]:
     """Return the bytes on this rank by kind, and their total."""
     stacks = placed.stacks
-    # Before factors are read, which waits for them; some are of several stacks.
-    pending = set(itertools.chain.from_iterable(stack.pending for stack in stacks))
-    in_flight = [transfer for transfer in pending if not transfer.done]
+    in_flight = _in_flight(stacks)  # before factors are read, which waits for them
     usage = dict.fromkeys(("factors", "accumulators", "second_order", "statistics"), 0)
     if any(block.states for block in placed.blocks):
         usage["state"] = 0
@@ -300,8 +303,14 @@ def memory_usage(
     if under_way is not None:
         usage["under_way"] = sum(tensor.nbytes for tensor in under_way)
     if in_flight:
-        usage["in_flight"] = sum(transfer.nbytes for transfer in in_flight)
+        usage["in_flight"] = in_flight
     return {**usage, "total": sum(usage.values())}
+
+
+def _in_flight(stacks: Iterable[Stack]) -> int:
+    """Return the bytes of the buffers of reductions under way; some are of several stacks."""
+    pending = set(itertools.chain.from_iterable(stack.pending for stack in stacks))
+    return sum(transfer.nbytes for transfer in pending if not transfer.done)
 
 
 def _bytes(tensors: Mapping[Any, Tensor]) -> int:

@@ -155,15 +155,10 @@ def _remaining_columns(old: Block, block: Block) -> slice | None:
         return slice(None) if old.shape == block.shape else None
     if not isinstance(before, LayerHelper) or not isinstance(after, LayerHelper):
         return None
-    if not {"weight", "bias"}.issuperset({*before.parameters, *after.parameters}):
+    has = set(after.parameters)
+    if not has < set(before.parameters) or set(before.parameters) != {"weight", "bias"}:
         return None
-    had = (before.weight is not None, before.bias is not None)
-    has = (after.weight is not None, after.bias is not None)
-    if any(now and not then for then, now in zip(had, has, strict=True)):
-        return None
-    if had == has:
-        return slice(None)
-    return slice(-1) if has[0] else slice(-1, None)
+    return slice(-1) if "weight" in has else slice(-1, None)
 
 
 def _left(before: Block, after: Block, columns: slice | None, name: str, stored: Tensor) -> Tensor:

@@ -25,16 +25,10 @@ from soframe.schedules import Schedule, Scheduled
 
 @dataclass(frozen=True)
 class Clipping:
-    """The clips that are on, the schedules of their bounds, and the rate of the bounded steps.
+    """The clips that are on, the schedules of their bounds, and the rate of the bounded steps."""
 
-    Attributes:
-        clips: The clips, by name.
-        bounds: Their bounds, by name.
-        lr: The learning rate.
-    """
-
-    clips: Mapping[str, Clip]
-    bounds: Mapping[str, Scheduled]
+    clips: Mapping[str, Clip]  # by name
+    bounds: Mapping[str, Scheduled]  # by the name of the clip
     lr: Scheduled
 
     @classmethod
@@ -55,15 +49,10 @@ class Clipping:
 
 @dataclass(frozen=True)
 class Clipped:
-    """The outcome of the clips for the updates of a step.
+    """The outcome of the clips for the updates of a step."""
 
-    Attributes:
-        finite: Whether all updates and states are finite, on all ranks; the same on every rank.
-        factors: The factor of each clip, a scalar in (0, 1], by its name. Updates are scaled by the
-            smallest.
-    """
-
-    finite: bool
+    finite: bool  # whether all updates and states are, on all ranks
+    # Of each clip by name, a scalar in (0, 1]; updates are scaled by the smallest.
     factors: Mapping[str, Tensor] = field(default_factory=dict)
 
 

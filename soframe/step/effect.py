@@ -177,9 +177,8 @@ class Effect:
         flags: list[Tensor] = []
         for block in blocks:
             for gradient in self._home.of(block.parameters.values()):
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
                 owners.append(block)
-                flags.append(dense.any())
+                flags.append(gradient.to_dense().any())
         if not flags:
             return set()
         nonzero: list[bool] = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()

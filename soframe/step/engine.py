@@ -48,11 +48,6 @@ class Engine:
         moving_optimizer: The optimizer that moves the weights along the updates; None where updates
             replace gradients.
         measuring: Keeps the numbers of the last step.
-
-    Attributes:
-        measuring: Keeps the numbers of the last step.
-        verdict: Whether the last step counts.
-        updates: The updates of the last step, if an optimizer moves the weights along them.
     """
 
     def __init__(
@@ -66,8 +61,8 @@ class Engine:
         self._curvature, self._parts = curvature, curvature.parts
         self._clipping, self.measuring = clipping, measuring
         self._moving_optimizer = moving_optimizer
-        self.verdict = Verdict(self._parts.backend, curvature.counts)
-        self.updates: Sequence[Update] = ()
+        self.verdict = Verdict(self._parts.backend, curvature.counts)  # on the last step
+        self.updates: Sequence[Update] = ()  # of the last step, for the moving optimizer
         self._connect()
 
     def _connect(self, partial: Window | None = None) -> None:
@@ -94,7 +89,8 @@ class Engine:
         curvature, ranges = self._curvature, self._parts.backend.phases
         self.verdict.settle()  # reads the flags of the last step, if they are still on the device
         for stack in curvature.placed.stacks:
-            stack.arrive()  # sums of earlier steps that are still under way
+            if stack.pending:  # sums of earlier steps that are still under way
+                stack.arrive()
         with ranges("agree"):
             plan = self._agree()
         step = Step(
@@ -164,7 +160,7 @@ class Engine:
         plan, common, error = self._prepare()
         report, error = self._report(plan, common, error)
         # Reports are reduced over the stages of a model first.
-        of_stages = {name: common[name] for name in OF_ALL_STAGES if name in common}
+        of_stages = {name: common.get(name) for name in OF_ALL_STAGES}
         report, error = parts.stages.put_together(report, of_stages, error)
         # The weights below need the samples of the whole model: passes that did not reach a stage
         # count there, too.
@@ -178,18 +174,16 @@ class Engine:
             report,
             failed=float(failed),
             bad_statistics=float(bad_statistics),
-            changed_anywhere=[] if parts.stages.backend is None else [report.changed_stages],
             weights=statistics.weights(),
         ).over_ranks(parts.backend)
         # An error of one rank is raised on all, before anything is written.
         if total.failed > 0:
-            error = parts.stages.spread(error)
-        require_no_failure(parts.backend, error, total.failed)
+            require_no_failure(parts.backend, parts.stages.spread(error), total.failed)
         parts.stages.raise_on_all_stages(self._disagreement(total, common))
         self._gradients.set_present(total.present)
         parts.solves.land_if_finished(total.waits)
         # A changed model is registered anew, and the ranks agree once more.
-        if total.changed or any(total.changed_anywhere):
+        if total.changed + sum(total.changed_anywhere) > 0:
             self._rebuild(changed=total.changed > 0)
             return self._agree()
         # Statistics that are not finite on some rank are dropped on all.
@@ -264,7 +258,7 @@ class Engine:
             # With statistics, gradients are gathered in phase *average*, when sums are freed.
             gradients = parts.home.of(parameters) if window.due else self._gradients.own()
             sizes = Magnitude(parameters, gradients, statistics, self._gradients.remembers)
-            if self._reads_later(sizes, plan):
+            if sizes.queues and self._reads_later(plan):
                 magnitude = 0.0  # until phase *agree* reads it
                 self.verdict.leave_unread(sizes)
             else:
@@ -291,7 +285,7 @@ class Engine:
             passes=float(passes),
             samples=float(most if counted else 0),
             fewest=float(fewest if counted else 0),
-            common=fingerprint(common, parts.backend.world_size),
+            common=fingerprint(common) if parts.backend.world_size > 1 else (),
             present=present,
             waits=parts.solves.waits(),
             reached=reached,
@@ -302,7 +296,8 @@ class Engine:
         """Return the error that stops the copies of this stage, the same on all, or None."""
         backend = self._parts.backend
         try:
-            require_common(backend, common, report.common)
+            if report.common:
+                require_common(backend, common, report.common)
             if report.changed:
                 require_all_ranks(backend, report.changed)
             elif not (any(report.changed_anywhere) or report.bad_gradient or report.bad_statistics):
@@ -325,14 +320,14 @@ class Engine:
 
     # -- flags that are read later ------------------------------------------------------------
 
-    def _reads_later(self, sizes: Magnitude, plan: Plan) -> bool:
-        """Return whether the flags of gradients may be read behind the work of this step.
+    def _reads_later(self, plan: Plan) -> bool:
+        """Return whether the flags of gradients may be read behind the work of this step on a GPU.
 
-        That is in steps without statistics, on a GPU: nothing that lasts is changed before then.
+        That is in steps without statistics: nothing that lasts is changed before then.
         """
         curvature, parts = self._curvature, self._parts
         is_pipeline = parts.stages.backend is not None
-        if curvature.statistics.window.due or is_pipeline or not sizes.queues:
+        if curvature.statistics.window.due or is_pipeline:
             return False
         # Where numbers of the host travel by the GPU, the agreement waits for its work anyway.
         if parts.backend.wire_device(torch.device("cpu")).type != "cpu":

@@ -31,26 +31,25 @@ def serves(stack: Stack, backend: Backend) -> bool:
         return False
     if like.dtype != like.state_dtype or like.device.type not in ("cpu", "cuda"):
         return False
-    for parameter in stack.parameters:
-        has_parts = is_traceable_wrapper_subclass(parameter)  # elsewhere, as DTensors
-        if has_parts or parameter.dtype != like.dtype:
-            return False
-        if not parameter.is_contiguous():
-            return False
+    if not all(_is_plain(parameter, like.dtype) for parameter in stack.parameters):
+        return False
     if set(stack.place.gradient_workers) != set(range(backend.world_size)):
         return False
     # The kernel reads memory from end to end: moments are to lie as parameters do.
     parts = stack.parts(torch.empty(stack.shape_of(stack.all), dtype=like.dtype, device="cpu"))
-    return parts is not None and all(part.is_contiguous() for part in parts)
+    return parts is not None and all(map(Tensor.is_contiguous, parts))
+
+
+def _is_plain(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Return whether a parameter is dense, with all of its memory here, and of a dtype."""
+    has_parts = is_traceable_wrapper_subclass(parameter)  # elsewhere, as DTensors
+    return parameter.dtype == dtype and parameter.is_contiguous() and not has_parts
 
 
 def complete(stack: Stack, group_of: Mapping[int, int], moves: Sequence[Move]) -> bool:
     """Return whether all parameters of a stack have plain gradients, and moves of the kernel.
 
-    Args:
-        stack: The stack.
-        group_of: The number of the param group of each parameter, by identity.
-        moves: The settings of each group.
+    ``group_of`` has the number of the param group of each parameter, by identity.
     """
     numbers = {group_of.get(id(parameter), -1) for parameter in stack.parameters}
     # Before groups follow a changed model a parameter has none.
@@ -73,29 +72,17 @@ def _is_known(settings: Move) -> bool:
 
 @dataclass(eq=False)
 class Batch:
-    """Parameters that one call of the kernel moves, with views of their moments.
+    """Parameters that one call of the kernel moves, with views of their moments."""
 
-    Attributes:
-        group: The number of their param group.
-        decays: Whether they decay.
-        parameters: The parameters.
-        means: Their first moments.
-        squares: Their second moments.
-    """
-
-    group: int
-    decays: bool
+    group: int  # the number of their param group
+    decays: bool  # whether they decay
     parameters: list[nn.Parameter] = field(default_factory=list)
     means: list[Tensor] = field(default_factory=list)
     squares: list[Tensor] = field(default_factory=list)
 
 
 class Adam:
-    """Moves the weights of a stack by the kernel, see `serves` and `complete`.
-
-    Args:
-        stack: The stack.
-    """
+    """Moves the weights of a stack by the kernel, see `serves` and `complete`."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -105,12 +92,9 @@ class Adam:
     def move(
         self, group_of: Mapping[int, int], moves: Sequence[Move], bad: Tensor | None = None
     ) -> None:
-        """Move the weights, and count the updates of the blocks.
+        """Move the weights, and count the updates of the blocks; for the groups see `complete`.
 
-        Args:
-            group_of: The number of the param group of each parameter, by identity.
-            moves: The settings of each group, without a constraint and with decoupled decay.
-            bad: A scalar on the device: weights and moments stay where it is one. None for none.
+        Weights and moments stay where ``bad``, a scalar on the device, is one.
         """
         stack = self._stack
         alike = stack.alike(stack.all)
@@ -162,19 +146,12 @@ class Adam:
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """The layout of the batches of a stack.
+    """The layout of the batches of a stack."""
 
-    Attributes:
-        states: The moments.
-        alike: The sets of blocks in the same state.
-        group_of: The number of the param group of each parameter.
-        decays: Whether vectors of each group are in one batch with matrices.
-    """
-
-    states: tuple[Tensor, ...]
-    alike: Sequence[Sequence[int]]
+    states: tuple[Tensor, ...]  # the moments
+    alike: Sequence[Sequence[int]]  # the sets of blocks in the same state
     group_of: Mapping[int, int]
-    decays: Sequence[bool]
+    decays: Sequence[bool]  # whether vectors of each group are in one batch with matrices
 
     def is_that_of(self, other: _Source | None) -> bool:
         """Return whether batches of the other are still right: tensors and dicts by identity."""

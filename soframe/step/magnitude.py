@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from soframe.blocks.home import GradientHome
 from soframe.comm.base import Backend
 from soframe.kernels.devices import Reading, on_gpu
 
@@ -71,9 +70,12 @@ class Magnitude:
             if gradient.numel() > 0:
                 is_sparse = gradient.is_sparse
                 self._dense.append(gradient.coalesce().values() if is_sparse else gradient)
+        # One tensor, on the device of the first, so that the host waits for a device once.
         scalars = [*_norms(self._dense), *statistics]
-        # One tensor, so that the host waits for the device once.
-        self._all = _stacked(scalars) if scalars else None
+        devices = {scalar.device for scalar in scalars}
+        if len(devices) > 1:
+            scalars = [scalar.to(scalars[0].device) for scalar in scalars]
+        self._all = torch.stack(scalars) if scalars else None
         self.queues = bool(parameters) and on_gpu(parameters[0])
         self._device = parameters[0].device if parameters else torch.device("cpu")
 
@@ -123,20 +125,6 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
         wide = torch.float32 if dtype.itemsize < 4 else None
         norms += torch._foreach_norm(tensors, ord=order, dtype=wide)
     return norms
-
-
-def _stacked(scalars: Sequence[Tensor]) -> Tensor:
-    """Return scalars of any devices in one tensor, on the device of the first."""
-    device = scalars[0].device
-    if any(scalar.device != device for scalar in scalars):
-        scalars = [scalar.to(device) for scalar in scalars]
-    return torch.stack(list(scalars))
-
-
-def zero_gradients(parameters: Iterable[nn.Parameter], home: GradientHome) -> None:
-    """Zero every gradient, so that a bad batch costs one update and not the weights."""
-    for gradient in home.of(parameters):
-        gradient.zero_()
 
 
 def keep_if(good: Tensor, tensors: Iterable[Tensor]) -> None:

@@ -39,21 +39,13 @@ WEIGHT_DECAY_KINDS, CONSTRAINTS = get_args(WeightDecayKind), get_args(Constraint
 
 @dataclass(frozen=True)
 class Move:
-    """The settings by which the parameters of a group move.
-
-    Attributes:
-        lr: The learning rate.
-        weight_decay: The weight decay.
-        kind: The kind of weight decay.
-        constraint: The constraint on matrices; None for none.
-        decay_vectors: Whether vectors decay, too.
-    """
+    """The settings by which the parameters of a group move."""
 
     lr: float
     weight_decay: float
     kind: WeightDecayKind
-    constraint: Constraint | None
-    decay_vectors: bool
+    constraint: Constraint | None  # on matrices
+    decay_vectors: bool  # whether vectors decay, too
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Move:
@@ -206,7 +198,7 @@ def _decay(weights: list[Tensor], directions: list[Tensor], move: Move, bad: Ten
     assert bad is None
     # The product of signs: the product of two small numbers may underflow to zero.
     masks = torch._foreach_sign(weights)
-    dense = [d.to_dense() if d.is_sparse else d for d in directions]
+    dense = [direction.to_dense() for direction in directions]
     torch._foreach_mul_(masks, torch._foreach_sign(dense))
     torch._foreach_add_(masks, 1)  # 0 where the signs differ, else 1 or 2
     torch._foreach_clamp_max_(masks, 1)
@@ -315,8 +307,7 @@ class Ball:
             )
 
     def _wide(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        dense = {n: t.to_dense() if t.is_sparse else t for n, t in tensors.items()}
-        return {name: tensor.detach().to(self._dtype) for name, tensor in dense.items()}
+        return {name: t.to_dense().detach().to(self._dtype) for name, t in tensors.items()}
 
     def _lengths(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the norm of each group, ``[groups]``, of tensors in the matrices' shapes."""

@@ -28,7 +28,6 @@ from soframe.estimate.updates import Update, exchange
 from soframe.setup.grouping import Grouping
 from soframe.step import clip as clips
 from soframe.step.clip import Clipping
-from soframe.step.magnitude import zero_gradients
 from soframe.step.verdict import Verdict
 from soframe.strategies.work import BlockWork
 
@@ -46,33 +45,20 @@ When = Literal["always", "statistics", "finite", "unread", "counts", "discarded"
 
 @dataclass(eq=False)
 class Step:
-    """A step under way, with the results of its phases.
-
-    Attributes:
-        curvature: The curvature.
-        plan: The plan that ranks have agreed on.
-        verdict: Whether the updates count.
-        clipping: The clips.
-        measuring: Keeps the numbers of the step.
-        moving_optimizer: The optimizer that moves the weights along the updates; None where updates
-            replace gradients.
-        gradients: The averaged gradients, from phase *average* on.
-        updates: The updates, from phase *direct* on.
-        counts: Whether the updates count, as far as the host knows: they are finite. False before
-            phase *clip*, which does not run if gradients are known not to be finite.
-        clip_factors: The factors of the clips, from phase *clip* on.
-    """
+    """A step under way, with the results of its phases."""
 
     curvature: Curvature
-    plan: Plan
-    verdict: Verdict
+    plan: Plan  # that ranks have agreed on
+    verdict: Verdict  # whether the updates count
     clipping: Clipping
-    measuring: Measuring
-    moving_optimizer: Grouping | None
-    gradients: Gradients = field(default_factory=dict)
-    updates: list[Update] = field(default_factory=list)
+    measuring: Measuring  # keeps the numbers of the step
+    moving_optimizer: Grouping | None  # moves the weights; None where updates replace gradients
+    gradients: Gradients = field(default_factory=dict)  # averaged, from phase *average* on
+    updates: list[Update] = field(default_factory=list)  # from phase *direct* on
+    # Whether the updates count, as far as the host knows: they are finite. False before phase
+    # *clip*, which does not run if gradients are known not to be finite.
     counts: bool = False
-    clip_factors: Mapping[str, Tensor] = field(default_factory=dict)
+    clip_factors: Mapping[str, Tensor] = field(default_factory=dict)  # from phase *clip* on
 
 
 class Machine(Protocol):
@@ -131,8 +117,13 @@ class Phase:
 
 def average(step: Step) -> None:
     """Read the averaged gradients, and note the blocks that missed their turn for statistics."""
-    step.gradients = step.curvature.averaged_gradients.collect()
-    step.curvature.note_missed_turns(step.gradients, step.plan)
+    curvature, plan = step.curvature, step.plan
+    step.gradients = curvature.averaged_gradients.collect()
+    due = curvature.statistics.window.due
+    is_dropped = plan.weights is None and bool(due)
+    if curvature.placed.captured and not is_dropped:
+        refresh = curvature.parts.refresh
+        refresh.note_missed_turns(curvature.placed, due, step.gradients, plan.step)
 
 
 def direct(step: Step) -> None:
@@ -215,8 +206,9 @@ def skip(step: Step) -> None:
     """Count the skipped step, and zero the gradients unless an optimizer moves the weights."""
     parts = step.curvature.parts
     step.verdict.skip(step.plan)
-    if step.moving_optimizer is None:
-        zero_gradients(parts.model.parameters(), parts.home)
+    if step.moving_optimizer is None:  # a bad batch costs one update, and not the weights
+        for gradient in parts.home.of(parts.model.parameters()):
+            gradient.zero_()
 
 
 PHASES = [

@@ -30,10 +30,6 @@ MANY = 10
 class Verdict:
     """Whether the updates of the last step count, and how many did not.
 
-    Args:
-        backend: The backend.
-        counts: The numbers of skipped updates and statistics, by name, to be increased.
-
     Attributes:
         good: Whether the last step counts, a bool scalar on the device; None if the host knows.
         moderate: Whether the last gradients whose flags the host has read were moderate.
@@ -43,7 +39,7 @@ class Verdict:
     def __init__(self, backend: Backend, counts: dict[str, int]) -> None:
         self.good: Tensor | None = None
         self.moderate = True
-        self.counts = counts
+        self.counts = counts  # to be increased
         self._backend = backend
         self._in_a_row, self._taken = 0, False
         self._queued: Magnitude | None = None  # of the step under way
@@ -85,16 +81,10 @@ class Verdict:
         self._queued = sizes
 
     def with_flags(self, plan: Plan, *, bad: float, large: float, local: bool) -> Plan:
-        """Return the plan with the flags of the gradients of all ranks.
+        """Return the plan with the flags of gradients, which stay None if they are read later.
 
-        Args:
-            plan: The plan.
-            bad: The number of ranks whose gradients are not finite.
-            large: The number of ranks whose gradients are large.
-            local: Whether gradients of this rank are not finite.
-
-        Returns:
-            The plan; ``finite`` stays None if the flags are read later.
+        ``bad`` and ``large`` are numbers of ranks whose gradients are not finite, or large;
+        ``local`` is true if those of this rank are not finite.
         """
         if self._queued is not None:
             self._queued.queue(self._backend)
@@ -173,6 +163,7 @@ class Verdict:
                     name, new = update.states.popitem()
                     selected = torch.where(self.good, new, before.pop(name))
                     stack.set_state(members, {name: selected}, turn)
-            stack.set_state(members, update.states, turn)
+            if update.states:
+                stack.set_state(members, update.states, turn)
             for block in update.blocks:
                 block.record.updates += 1

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 from soframe.specs import FactorSpec
+from soframe.strategies.placement import Placement
 
 Cost = Callable[[FactorSpec], float]
 """The cost of owning a factor, in any unit."""
@@ -50,3 +51,16 @@ def assign(
         bins[job] = min(range(len(loads)), key=lambda b: (after[b], loads[b], b))
         loads[bins[job]] = after[bins[job]]
     return bins
+
+
+def turns(placement: Placement, interval: int) -> tuple[int, ...]:
+    """Return the turn of each block in staggered solves: the step of every interval of its own.
+
+    LPT balances turns under ``groups n^3``, so the solves of one step cost at most ``total /
+    interval + (1 - 1 / interval) largest`` (Graham, 1969). Turns depend on the shapes of the blocks
+    alone: every rank, one process, and another strategy that resumes from a checkpoint compute the
+    same ones.
+    """
+    costs = [sum(map(compute_cost, work.factors)) for work in placement.work]
+    # No more turns than blocks are needed.
+    return tuple(assign(costs, [0.0] * min(interval, max(len(costs), 1))))

@@ -41,23 +41,33 @@ class _Grid(Strategy):
         costs = [list(map(self.cost, block.factors)) for block in work]
         totals = [block.effort + sum(cost) for block, cost in zip(work, costs, strict=True)]
         column_of = assign(totals, [0.0] * columns, list(map(len, members)))
-
         owners = [[0] * len(block.factors) for block in work]
-        for column, workers in enumerate(members):
-            indices = [index for index, chosen in enumerate(column_of) if chosen == column]
+        blocks_of: dict[int, list[int]] = {}  # by column
+        for index, column in enumerate(column_of):
+            blocks_of.setdefault(column, []).append(index)
+        for column, indices in blocks_of.items():
             if self.colocate:
-                rows = assign([totals[index] for index in indices], [0.0] * len(workers))
-                for index, row in zip(indices, rows, strict=True):
-                    owners[index] = [workers[row] for _ in owners[index]]
+                _assign_blocks(owners, totals, indices, members[column])
             else:
-                _assign_factors(owners, costs, indices, workers)
-
-        sources = {column: _sources(members[column], ranks, columns) for column in set(column_of)}
+                _assign_factors(owners, costs, indices, members[column])
+        sources = {column: _sources(members[column], ranks, columns) for column in blocks_of}
         blocks = []
         for block, column, block_owners in zip(work, column_of, owners, strict=True):
             place = (tuple(block_owners), members[column], sources[column])
             blocks.append(BlockPlacement(block.name, *place, packed=ranks > 1))
         return Placement(name, ranks, work=tuple(work), blocks=tuple(blocks), notes=notes)
+
+
+def _assign_blocks(
+    owners: list[list[int]],
+    totals: Sequence[float],
+    blocks: Sequence[int],
+    workers: Sequence[int],
+) -> None:
+    """Write the owner of all factors of each of some blocks, by the blocks' costs."""
+    rows = assign([totals[block] for block in blocks], [0.0] * len(workers))
+    for block, row in zip(blocks, rows, strict=True):
+        owners[block] = [workers[row] for _ in owners[block]]
 
 
 def _assign_factors(

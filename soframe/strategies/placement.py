@@ -17,7 +17,7 @@ from math import prod
 
 from soframe.specs import FactorSpec
 from soframe.strategies import plan
-from soframe.strategies.local import LocalPlan
+from soframe.strategies.plan import LocalPlan
 from soframe.strategies.work import (
     ITEM_BYTES,
     LONGEST,
@@ -26,6 +26,7 @@ from soframe.strategies.work import (
     BlockPlacement,
     BlockWork,
     Traffic,
+    with_total,
 )
 from soframe.text import alike, format_table
 
@@ -204,7 +205,7 @@ class Placement:
             first=first,
             clips=clips,
         )
-        return step.traffic() if self.world_size > 1 else plan.total({})
+        return step.traffic() if self.world_size > 1 else with_total({})
 
     def __str__(self) -> str:
         has_statistics = any(_statistics(work, block) for work, block in self.pairs)
@@ -351,31 +352,38 @@ def complete(placement: Placement) -> Placement:
 
 def _completed(work: BlockWork, block: BlockPlacement) -> BlockPlacement:
     workers = tuple(sorted(block.gradient_workers))
-    owners, contributors, holders = [], [], []
-    for index, factor in enumerate(work.factors):
-        owner, holding = block.owners[index], set(block.holding(index))
-        if work.resident and work.resident[index] and owner not in workers:
-            owner = block.gradient_workers[0]
-            holding.add(owner)
-        if factor.name in work.unsolved:
-            holding.update(workers)
-        owners.append(owner)
-        contributors.append(block.contributing(index) if factor.captured else workers)
-        holders.append(tuple(sorted(holding)) if factor.captured else workers)
+    places = [_of_factor(work, block, index, workers) for index in range(len(work.factors))]
+    owners, contributors, holders = zip(*places, strict=True)
     readers = _readers(work, contributors, workers)
     is_made = tuple(not factor.captured for factor in work.factors)
     # Fields are empty where all ranks do the same.
     everyone = {block.everyone}
     return replace(
         block,
-        owners=tuple(owners),
-        contributors=() if everyone.issuperset(contributors) else tuple(contributors),
-        holders=() if everyone.issuperset(holders) else tuple(holders),
+        owners=owners,
+        contributors=() if everyone.issuperset(contributors) else contributors,
+        holders=() if everyone.issuperset(holders) else holders,
         # All factors of a block share one EMA weight and one decay per accumulator.
         deferred=block.deferred and all(map(_accumulates, work.factors)),
         made=is_made if any(is_made) else (),
         readers=readers if any(readers) else (),
     )
+
+
+def _of_factor(
+    work: BlockWork, block: BlockPlacement, index: int, workers: tuple[int, ...]
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return the owner, the contributors and the holders of a factor."""
+    factor, owner, holders = work.factors[index], block.owners[index], set(block.holding(index))
+    is_resident = bool(work.resident) and work.resident[index]
+    if is_resident and owner not in workers:
+        owner = block.gradient_workers[0]
+        holders.add(owner)
+    if not factor.captured:
+        return owner, workers, workers
+    if factor.name in work.unsolved:
+        holders.update(workers)
+    return owner, block.contributing(index), tuple(sorted(holders))
 
 
 def _readers(

@@ -7,7 +7,7 @@ algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
@@ -15,12 +15,26 @@ from typing import NamedTuple
 
 from soframe.specs import TensorSpec
 from soframe.strategies.buckets import in_buckets
-from soframe.strategies.local import LocalPlan
-from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork, Traffic
+from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork, Traffic, with_total
 
 Pairs = Sequence[tuple[BlockWork, BlockPlacement]]
 Stacks = Sequence[Sequence[int]]
 """The blocks of each stack by index, see `Placement.stacks`."""
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """The gradients that a step averages beside the blocks', with ``gradients="local"``.
+
+    Attributes:
+        rest: The elements and the dtype of each parameter without a block that has a gradient.
+        idle: The number of parameters without a block and without a gradient.
+        kl_clip: Whether steps are clipped by their KL divergence.
+    """
+
+    rest: tuple[tuple[int, str], ...] = ()
+    idle: int = 0
+    kl_clip: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,19 +82,25 @@ def memory(
     if any(work.state for work, _ in pairs):
         usage["state"] = 0
     for work, place in _in_stacks(pairs, stacks, used):
-        item = ITEM_BYTES[work.dtype]
-        for index, factor in enumerate(work.factors):
-            if place.holds(rank, index):
-                kept = prod(factor.kept_shape(packed=place.packed))
-                usage["factors"] += ITEM_BYTES[work.factor_dtype] * kept
-            if place.deferred and factor.captured and place.contributes(rank, index):
-                usage["accumulators"] += item * factor.packed_numel
-        for index, specs in enumerate(work.second_order):
-            if rank in place.needing(index):
-                usage["second_order"] += item * _numel(specs)
-        if rank in place.gradient_workers and work.state:
-            usage["state"] += ITEM_BYTES[work.state_dtype] * _numel(work.state)
+        for kind, size in _held(work, place, rank):
+            usage[kind] += size
     return {**usage, "total": sum(usage.values())}
+
+
+def _held(work: BlockWork, place: BlockPlacement, rank: int) -> Iterator[tuple[str, int]]:
+    """Yield the bytes of each tensor of a block on a rank, with their kinds."""
+    item = ITEM_BYTES[work.dtype]
+    for index, factor in enumerate(work.factors):
+        if place.holds(rank, index):
+            kept = prod(factor.kept_shape(packed=place.packed))
+            yield "factors", ITEM_BYTES[work.factor_dtype] * kept
+        if place.deferred and factor.captured and place.contributes(rank, index):
+            yield "accumulators", item * factor.packed_numel
+    for index, specs in enumerate(work.second_order):
+        if rank in place.needing(index):
+            yield "second_order", item * _numel(specs)
+    if rank in place.gradient_workers and work.state:
+        yield "state", ITEM_BYTES[work.state_dtype] * _numel(work.state)
 
 
 def _numel(specs: Iterable[TensorSpec]) -> int:
@@ -104,15 +124,6 @@ def _in_stacks(pairs: Pairs, stacks: Stacks, used: Collection[str] | None) -> Pa
         if used is None or any(pairs[index][0].name in used for index in members):
             blocks += [pairs[index] for index in members]
     return blocks
-
-
-def total(phases: Traffic) -> Traffic:
-    """Return traffic with its sum over phases under ``"total"``."""
-    sums = {"bytes": 0, "calls": 0}
-    for count in phases.values():
-        sums["bytes"] += count["bytes"]
-        sums["calls"] += count["calls"]
-    return {**phases, "total": sums}
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,7 @@ class Step:
                 count = phases.setdefault(phase, {"bytes": 0, "calls": 0})
                 count["bytes"] += message.size
                 count["calls"] += 1
-        return total(phases)
+        return with_total(phases)
 
     def phases(self) -> list[tuple[str, list[Message]]]:
         """Return the collectives in the order of the step, with their phases."""

@@ -31,6 +31,15 @@ Traffic = dict[str, dict[str, int]]
 """Phase -> ``{"bytes", "calls"}``."""
 
 
+def with_total(phases: Traffic) -> Traffic:
+    """Return traffic with its sum over phases under ``"total"``."""
+    sums = {"bytes": 0, "calls": 0}
+    for count in phases.values():
+        sums["bytes"] += count["bytes"]
+        sums["calls"] += count["calls"]
+    return {**phases, "total": sums}
+
+
 @dataclass(frozen=True)
 class BlockWork:
     """The factors, shapes and states of one block: the input of a strategy.

@@ -148,7 +148,7 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
             error = error or raised
         if backend.world_size == 1 and error is None:
             return loss, [*further]
-        status = [loss, float(error is not None), *fingerprint(common, backend.world_size)]
+        status = [loss, float(error is not None), *fingerprint(common)]
         sums = add_over_ranks(backend, [*status, *further])
         require_no_failure(backend, error, sums[1])
         require_common(backend, common, sums[2 : len(status)], HINT)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from soframe.comm import Recording, TorchDistributed
-from soframe.comm.base import Backend, Handle
-from soframe.comm.single import SingleProcess
+from soframe.comm.base import Backend, Handle, SingleProcess
 from soframe.testing import check_backend, compare_weights
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, train_rank

@@ -1,0 +1,143 @@
+"""Why a module or a parameter has no block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from soframe.blocks import sharding
+from soframe.layers.base import LayerHelper
+from soframe.layers.experts import are_experts
+from soframe.layers.recurrent import without_helper
+from soframe.registry import KINDS
+
+
+class Reason(StrEnum):
+    """Why a parameter has no block; ``format`` fills in the names."""
+
+    SKIPPED = "skipped by {!r}"
+    OPTIONAL = "no layer helper by default; layers='all' adds {}"
+    UNKNOWN = "no layer helper; register one with @soframe.register('layer', {})"
+    MATRIX = (
+        "no layer helper; if {0} computes x W^T + b, soframe.register('layer', {0})("
+        "soframe.layers.LinearHelper), else register a helper of its own"
+    )
+    CONTAINER = "no layer helper: a {} is not called, and others use what it holds; {}"
+    KERNEL = "no layer helper: {}"
+    COMPUTED = "no layer helper: a weight is computed of it; {}"
+    SORTED = "no layer helper: tokens are sorted by expert within {}; {}"
+    OVERRIDDEN = (
+        "no layer helper: {module} overrides {known}.{forward}, so {helper} may not have its rows; "
+        "if it computes what {known} does, soframe.register('layer', {module})({path}), else "
+        "register a helper of its own"
+    )
+    SCRIPTED = "no layer helper: TorchScript runs it; {}"
+    EMPTY = "it has parameters without elements: {}"
+    UNCALLED = "{} uses its weight without calling it"
+    SHARED = "its weight is shared with {}, which has no block: {}"
+    GEOMETRY = "its weight is shared with a layer of another geometry; {}"
+    APART = "this {} and the rest of its layer are not shared by the same modules"
+    WEIGHT_ALONE = "its method takes the layer's weight alone"
+    LEFT_OUT = "{}.names() leaves it out"
+    NO_METHOD = "no pattern of method= matches its module"
+    NO_BLOCK = "its layer has no block"
+    SPARSE = "{}: sparse=True makes sparse gradients; build it with sparse=False"
+
+
+REMEDY = "a method that reads gradients alone, such as 'soap', takes it"
+
+
+_UNCALLED: Mapping[str, tuple[str, ...]] = {
+    "torch.nn.modules.activation.MultiheadAttention": ("out_proj",),
+    "transformers.models.mamba.modeling_mamba.MambaMixer": ("conv1d", "dt_proj"),
+}
+"""Modules that use parameters of submodules without calling these, by name, and which ones."""
+
+
+def _uncalled_children(kind: type[nn.Module]) -> list[tuple[str, str]]:
+    """Return the submodules that modules of a class use without calling them.
+
+    Each is a pair of names: of the class (or its base) that does so, and of the submodule.
+    """
+    uncalled: list[tuple[str, str]] = []
+    for base in kind.__mro__:
+        name = base.__name__
+        if base.__module__.startswith("torch.nn."):
+            name = f"nn.{name}"
+        children = _UNCALLED.get(f"{base.__module__}.{base.__qualname__}", ())
+        uncalled += [(name, child) for child in children]
+    return uncalled
+
+
+def reasons_of_uncalled(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
+    """Return the reason why each submodule that is never called has no block, by its name."""
+    kinds = {type(module) for _, module in modules}
+    children_of = {kind: _uncalled_children(kind) for kind in kinds}
+    reasons: dict[str, str] = {}
+    for name, module in modules:
+        for kind, child in children_of[type(module)]:
+            full = f"{name}.{child}" if name else child
+            reasons[full] = Reason.UNCALLED.format(kind)
+    return reasons
+
+
+def find_override(module: nn.Module, helper: type[LayerHelper]) -> str | None:
+    """Return why the helper of a class does not serve a subclass that overrides its forward."""
+    kind, registry = type(module), KINDS["layer"]
+    known = next(base for base in kind.__mro__ if registry.has(base))
+    for step in ("forward", "_conv_forward"):  # torch's convolutions compute in the second
+        if getattr(kind, step, None) is not getattr(known, step, None):
+            path = helper.__name__
+            if helper.__module__.startswith("soframe.layers."):
+                path = f"soframe.layers.{path}"
+            return Reason.OVERRIDDEN.format(
+                module=sharding.class_name(module),
+                known=known.__name__,
+                forward=step,
+                helper=helper.__name__,
+                path=path,
+            )
+    return None
+
+
+def why_no_helper(module: nn.Module) -> str:
+    """Return why a module has no helper."""
+    kind = type(module).__name__
+    if (known := KINDS["layer"].lookup(type(module), optional=True)) is not None:
+        return Reason.OPTIONAL.format(known.__name__)
+    if (why := without_helper(module)) is not None:
+        return Reason.KERNEL.format(why)
+    if isinstance(module, torch.jit.ScriptModule):
+        return Reason.SCRIPTED.format(REMEDY)
+    if isinstance(module, ParametrizationList):
+        return Reason.COMPUTED.format(REMEDY)
+    if are_experts(module):
+        return Reason.SORTED.format(kind, REMEDY)
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return Reason.CONTAINER.format(kind, REMEDY)
+    if _has_matrix(module):
+        return Reason.MATRIX.format(kind)
+    return Reason.UNKNOWN.format(kind)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Return whether a module has a weight ``[out, in]``, perhaps a bias ``[out]``, and no more."""
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or weight.dim() != 2:
+        return False
+    names = {name for name, p in module._parameters.items() if p is not None}
+    return names <= {"weight", "bias"} and (bias is None or bias.shape == weight.shape[:1])
+
+
+def sparse(
+    parameter: nn.Parameter, sharers: Mapping[int, Sequence[tuple[str, nn.Module]]]
+) -> str | None:
+    """Return the reason if the gradient of a parameter is sparse, else None."""
+    for _, module in sharers.get(id(parameter), ()):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return Reason.SPARSE.format(type(module).__name__)
+    return None
