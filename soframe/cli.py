@@ -206,20 +206,20 @@ def plan(
             settings = dict(advice.plan)
             recommended = KINDS["strategy"].build(advice.strategy, soframe.Strategy)
         plans = []
-        for variant in planner.variants(vary or (), solver):
+        for variant, words in planner.variants(vary or (), solver):
             task = Task.of(built, inputs, **settings, **variant)
             base = planner.Option(
                 soframe.strategies.CommOpt(),
                 statistics_every=statistics_every,
                 solve_every=solve_every,
-                settings=planner.written(variant),
+                settings=words,
             )
             priced = planner.plan(
                 task,
                 ranks=ranks,
                 hardware=Hardware.load(hardware),
                 memory_limit=None if memory is None else parse_bytes(memory),
-                options=planner.varied(planner.usual(task.work, ranks, base), vary or ()),
+                options=planner.varied(planner.usual(ranks, base), vary or ()),
                 amp=amp,
                 recommended=recommended,
             )
