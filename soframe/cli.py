@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -193,41 +193,51 @@ def plan(
             _list_plans()
             return
         if measure is not None:
-            measure_hardware("cuda" if torch.cuda.is_available() else "cpu").save(measure)
-            hardware = str(measure)
-            typer.echo(f"profile: {measure}", err=True)
+            hardware = _measure(measure)
             if model is None:
                 return
         built, inputs = inspection.problem(model or "", shapes or ())
-        settings = {"method": method, "auxiliary": auxiliary}
-        recommended = None
+        settings, recommended = {"method": method, "auxiliary": auxiliary}, None
         if method is None:
             advice = soframe.recommend(built, kind=kind)
             settings = dict(advice.plan)
             recommended = KINDS["strategy"].build(advice.strategy, soframe.Strategy)
-        plans = []
-        for variant in planner.variants(vary or (), solver):
-            task = Task.of(built, inputs, **settings, **variant)
+        plans, varied = [], vary or []
+        for variant, words in planner.variants(varied, solver):
             base = planner.Option(
                 soframe.strategies.CommOpt(),
                 statistics_every=statistics_every,
                 solve_every=solve_every,
-                settings=planner.written(variant),
+                settings=words,
             )
             priced = planner.plan(
-                task,
+                Task.of(built, inputs, **settings, **variant),
                 ranks=ranks,
                 hardware=Hardware.load(hardware),
                 memory_limit=None if memory is None else parse_bytes(memory),
-                options=planner.varied(planner.usual(task.work, ranks, base), vary or ()),
+                options=planner.varied(planner.usual(ranks, base), varied),
                 amp=amp,
                 recommended=recommended,
             )
             plans.append(priced)
         planned = planner.together(plans)
         if figure is not None:
-            figure.parent.mkdir(parents=True, exist_ok=True)
-            front(planned).savefig(figure, dpi=150)
+            _draw(front(planned), figure)
+    _show(planned, as_json=as_json)
+
+
+def _measure(path: Path) -> str:
+    measure_hardware("cuda" if torch.cuda.is_available() else "cpu").save(path)
+    typer.echo(f"profile: {path}", err=True)
+    return str(path)
+
+
+def _draw(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _show(planned: planner.Plan, *, as_json: bool) -> None:
     if as_json:
         _print_json(planned.as_dict())
     else:
@@ -238,13 +248,9 @@ def plan(
 
 
 def _list_plans() -> None:
-    table = Table("kind", "name", "source")
-    for name, workload in WORKLOADS.items():
-        table.add_row("workload", name, workload.note)
-    table.add_section()
-    for name in names():
-        table.add_row("hardware", name, Hardware.load(name).source)
-    _console().print(table)
+    workloads = [("workload", name, workload.note) for name, workload in WORKLOADS.items()]
+    profiles = [("hardware", name, Hardware.load(name).source) for name in names()]
+    _print_table(("kind", "name", "source"), [workloads, profiles])
 
 
 @app.command()
@@ -262,8 +268,7 @@ def metrics(
     with _user_errors():
         read = display.read(file)
         if figure is not None:
-            figure.parent.mkdir(parents=True, exist_ok=True)
-            display.figure(read).savefig(figure, dpi=150)
+            _draw(display.figure(read), figure)
     if as_json:
         _print_json(scalars(read))
         return
@@ -284,12 +289,11 @@ def components(as_json: AsJson = False) -> None:
     if as_json:
         _print_json(registered)
         return
-    table = Table("kind", "name", "class")
-    for kind, entries in registered.items():
-        for name, component in sorted(entries.items()):
-            table.add_row(kind, name, component)
-        table.add_section()
-    _console().print(table)
+    sections = [
+        [(kind, *entry) for entry in sorted(entries.items())]
+        for kind, entries in registered.items()
+    ]
+    _print_table(("kind", "name", "class"), sections)
 
 
 @app.command()
@@ -306,22 +310,31 @@ def cite(
         for imported in module or ():
             import_module(imported)
         cited = citations.cite(*name or ())
-    if as_json:
-        read = {key: citations.fields(entry) for key, entry in cited.items()}
-        _print_json(read if name else citations.papers())
+    if as_json and name:
+        _print_json({key: citations.fields(entry) for key, entry in cited.items()})
+    elif as_json:
+        _print_json(citations.papers())
     elif name:
         typer.echo("\n\n".join(cited.values()))
     else:
-        table = Table("kind", "name", "papers")
+        sections = []
         for kind, known in citations.papers().items():
-            for component, keys in known.items():
-                table.add_row(kind, component, ", ".join(keys) or "none")
-            table.add_section()
-        _console().print(table)
+            names = [(component, ", ".join(keys) or "none") for component, keys in known.items()]
+            sections.append([(kind, *row) for row in names])
+        _print_table(("kind", "name", "papers"), sections)
 
 
 def _name(key: object) -> str:
     return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else str(key)
+
+
+def _print_table(header: Sequence[str], sections: Iterable[Sequence[Sequence[str]]]) -> None:
+    table = Table(*header)
+    for rows in sections:
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    _console().print(table)
 
 
 def _console() -> Console:

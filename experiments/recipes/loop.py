@@ -12,7 +12,7 @@ import importlib.util
 import json
 import math
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +34,10 @@ from soframe import checkpoint
 from soframe.diagnostics import ScalarLogger
 
 LONGEST = 30 * 86400.0  # seconds of a launched run
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
 
 
 class DivergedError(ValueError):
@@ -86,6 +90,7 @@ def _run_local(recipe: ModuleType, settings: Common) -> Outcome:
     start = launch(
         _work,
         settings.processes,
+        on_message=_print,
         timeout=LONGEST,
         threads=max(1, torch.get_num_threads() // settings.processes),
     )
@@ -108,7 +113,8 @@ def _work(worker: Worker, name: str, settings: Common) -> Outcome:
     """Train as a rank that `launch` started."""
     place = Place(worker.rank, worker.world_size, torch.device("cpu"))
     try:
-        return RecipeRun(importlib.import_module(name), settings, place).advance()
+        # The parent prints: its output may go elsewhere.
+        return RecipeRun(importlib.import_module(name), settings, place, worker.send).advance()
     except (ValueError, OSError, MissingLibraryError) as error:
         raise RefusedError(str(error)) from error
 
@@ -120,13 +126,21 @@ class RecipeRun(loop.Run):
         recipe: The recipe.
         settings: Its settings.
         place: This process among the ranks.
+        say: Prints a line of the progress.
 
     Raises:
         ValueError: See `run`.
     """
 
-    def __init__(self, recipe: ModuleType, settings: Common, place: Place) -> None:
+    def __init__(
+        self,
+        recipe: ModuleType,
+        settings: Common,
+        place: Place,
+        say: Callable[[str], None] = _print,
+    ) -> None:
         self.recipe, self.settings, self.place = cast(Any, recipe), settings, place
+        self._say = say
         last = self._last_checkpoint()
         if settings.tf32:
             torch.set_float32_matmul_precision("high")
@@ -190,7 +204,7 @@ class RecipeRun(loop.Run):
             DivergedError: If the loss is not finite.
         """
         if self.step >= self.steps:
-            self._print(f"{self.settings.output}: all {self.steps} steps are taken")
+            self._tell(f"{self.settings.output}: all {self.steps} steps are taken")
             return Outcome(self.step, finished=True, figures=self.evaluate())
         figures: Mapping[str, float] = {}
         stopped = False
@@ -210,7 +224,7 @@ class RecipeRun(loop.Run):
                 state = display.State(f"step {self.step}  {_text(figures)}", self.step / self.steps)
                 watch(label, state)
         if stopped and self.step < self.steps:
-            self._print(
+            self._tell(
                 f"interrupted after step {self.step} of {self.steps}; the same command with "
                 f"--resume goes on from {self.settings.output}"
             )
@@ -246,7 +260,7 @@ class RecipeRun(loop.Run):
         }
         if self.place.rank == 0:
             if not display.console().is_terminal:
-                self._print(f"step {self.step}  {_text(figures)}")
+                self._tell(f"step {self.step}  {_text(figures)}")
             with (self.settings.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(jsonable(row)) + "\n")
             if self.writer is not None:
@@ -318,9 +332,9 @@ class RecipeRun(loop.Run):
                 # A prime: solves then have every age in the logged steps.
                 self.logger = ScalarLogger(self.preconditioner, self.writer, every=47)
 
-    def _print(self, text: str) -> None:
+    def _tell(self, text: str) -> None:
         if self.place.rank == 0:
-            print(text, flush=True)
+            self._say(text)
 
 
 def description(name: str, settings: Common, place: Place, model: nn.Module) -> dict[str, Any]:

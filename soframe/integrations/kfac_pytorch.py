@@ -27,6 +27,7 @@ from soframe.preconditioner import Preconditioner
 from soframe.registry import describe
 from soframe.settings import Statistics
 from soframe.solvers import Eigen, Inverse, Solver
+from soframe.specs import FactorSpec
 from soframe.state import checksums
 from soframe.state.saving import agree
 from soframe.strategies import CommOpt, HybridOpt, MemOpt, Strategy, compute_cost, memory_cost
@@ -244,26 +245,31 @@ def _layers(preconditioner: Preconditioner, state: Any) -> dict[str, dict[str, T
             f"build the preconditioner with Statistics(scaling='kaisa') (kfac_pytorch.settings "
             f"says it)"
         )
-    if "steps" not in state:
-        raise ValueError("this is not the state of a KFACPreconditioner: it has no 'steps'")
-    saved = state.get("layers")
-    if saved is None:
-        raise ValueError("the state has no factors: save it with include_factors=True")
-    if saved and all(name.startswith("module.") for name in saved):
-        saved = {name.removeprefix("module."): layer for name, layer in saved.items()}
+    saved = _saved_layers(state)
     blocks = {block.name: block for block in preconditioner.blocks}
     if set(saved) != set(blocks):
+        lacks, others = sorted(set(blocks) - set(saved)), sorted(set(saved) - set(blocks))
         raise ValueError(
-            f"the state is of other layers: it lacks "
-            f"{sorted(set(blocks) - set(saved)) or 'nothing'} and has "
-            f"{sorted(set(saved) - set(blocks)) or 'nothing'} besides"
+            f"the state is of other layers: it lacks {lacks or 'nothing'} and has "
+            f"{others or 'nothing'} besides"
         )
     return {name: _factors(block, saved[name]) for name, block in blocks.items()}
 
 
+def _saved_layers(state: Any) -> Mapping[str, Any]:
+    """Return the layers of a state by name, without the prefix of a wrapper."""
+    if "steps" not in state:
+        raise ValueError("this is not the state of a KFACPreconditioner: it has no 'steps'")
+    saved: Mapping[str, Any] | None = state.get("layers")
+    if saved is None:
+        raise ValueError("the state has no factors: save it with include_factors=True")
+    if all(name.startswith("module.") for name in saved):
+        return {name.removeprefix("module."): layer for name, layer in saved.items()}
+    return saved
+
+
 def _factors(block: Block, layer: Any) -> dict[str, Tensor]:
     """Return the packed factors of one block, with their features in soframe's order."""
-    specs = {factor.name: factor for factor in block.factors}
     plain = describe(block.method) == describe(KFAC())
     if not plain or any(f.kind != "psd" or f.groups > 1 for f in block.factors):
         raise ValueError(
@@ -272,19 +278,20 @@ def _factors(block: Block, layer: Any) -> dict[str, Tensor]:
         )
     if layer["A"] is None and layer["G"] is None:
         return {}
-    packed = {}
-    for name, spec in specs.items():
-        matrix, shape = layer[name], (spec.size, spec.size)
-        if matrix.shape != shape:
-            raise ValueError(
-                f"{name} of layer {block.name!r} is {tuple(matrix.shape)}, not of shape {shape}"
-            )
-        matrix = matrix.detach().to(device=block.device, dtype=block.dtype)
-        if name == "A" and isinstance(block.layout.module, nn.Conv2d):
-            order = _patch_order(block.layout.module, spec.size).to(block.device)
-            matrix = matrix[order][:, order]
-        packed[name] = pack_triangle(matrix[None])
-    return packed
+    return {spec.name: _packed(block, spec, layer[spec.name]) for spec in block.factors}
+
+
+def _packed(block: Block, spec: FactorSpec, matrix: Tensor) -> Tensor:
+    shape = (spec.size, spec.size)
+    if matrix.shape != shape:
+        raise ValueError(
+            f"{spec.name} of layer {block.name!r} is {tuple(matrix.shape)}, not of shape {shape}"
+        )
+    matrix = matrix.detach().to(device=block.device, dtype=block.dtype)
+    if spec.name == "A" and isinstance(block.layout.module, nn.Conv2d):
+        order = _patch_order(block.layout.module, spec.size).to(block.device)
+        matrix = matrix[order][:, order]
+    return pack_triangle(matrix[None])
 
 
 def _patch_order(conv: nn.Conv2d, size: int) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -104,6 +105,26 @@ HOME = DTensorGrad()
 def shards(parameter: DTensor, ranks: Sequence[int]) -> Shards:
     """Return the sharding of a parameter over the global ranks of a preconditioner's group."""
     assert (why := unserved(parameter)) is None, why
+    where = _places(parameter, ranks)
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    dims = list(map(_dim, parameter.placements))
+    cut_dims = sorted({dim for dim in dims if dim is not None})
+    if not cut_dims:
+        return Shards.none(tuple(parameter.shape), len(ranks), dtype)
+    bounds = [_bounds(parameter, where[rank][1]) for rank in ranks]
+    first, *more = [Cut(dim, tuple(map(itemgetter(dim), bounds))) for dim in cut_dims]
+    return Shards(
+        shape=tuple(parameter.shape),
+        dim=first.dim,
+        ranges=first.ranges,
+        copies=tuple(_copies([where[rank] for rank in ranks], dims)),
+        dtype=dtype,
+        also=tuple(more),
+    )
+
+
+def _places(parameter: DTensor, ranks: Sequence[int]) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """Return the mesh of each rank, as a number, and its place there."""
     where = {}
     for number, mesh in enumerate(meshes(parameter, ranks)):
         for place in product(*map(range, mesh.shape)):
@@ -116,25 +137,7 @@ def shards(parameter: DTensor, ranks: Sequence[int]) -> Shards:
             f"or the plan's and data parallelism, be dimensions of one mesh that has: "
             f"mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), mesh['tp']"
         )
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    dims = list(map(_dim, parameter.placements))
-    if all(dim is None for dim in dims):
-        return Shards.none(tuple(parameter.shape), len(ranks), dtype)
-    copies = _copies([where[rank] for rank in ranks], dims)
-    bounds = [_bounds(parameter, where[rank][1]) for rank in ranks]
-    first, *more_dims = sorted({dim for dim in dims if dim is not None})
-    cuts: list[Cut] = []
-    for dim in more_dims:
-        ranges = tuple(bound[dim] for bound in bounds)
-        cuts.append(Cut(dim, ranges))
-    return Shards(
-        shape=tuple(parameter.shape),
-        dim=first,
-        ranges=tuple(bound[first] for bound in bounds),
-        copies=tuple(copies),
-        dtype=dtype,
-        also=tuple(cuts),
-    )
+    return where
 
 
 def _copies(places: Sequence[tuple[int, tuple[int, ...]]], dims: Sequence[int | None]) -> list[int]:

@@ -141,6 +141,19 @@ class Pipeline(Stages):
         if self._schedule is None:
             return
         self._parts = self._find_parts()  # modules may have been replaced
+        self._require_parts(model, blocks)
+        captured = next((block for block in blocks if block.captured), None)
+        if captured is not None and _splits(self._schedule):
+            raise ValueError(
+                f"{type(self._schedule).__name__} computes the gradients of inputs and of weights "
+                f"in passes apart (zero bubble), and {captured.method!r} takes its statistics "
+                f"where both are computed: choose ScheduleGPipe, Schedule1F1B or "
+                f"ScheduleInterleaved1F1B, or a method of gradients alone, such as 'muon' or "
+                f"'soap'"
+            )
+
+    def _require_parts(self, model: nn.Module, blocks: Sequence[Block]) -> None:
+        """Raise unless the model and the stages on this rank have the same parameters."""
         for block in blocks:
             for name, parameter in block.parameters.items():
                 if parameter not in self._parts:
@@ -159,15 +172,6 @@ class Pipeline(Stages):
                     f"one Preconditioner of the modules of all stages of this rank (nn.ModuleList "
                     f"of several)"
                 )
-        captured = next((block for block in blocks if block.captured), None)
-        if captured is not None and _splits(self._schedule):
-            raise ValueError(
-                f"{type(self._schedule).__name__} computes the gradients of inputs and of weights "
-                f"in passes apart (zero bubble), and {captured.method!r} takes its statistics "
-                f"where both are computed: choose ScheduleGPipe, Schedule1F1B or "
-                f"ScheduleInterleaved1F1B, or a method of gradients alone, such as 'muon' or "
-                f"'soap'"
-            )
 
     def say_failed(self, error: BaseException) -> None:
         say_failed(self.backend, error)
@@ -281,16 +285,8 @@ class Pipeline(Stages):
         reduced = report.with_numbers([max(column) for column in columns])
         if reduced.failed:
             return reduced, error
-        longest = [stage for stage in reports if stage.passes == reduced.passes]
-        samples = {stage.samples for stage in longest} | {stage.fewest for stage in longest}
-        if len(samples) > 1:
-            text = ", ".join(f"{number:.0f}" for number in sorted(samples))
-            return reduced, ValueError(
-                f"in the backward passes since the last step the layers of different stages were "
-                f"called with different numbers of samples ({text}), so how many the loss is a "
-                f"mean over cannot be told: pass Statistics(samples=...), a callable that returns "
-                f"it for one micro-batch"
-            )
+        if error := _differing_samples(reports, reduced.passes):
+            return reduced, error
         sums = [sum(column) for column in zip(*(row[count:] for row in rows), strict=True)]
         try:
             require_common(self.backend, common, sums)
@@ -335,6 +331,22 @@ class Pipeline(Stages):
         rows = rows.to(backend.wire_device(rows.device))
         backend.all_reduce(rows, PHASE).wait()
         return rows
+
+
+def _differing_samples(stages: Sequence[Report], passes: float) -> ValueError | None:
+    """Return an error if the stages with most backward passes counted different samples."""
+    samples: set[float] = set()
+    for stage in stages:
+        if stage.passes == passes:
+            samples.update((stage.samples, stage.fewest))
+    if len(samples) < 2:
+        return None
+    text = ", ".join(f"{number:.0f}" for number in sorted(samples))
+    return ValueError(
+        f"in the backward passes since the last step the layers of different stages were called "
+        f"with different numbers of samples ({text}), so how many the loss is a mean over cannot "
+        f"be told: pass Statistics(samples=...), a callable that returns it for one micro-batch"
+    )
 
 
 def _require_untied(model: Any, blocks: Sequence[Block]) -> None:

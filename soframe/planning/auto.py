@@ -17,6 +17,7 @@ from soframe.text import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from soframe.planning.hardware import Hardware
+    from soframe.planning.planner import Plan
 
 log = logging.getLogger("soframe")
 
@@ -73,8 +74,6 @@ class Auto(Strategy):
         from soframe.planning.planner import Option, plan, usual
         from soframe.planning.task import Task
 
-        device = "cuda" if now.blocks[0].device.type == "cuda" else "cpu"
-        work = tuple(replace(block_work, device=device) for block_work in now.work)
         base = Option(
             CommOpt(),
             local=now.local,
@@ -83,9 +82,9 @@ class Auto(Strategy):
             statistics_every=now.statistics_every,
             solve_every=now.solve_every,
         )
-        options = [option for option in usual(work, now.ranks, base) if option.local == now.local]
+        options = [option for option in usual(now.ranks, base) if option.local == now.local]
         planned = plan(
-            Task(now.blocks, work, now.parameters, seconds=self.passes),
+            Task(now.blocks, now.work, now.parameters, seconds=self.passes),
             ranks=now.ranks,
             # Activations are unknown here, so the limit alone counts.
             hardware=replace(self._hardware(now), memory=None),
@@ -93,16 +92,10 @@ class Auto(Strategy):
             options=options,
             refused=now.refused,
         )
-        chosen = planned.chosen
-        runners_up = [row for row in planned.fitting if row != chosen][:RUNNERS_UP]
-        prices = "; ".join(
-            f"{row.option} {1e3 * row.timing.mean:.3g} ms, {format_bytes(row.memory['total'])}"
-            for row in (chosen, *runners_up)
-        )
-        note = f"chosen by a plan on {planned.hardware.name}, of {len(options)}: {prices}; "
-        note += planned.why
+        note = f"chosen by a plan on {planned.hardware.name}, of {len(options)}: "
+        note += f"{_prices(planned)}; {planned.why}"
         log.info("soframe: %s", note)
-        return _Noted(chosen.option.strategy, note)
+        return _Noted(planned.chosen.option.strategy, note)
 
     def _hardware(self, now: Circumstances) -> Hardware:
         from soframe.planning.hardware import Hardware
@@ -125,6 +118,17 @@ class Auto(Strategy):
             dtypes=sorted({work.dtype for work in now.work}),
             budget=self.budget,
         )
+
+
+def _prices(planned: Plan) -> str:
+    """Return the time and the memory of the choice and of the runners-up."""
+    chosen = planned.chosen
+    runners_up = [row for row in planned.fitting if row != chosen][:RUNNERS_UP]
+    prices = []
+    for row in (chosen, *runners_up):
+        size = format_bytes(row.memory["total"])
+        prices.append(f"{row.option} {1e3 * row.timing.mean:.3g} ms, {size}")
+    return "; ".join(prices)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from math import prod
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,11 +32,6 @@ from soframe.strategies.work import ITEM_BYTES
 
 DAMPING, UPDATES = 1e-3, 10  # of every block on paper
 REMEDY = "make it run on the meta device, or name a strategy and do without a plan"
-
-
-Entry = TypeVar("Entry", int, tuple[int, int])
-Entries = list[tuple[Entry, Collection[int]]]
-"""Parts of a placement, each with its ranks."""
 
 
 @dataclass(frozen=True)
@@ -64,44 +57,52 @@ class Arithmetic:
     write: float  # reading gradients into stacks and writing updates
 
 
+@dataclass
+class _Entries:
+    """A part that stacks are entered into."""
+
+    solves: Counter[tuple[int, int]] = field(default_factory=Counter)
+    directs: list[int] = field(default_factory=list)
+    gathers: list[int] = field(default_factory=list)
+    holds: list[tuple[int, int]] = field(default_factory=list)
+    makes: list[tuple[int, int]] = field(default_factory=list)
+
+    def part(self) -> Part:
+        solves = tuple((*key, count) for key, count in sorted(self.solves.items()))
+        lists = tuple(self.directs), tuple(self.gathers), tuple(self.holds), tuple(self.makes)
+        return Part(solves, *lists)
+
+
 def parts(placement: Placement) -> dict[Part, list[int]]:
     """Return the ranks of each part."""
-    ranks = range(placement.world_size)
-    solves = [Counter[tuple[int, int]]() for _ in ranks]
-    directs: Entries[int] = []
-    gathers: Entries[int] = []
-    holds: Entries[tuple[int, int]] = []
-    makes: Entries[tuple[int, int]] = []
-    for number, members in enumerate(placement.stacks):
-        work, place = placement.work[members[0]], placement.blocks[members[0]]
-        captured = [index for index, factor in enumerate(work.factors) if factor.captured]
-        directs.append((number, place.gradient_workers))
-        gathers.append((number, set(chain.from_iterable(map(place.contributing, captured)))))
-        for index, factor in enumerate(work.factors):
-            kind = holds if index in captured else makes
-            kind.append(((number, index), place.holding(index)))
-            if factor.name in work.unsolved:
-                continue
-            for member in members:
-                owner = placement.blocks[member].owners[index]
-                solves[owner][number, index] += 1
-    directs_of, gathers_of = _by_rank(directs, ranks), _by_rank(gathers, ranks)
-    holds_of, makes_of = _by_rank(holds, ranks), _by_rank(makes, ranks)
+    entries = [_Entries() for _ in range(placement.world_size)]
+    for number in range(len(placement.stacks)):
+        _enter(entries, placement, number)
     ranks_of: dict[Part, list[int]] = {}
-    for rank in ranks:
-        solved = tuple((*key, count) for key, count in sorted(solves[rank].items()))
-        part = Part(solved, directs_of[rank], gathers_of[rank], holds_of[rank], makes_of[rank])
-        ranks_of.setdefault(part, []).append(rank)
+    for rank, of_rank in enumerate(entries):
+        ranks_of.setdefault(of_rank.part(), []).append(rank)
     return ranks_of
 
 
-def _by_rank(entries: Entries[Entry], ranks: range) -> list[tuple[Entry, ...]]:
-    """Return the sorted entries of each rank, from the ranks of each entry."""
-    entries_of: list[list[Entry]] = [[] for _ in ranks]
-    for entry, its_ranks in entries:
-        for rank in its_ranks:
-            entries_of[rank].append(entry)
-    return [tuple(sorted(rank_entries)) for rank_entries in entries_of]
+def _enter(entries: Sequence[_Entries], placement: Placement, number: int) -> None:
+    """Enter a stack into the parts of all ranks."""
+    members = placement.stacks[number]
+    work, place = placement.work[members[0]], placement.blocks[members[0]]
+    contributing: set[int] = set()
+    for index, factor in enumerate(work.factors):
+        if factor.captured:
+            contributing.update(place.contributing(index))
+        for rank in place.holding(index):
+            kind = entries[rank].holds if factor.captured else entries[rank].makes
+            kind.append((number, index))
+        if factor.name not in work.unsolved:
+            for member in members:
+                owner = placement.blocks[member].owners[index]
+                entries[owner].solves[number, index] += 1
+    for rank in place.gradient_workers:
+        entries[rank].directs.append(number)
+    for rank in contributing:
+        entries[rank].gathers.append(number)
 
 
 class Costs:

@@ -33,13 +33,16 @@ def build_model(path: str, *, meta: bool = False) -> nn.Module:
         if not hasattr(target, name):
             raise ValueError(f"there is no {attribute!r} in module {module_name!r}")
         target = getattr(target, name)
-    if isinstance(target, nn.Module):
-        return target
-    if not callable(target):
-        raise ValueError(f"{path} is no callable but a {type(target).__name__}")
+    return target if isinstance(target, nn.Module) else _called(target, path, meta=meta)
+
+
+def _called(function: Any, path: str, *, meta: bool) -> nn.Module:
+    """Return the model that a user's function builds."""
+    if not callable(function):
+        raise ValueError(f"{path} is no callable but a {type(function).__name__}")
     try:
         with torch.device("meta") if meta else contextlib.nullcontext():
-            model = target()
+            model = function()
     except Exception as error:  # the user's code may raise any error
         raise ValueError(
             f"{path}() raised {type(error).__name__}: {error}. It is called without arguments."

@@ -8,8 +8,7 @@ leads back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -26,20 +25,16 @@ def kind_of(model: nn.Module) -> str:
     if _is_mostly_frozen(model):
         return "adapters"
     modules = list(model.modules())
-    has_norms = any(map(_is_norm_of_features, modules))
-    has_tables = _has_any(modules, nn.Embedding)
-    attends = partial(_attends, has_tokens=has_norms or has_tables)
-    has_attention = any(map(attends, modules))
+    has_attention = _has_attention(modules)
     if _has_any(modules, nn.RNNBase, nn.RNNCellBase) and not has_attention:
         return "recurrent"
-    convolutions = [module for module in modules if isinstance(module, _ConvNd)]
-    overlap = any(map(_overlaps, convolutions))
+    convolutions = list(_convolutions(modules))
     has_patches = _embed_patches(convolutions)
-    has_tokens = has_attention or (has_norms and (has_tables or has_patches))
-    mostly_convolutions = _is_most(convolutions, model)
-    if has_tokens and (has_patches or not mostly_convolutions):
+    is_convolutional = _is_most(convolutions, model)
+    has_tokens = has_attention or _has_tokens(modules, has_patches=has_patches)
+    if has_tokens and (has_patches or not is_convolutional):
         return "transformer"
-    return "convolutional" if overlap or mostly_convolutions else "dense"
+    return "convolutional" if is_convolutional or _overlap(convolutions) else "dense"
 
 
 def _is_mostly_frozen(model: nn.Module) -> bool:
@@ -51,23 +46,42 @@ def _has_any(modules: Sequence[nn.Module], *classes: type[nn.Module]) -> bool:
     return any(isinstance(module, classes) for module in modules)
 
 
-def _is_norm_of_features(module: nn.Module) -> bool:
+def _has_attention(modules: Sequence[nn.Module]) -> bool:
+    has_tokens = _has_any(modules, nn.Embedding) or _has_norms(modules)
+    return any(_attends(module, has_tokens=has_tokens) for module in modules)
+
+
+def _has_tokens(modules: Sequence[nn.Module], *, has_patches: bool) -> bool:
+    has_embedding = has_patches or _has_any(modules, nn.Embedding)
+    return has_embedding and _has_norms(modules)
+
+
+def _convolutions(modules: Sequence[nn.Module]) -> Iterator[_ConvNd]:
+    for module in modules:
+        if isinstance(module, _ConvNd):
+            yield module
+
+
+def _has_norms(modules: Sequence[nn.Module]) -> bool:
     """Return whether a module is a layer norm or an RMS norm, torch's or another."""
-    return type(module).__name__.lower().endswith(("layernorm", "rmsnorm")) or isinstance(
-        module, nn.LayerNorm | nn.RMSNorm
-    )
+    names = [type(module).__name__.lower() for module in modules]
+    is_named = any(name.endswith(("layernorm", "rmsnorm")) for name in names)
+    return is_named or _has_any(modules, nn.LayerNorm, nn.RMSNorm)
 
 
-def _overlaps(convolution: _ConvNd) -> bool:
-    """Return whether neighbouring outputs of a convolution share inputs."""
-    pairs = zip(convolution.kernel_size, convolution.stride, strict=True)
-    return any(kernel > stride for kernel, stride in pairs)
+def _overlap(convolutions: Sequence[_ConvNd]) -> bool:
+    """Return whether neighbouring outputs of some convolution share inputs."""
+    for convolution in convolutions:
+        pairs = zip(convolution.kernel_size, convolution.stride, strict=True)
+        if any(kernel > stride for kernel, stride in pairs):
+            return True
+    return False
 
 
 def _embed_patches(convolutions: Sequence[_ConvNd]) -> bool:
     """Return whether some have strides and none overlap, as in a vision transformer."""
     has_stride = any(max(convolution.stride) > 1 for convolution in convolutions)
-    return has_stride and not any(map(_overlaps, convolutions))
+    return has_stride and not _overlap(convolutions)
 
 
 def _is_most(convolutions: Sequence[_ConvNd], model: nn.Module) -> bool:
@@ -116,18 +130,20 @@ def _are_separate(shapes: Sequence[Shape], *, has_tokens: bool) -> bool:
     # Three equal layers may be a perceptron's.
     if has_tokens and _are_three_projections(shapes):
         return True
-    inputs = {into for _, into in shapes}
-    for index, (width, hidden) in enumerate(shapes):
-        projections = [*shapes[:index], *shapes[index + 1 :]]
-        if any(into != width for _, into in projections):
-            continue
-        outs = [out for out, _ in projections]
-        # Keys and values in one layer are split before they are used.
-        is_split = len(outs) == 2 and not inputs.issuperset(outs)
-        is_complete = is_split or (len(outs) == 3 and has_tokens)
-        if is_complete and _are_projections(outs, hidden):
-            return True
-    return False
+    return any(_leads_back(shapes, index, has_tokens) for index in range(len(shapes)))
+
+
+def _leads_back(shapes: Sequence[Shape], index: int, has_tokens: bool) -> bool:
+    """Return whether one of some layers leads back, and the others are queries, keys, values."""
+    width, hidden = shapes[index]
+    projections = [*shapes[:index], *shapes[index + 1 :]]
+    if any(into != width for _, into in projections):
+        return False
+    outs = [out for out, _ in projections]
+    # Keys and values in one layer are split before they are used.
+    is_split = len(outs) == 2 and not {width, hidden}.issuperset(outs)
+    is_complete = is_split or (len(outs) == 3 and has_tokens)
+    return is_complete and _are_projections(outs, hidden)
 
 
 def _are_three_projections(shapes: Sequence[Shape]) -> bool:

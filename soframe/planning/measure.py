@@ -119,16 +119,8 @@ def measure(
     """
     device = torch.device(device)
     backend = SingleProcess() if backend is None else backend
-    if device.type not in LARGE:
-        raise ValueError(f"a device of type {device.type!r} is not measured: choose cpu or cuda")
-    if backend.on_paper:
-        raise ValueError("simulated ranks have no collectives to measure: pass backend=None")
-    for name in dtypes:
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"{name!r} is not a floating dtype of torch")
-    if not all(side > 0 for side in sides or ()):
-        raise ValueError("sides must be positive")
+    sides = sides or SIDES
+    _check(device, backend, sides, dtypes)
     cuda = device.type == "cuda"
     with (
         torch.cuda.device(device) if cuda else nullcontext(),
@@ -141,10 +133,25 @@ def measure(
             *_limits(device),
             *collectives(backend, device, BYTES),
             *products(device, dtypes, half=half > 0),
-            *factorisations(device, dtypes, _some(sides or SIDES)),
+            *factorisations(device, dtypes, _some(sides)),
         ]
         samples = seconds(series, backend, device, (1 - PYTHON) * budget)
         return _profile(device, backend, samples, _python(device, PYTHON * budget))
+
+
+def _check(
+    device: torch.device, backend: Backend, sides: Sequence[int], dtypes: Sequence[str]
+) -> None:
+    if device.type not in LARGE:
+        raise ValueError(f"a device of type {device.type!r} is not measured: choose cpu or cuda")
+    if backend.on_paper:
+        raise ValueError("simulated ranks have no collectives to measure: pass backend=None")
+    for name in dtypes:
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"{name!r} is not a floating dtype of torch")
+    if min(sides) <= 0:
+        raise ValueError("sides must be positive")
 
 
 def _some(sides: Sequence[int]) -> list[int]:
@@ -312,7 +319,6 @@ def seconds(
     backend: Backend,
     device: torch.device,
     budget: float,
-    rounds: int = ROUNDS,
 ) -> dict[Series, dict[int, float]]:
     """Return the seconds by size of each series, the same on every rank.
 
@@ -321,80 +327,93 @@ def seconds(
     """
     # All ranks decide by the clock of rank 0, so that they enter the same collectives.
     end = time.perf_counter() + budget
+    sampler = _Sampler(backend, device)
     points: list[_Point] = []
-    other = torch.ones(CACHES // 4 if device.type == "cpu" else 0, device="cpu")
     for index, curve in enumerate(series):
-        share = remaining = budget / (len(series) - index)
-        fewest: dict[int, float] = {}  # seconds of the fewest samples, by size
-        for size in curve.sizes:
-            bounds = [cost * max(1.0, size / n) ** curve.power for n, cost in fewest.items()]
-            if len(fewest) >= 2 and min(bounds) > remaining:
-                continue
-            start = time.perf_counter()
-            call = curve.make(size)
-            making = time.perf_counter() - start
-            with within(curve.precision):
-                _sample(backend, device, curve, call, 1, other)
-                start = time.perf_counter()
-                calling = _sample(backend, device, curve, call, 1, other)
-            _meet(backend, device)
-            meeting = time.perf_counter() - start - calling
-            making, calling, meeting = _of_rank_zero(backend, [making, calling, meeting])
-            repeats = 1
-            if not (curve.groups or curve.cold(device)):
-                repeats = min(20, max(1, int(TICK / calling)))
-            sampling = meeting + repeats * calling
-            samples = int(share / 2 / len(curve.sizes) / rounds / sampling)
-            points.append(_Point(curve, size, repeats, min(MOST, max(1, samples))))
-            with within(curve.precision):
-                first = _sample(backend, device, curve, call, repeats, other)
-            points[-1].seconds.append(first)
-            fixed = (1 + rounds) * making + 2 * (meeting + calling)
-            fewest[size] = fixed + rounds * sampling
-            remaining -= fixed + rounds * points[-1].samples * sampling
-        budget -= share - remaining
-    for point in itertools.chain.from_iterable(itertools.repeat(points, rounds)):
+        begun, spent = sampler.begin(curve, budget / (len(series) - index))
+        points += begun
+        budget -= spent
+    for point in itertools.chain.from_iterable(itertools.repeat(points, ROUNDS)):
         if _of_rank_zero(backend, [end - time.perf_counter()])[0] < 0:
             break
         call = point.series.make(point.size)
         _meet(backend, device)
         with within(point.series.precision):
-            point.seconds += [
-                _sample(backend, device, point.series, call, point.repeats, other)
-                for _ in range(point.samples)
-            ]
+            for _ in range(point.samples):
+                point.seconds.append(sampler.sample(point.series, call, point.repeats))
     return _over_ranks(points, backend)
 
 
-def _sample(
-    backend: Backend,
-    device: torch.device,
-    series: Series,
-    call: Call,
-    repeats: int,
-    other: Tensor,
-) -> float:
-    """Return the seconds of a call, as the mean of some."""
-    if series.groups:
-        _meet(backend, device)
-    if device.type != "cuda":
-        if series.cold(device):
-            other.sum()
-        # The turns of other ranks on a shared processor are left to `Hardware.slots`.
-        clock = time.perf_counter if series.groups else time.thread_time
-        start = clock()
+class _Sampler:
+    """Takes samples on a device, together with the other ranks."""
+
+    def __init__(self, backend: Backend, device: torch.device) -> None:
+        self._backend, self._device = backend, device
+        self._other = torch.ones(CACHES // 4 if device.type == "cpu" else 0, device="cpu")
+
+    def begin(self, series: Series, share: float) -> tuple[list[_Point], float]:
+        """Take the first samples of a series; return its points, and the seconds that all take."""
+        remaining = share
+        points: list[_Point] = []
+        fewest: dict[int, float] = {}  # seconds of the fewest samples, by size
+        for size in series.sizes:
+            bounds = [cost * max(1.0, size / n) ** series.power for n, cost in fewest.items()]
+            if len(fewest) >= 2 and min(bounds) > remaining:
+                continue
+            point, fixed, sampling = self._begin_point(series, size, share)
+            points.append(point)
+            fewest[size] = fixed + ROUNDS * sampling
+            remaining -= fixed + ROUNDS * point.samples * sampling
+        return points, share - remaining
+
+    def _begin_point(self, series: Series, size: int, share: float) -> tuple[_Point, float, float]:
+        """Take the first sample of a size.
+
+        Returns:
+            The size, the seconds that it takes whatever the samples, and those of a sample.
+        """
+        start = time.perf_counter()
+        call = series.make(size)
+        making = time.perf_counter() - start
+        with within(series.precision):
+            self.sample(series, call, 1)
+            start = time.perf_counter()
+            calling = self.sample(series, call, 1)
+        _meet(self._backend, self._device)
+        meeting = time.perf_counter() - start - calling
+        making, calling, meeting = _of_rank_zero(self._backend, [making, calling, meeting])
+        repeats = 1
+        if not (series.groups or series.cold(self._device)):
+            repeats = min(20, max(1, int(TICK / calling)))
+        sampling = meeting + repeats * calling
+        samples = int(share / 2 / len(series.sizes) / ROUNDS / sampling)
+        point = _Point(series, size, repeats, min(MOST, max(1, samples)))
+        with within(series.precision):
+            point.seconds.append(self.sample(series, call, repeats))
+        return point, (1 + ROUNDS) * making + 2 * (meeting + calling), sampling
+
+    def sample(self, series: Series, call: Call, repeats: int) -> float:
+        """Return the seconds of a call, as the mean of some."""
+        if series.groups:
+            _meet(self._backend, self._device)
+        if self._device.type != "cuda":
+            if series.cold(self._device):
+                self._other.sum()
+            # The turns of other ranks on a shared processor are left to `Hardware.slots`.
+            clock = time.perf_counter if series.groups else time.thread_time
+            start = clock()
+            for _ in range(repeats):
+                call()
+            return (clock() - start) / repeats
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self._device)
+        first.record()
         for _ in range(repeats):
             call()
-        return (clock() - start) / repeats
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    first.record()
-    for _ in range(repeats):
-        call()
-    last.record()
-    last.synchronize()
-    milliseconds: float = first.elapsed_time(last)
-    return milliseconds / 1e3 / repeats
+        last.record()
+        last.synchronize()
+        milliseconds: float = first.elapsed_time(last)
+        return milliseconds / 1e3 / repeats
 
 
 def _meet(backend: Backend, device: torch.device) -> None:
@@ -438,28 +457,25 @@ def _profile(
     python: _Host,
 ) -> Hardware:
     cuda = device.type == "cuda"
+    by_key = {series.key: times for series, times in samples.items()}
+    (launch,) = by_key["launch"].values()
+    ((size, second),) = by_key["bandwidth"].items()
     measured: list[Collective] = []
-    launch = bandwidth = 0.0
     for series, times in samples.items():
-        if series.key == "launch":
-            (launch,) = times.values()
-        elif series.key == "bandwidth":
-            ((size, second),) = times.items()
-            bandwidth = 2 * size / second  # read and written
-        elif series.groups:
+        if series.groups:
             measured.append(Collective(series.key, len(series.groups[0]), _curve(times, float)))
     texts = gather_texts(backend, json.dumps(_description(device)), PHASE)
     descriptions = [json.loads(text) for text in texts]
     node = _node([description["host"] for description in descriptions])
-    broadcasts = [curve for curve in measured if curve.operation == "broadcast"]
-    links = list(map(_link, broadcasts))  # of all ranks, of pairs
+    links = _links(measured)
     *calls, host = _of_rank_zero(backend, [*python.calls.values(), python.block])
-    if cuda:
-        # A GPU is behind the host in a step that reads nothing.
-        memory, slots, host = min(rank["memory"] for rank in descriptions), None, 0.0
-    else:
-        memory, slots = None, len(os.sched_getaffinity(0)) / torch.get_num_threads()
     by_helper = dict(zip(python.calls, calls, strict=True))
+    memory, slots = None, None
+    if cuda:
+        memory = min(rank["memory"] for rank in descriptions)
+        host = 0.0  # a GPU is behind the host in a step that reads nothing
+    else:
+        slots = len(os.sched_getaffinity(0)) / torch.get_num_threads()
     return Hardware(
         name="this machine",
         device=device.type,
@@ -468,13 +484,13 @@ def _profile(
             f"threads: {descriptions[0]['threads']}, ranks: {backend.world_size}"
         ),
         launch=launch,
-        bandwidth=bandwidth,
+        bandwidth=2 * size / second,  # read and written
         operators=_operators(samples),
         batched=_batched(samples) if cuda else {},
         collectives=tuple(measured),
         node=node,
-        within=links[-1] if links else Hardware.within,
-        across=links[0] if node is not None else None,
+        within=links[-1],
+        across=None if node is None else links[0],
         memory=memory,
         slots=slots,
         hooks=by_helper["LinearHelper"] / OF_LINEAR,
@@ -523,6 +539,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 """Tiny layers, and the shapes of their inputs, by the helper whose Python is timed with them."""
 
 OF_LINEAR = 3  # operators of the statistics of an nn.Linear
+BLOCKS = 8  # of the tiny models
 PYTHON = 0.2  # the part of the budget that goes to the host's work in Python
 
 
@@ -543,14 +560,14 @@ def _python(device: torch.device, budget: float) -> _Host:
     return _Host(calls, blocks[0])
 
 
-def _hooks(name: str, device: torch.device, budget: float, blocks: int = 8) -> tuple[float, float]:
+def _hooks(name: str, device: torch.device, budget: float) -> tuple[float, float]:
     """Return the seconds of a call's statistics, and of a block in the rest of the step."""
     # A processor that other processes share makes the wall clock longer than the work. On a GPU
     # another thread runs the backward pass.
     clock = time.process_time if device.type == "cuda" else time.thread_time
     make, shape = LAYERS[name]
     with torch.enable_grad():
-        model = nn.Sequential(*(make() for _ in range(blocks))).to(device)
+        model = nn.Sequential(*(make() for _ in range(BLOCKS))).to(device)
         inputs = torch.rand(shape, device=device)
         passes, with_hooks, rest = list[float](), list[float](), list[float]()
 
@@ -576,7 +593,7 @@ def _hooks(name: str, device: torch.device, budget: float, blocks: int = 8) -> t
         run(preconditioner, with_hooks)
         preconditioner.close()
     medians = [statistics.median(samples) for samples in (passes, with_hooks, rest)]
-    return max(0.0, medians[1] - medians[0]) / blocks, medians[2] / blocks
+    return max(0.0, medians[1] - medians[0]) / BLOCKS, medians[2] / BLOCKS
 
 
 def _curve(times: dict[int, float], unit: Callable[[int], float]) -> Curve:
@@ -588,6 +605,12 @@ def _node(hosts: Sequence[str]) -> int | None:
     runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
     # Of uneven nodes the greatest number that divides all, so that no node crosses hosts.
     return None if len(runs) == 1 else math.gcd(*runs)
+
+
+def _links(measured: Sequence[Collective]) -> list[Link]:
+    """Return the links of broadcasts over all ranks and over pairs; without any, a usual one."""
+    links = [_link(curve) for curve in measured if curve.operation == "broadcast"]
+    return links or [Hardware.within]
 
 
 def _link(broadcast: Collective) -> Link:

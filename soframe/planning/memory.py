@@ -97,25 +97,24 @@ def _stack(costs: Costs, placement: Placement, members: Sequence[int]) -> _Stack
 
 def _sums(stacks: Sequence[_Stack], part: Part) -> _Sums:
     """Return the bytes of a part's sums, and of the triangles in which they are reduced."""
-    # Factors are pairs of a stack's number and an index.
-    captured: list[tuple[int, int]] = []
+    matrices = triangles = deferred = corner = 0
+    factors = set(part.holds)  # pairs of a stack's number and an index
     for number in part.gathers:
-        factors = enumerate(stacks[number].work.factors)
-        captured += [(number, index) for index, factor in factors if factor.captured]
-    deferred = [(number, index) for number, index in captured if stacks[number].place.deferred]
-    reduced: list[tuple[int, int]] = []
-    for number, index in {*captured, *part.holds}:
-        place = stacks[number].place
-        if len(place.reductions[index].group) > 1 and not place.deferred:
-            reduced.append((number, index))
-
-    matrices = sum(stacks[number].factor(index, packed=False) for number, index in captured)
-    triangles = sum(stacks[number].factor(index, packed=True) for number, index in reduced)
-    accumulated = [stacks[number].factor(index, packed=True) for number, index in deferred]
-    corners = [stacks[number].corner(index) for number, index in reduced + deferred]
-    largest = max(accumulated, default=0)
-    window = matrices + triangles + largest + max(corners, default=0)
-    return _Sums(window, triangles, largest)
+        stack = stacks[number]
+        for index, factor in enumerate(stack.work.factors):
+            if factor.captured:
+                factors.add((number, index))
+                matrices += stack.factor(index, packed=False)
+    for number, index in factors:
+        stack = stacks[number]
+        triangle = stack.factor(index, packed=True)
+        if stack.place.deferred and number in part.gathers:
+            deferred = max(deferred, triangle)
+            corner = max(corner, stack.corner(index))
+        elif len(stack.place.reductions[index].group) > 1 and not stack.place.deferred:
+            triangles += triangle
+            corner = max(corner, stack.corner(index))
+    return _Sums(matrices + triangles + deferred + corner, triangles, deferred)
 
 
 def _updating(costs: Costs, placement: Placement, stacks: Sequence[_Stack], part: Part) -> int:

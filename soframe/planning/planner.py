@@ -29,7 +29,6 @@ from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
 from soframe.strategies.placement import Placement, complete
 from soframe.strategies.plan import LocalPlan, Message, Step
 from soframe.strategies.sharded import OwnerLocal, Sharded
-from soframe.strategies.work import BlockWork
 from soframe.text import format_bytes, format_table
 
 CLOSE = 1.05
@@ -83,21 +82,19 @@ class Option:
             words.append("staggered")
         if self.background:
             words.append(f"background {self.background}")
-        words += [f"{key} {value}" for key, value in self._named_intervals() if value is not None]
+        words += [f"{key} {value}" for key, value in self._named_intervals()]
         words += [word for word, _ in self.settings]
         return ", ".join(words)
 
     def intervals(self, defaults: tuple[int, int]) -> tuple[int, int]:
         """Return the intervals of statistics and solves; the method's ``defaults`` for None."""
-        statistics_every, solve_every = defaults
-        if self.statistics_every is not None:
-            statistics_every = self.statistics_every
-        if self.solve_every is not None:
-            solve_every = self.solve_every
-        return statistics_every, solve_every
+        # An interval is at least 1.
+        return self.statistics_every or defaults[0], self.solve_every or defaults[1]
 
-    def _named_intervals(self) -> tuple[tuple[str, int | None], ...]:
-        return (("statistics_every", self.statistics_every), ("solve_every", self.solve_every))
+    def _named_intervals(self) -> list[tuple[str, int]]:
+        """Return the intervals that are not the method's own."""
+        intervals = {"statistics_every": self.statistics_every, "solve_every": self.solve_every}
+        return [(key, value) for key, value in intervals.items() if value is not None]
 
     def call(self) -> str:
         """Return the arguments of `soframe.Preconditioner` or `soframe.Optimizer`, to be pasted."""
@@ -111,9 +108,7 @@ class Option:
             arguments.append(f"distribution=soframe.Distribution({', '.join(distribution)})")
         if self.background:
             arguments.append(f"background={self.background}")
-        arguments += [
-            f"{key}={value}" for key, value in self._named_intervals() if value is not None
-        ]
+        arguments += [f"{key}={value}" for key, value in self._named_intervals()]
         arguments += [text for _, text in self.settings]
         return ", ".join(arguments)
 
@@ -262,12 +257,13 @@ class Plan:
         """The reason of the choice, in a sentence."""
         chosen = self.chosen
         recommended = self._recommended
+        why = self._why(chosen)
         if recommended is None or chosen.option.strategy == self.recommended:
-            return self._why(chosen)
+            return why
         ratio = recommended.timing.mean / chosen.timing.mean
         return (
-            f"{self._why(chosen)}; the strategy of soframe.recommend, {recommended.option}, takes "
-            f"{ratio:.2f} times as long"
+            f"{why}; the strategy of soframe.recommend, {recommended.option}, takes {ratio:.2f} "
+            f"times as long"
         )
 
     def _why(self, chosen: Row) -> str:
@@ -340,14 +336,15 @@ class Plan:
 
     def details(self, row: Row) -> str:
         """Return a row's time by phase and its memory by category, as a table."""
-        timing, sizes = row.timing, {**self.fixed, **row.memory}
-        waits = {f"{name}, exposed": seconds for name, seconds in timing.exposed.items()}
-        times = [(n, f"{1e3 * s:.3g} ms") for n, s in {**timing.phases, **waits}.items() if s]
-        times.append(("network, overlapped", f"{1e3 * timing.overlapped:.3g} ms"))
+        phases = dict(row.timing.phases)
+        for name, seconds in row.timing.exposed.items():
+            phases[f"{name}, exposed"] = seconds
+        times = [(name, f"{1e3 * seconds:.3g} ms") for name, seconds in phases.items() if seconds]
+        times.append(("network, overlapped", f"{1e3 * row.timing.overlapped:.3g} ms"))
+        sizes = {**self.fixed, **row.memory}
         held = [(name, f"{_megabytes(size)} MB") for name, size in sizes.items() if size]
         pairs = itertools.zip_longest(times, held, fillvalue=("", ""))
-        rows = [(*time, *size) for time, size in pairs]
-        return format_table(("time", "", "memory", ""), rows)
+        return format_table(("time", "", "memory", ""), [time + size for time, size in pairs])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -399,7 +396,7 @@ def plan(
     """
     costs = Costs(task, hardware, amp=amp)
     rows, reasons = list[Row](), list[str]()
-    for option in usual(costs.work, ranks) if options is None else options:
+    for option in usual(ranks) if options is None else options:
         placement = complete(option.strategy.place(costs.work, ranks))
         why = combinations.refused(
             task.blocks, placement, solve_every=option.intervals(task.intervals)[1]
@@ -445,11 +442,10 @@ def together(plans: Sequence[Plan]) -> Plan:
     return replace(plans[0], rows=tuple(sorted(rows, key=_order)), notes=tuple(notes))
 
 
-def usual(work: Sequence[BlockWork], ranks: int, base: Option | None = None) -> list[Option]:
+def usual(ranks: int, base: Option | None = None) -> list[Option]:
     """Return the options of every strategy that soframe has, for a number of ranks.
 
     Args:
-        work: The blocks. The options do not depend on them.
         ranks: The number of ranks.
         base: The other settings; None for the defaults.
 
@@ -488,7 +484,13 @@ class Vary(StrEnum):
     DTYPE = "dtype"
 
 
-def variants(settings: Collection[Vary], solver: str | None = None) -> list[dict[str, Any]]:
+Words = tuple[tuple[str, str], ...]
+"""Arguments of a task, as in `Option.settings`."""
+
+
+def variants(
+    settings: Collection[Vary], solver: str | None = None
+) -> list[tuple[dict[str, Any], Words]]:
     """Return the arguments of tasks that differ in the solver and in the dtype of factors.
 
     Args:
@@ -496,8 +498,8 @@ def variants(settings: Collection[Vary], solver: str | None = None) -> list[dict
         solver: The solver where it does not vary; None for the default.
 
     Returns:
-        The arguments. Inverses of factors in bfloat16 are left out: rounded factors have negative
-        eigenvalues, with which Cholesky factorisations fail.
+        The arguments, and the same in words. Inverses of factors in bfloat16 are left out: rounded
+        factors have negative eigenvalues, with which Cholesky factorisations fail.
     """
     solvers = ["inverse", "eigen"] if Vary.SOLVER in settings else [solver]
     dtypes = [torch.float32, torch.bfloat16] if Vary.DTYPE in settings else [None]
@@ -505,25 +507,16 @@ def variants(settings: Collection[Vary], solver: str | None = None) -> list[dict
     for name, dtype in itertools.product(solvers, dtypes):
         if name == "inverse" and dtype == torch.bfloat16:
             continue
-        arguments: dict[str, Any] = {}
+        arguments, words = dict[str, Any](), list[tuple[str, str]]()
         if name is not None:
             arguments["solver"] = name
+            words.append((name, f"solver={name!r}"))
         if dtype is not None:
             arguments["statistics"] = Statistics(dtype=dtype)
-        tasks.append(arguments)
+            word = f"{str(dtype).removeprefix('torch.')} factors"
+            words.append((word, f"statistics=soframe.Statistics(dtype={dtype})"))
+        tasks.append((arguments, tuple(words)))
     return tasks
-
-
-def written(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return each setting of `variants` in a word, and as a user writes it."""
-    words = []
-    if "solver" in settings:
-        words.append((settings["solver"], f"solver={settings['solver']!r}"))
-    if "statistics" in settings:
-        dtype = str(settings["statistics"].dtype)
-        word = f"{dtype.removeprefix('torch.')} factors"
-        words.append((word, f"statistics=soframe.Statistics(dtype={dtype})"))
-    return tuple(words)
 
 
 def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option]:
@@ -534,22 +527,16 @@ def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option
     """
     variations = list(options)
     if Vary.BACKGROUND in settings:
-        for option in tuple(variations):
-            steps = BACKGROUND
-            if option.solve_every is not None:
-                steps = min(steps, option.solve_every)
+        for option in options:
+            steps = min(BACKGROUND, option.solve_every or BACKGROUND)
             variations.append(replace(option, background=steps))
     if Vary.STAGGER in settings:
         in_step = [option for option in variations if not option.background]
         variations += [replace(option, stagger=True) for option in in_step]
     if Vary.INTERVALS in settings:
-        pairs = itertools.product(variations, INTERVALS)
-        variations = []
-        for option, (statistics_every, solve_every) in pairs:
-            with_intervals = replace(
-                option, statistics_every=statistics_every, solve_every=solve_every
-            )
-            variations.append(with_intervals)
+        without, variations = variations, []
+        for option, (statistics, solves) in itertools.product(without, INTERVALS):
+            variations.append(replace(option, statistics_every=statistics, solve_every=solves))
     return list(dict.fromkeys(variations))
 
 

@@ -53,11 +53,10 @@ class Recommendation:
 
     def __str__(self) -> str:
         held = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in self.memory.items())
+        rates = "none measured" if self.lrs is None else "{:g} to {:g}".format(*self.lrs)
         lines = {
             "model": self.kind,
-            "learning rates": "none measured"
-            if self.lrs is None
-            else "{:g} to {:g}".format(*self.lrs),
+            "learning rates": rates,
             "reason": self.reason,
             "measured in": self.page or "no page",
             "a rank holds between steps": held,
@@ -189,23 +188,32 @@ def recommend(model: nn.Module, *, ranks: int = 1, kind: str | None = None) -> R
     if ranks < 1:
         raise ValueError(f"the number of ranks must be at least 1, not {ranks}")
     model = unwrap(model)
-    kinds = {advice.kind: advice for advice in ADVICE}
-    if kind is not None and kind not in kinds:
-        raise ValueError(f"there is no kind {kind!r} of model: choose one of {', '.join(kinds)}")
-    advice = kinds[kind_of(model) if kind is None else kind]
-    if advice.plan["method"] == "kfac" and _covered(model) < 0.5:
-        advice = kinds["other"]
-    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
-    if advice.kind == "convolutional" and not has_batch_norm:
-        advice = replace(kinds["dense"], kind="convolutional", reason=WITHOUT_NORMS)
-    more = f', strategy="{advice.strategy}"' if ranks > 1 else ""
+    advice = _advice(model, kind)
+    more, reason = "", advice.reason
+    if ranks > 1:
+        more = f', strategy="{advice.strategy}"'
+        reason = ON_RANKS.get(advice.page, reason)
     return replace(
         advice,
         call=advice.call.replace("{more}", more),
-        reason=ON_RANKS.get(advice.page, advice.reason) if ranks > 1 else advice.reason,
+        reason=reason,
         memory=_memory(model, advice, ranks),
         hint=HINTS.get(advice.kind, ""),
     )
+
+
+def _advice(model: nn.Module, kind: str | None) -> Recommendation:
+    """Return the entry for a model of some kind; None to recognise it."""
+    kinds = {advice.kind: advice for advice in ADVICE}
+    if kind is not None and kind not in kinds:
+        raise ValueError(f"there is no kind {kind!r} of model: choose one of {', '.join(kinds)}")
+    advice = kinds[kind or kind_of(model)]
+    if advice.plan["method"] == "kfac" and _covered(model) < 0.5:
+        return kinds["other"]
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    if advice.kind == "convolutional" and not has_batch_norm:
+        return replace(kinds["dense"], kind="convolutional", reason=WITHOUT_NORMS)
+    return advice
 
 
 def _covered(model: nn.Module) -> float:

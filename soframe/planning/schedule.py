@@ -149,38 +149,43 @@ class Schedule:
     def timing(self, statistics_every: int, solve_every: int, turns: int = 1) -> Timing:
         """Return the time of a step, with the solves of an interval spread over some turns."""
         usual = "statistics" if statistics_every == 1 else "plain"
-        [base] = self._steps([usual, usual, usual])[2:]
-        after = max(1, self._background)
-
-        def extra(kind: str) -> tuple[Amounts, float]:
-            """Return what a step and its consequences add to usual steps, and its own length."""
-            kinds = [usual, usual, kind, *itertools.repeat(usual, after)]
-            steps = self._steps(kinds)[2:]
-            added: Amounts = {}
-            for name in dict.fromkeys(itertools.chain.from_iterable(steps)):
-                total = sum(step.get(name, 0.0) for step in steps)
-                added[name] = total - (1 + after) * base.get(name, 0.0)
-            return added, max(step["total"] for step in steps)
-
-        solving, longest = extra("solve")
-        gathering, long = extra("statistics") if usual == "plain" else ({}, 0.0)
+        base = self._steps([usual, usual, usual])[-1]
+        solving, longest = self._extra("solve", usual, base)
+        gathering, long = Amounts(), 0.0
+        if usual == "plain":
+            gathering, long = self._extra("statistics", usual, base)
         rarely = max(0.0, 1 / statistics_every - 1 / solve_every)
         mean: Amounts = {}
         for name in {**base, **solving, **gathering}:
             with_solves = base.get(name, 0.0) + solving.get(name, 0.0) / solve_every
             mean[name] = with_solves + gathering.get(name, 0.0) * rarely
         exposed = _of(mean, "exposed ")
-        solves = [(rank.count, rank.arithmetic.solve) for rank in self._parts]
-        total = sum(count * seconds for count, seconds in solves)
-        ranks = sum(count for count, _ in solves)
         return Timing(
             mean=mean["total"],
             longest=max(base["total"] + (longest - base["total"]) / turns, long),
             phases=_of(mean, "busy "),
             exposed=exposed,
             overlapped=max(0.0, mean.get("travelled", 0.0) - sum(exposed.values())),
-            imbalance=max(seconds for _, seconds in solves) * ranks / total if total else 1.0,
+            imbalance=self._imbalance(),
         )
+
+    def _extra(self, kind: str, usual: str, base: Amounts) -> tuple[Amounts, float]:
+        """Return what a step and its consequences add to usual steps, and the longest of them."""
+        after = max(1, self._background)
+        steps = self._steps([usual, usual, kind, *itertools.repeat(usual, after)])[2:]
+        added: Amounts = {}
+        for name in dict.fromkeys(itertools.chain.from_iterable(steps)):
+            total = sum(step.get(name, 0.0) for step in steps)
+            added[name] = total - (1 + after) * base.get(name, 0.0)
+        return added, max(step["total"] for step in steps)
+
+    def _imbalance(self) -> float:
+        longest = total = ranks = 0.0
+        for rank in self._parts:
+            longest = max(longest, rank.arithmetic.solve)
+            total += rank.count * rank.arithmetic.solve
+            ranks += rank.count
+        return longest * ranks / total if total else 1.0
 
     def _steps(self, kinds: Sequence[str]) -> list[Amounts]:
         """Return the times of successive steps; a solve in the background lands in a later one."""

@@ -77,20 +77,20 @@ class Task:
         model = unwrap(model)
         paper = Distribution(backend=Recording())
         preconditioner = OnPaper(model, distribution=paper, kl_clip=None, **settings)
-        blocks, work, intervals = (
+        trained = [p for p in model.parameters() if p.requires_grad]
+        frozen = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        task = cls(
             preconditioner.blocks,
             preconditioner.placement.work,
-            preconditioner.intervals,
+            trained,
+            intervals=preconditioner.intervals,
+            frozen=frozen - sum(tensor.nbytes for tensor in trained),
         )
         preconditioner.close()
-        trained = tuple(p for p in model.parameters() if p.requires_grad)
-        still = [p for p in model.parameters() if not p.requires_grad]
-        frozen = sum(tensor.nbytes for tensor in (*still, *model.buffers()))
-        task = cls(blocks, work, trained, intervals=intervals, frozen=frozen)
         if inputs is None:
             return task
         meta_inputs = tuple(tree_map(_meta, tuple(inputs)))
-        calls, activations = _calls(model, meta_inputs, blocks)
+        calls, activations = _calls(model, meta_inputs, task.blocks)
         return replace(task, model=model, inputs=meta_inputs, calls=calls, activations=activations)
 
     def unpriced(self) -> tuple[str, ...]:
@@ -100,15 +100,17 @@ class Task:
             phases = [] if self.seconds else ["passes"]
             if captured:
                 phases.append("statistics of calls")
-            return (
-                (f"no price for {' and '.join(phases)}: the inputs are unknown",) if phases else ()
-            )
+            what, why = " and ".join(phases), "the inputs are unknown"
+        else:
+            what, why = self._uncalled(captured), "no call of theirs was seen"
+        return (f"no price for {what}: {why}",) if what else ()
+
+    def _uncalled(self, captured: Sequence[Block]) -> str:
         seen = {call.helper for call in self.calls}
         missed = [block.name for block in captured if seen.isdisjoint(block.helpers)]
         if not missed:
-            return ()
-        where = f"{len(missed)} block(s), such as {missed[0]}"
-        return (f"no price for the statistics of {where}: no call of theirs was seen",)
+            return ""
+        return f"the statistics of {len(missed)} block(s), such as {missed[0]}"
 
     def run(self, new: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         """Return a forward and backward pass, on tensors that ``new`` makes from those here."""
@@ -216,6 +218,5 @@ def _tensors_of(model: nn.Module, new: Callable[[Tensor], Tensor]) -> dict[str, 
 
 def _sum(output: Any) -> Tensor:
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return torch.stack(
-        [x.sum() for x in tensors if x.is_floating_point() and x.requires_grad]
-    ).sum()
+    summed = [x.sum() for x in tensors if x.is_floating_point() and x.requires_grad]
+    return torch.stack(summed).sum()

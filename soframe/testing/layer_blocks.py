@@ -91,13 +91,15 @@ def layer_matrix_basis(
         bias = module.bias is not None and module.bias.requires_grad
     if not (weight or bias):
         raise ValueError("a layer matrix needs the weight, the bias or both")
-    offset = out * fan_in if weight else 0
-    places = torch.arange(fan_in).reshape(module.weight.shape[1:]).movedim(0, -1).flatten().tolist()
-    rows = []
-    for o in range(out):
-        row = [o * fan_in + i for i in places] if weight else []
-        rows.append(row + ([offset + o] if bias else []))
-    return torch.tensor(rows, dtype=torch.int64).reshape(groups, out // groups, -1)
+    rows, offset = torch.arange(out).unsqueeze(1), 0
+    columns: list[Tensor] = []
+    if weight:
+        places = torch.arange(fan_in).reshape(module.weight.shape[1:]).movedim(0, -1).flatten()
+        columns.append(fan_in * rows + places)
+        offset = out * fan_in
+    if bias:
+        columns.append(offset + rows)
+    return torch.cat(columns, 1).reshape(groups, out // groups, -1)
 
 
 def layer_fisher(

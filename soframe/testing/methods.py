@@ -96,24 +96,9 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
     torch.manual_seed(0)
     model = Net().double()
     observes = training.fisher in ("type-2", "monte-carlo")
-    method = training.method
-    methods = method.values() if isinstance(method, Mapping) else (method,)
-    settings: dict[str, Any] = {
-        "lr": 0.05,
-        "weight_decay": 0.01,
-        "kl_clip": None,
-        "statistics_every": 1,
-        "solve_every": 2,
-        "fisher": training.fisher,
-    }
-    if observes:
-        settings["loss"] = "squared-error"
-    if any(method.damped for method in methods):
-        settings["damping"] = 0.1
-    settings |= training.options
-    optimizer = Optimizer(
-        model, copy.deepcopy(method), strategy=training.strategy, **grouped(settings)
-    )
+    settings = _settings(training, observes=observes)
+    method = copy.deepcopy(training.method)
+    optimizer = Optimizer(model, method, strategy=training.strategy, **grouped(settings))
     _resume(model, optimizer, training)
     for step in range(training.begin, training.end):
         optimizer.zero_grad()
@@ -133,6 +118,25 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     optimizer.close()
     return Trained(weights, copy.deepcopy(state))
+
+
+def _settings(training: Training, *, observes: bool) -> dict[str, Any]:
+    """Return the settings of the optimizer."""
+    settings: dict[str, Any] = {
+        "lr": 0.05,
+        "weight_decay": 0.01,
+        "kl_clip": None,
+        "statistics_every": 1,
+        "solve_every": 2,
+        "fisher": training.fisher,
+    }
+    if observes:
+        settings["loss"] = "squared-error"
+    method = training.method
+    methods = method.values() if isinstance(method, Mapping) else (method,)
+    if any(method.damped for method in methods):
+        settings["damping"] = 0.1
+    return settings | training.options
 
 
 def _resume(model: nn.Module, optimizer: Optimizer, training: Training) -> None:
@@ -215,45 +219,58 @@ def check_method(
     for fisher in ("empirical",) if one_fisher else fishers:
         name = f"{chosen!r}, fisher={fisher!r}"
         training = Training(chosen, fisher=fisher, options=options)
-        train(0, 1, replace(training, method=_checked(chosen)))
-        reference = train(0, 1, training)
-        torch.manual_seed(0)
-        for key, parameter in Net().double().named_parameters():
-            moved = not torch.equal(reference.weights[key], parameter)
-            assert moved, f"{name}: {key} has not moved in {STEPS} steps"
-        doubled = train(0, 1, replace(training, copies=2))
-        _same(doubled, reference, f"{name}, every sample twice", rtol)
-        _same(train(0, 1, replace(training, passes=3)), reference, f"{name}, 3 micro-batches", rtol)
-        patterns = {k: _variant(chosen, elementwise=False) for k, _ in Net().named_children()}
-        apart = train(0, 1, replace(training, method=patterns))
-        _same(apart, reference, f"{name}, an instance for each layer, with groups of its own", rtol)
-        first = train(0, 1, replace(training, end=MIDDLE))
-        resumed = train(0, 1, replace(training, begin=MIDDLE, state=first.state))
-        _same(resumed, reference, f"{name}, resumed", 0.0)
+        reference = _compare_alone(training, name, rtol)
         # Statistics do not depend on the strategy: two strategies are enough for other Fishers.
         is_first = one_fisher or fisher == fishers[0]
         here = strategies if is_first else strategies[1:3]
-        for number in ranks:
-            runs = [replace(training, strategy=strategy) for strategy in here]
-            runs.append(replace(training, passes=2 if number < 4 else 3))
-            results = launch(_train_each, number, runs)
-            _compare_ranks(results, runs, reference, f"{name}, {number} ranks", rtol)
+        _compare_ranks(training, reference, name, ranks, here, launch, rtol)
         if len(ranks) > 1:
             _compare_resumed_on_fewer(training, reference, name, ranks, strategies, launch, rtol)
 
 
+def _compare_alone(training: Training, name: str, rtol: float) -> Trained:
+    """Compare runs on one process with each other; return the plain one's result."""
+    method = training.method
+    assert isinstance(method, Method)
+    train(0, 1, replace(training, method=_checked(method)))
+    reference = train(0, 1, training)
+    torch.manual_seed(0)
+    for key, parameter in Net().double().named_parameters():
+        moved = not torch.equal(reference.weights[key], parameter)
+        assert moved, f"{name}: {key} has not moved in {STEPS} steps"
+    patterns = {k: _variant(method, elementwise=False) for k, _ in Net().named_children()}
+    runs = {
+        "every sample twice": replace(training, copies=2),
+        "3 micro-batches": replace(training, passes=3),
+        "an instance for each layer, with groups of its own": replace(training, method=patterns),
+    }
+    for what, run in runs.items():
+        _same(train(0, 1, run), reference, f"{name}, {what}", rtol)
+    first = train(0, 1, replace(training, end=MIDDLE))
+    resumed = train(0, 1, replace(training, begin=MIDDLE, state=first.state))
+    _same(resumed, reference, f"{name}, resumed", 0.0)
+    return reference
+
+
 def _compare_ranks(
-    results: Sequence[Sequence[Trained]],
-    runs: Sequence[Training],
+    training: Training,
     reference: Trained,
     name: str,
+    ranks: Sequence[int],
+    strategies: Sequence[Strategy | str],
+    launch: Launch,
     rtol: float,
 ) -> None:
-    """Compare each rank's results of runs with the reference."""
-    for rank, of_rank in enumerate(results):
-        for run, trained in zip(runs, of_rank, strict=True):
-            where = f"{name}, rank {rank}, {run.strategy!r}, {run.passes} passes"
-            _same(trained, reference, where, rtol)
+    """Compare each rank's results under all strategies, and of micro-batches."""
+    for number in ranks:
+        runs = [replace(training, strategy=strategy) for strategy in strategies]
+        runs.append(replace(training, passes=2 if number < 4 else 3))
+        for rank, of_rank in enumerate(launch(_train_each, number, runs)):
+            for run, trained in zip(runs, of_rank, strict=True):
+                where = (
+                    f"{name}, {number} ranks, rank {rank}, {run.strategy!r}, {run.passes} passes"
+                )
+                _same(trained, reference, where, rtol)
 
 
 def _compare_resumed_on_fewer(

@@ -92,18 +92,33 @@ def _fit_of_curvature(
         return Fit(samples, 1 / closures, mute=True)
     times = total / expected_total if expected_total else math.inf
     result = Fit(samples, times, plain, tolerance=tolerance)
+    if not 0 < times < math.inf:
+        return result
     sure = rounding * max(float(size.max()) for size in sizes)
+    return replace(
+        result, problem=_unevenness(declared, result, measured, declared_curvature, sure)
+    )
+
+
+def _unevenness(
+    declared: Loss,
+    result: Fit,
+    measured: Sequence[Tensor],
+    declared_curvature: Sequence[Tensor],
+    sure: float,
+) -> str | None:
+    """Return a problem if samples have curvatures of other ratios than their sum."""
+    times, tolerance = result.times, result.tolerance
     for a, b in zip(measured, declared_curvature, strict=True):
         off = (a - times * b).abs() > times * (4 * tolerance * b.abs() + sure)
-        if 0 < times < math.inf and bool(off.any()):
-            problem = (
+        if bool(off.any()):
+            return (
                 f"the closure's loss is not the mean of loss={declared!r} over its samples: "
                 f"samples have from {float((a / b).min()):.3g} to {float((a / b).max()):.3g} "
                 f"times its curvature. Weights of classes, samples and ignored targets are not "
                 f"supported; declare the loss that the closure returns"
             )
-            return replace(result, problem=problem)
-    return result
+    return None
 
 
 def _of_samples(
@@ -147,6 +162,14 @@ def _hessian_products(
         return [declared.hessian_product(outputs[0], vectors[0])]
     assert isinstance(declared, SumLoss)
     return declared.hessian_products(outputs, vectors)
+
+
+def error_of(fits: Sequence[Fit], loss: float) -> ValueError | None:
+    """Return the first problem as an error; None if there is none, or the loss is not finite."""
+    for closure_fit in fits:
+        if closure_fit.problem is not None and math.isfinite(loss):
+            return ValueError(closure_fit.problem)
+    return None
 
 
 def numbers(fits: Sequence[Fit]) -> list[float]:

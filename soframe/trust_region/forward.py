@@ -67,14 +67,14 @@ class Forward:
             product = self.expected.hessian_product
             triples = zip(self._counts, self.outputs, tangents, strict=True)
             return tuple(count * product(output.detach(), v) for count, output, v in triples)
-        rows = [
-            (gradient, tangent)
-            for gradient, tangent in zip(self.gradients, tangents, strict=True)
-            if gradient.requires_grad  # not if the loss is linear in the output
-        ]
-        if not rows:
+        gradients: list[Tensor] = []
+        vectors: list[Tensor] = []
+        for gradient, tangent in zip(self.gradients, tangents, strict=True):
+            if gradient.requires_grad:  # not if the loss is linear in the output
+                gradients.append(gradient)
+                vectors.append(tangent)
+        if not gradients:
             return tuple(torch.zeros_like(tangent) for tangent in tangents)
-        gradients, vectors = zip(*rows, strict=True)
         products: tuple[Tensor, ...] = torch.autograd.grad(
             gradients, self.outputs, vectors, retain_graph=True, materialize_grads=True
         )
@@ -94,16 +94,20 @@ def run(
             calls.append((output,))
             return None
         leaves, structure = tree_flatten(output)
-        # One output may be made of another, and the loss is differentiated in each separately: the
-        # closure gets views, which no other output is made of.
-        leaves = [leaf.view_as(leaf) if _needs_gradient(leaf) else leaf for leaf in leaves]
-        calls.append(tuple(leaf for leaf in leaves if _needs_gradient(leaf)))
-        if not calls[-1]:
+        kept: list[Tensor] = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                # One output may be made of another, and the loss is differentiated in each
+                # separately: the closure gets views, which no other output is made of.
+                leaves[index] = leaf.view_as(leaf)
+                kept.append(leaves[index])
+        if not kept:
             raise TypeError(
                 f"{type(module).__name__} returns {type(output).__name__} without a tensor that "
                 f"needs a gradient; the quadratic model needs tensors, or tuples, lists and dicts "
                 f"of them. Return these, or register the class with torch.utils._pytree"
             )
+        calls.append(tuple(kept))
         return tree_unflatten(leaves, structure)
 
     handle = model.register_forward_hook(collect)
@@ -117,10 +121,6 @@ def run(
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(f"a closure must return its loss, a scalar tensor, not {loss!r}")
     return calls, loss
-
-
-def _needs_gradient(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def first_pass(

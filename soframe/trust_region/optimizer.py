@@ -34,7 +34,7 @@ from soframe.state.saving import agree
 from soframe.trust_region import param_groups, settings
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.base import ClosureOptimizer
-from soframe.trust_region.declared import Fit, fit, numbers, require_agreement
+from soframe.trust_region.declared import Fit, error_of, fit, numbers, require_agreement
 from soframe.trust_region.exact import Batch, best_damping, exact_model
 from soframe.trust_region.forward import Closure, Forward, closures_of, moved
 from soframe.trust_region.layer_groups import LayerGroups
@@ -244,25 +244,28 @@ class TrustRegion(ClosureOptimizer):
 
         def compare(forward: Forward) -> None:
             if compared:
-                fits.append(fit(self._loss, forward, len(closures)))
-                if fits[-1].problem is None:
-                    weight = fits[-1].weight(len(closures), alike=self._alike)
-                    heads = forward.outputs if len(forward.outputs) > 1 else forward.outputs[0]
-                    with forward.kernels.again():  # the Fisher's passes go through checkpoints
-                        self.preconditioner.observe(heads, weight=weight)
+                fits.append(self._compare(forward, len(closures)))
 
         forwards, total = self._passes(closures, self._loss, compare)
-        problems = [closure_fit.problem for closure_fit in fits if closure_fit.problem is not None]
-        error: ValueError | None = None
-        if problems and math.isfinite(total):
-            error = ValueError(problems[0])
         gradients = [p.grad for p in parameters if p.grad is not None]
-        mean, sums = self._agree(total, error, further=numbers(fits), gradients=gradients)
+        mean, sums = self._agree(
+            total, error_of(fits, total), further=numbers(fits), gradients=gradients
+        )
         if compared and math.isfinite(mean):
             ranks = 1 if self._backend.on_paper else self._backend.world_size
             require_agreement(self._loss, fits, sums, ranks, alike=self._alike)
             self._checked = True
         return forwards, mean
+
+    def _compare(self, forward: Forward, closures: int) -> Fit:
+        """Compare a closure's loss with the declared one, and take statistics if they agree."""
+        compared = fit(self._loss, forward, closures)
+        if compared.problem is None:
+            weight = compared.weight(closures, alike=self._alike)
+            heads = forward.outputs if len(forward.outputs) > 1 else forward.outputs[0]
+            with forward.kernels.again():  # the Fisher's passes go through checkpoints
+                self.preconditioner.observe(heads, weight=weight)
+        return compared
 
     def _propose_and_move(self, batch: Batch) -> dict[str, Any]:
         """Precondition, and move unless the batch prevents it; return the readout's numbers."""
@@ -284,24 +287,15 @@ class TrustRegion(ClosureOptimizer):
 
     def _along(self, batch: Batch) -> dict[str, Any]:
         """Move to the minimum of the model along all directions; return the readout's numbers."""
-        parameters, proposer = batch.parameters, self._proposer
+        proposer = self._proposer
         shares, lr = param_groups.shares(self.param_groups)
-        covered = proposer.covered()
-        rest = [
-            None if p in covered else -g for p, g in zip(parameters, batch.gradients, strict=True)
-        ]
-        usual: list[Direction] = []
-        if any(tensor is not None for tensor in rest):
-            usual.append(param_groups.scaled(rest, shares))
+        usual = self._steepest(batch, shares)
         names = [STEEPEST for _ in usual]
         if self._steps == 0 and self.damping.to_be_measured():
             self._measure_damping(batch, usual, shares, lr)
         proposals = proposer.propose(batch, shares, self._steps)
         if self._momentum:
-            # The last update keeps its length, except for parameters with `lr` 0.
-            last = [self.state[p].get("update") for p in parameters]
-            moving = param_groups.scaled(last, [float(share != 0) for share in shares])
-            last_updates = self._layer_groups.split(parameters, moving)
+            last_updates = self._last_updates(batch.parameters, shares)
             usual += last_updates
             names += [LAST for _ in last_updates]
         tried = itertools.chain.from_iterable(proposal.parts for proposal in proposals)
@@ -313,6 +307,25 @@ class TrustRegion(ClosureOptimizer):
             return {}
         names = [*(PRECONDITIONED for _ in chosen), *names]
         return self._move(batch, [*chosen, *usual], names, quadratic, lr)
+
+    def _steepest(self, batch: Batch, shares: Sequence[float]) -> list[Direction]:
+        """Return the direction of the parameters that have no block, if there are any."""
+        covered = self._proposer.covered()
+        direction: list[Tensor | None] = []
+        for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
+            direction.append(None if parameter in covered else -gradient)
+        if covered.issuperset(batch.parameters):
+            return []
+        return [param_groups.scaled(direction, shares)]
+
+    def _last_updates(
+        self, parameters: Sequence[nn.Parameter], shares: Sequence[float]
+    ) -> list[Direction]:
+        """Return the last update of each layer group."""
+        # It keeps its length, except for parameters with `lr` 0.
+        last = [self.state[p].get("update") for p in parameters]
+        moving = param_groups.scaled(last, [float(share != 0) for share in shares])
+        return self._layer_groups.split(parameters, moving)
 
     def _measure_damping(
         self, batch: Batch, usual: Sequence[Direction], shares: Sequence[float], lr: float
@@ -352,25 +365,16 @@ class TrustRegion(ClosureOptimizer):
             self._step_back("the step is not finite")  # it would not be rejected
             return {}
         update = combine(parameters, directions, coefficients)
-        states = [self.state[p] for p in parameters]
         before = [p.detach().clone() for p in parameters] if measure else []
         for frozen in set(self.state) - set(parameters):
             self.state[frozen].pop("update", None)  # outdated once it is thawed
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
-        if not measure:
-            for state, last in zip(states, update, strict=True):
-                state["update"] = last
+        if measure:
+            self._measure(batch, update, before, objective, predicted)
         else:
-            after = None
-            if not self._full_batch:
-                after = self._evaluate(batch.passes)
-            observes = self._reduction.told(self._steps)
-            self._reduction.wait(
-                states, update, before, batch.decays, objective, predicted, observes=observes
-            )
-            if after is not None:
-                self._judge(after)
+            for parameter, last in zip(parameters, update, strict=True):
+                self.state[parameter]["update"] = last
         taken = {"damping": damping, "predicted": predicted, **self._reduction.take_last()}
         self.last = {"loss": batch.loss, **taken}
         self._steps += 1
@@ -379,6 +383,24 @@ class TrustRegion(ClosureOptimizer):
             "coefficients": tuple(coefficients.tolist()),
             "directions": tuple(names),
         }
+
+    def _measure(
+        self,
+        batch: Batch,
+        update: Sequence[Tensor],
+        before: Sequence[Tensor],
+        objective: float,
+        predicted: float,
+    ) -> None:
+        """Judge the step that was taken, or with all data leave that to the next step's loss."""
+        after = None if self._full_batch else self._evaluate(batch.passes)
+        observes = self._reduction.told(self._steps)
+        states = [self.state[p] for p in batch.parameters]
+        self._reduction.wait(
+            states, update, before, batch.decays, objective, predicted, observes=observes
+        )
+        if after is not None:
+            self._judge(after)
 
     def _believable(
         self, quadratic: Quadratic, lr: float, objective: float

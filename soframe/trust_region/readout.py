@@ -95,21 +95,23 @@ class History(list[Readout]):
             raise ImportError("History.plot needs matplotlib: pip install matplotlib") from error
         figure = figures.Figure(figsize=(7, 7.5), layout="constrained")
         loss, damping, ratio = figure.subplots(3, sharex=True)
-        steps = [readout.step for readout in self]
-        loss.plot(steps, [readout.loss for readout in self])
-        undone = [(r.step, r.loss) for r in self if r.undone is not None]
-        loss.plot(*zip(*undone, strict=True) if undone else ([], []), "rx", label="undone")
-        is_positive = all(readout.loss > 0 for readout in self)
-        loss.set(ylabel="loss", yscale="log" if is_positive else "linear")
-        damping.plot(steps, [readout.damping for readout in self], label="of the model")
+        self._plot_losses(loss)
+        damping.plot([n.step for n in self], [n.damping for n in self], label="of the model")
         self._plot_dampings(damping)
         damping.set(ylabel="damping", yscale="log")
-        judged = [(n.step, n.ratio) for n in self if n.ratio is not None and math.isfinite(n.ratio)]
-        ratio.plot(*zip(*judged, strict=True) if judged else ([], []), ".")
+        judged = [n for n in self if n.ratio is not None and math.isfinite(n.ratio)]
+        ratio.plot([n.step for n in judged], [n.ratio for n in judged], ".")
         ratio.set(ylabel="reduction ratio", xlabel="step", ylim=(-1.0, 3.0))
         for axes in (loss, damping):
             axes.legend(fontsize="small")
         figure.savefig(path)
+
+    def _plot_losses(self, axes: Any) -> None:
+        undone = [readout for readout in self if readout.undone is not None]
+        is_positive = all(readout.loss > 0 for readout in self)
+        axes.plot([n.step for n in self], [n.loss for n in self])
+        axes.plot([n.step for n in undone], [n.loss for n in undone], "rx", label="undone")
+        axes.set(ylabel="loss", yscale="log" if is_positive else "linear")
 
     def _plot_dampings(self, axes: Any) -> None:
         """Draw the preconditioner's dampings, a curve for each layer group."""

@@ -108,16 +108,15 @@ class Reduction:
         # So short a step does not contradict the model. It may be short because of the damping,
         # which must be able to fall again, or the run would stop here.
         self.silent = -rounding <= predicted < 0 and abs(change) <= rounding
-        harmless = change <= 0 or self.silent
-        accepted = harmless or not (self._reject or not math.isfinite(change))
+        is_kept = math.isfinite(change) and not self._reject
+        accepted = change <= 0 or self.silent or is_kept
         if self.silent:
             self._damping.observe(1.0)
+        elif predicted < 0 and math.isfinite(change):
+            self._observe(change / predicted, accepted=accepted)
         elif predicted < 0 or not change <= 0:
-            is_finite = predicted < 0 and math.isfinite(change)
-            self._observe(change / predicted if is_finite else -math.inf, accepted=accepted)
-        for parameter, state in states.items():
-            if "moved" in state:
-                _conclude(parameter, state, accepted=accepted)
+            self._observe(-math.inf, accepted=accepted)
+        _conclude(states, accepted=accepted)
         return accepted
 
     def state(self) -> dict[str, Any]:
@@ -132,11 +131,14 @@ class Reduction:
         self.last = dict(state.get("last", {}))
 
 
-def _conclude(parameter: Any, state: State, *, accepted: bool) -> None:
-    """Keep a parameter's pending update, or put back its former values."""
-    moved, before, _ = state.pop("moved"), state.pop("before"), state.pop("decay")
-    if accepted:
-        state["update"] = moved
-    else:
-        with torch.no_grad():
-            parameter.copy_(before)
+def _conclude(states: Mapping[Any, State], *, accepted: bool) -> None:
+    """Keep a pending update, or put back the former values of its parameters."""
+    for parameter, state in states.items():
+        if "moved" not in state:
+            continue
+        moved, before, _ = state.pop("moved"), state.pop("before"), state.pop("decay")
+        if accepted:
+            state["update"] = moved
+        else:
+            with torch.no_grad():
+                parameter.copy_(before)

@@ -44,7 +44,7 @@ from soframe.state.saving import agree
 from soframe.trust_region import param_groups
 from soframe.trust_region.base import ClosureOptimizer
 from soframe.trust_region.exact import Batch, best_damping, exact_model
-from soframe.trust_region.forward import Closure, closures_of, moved, placed
+from soframe.trust_region.forward import Closure, Forward, closures_of, moved, placed
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
 from soframe.trust_region.trend import SAID, AveragedModel, Trend
@@ -172,42 +172,48 @@ class StochasticTrustRegion(ClosureOptimizer):
             param_groups.check_all(self._model, self.param_groups)
         self.zero_grad()
         parameters = param_groups.trainable(self.param_groups)
-        forwards, total = self._passes(closures) if due else ([], self._backward(closures))
-        # Comparing gradients takes time, and differing ranks differ at steps with a model, too.
-        compared = [p.grad for p in parameters if p.grad is not None] if due else []
+        forwards, compared = list[Forward](), list[Tensor]()
+        if due:
+            forwards, total = self._passes(closures)
+            # Comparing gradients takes time, and differing ranks differ at steps with a model, too.
+            compared = [p.grad for p in parameters if p.grad is not None]
+        else:
+            total = self._backward(closures)
         loss = self._agree(total, None, gradients=compared)[0]
         decays = param_groups.setting(self.param_groups, "weight_decay")
         gradients = param_groups.with_decay(parameters, decays)
         seen: dict[str, Any] = {"step": self._steps, "loss": loss}
-        finite = math.isfinite(float(torch.nn.utils.get_total_norm(gradients)))
-        if not math.isfinite(loss) or not finite:
-            self._go_back(parameters)
-            undone = "the loss or its gradient is not finite"
-            self._publish(Readout(**seen, damping=self.damping.at(self._steps), undone=undone))
-            return torch.tensor(loss, dtype=torch.float64, device="cpu")
-        for parameter in parameters:
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if math.isfinite(loss) and math.isfinite(norm):
+            batch = Batch(parameters, gradients, decays, forwards, loss)
+            seen |= self._move(batch, with_model=due)
+        else:
+            seen |= self._go_back(parameters)
+        self._publish(Readout(**seen))
+        return torch.tensor(loss, dtype=torch.float64, device="cpu")
+
+    def _move(self, batch: Batch, *, with_model: bool) -> dict[str, Any]:
+        """Update the parameters and their average; return the readout's numbers."""
+        for parameter in batch.parameters:
             if parameter not in self.state:
                 self.state[parameter].update(_begun(parameter, earlier=self._shorten))
-        notes: tuple[str, ...] = ()
-        if due:
-            batch = Batch(parameters, gradients, decays, forwards, loss)
+        if with_model:
             notes = self._compare(batch)
             numbers = self._with_model(batch)
         else:
+            notes = ("without a model",)
             damping = self.damping.at(self._steps)
             length = self._length(damping)
             self._adam(length)
             self._since += 1
             largest = param_groups.shares(self.param_groups)[1]
             numbers = {"coefficients": (length * largest,), "damping": damping}
-            notes = ("without a model",)
         self._steps += 1
-        averages = [self.state[p]["average"] for p in parameters]
+        averages = [self.state[p]["average"] for p in batch.parameters]
         with torch.no_grad():
             share = (self._eta + 1) / (self._steps + self._eta)
-            torch._foreach_lerp_(averages, [p.detach() for p in parameters], share)
-        self._publish(Readout(**seen, **numbers, notes=notes, directions=("AdamW",)))
-        return torch.tensor(loss, dtype=torch.float64, device="cpu")
+            torch._foreach_lerp_(averages, [p.detach() for p in batch.parameters], share)
+        return {**numbers, "notes": notes, "directions": ("AdamW",)}
 
     def _backward(self, closures: Sequence[Closure]) -> float:
         """Run closures and their backward passes; return the loss."""
@@ -257,8 +263,10 @@ class StochasticTrustRegion(ClosureOptimizer):
         parameters = batch.parameters
         self._adam(0.0)  # its averages include this gradient
         shares, largest = param_groups.shares(self.param_groups)
-        directions = [self._direction(parameter) for parameter in parameters]
-        direction = [d * s if s != 1 else d for d, s in zip(directions, shares, strict=True)]
+        direction: list[Tensor] = []
+        for parameter, share in zip(parameters, shares, strict=True):
+            part = self._direction(parameter)
+            direction.append(part if share == 1 else part * share)
         model = exact_model(self._backend, batch, [direction], 0.0)
         if not model.finite():
             self.damping.observe(-math.inf)
@@ -267,24 +275,37 @@ class StochasticTrustRegion(ClosureOptimizer):
             undone = "the model of the loss is not finite"
             return {"damping": self.damping.at(self._steps), "undone": undone}
         self._mean.learn(model)
-        start = batch.loss + batch.penalty
         if self._steps == 0 and self.damping.to_be_measured():
             self._measure_damping(batch, direction, largest)
         damping = self.damping.at(self._steps)
         length = self._length(damping) * largest
         update = [length * d for d in direction]
+        start = batch.loss + batch.penalty
         judged = self._reduction.due(self._steps)
         before = [p.detach().clone() for p in parameters] if judged else []
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         self._since = 0
         numbers: dict[str, Any] = {"coefficients": (length,), "damping": damping}
-        if not judged:
-            return numbers
-        coefficient = torch.tensor([length], dtype=torch.float64, device="cpu")
-        numbers["predicted"] = model.damped(damping).change(coefficient)
-        states = [self.state[p] for p in parameters]
-        self._reduction.wait(states, update, before, batch.decays, start, numbers["predicted"])
+        if judged:
+            coefficient = torch.tensor([length], dtype=torch.float64, device="cpu")
+            predicted = model.damped(damping).change(coefficient)
+            numbers["predicted"] = predicted
+            numbers |= self._judge(batch, update, before, start, predicted)
+        return numbers
+
+    def _judge(
+        self,
+        batch: Batch,
+        update: Sequence[Tensor],
+        before: Sequence[Tensor],
+        start: float,
+        predicted: float,
+    ) -> dict[str, Any]:
+        """Keep or undo a step by its batch's objective; return the readout's numbers."""
+        states = [self.state[p] for p in batch.parameters]
+        self._reduction.wait(states, update, before, batch.decays, start, predicted)
+        numbers: dict[str, Any] = {}
         if not self._reduction.judge(self.state, self._objective(batch), self._eps):
             self.counters["rejected_steps"] += 1
             self._since = self._every  # the next step has a model
@@ -355,7 +376,7 @@ class StochasticTrustRegion(ClosureOptimizer):
             for parameter, value in values.items():
                 parameter.copy_(value)
 
-    def _go_back(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _go_back(self, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
         """Go back to the average: this batch, or the last steps, made a non-finite value."""
         self.counters["skipped_steps"] += 1
         averages: dict[Tensor, Tensor] = {
@@ -364,6 +385,8 @@ class StochasticTrustRegion(ClosureOptimizer):
         self._put(averages)
         self._since = self._every
         self.damping.observe(-math.inf)
+        undone = "the loss or its gradient is not finite"
+        return {"damping": self.damping.at(self._steps), "undone": undone}
 
     def _objective(self, batch: Batch) -> float:
         """Return the objective of a batch at the present parameters."""

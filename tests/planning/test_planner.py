@@ -240,7 +240,7 @@ def test_the_recommended_strategy_stays_if_it_is_about_as_fast(
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, 1), (2, 9), (4, 10), (5, 15), (8, 15)])
 def test_the_usual_options(ranks: int, options: int) -> None:
-    found = usual([], ranks)
+    found = usual(ranks)
     assert len(found) == len(set(found)) == options
     workers = [o.strategy.gradient_workers for o in found if isinstance(o.strategy, HybridOpt)]
     assert workers == [2**k for k in range(1, 10) if 2**k < ranks]
@@ -297,7 +297,7 @@ def test_solves_in_the_background_and_in_turns_shorten_the_longest_step() -> Non
 
 
 def test_intervals_vary_if_asked() -> None:
-    options = varied(usual([], 1), [Vary.INTERVALS])
+    options = varied(usual(1), [Vary.INTERVALS])
     assert {(one.statistics_every, one.solve_every) for one in options} == {
         *((1, 1), (1, 10), (10, 10)),
         *((10, 50), (10, 100), (50, 500)),
