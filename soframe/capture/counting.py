@@ -89,7 +89,7 @@ class Batch:
 
     def recognise_by(self, call: Any) -> None:
         """Set the call by whose node ``marker`` a backward pass is found to go through here."""
-        self.call = self.call or weakref.ref(call)
+        self.call = weakref.ref(call)
 
     def see(self, root: Sight) -> None:
         """Keep the batch that the inputs and outputs of the root module show."""

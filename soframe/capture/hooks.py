@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -698,7 +698,8 @@ class Capture:
         if gradient.dtype == torch.float16 and not calls.half:
             calls.half = any(p.dtype == torch.float32 for p in helper.parameters.values())
         try:
-            with _without_autocast_and_graph(gradient.device.type), within(self.precision):
+            device = gradient.device.type
+            with _without_autocast(device), _without_graph(), within(self.precision):
                 inputs = self._kept_inputs(helper, kept)
                 if type(gradient) is not Tensor:
                     gradient = sharding.whole(gradient, read=helper not in self.no_statistics)
@@ -769,6 +770,8 @@ class _Pending:
         The node is an input's, or of the weight's transposition or the product. The root's inputs,
         and other nodes such as casts by autocast, may be parts of several forward passes.
         """
+        if self.batch.call is not None:
+            return  # one call is enough
         # The call's own node has this hook: a reference to it would be a cycle.
         candidates = [tensor.grad_fn for tensor in inputs if not self.batch.root.has(tensor)]
         names = {_TRANSPOSITION, _PRODUCT.get(node.name())}
@@ -832,18 +835,15 @@ def _tensor_to_hook(
 _NOTHING = nullcontext()
 
 
-@contextmanager
-def _without_autocast_and_graph(device: str) -> Iterator[None]:
-    """Compute without autocast and without a graph."""
-    # Contexts take a while, even without effect.
-    without_casts: Any = _NOTHING
-    if torch.is_autocast_enabled(device):
-        without_casts = torch.autocast(device, enabled=False)
-    without_graph: Any = _NOTHING
-    if torch.is_grad_enabled():
-        without_graph = torch.no_grad()
-    with without_casts, without_graph:
-        yield
+# Contexts take a while, even without effect.
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
+def _without_graph() -> AbstractContextManager[Any]:
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def _values(tensor: Tensor) -> Tensor:

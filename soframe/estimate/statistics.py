@@ -420,11 +420,11 @@ class Accumulator:
                 self.folded[block] = Folded(step, counts, contribution, total)
         terms: list[Term] = []
         for stack, members in self._placed.members(list(used)).items():
+            names_of = {m: window.tallies[stack.blocks[m]].gathered for m in members}
             for index, factor in enumerate(stack.like.factors):
-                tallies = [window.tallies[block] for block in stack.blocks]
-                gathered = [m for m in members if factor.name in tallies[m].gathered]
+                gathered = tuple([m for m in members if factor.name in names_of[m]])
                 if gathered:
-                    terms.append(self._term(stack, tuple(gathered), index, used, step))
+                    terms.append(self._term(stack, gathered, index, used, step))
         _multiply(terms)
         enter(self._backend, terms, decay, identity=self._scale.scaling == "kaisa")
         for term in terms:
