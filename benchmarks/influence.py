@@ -203,7 +203,7 @@ def kronfluence_scores(task: Task) -> Result:
 
     class Classify(BaseTask):
         def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
-            return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+            return len(batch[1]) * F.cross_entropy(model(batch[0]), batch[1])
 
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
             return self.compute_train_loss(batch, model)
@@ -263,7 +263,7 @@ def dattri_scores(task: Task) -> Result:
     from dattri_llm import AttributionArguments, AttributionTask, EKFACAttributor
 
     def total(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch["pixels"]), batch["class"], reduction="sum")
+        return len(batch["class"]) * F.cross_entropy(model(batch["pixels"]), batch["class"])
 
     class Timed(EKFACAttributor):  # type: ignore[misc]
         fitting = 0.0

@@ -1,14 +1,20 @@
 """Errors of products with a curvature, for each kind of layers, against dense float64 matrices.
 
 python -m tests.products.table
+
+Beside them stands what other libraries make of the same layers, where they are installed.
 """
 
 from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 import soframe
+from benchmarks.layer_kinds import LIBRARIES, verdict
 from tests.curvature import randn
 from tests.products.kinds import KINDS, Batch, Kind, Vector, loss
 
@@ -90,16 +96,33 @@ def _error(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float(((f - w).abs().max() / w.abs().max()).detach()) for f, w in pairs)
 
 
+def verdicts(build: Callable[[], Kind]) -> list[str]:
+    """Return what the libraries that are installed do with the layers of a kind."""
+    words = []
+    for library in LIBRARIES.values():
+        if importlib.util.find_spec(library.module) is not None:
+            kind = build()
+            inputs = torch.cat([batch[0] for batch in kind.data()])
+            if inputs.is_floating_point():
+                inputs = inputs.float()
+            words.append(verdict(library, kind.model.float(), inputs))
+    return words
+
+
 def main() -> None:
     """Print the table."""
-    print(f"{'':<26}" + "".join(f"{column:>13}" for column in COLUMNS))
+    libraries = [
+        name for name, library in LIBRARIES.items() if importlib.util.find_spec(library.module)
+    ]
+    print(f"{'':<26}" + "".join(f"{column:>15}" for column in (*COLUMNS, *libraries)))
     for name, build in KINDS.items():
         kind = build()
         data = kind.data()
         curvature = soframe.Curvature(kind.model, layers=kind.layers).fit(data, loss)
         of_kind = errors(curvature, kind, data)
         cells = [f"{of_kind[c]:.0e}" if c in of_kind else "refused" for c in COLUMNS]
-        print(f"{name:<26}" + "".join(f"{cell:>13}" for cell in cells))
+        cells += verdicts(build)
+        print(f"{name:<26}" + "".join(f"{cell:>15}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def on_four(rank: int, ranks: int, strategy: str, folder: str, *, load: bool) ->
     else:
         shares = [[data[0]], [], [data[1], data[4]], [data[2], data[3]]]  # one has no data
         curvature.fit(shares[rank], cross_entropy, folder=folder)
-    return values_of(curvature), curvature.inverse(DAMPING) @ vector_of(model)
+    return results(curvature, model, data, cross_entropy)
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def on_four(rank: int, ranks: int, strategy: str, folder: str, *, load: bool) ->
 def test_four_ranks_are_one_process_and_two_load_it(strategy: str, tmp_path: Path) -> None:
     model, data = network(), batches(5, 4, 6, 3, 2)
     alone = soframe.Curvature(model, "ekfac").fit(data, cross_entropy)
-    wanted = values_of(alone), alone.inverse(DAMPING) @ vector_of(model)
+    wanted = results(alone, model, data, cross_entropy)
     for ranks, load in ((4, False), (2, True)):
         run = functools.partial(on_four, load=load)
         for found in run_ranks(run, ranks, strategy, str(tmp_path)):

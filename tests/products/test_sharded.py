@@ -78,6 +78,19 @@ def planned(rank: int, ranks: int, strategy: str) -> Any:
     return of_plans
 
 
+def meshed(rank: int, ranks: int) -> Any:
+    """Return the errors on two copies of two ranks of a plan, each plan with another strategy."""
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "plan"))
+    of_plans = {}
+    strategies = ("mem-opt", "hybrid-opt", "sharded")
+    for (name, (make, plan)), strategy in zip(PLANS.items(), strategies, strict=True):
+        kind, whole = make(), make()
+        parallelize_module(kind.model, mesh["plan"], {"0": plan})
+        share = shares(whole.data())[mesh.get_local_rank("copies")]
+        of_plans[name] = found(kind, whole, share, strategy)
+    return of_plans
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "strategy"),
@@ -95,7 +108,7 @@ def test_fully_sharded_kinds_are_dense_products(names: list[str], strategy: str)
 
 @pytest.mark.slow
 def test_layers_of_a_plan_are_dense_products() -> None:
-    for of_plans in run_ranks(planned, 2, "comm-opt"):
+    for of_plans in run_ranks(planned, 2, "comm-opt") + run_ranks(meshed, 4):
         for name, of_plan in of_plans.items():
             assert set(of_plan) == set(COLUMNS)
             assert max(of_plan.values()) < 1e-12, (name, of_plan)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 import soframe
+from benchmarks.influence import CONTENDERS, Result, Task
+from benchmarks.layer_kinds import DAMPING, Library, of_operator, of_scores, products_of, verdict
+from tests.curvature import randn
 from tests.products.kinds import KINDS, loss
 from tests.products.table import COLUMNS, errors
 
@@ -17,3 +22,34 @@ def test_operations_are_dense_products(name: str) -> None:
     found = errors(curvature, kind, data)
     assert set(found) == set(COLUMNS if kind.apart else COLUMNS[:-2])
     assert max(found.values()) < 1e-12, found
+
+
+@pytest.mark.parametrize(
+    ("share", "word"), [(1.0, "served"), (0.0, "left out"), (2.0, "wrong"), (None, "refused")]
+)
+def test_a_library_of_scores_is_asked_for_the_products_of_gradients(
+    share: float | None, word: str
+) -> None:
+    def run(task: Task) -> Result:
+        if share is None:
+            raise NotImplementedError
+        products = products_of(task.model, task.train)
+        products["0.0.weight"] *= share
+        return Result(0.0, 0.0, torch.stack([*products.values()]).sum(0) / DAMPING)
+
+    library = Library("of_this_test", of_scores(run))
+    assert verdict(library, nn.Linear(3, 2), randn(6, 3, seed=0).float()) == word
+
+
+def test_soframe_s_own_scores_are_such_products() -> None:
+    library = Library("soframe", of_scores(CONTENDERS["soframe"].run))
+    assert verdict(library, nn.LayerNorm(4), randn(6, 3, 4, seed=0).float()) == "served"
+
+
+@pytest.mark.parametrize(("first", "word"), [(1.0, "served"), (0.0, "left out")])
+def test_an_operator_is_asked_for_a_product_of_each_parameter(first: float, word: str) -> None:
+    def times(vector: torch.Tensor) -> torch.Tensor:
+        return torch.cat([first * vector[:6], vector[6:]])
+
+    library = Library("of_this_test", lambda model, data: of_operator(model, times))
+    assert verdict(library, nn.Linear(3, 2), randn(6, 3, seed=0).float()) == word
