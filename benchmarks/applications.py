@@ -51,6 +51,8 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -167,6 +169,11 @@ class Job:
     batch: int
     seed: int
     ranks: int = 1
+
+    @property
+    def module(self) -> Any:
+        """The recipe."""
+        return APPLICATIONS[self.application].module
 
     def settings(self, output: Path) -> Common:
         """Return the settings of the recipe."""
@@ -354,31 +361,49 @@ def turns(worker: Worker, jobs: Sequence[Job], cycles: int) -> list[list[float]]
     """
     clock = time.process_time if worker.world_size == 1 else time.perf_counter
     period = max(job.settings(Path()).solve_every or TURN for job in jobs)
-    steps = [stepper(job, worker) for job in jobs]
-    for step in steps:
-        for _ in range(TURN):
-            step()  # warms up, and solves for the first time
-    times: list[list[float]] = [[] for _ in jobs]
-    for _ in range(cycles):
-        seconds = [0.0 for _ in jobs]
-        for _ in range(period // TURN):
-            for index, step in enumerate(steps):
-                if worker.world_size > 1:
-                    dist.barrier()
-                start = clock()
-                for _ in range(TURN):
-                    step()
-                seconds[index] += clock() - start
-        for index, total in enumerate(seconds):
-            times[index].append(total / (period // TURN * TURN))
+    steps = [stepper(job.module, job.settings(Path()), worker) for job in jobs]
+    times: list[list[float]] = in_turns(steps, [clock], period, cycles)[:, :, 0].T.tolist()
     return times
 
 
-def stepper(job: Job, worker: Worker) -> Callable[[], None]:
-    """Return a function that takes a step on this rank's part of a batch."""
-    module, settings = APPLICATIONS[job.application].module, job.settings(Path())
-    model = built(job)
-    batches = itertools.cycle(samples(job, worker))
+def in_turns(
+    steps: Sequence[Callable[[], None]],
+    meters: Sequence[Callable[[], float]],
+    period: int,
+    cycles: int,
+) -> npt.NDArray[np.float64]:
+    """Let several runs take turns of a few steps, and read meters before and after each turn.
+
+    Args:
+        steps: Functions that take a step of a run.
+        meters: Functions that read what steps increase, as a clock does.
+        period: Steps of a run in a cycle.
+        cycles: The number of cycles.
+
+    Returns:
+        What a step adds to each meter in the mean, `(cycles, runs, meters)`.
+    """
+
+    for step in steps:
+        for _ in range(TURN):
+            step()  # warms up, and solves for the first time
+    added = np.zeros((cycles, len(steps), len(meters)))
+    for cycle in range(cycles):
+        for _ in range(period // TURN):
+            for index, step in enumerate(steps):
+                if dist.is_initialized():
+                    dist.barrier()
+                before = np.array([meter() for meter in meters])
+                for _ in range(TURN):
+                    step()
+                added[cycle, index] += np.array([meter() for meter in meters]) - before
+    return added / (period // TURN * TURN)
+
+
+def stepper(module: Any, settings: Common, worker: Worker) -> Callable[[], None]:
+    """Return a function that takes a step of a recipe on this rank's part of a batch."""
+    model = built(module, settings)
+    batches = itertools.cycle(samples(module, settings, worker))
     make = getattr(module, "optimizer", common.optimizer)
     optimizer, preconditioner = make(model, settings)
     forward = DistributedDataParallel(model) if worker.world_size > 1 else model
@@ -396,23 +421,21 @@ def stepper(job: Job, worker: Worker) -> Callable[[], None]:
     return step
 
 
-def built(job: Job) -> nn.Module:
-    """Return the model of a run."""
-    module, settings = APPLICATIONS[job.application].module, job.settings(Path())
-    torch.manual_seed(job.seed)
+def built(module: Any, settings: Common) -> nn.Module:
+    """Return the model of a recipe."""
+    torch.manual_seed(settings.seed)
     model: nn.Module = module.model(settings)
     if settings.channels_last:
         model.to(memory_format=torch.channels_last)
     return model
 
 
-def samples(job: Job, worker: Worker, batches: int = 4) -> list[list[Tensor]]:
-    """Return this rank's part of a few batches."""
-    module, settings = APPLICATIONS[job.application].module, job.settings(Path())
+def samples(module: Any, settings: Common, worker: Worker, batches: int = 4) -> list[list[Tensor]]:
+    """Return this rank's part of a few batches of a recipe."""
     train, _ = module.data(settings)
     parts = []
-    for first in range(0, batches * job.batch, job.batch):
-        indices = range(first + worker.rank, first + job.batch, worker.world_size)
+    for first in range(0, batches * settings.batch_size, settings.batch_size):
+        indices = range(first + worker.rank, first + settings.batch_size, worker.world_size)
         batch = default_collate([train[index % len(train)] for index in indices])
         if settings.channels_last:
             batch[0] = batch[0].contiguous(memory_format=torch.channels_last)
@@ -425,8 +448,8 @@ def samples(job: Job, worker: Worker, batches: int = 4) -> list[list[Tensor]]:
 
 def memory(job: Job) -> fixed_memory.Memory:
     """Count the bytes of one rank."""
-    module, settings = APPLICATIONS[job.application].module, job.settings(Path())
-    model = built(job)
+    module, settings = job.module, job.settings(Path())
+    model = built(module, settings)
     make = getattr(module, "optimizer", common.optimizer)
     optimizer, preconditioner = make(model, settings)
     curvature = (0, 0)

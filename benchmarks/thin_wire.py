@@ -130,16 +130,18 @@ def network(ranks: int, gbit: float) -> Iterator[list[str]]:
 
 
 def run_on(
-    hosts: Sequence[str], options: argparse.Namespace, tell: Callable[[str, dict[str, float]], None]
+    hosts: Sequence[str], words: Sequence[str], tell: Callable[[str, dict[str, float]], None]
 ) -> dict[str, Any]:
-    """Run the workers, one per namespace; report the first one's results, and return them."""
+    """Run a worker in each namespace, report the first one's results, and return them.
+
+    Args:
+        hosts: The namespaces.
+        words: Arguments of Python; those that follow name the file of results.
+        tell: Called with each result.
+    """
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="wire-") as folder:
         answer = Path(folder) / "answer.json"
-        words = [sys.executable, str(Path(__file__).resolve()), "--worker", str(answer)]
-        for key in KEYS:
-            words += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
-        words += ["--strategies", *options.strategies]
         try:
             for rank, host in enumerate(hosts):
                 environment = {
@@ -151,7 +153,8 @@ def run_on(
                     "GLOO_SOCKET_IFNAME": "eth0",
                     "OMP_NUM_THREADS": "1",
                 }
-                command = ["ip", "netns", "exec", host, *words]
+                command = ["ip", "netns", "exec", host, sys.executable, *words]
+                command += ["--worker", str(answer)]
                 processes.append(subprocess.Popen(command, env=environment))
             told: set[str] = set()
             running = True
@@ -172,6 +175,13 @@ def run_on(
             codes = [process.returncode for process in processes]
             raise RuntimeError(f"the workers ended with {codes}")
         return read(answer)
+
+
+def publish(found: dict[str, Any], answer: Path) -> None:
+    """Write the first worker's measurements so far, at once."""
+    part = answer.with_suffix(".part")
+    part.write_text(json.dumps(found))
+    part.replace(answer)
 
 
 def read(answer: Path) -> dict[str, Any]:
@@ -201,9 +211,7 @@ def work(options: argparse.Namespace) -> None:
         if name in planned:
             found[name]["planned_ms"] = 1e3 * planned[name]
         if dist.get_rank() == 0:
-            whole = answer.with_suffix(".part")
-            whole.write_text(json.dumps(found))
-            whole.replace(answer)
+            publish(found, answer)
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()  # models in cycles hold the group, too
@@ -397,12 +405,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # ignored where started with "&"
     remove_leftovers()
+    words = [str(Path(__file__).resolve())]
+    for key in KEYS:
+        words += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
+    words += ["--strategies", *options.strategies]
     found: dict[str, dict[str, dict[str, float]]] = {}
     try:
         for gbit in options.gbit:
             tell = functools.partial(say, f"{gbit:g} Gbit/s")
             with network(options.ranks, gbit) as hosts:
-                found[f"{gbit:g}"] = run_on(hosts, options, tell)
+                found[f"{gbit:g}"] = run_on(hosts, words, tell)
     finally:  # also of a terminated run: complete measurements are not lost
         if options.json:
             print(json.dumps(found, indent=2))

@@ -19,6 +19,7 @@ from soframe.planning.workloads import Residual, convolution
 AUTOENCODER_WIDTHS = (64, 256, 128, 64, 16)
 CURVES_WIDTHS = (256, 128, 64, 32, 6)
 MNIST_WIDTHS = (784, 250, 125, 60, 30)
+PUBLISHED_WIDTHS = (784, 1000, 500, 250, 30)  # of Hinton and Salakhutdinov (2006)
 BYTES = 256
 
 

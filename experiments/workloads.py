@@ -135,10 +135,23 @@ def _curves(seed: int, dtype: torch.dtype) -> Task:
     return Task(model, "squared-error", half_square, (images, images))
 
 
-def _mnist_autoencoder(seed: int, dtype: torch.dtype) -> Task:
+def _mnist_autoencoder(widths: Sequence[int], seed: int, dtype: torch.dtype) -> Task:
     images = canvases.split(held_out=False)[0].to(dtype)
-    model = models.autoencoder(models.MNIST_WIDTHS, seed, dtype)
+    model = models.autoencoder(widths, seed, dtype)
     return Task(model, "squared-error", half_square, (images, images))
+
+
+def _autoencoder_of_mnist(title: str, widths: Sequence[int]) -> Workload:
+    return Workload(
+        title=title,
+        make=partial(_mnist_autoencoder, widths),
+        batch_size=200,
+        targets=(16.0, 12.0, 9.0),
+        evaluate_every=10,
+        loss_name="training loss (squared error per image)",
+        whole=True,
+        scale=2.0,
+    )
 
 
 def _cnn(seed: int, dtype: torch.dtype) -> Task:
@@ -308,15 +321,11 @@ _WORKLOADS = {
         whole=True,
         scale=2.0,
     ),
-    "mnist-autoencoder": Workload(
-        title="Autoencoder of MNIST's images",
-        make=_mnist_autoencoder,
-        batch_size=200,
-        targets=(16.0, 12.0, 9.0),
-        evaluate_every=10,
-        loss_name="training loss (squared error per image)",
-        whole=True,
-        scale=2.0,
+    "mnist-autoencoder": _autoencoder_of_mnist(
+        "Autoencoder of MNIST's images", models.MNIST_WIDTHS
+    ),
+    "published-autoencoder": _autoencoder_of_mnist(
+        "Autoencoder of MNIST's images, published widths", models.PUBLISHED_WIDTHS
     ),
     "byte-gpt": Workload(
         title="Byte-level GPT on Python's standard library",
