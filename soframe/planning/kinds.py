@@ -39,7 +39,9 @@ def kind_of(model: nn.Module) -> str:
     mostly_convolutions = _is_most(convolutions, model)
     if has_tokens and (has_patches or not mostly_convolutions):
         return "transformer"
-    return "convolutional" if overlap or mostly_convolutions else "dense"
+    if overlap or mostly_convolutions:
+        return "convolutional"
+    return "regression" if _has_one_output(modules) and not has_tables else "dense"
 
 
 def _is_mostly_frozen(model: nn.Module) -> bool:
@@ -49,6 +51,11 @@ def _is_mostly_frozen(model: nn.Module) -> bool:
 
 def _has_any(modules: Sequence[nn.Module], *classes: type[nn.Module]) -> bool:
     return any(isinstance(module, classes) for module in modules)
+
+
+def _has_one_output(modules: Sequence[nn.Module]) -> bool:
+    linear = [module for module in modules if isinstance(module, nn.Linear)]
+    return bool(linear) and linear[-1].out_features == 1
 
 
 def _is_norm_of_features(module: nn.Module) -> bool:
