@@ -160,7 +160,7 @@ CONTENDERS: dict[str, Contender] = {
     "soframe: recommend": Contender(recommended, (None,)),
     "soframe: Optimizer": Contender(
         lambda model, lr: Training(soframe.Optimizer(model, lr=lr)),
-        (0.06, 0.02, 0.006),
+        (0.12, 0.04, 0.012),
         base="adamw",
     ),
 }

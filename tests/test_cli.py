@@ -111,6 +111,7 @@ def models(tmp_path, invoke):
 
 def test_inspect_shows_every_parameter_and_the_placement(models):
     arguments = ["mymodels:make", "--world-size", 4, "--strategy", "mem-opt"]
+    arguments += ["--kind", "regression"]
     out = succeeded(models("inspect", *arguments))
     assert "4 of 6 parameters in 2 block(s)" in out
     assert "1.weight" in out
@@ -122,14 +123,18 @@ def test_inspect_shows_every_parameter_and_the_placement(models):
 def test_inspect_plans_the_recommended_method_or_another(models):
     read = json.loads(succeeded(models("inspect", "mymodels:make", "--json")))
     assert read["recommendation"]["kind"] == "dense"
-    assert read["recommendation"]["memory"] == {"comm-opt": read["ranks"][0]["total"]}
+    assert read["recommendation"]["memory"] == {"mem-opt": read["ranks"][0]["total"]}
+    assert read["parameters"][0]["method"].startswith("soap-normuon")
+    arguments = ["mymodels:make", "--kind", "regression", "--json"]
+    read = json.loads(succeeded(models("inspect", *arguments)))
     assert read["parameters"][0]["method"] == "kfac / inverse"
     read = json.loads(succeeded(models("inspect", "mymodels:make", "--method", "soap", "--json")))
     assert read["parameters"][0]["method"].startswith("soap")
 
 
 def test_inspect_begins_with_bytes_and_needs_no_memory_for_weights(models):
-    every = [succeeded(models("inspect", "mymodels:make", *option)) for option in ([], ["--meta"])]
+    arguments = ["inspect", "mymodels:make", "--method", "kfac"]
+    every = [succeeded(models(*arguments, *option)) for option in ([], ["--meta"])]
     first, planned = (out.splitlines() for out in every)
     assert first[0] == "4 of 6 parameters in 2 block(s), 78% of the trained weights"
     assert first[1] == planned[1] == "at most 1.39 kB on a rank: factors 696 B, second order 696 B"
@@ -138,6 +143,7 @@ def test_inspect_begins_with_bytes_and_needs_no_memory_for_weights(models):
 
 def test_inspect_as_json_has_every_parameter_and_every_rank(models):
     arguments = ["mymodels:make", "--world-size", 2, "--strategy", "mem-opt", "--json"]
+    arguments += ["--method", "kfac"]
     read = json.loads(succeeded(models("inspect", *arguments)))
     assert [(row["parameter"], row["block"]) for row in read["parameters"]] == [
         ("0.weight", "0"),
@@ -159,7 +165,7 @@ def test_inspect_as_json_has_every_parameter_and_every_rank(models):
 
 
 def test_inspect_shows_layers_of_every_kind(models):
-    out = succeeded(models("inspect", "mymodels:make", "--all-layers"))
+    out = succeeded(models("inspect", "mymodels:make", "--method", "kfac", "--all-layers"))
     assert "6 of 6 parameters in 3 block(s)" in out
 
 
@@ -197,7 +203,7 @@ def profile(tmp_path):
 @pytest.mark.slow
 def test_plan_ends_with_a_line_to_paste(models, profile):
     arguments = ["plan", "mymodels:make", "--ranks", 4, "--hardware", profile, "--input", "16x4"]
-    out = succeeded(models(*arguments, "--memory", "1MB"))
+    out = succeeded(models(*arguments, "--memory", "1MB", "--kind", "regression"))
     assert out.startswith("planned for 4 rank(s), cpu\n")
     assert "\nstrategy=" in out
     assert "\nstatistics every 10 and solves every 100 steps\nit is the " in out

@@ -109,6 +109,10 @@ def lora() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(Adapted(), nn.GELU(), Adapted(), head), randn(6, 16).float()
 
 
+def a_number() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1)), randn(6, 4).float()
+
+
 def rnn() -> tuple[nn.Module, Tensor]:
     lstm = nn.LSTM(4, 5, batch_first=True)
     return nn.Sequential(lstm, First(), nn.Flatten(), nn.Linear(15, 3)), randn(6, 3, 4).float()
@@ -128,6 +132,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
     "gpt": (gpt, "transformer"),
     "resnet": (resnet, "convolutional"),
     "mlp": (mlp, "dense"),
+    "a number": (a_number, "regression"),
     "lora": (lora, "adapters"),
     "rnn": (rnn, "recurrent"),
     "states": (rnn_with_states, "recurrent"),
@@ -153,6 +158,8 @@ def test_a_call_runs_as_it_is_printed(name: str) -> None:
 
     def closure() -> Tensor:
         outputs = model(inputs)
+        if kind == "regression":
+            return nn.functional.mse_loss(outputs.squeeze(1), targets.float())
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
         return nn.functional.cross_entropy(logits, targets)
 
@@ -198,7 +205,7 @@ def test_without_batch_norm_a_convolutional_net_has_the_safe_settings() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
     found = soframe.recommend(model)
     assert found.kind == "convolutional"
-    assert found.call == soframe.recommend(mlp()[0]).call
+    assert found.call == soframe.recommend(a_number()[0]).call
     assert "without batch norm" in found.reason
     normed = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
     assert "damping=3e-3" in soframe.recommend(normed).call

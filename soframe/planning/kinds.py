@@ -34,7 +34,10 @@ def kind_of(model: nn.Module) -> str:
     has_tokens = has_attention or _has_tokens(modules, has_patches=has_patches)
     if has_tokens and (has_patches or not is_convolutional):
         return "transformer"
-    return "convolutional" if is_convolutional or _overlap(convolutions) else "dense"
+    if is_convolutional or _overlap(convolutions):
+        return "convolutional"
+    has_tables = _has_any(modules, nn.Embedding)
+    return "regression" if _has_one_output(modules) and not has_tables else "dense"
 
 
 def _is_mostly_frozen(model: nn.Module) -> bool:
@@ -60,6 +63,11 @@ def _convolutions(modules: Sequence[nn.Module]) -> Iterator[_ConvNd]:
     for module in modules:
         if isinstance(module, _ConvNd):
             yield module
+
+
+def _has_one_output(modules: Sequence[nn.Module]) -> bool:
+    linear = [module for module in modules if isinstance(module, nn.Linear)]
+    return bool(linear) and linear[-1].out_features == 1
 
 
 def _has_norms(modules: Sequence[nn.Module]) -> bool:

@@ -22,7 +22,9 @@ from tests import kit
 def metrics_of_a_run() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    own = soframe.Preconditioner(model, damping=0.05, kl_clip=None, statistics_every=2, solve_every=4)
+    own = soframe.Preconditioner(
+        model, damping=0.05, kl_clip=None, statistics_every=2, solve_every=4
+    )
     own.measure(norms=True, times=True)
     kit.train(model, lambda net, _: net(torch.randn(8, 4)).square().mean(), range(4), own)
     return own.metrics(spectra="full")

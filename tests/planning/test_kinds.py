@@ -115,7 +115,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "mixer": (lambda: patches(nn.Linear(WIDTH, WIDTH)), "trans"),
     "state spaces": (lambda: tokens(nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH)), "trans"),
-    "perceptron": (lambda: Chain(2, 16, 16, 16, 16, 1), "dense"),
+    "perceptron": (lambda: Chain(2, 16, 16, 16, 16, 1), "regression"),
+    "ratings": (
+        lambda: nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 9), nn.Linear(9, 1)),
+        "dense",
+    ),
     "perceptron, all alike": (lambda: Chain(16, 16, 16, 16, 16), "dense"),
     "inverted": (lambda: Chain(8, 24, 8, 8), "dense"),
     "gated": (lambda: linear(gate=(8, 16), up=(8, 16), down=(16, 8)), "dense"),
