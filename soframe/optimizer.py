@@ -166,30 +166,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         )
         self._new.clear()
         self.defaults.update(self._of_method(self._settings, ""))
-        self._name_momentum()
-        self._require_norms()
-
-    def _require_norms(self) -> None:
-        """Raise a ValueError if a norm that is to be kept is zero or not finite."""
-        try:
-            # An error on one stage of a pipeline is raised on all of them.
-            with self.preconditioner.curvature.parts.stages.together():
-                for ball, _ in self._constrained():
-                    ball.norms()
-        except Exception:
-            self.preconditioner.close()
-            raise
-
-    def _name_momentum(self) -> None:
-        """Name the momentum in the defaults, for schedulers that cycle it."""
-        # OneCycleLR and CyclicLR change "betas" of all groups if it is a default, else "momentum".
-        settings = self._settings_of_methods()
-        have_betas = ["betas" in of_group for of_group in settings]
-        have_momentum = ["momentum" in of_group for of_group in settings]
-        if all(have_betas) and not any(have_momentum):
-            self.defaults["betas"] = None
-        elif any(have_betas) or any(have_momentum):
-            self.defaults["momentum"] = None
+        self.defaults.update(_momentum_default(self._settings_of_methods()))
+        _require_norms(self._constrained(), self.preconditioner)
 
     def group(self, blocks: Sequence[Block]) -> None:
         """Put parameters of blocks that are in no param group into one, as given and by method.
@@ -498,26 +476,13 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         for block in self.preconditioner.blocks:
             if not (trained := _trained(block)):
                 continue
-            self._require_one_group(trained, numbers_of)
+            _require_one_group(trained, numbers_of, self._names)
             # A block has one method: the group of its first parameter decides.
             number = self._group_of[id(next(iter(block.parameters.values())))]
             key = (id(block.method), texts[number])
             if key not in methods:
                 methods[key] = _with_settings(block.method, settings[number])
             block.act(methods[key])
-
-    def _require_one_group(
-        self, parameters: Iterable[nn.Parameter], numbers_of: Mapping[int, Sequence[int]]
-    ) -> None:
-        """Raise a ValueError if a parameter is in no param group, or in several."""
-        for parameter in parameters:
-            count = len(numbers_of.get(id(parameter), ()))
-            if count != 1:
-                raise ValueError(
-                    f"{self._names[id(parameter)]} is in {count or 'no'} param group(s): every "
-                    f"trainable parameter is in one, so give it to one by add_param_group, or "
-                    f"freeze it"
-                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.
@@ -716,6 +681,46 @@ def _apart(parameters: Iterable[nn.Parameter], members: set[int]) -> list[nn.Par
 def _members(groups: Iterable[Mapping[str, Any]]) -> set[int]:
     """Return the identities of the parameters of param groups."""
     return set(map(id, _parameters(groups)))
+
+
+def _momentum_default(settings: Sequence[Mapping[str, Any]]) -> dict[str, None]:
+    """Return the default that names the momentum, for schedulers that cycle it."""
+    # OneCycleLR and CyclicLR change "betas" of all groups if it is a default, else "momentum".
+    have_betas = ["betas" in of_group for of_group in settings]
+    have_momentum = ["momentum" in of_group for of_group in settings]
+    if all(have_betas) and not any(have_momentum):
+        return {"betas": None}
+    return {"momentum": None} if any(have_betas) or any(have_momentum) else {}
+
+
+def _require_norms(
+    constrained: Iterable[tuple[Ball, float]], preconditioner: Preconditioner
+) -> None:
+    """Raise a ValueError if a norm that is to be kept is zero or not finite."""
+    try:
+        # An error on one stage of a pipeline is raised on all of them.
+        with preconditioner.curvature.parts.stages.together():
+            for ball, _ in constrained:
+                ball.norms()
+    except Exception:
+        preconditioner.close()
+        raise
+
+
+def _require_one_group(
+    parameters: Iterable[nn.Parameter],
+    numbers_of: Mapping[int, Sequence[int]],
+    names: Mapping[int, str],
+) -> None:
+    """Raise a ValueError if a parameter is in no param group, or in several."""
+    for parameter in parameters:
+        count = len(numbers_of.get(id(parameter), ()))
+        if count != 1:
+            raise ValueError(
+                f"{names[id(parameter)]} is in {count or 'no'} param group(s): every "
+                f"trainable parameter is in one, so give it to one by add_param_group, or "
+                f"freeze it"
+            )
 
 
 def _with_settings(method: Method, settings: Mapping[str, Any]) -> Method:

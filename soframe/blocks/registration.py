@@ -232,7 +232,8 @@ class Registration:
             self._decide(layer)
         self._register_layouts()
         self._register_parameters()
-        self._require_served()
+        unserved = {p: why for p, why in self._unserved.items() if p not in self._served}
+        _require_served(unserved, self._choices.layers)
 
     # -- candidates -----------------------------------------------------------------------------
 
@@ -405,20 +406,11 @@ class Registration:
                     self._reasons[id(parameter)] = FROZEN
                 elif key not in names:
                     self._reasons[id(parameter)] = Reason.LEFT_OUT.format(helper.__name__)
-                elif self._is_apart(layer, key, parameter):
+                elif _is_apart(layer, key, self._sharers[id(parameter)]):
                     self._reasons[id(parameter)] = Reason.APART.format(key)
                 elif candidate is layer[0]:
                     trained.append(key)
         return trained
-
-    def _is_apart(self, layer: Sequence[_Candidate], key: str, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is not shared by the same modules as the layer's weight."""
-        # A block has a parameter only if it has all of its gradient.
-        owners = {id(module) for _, module in self._sharers[id(parameter)]}
-        members = {id(candidate.module) for candidate in layer}
-        if len(owners) > 1 and not owners <= members:
-            return True
-        return any(parameter_of(c.module, key) is not parameter for c in layer)
 
     def _build_of_layer(
         self,
@@ -498,6 +490,7 @@ class Registration:
 
     def _admit(self, block: Block) -> None:
         """Keep a block; the first of its kind is checked, and the others share its specs."""
+        choices = self._choices
         first = self._kinds.setdefault(block.kind, block)
         if first is not block:
             block.share(first)
@@ -508,7 +501,7 @@ class Registration:
         require_declared(block.method, block.factors, block.shape)
         try:
             # A method that needs eigenvectors raises an error itself, when it is asked for solvers.
-            refusals = chain(self._refusals(block), self._refusals_of_factors(block))
+            refusals = chain(_refusals(block, choices), _refusals_of_factors(block, choices))
             why = next(refusals, None)
             if why is not None:
                 raise ValueError(f"{block.name}: {why}")
@@ -517,52 +510,15 @@ class Registration:
             if not is_open or not block.method.captures:
                 raise
             # All blocks have one default solver, so the former ones change theirs, too.
-            self._admit_again_by_eigen([*self.blocks, block])
+            admitted = [*self.blocks, block]
+            self._by_default = "eigen"
+            self._solvers = _build_solvers("eigen", choices.damping)
+            self.blocks, self._kinds = [], {}
+            for former in admitted:
+                solver = self._solvers.choose("") if former.method.captures else former.solver
+                self._admit(replace(former, solver=solver))
             return
         self.blocks.append(block)
-
-    def _admit_again_by_eigen(self, blocks: Sequence[Block]) -> None:
-        """Make "eigen" the default solver, and keep these blocks instead of all so far."""
-        self._by_default = "eigen"
-        self._solvers = _build_solvers("eigen", self._choices.damping)
-        self.blocks, self._kinds = [], {}
-        for block in blocks:
-            solver = self._solvers.choose("") if block.method.captures else block.solver
-            self._admit(replace(block, solver=solver))
-
-    def _refusals(self, block: Block) -> Iterator[str]:
-        """Yield why the method or its solvers do not serve the chosen settings."""
-        choices, method = self._choices, block.method
-        if choices.scaling not in method.scalings:
-            yield (
-                f"{method!r} is not defined under scaling={choices.scaling!r}: pass "
-                f"Statistics(scaling='fisher'), or skip the module"
-            )
-        if choices.observed and method.captures and method.empirical_only:
-            yield (
-                f"{method!r} takes means of output gradients, which are those of the loss alone: "
-                f"pass Statistics(fisher='empirical'), or skip the module"
-            )
-        for solver, numbers in block.solvers:
-            factors = [block.solved_factors[number].factor for number in numbers]
-            if (why := solver.unsupported(factors)) is not None:
-                yield f"{solver!r} cannot solve the factors of {method!r}: {why}"
-
-    def _refusals_of_factors(self, block: Block) -> Iterator[str]:
-        """Yield why the factors of a method do not serve the chosen settings."""
-        choices, method, damping = self._choices, block.method, self._choices.damping
-        is_relative = damping is not None and damping.per_block
-        if is_relative and block.captured and not block.solved_factors:
-            yield (
-                f"{damping!r} is relative to factors that are solved, and {method!r} has none: "
-                f"pass a number for damping=, or skip the module"
-            )
-        if choices.scaling != "fisher" and (names := _beyond_kaisa(block)):
-            yield (
-                f"scaling={choices.scaling!r} knows no diagonal factors, nor means over the rows "
-                f"of each group ({', '.join(names)}): pass Statistics(scaling='fisher'), or skip "
-                f"the module"
-            )
 
     # -- parameters whose gradients alone are read --------------------------------------------
 
@@ -686,16 +642,6 @@ class Registration:
             return plain
         differs = helper.transposed or alone.shape != plain.shape
         return alone if differs else plain
-
-    def _require_served(self) -> None:
-        """Raise ValueError if a helper of ``layers`` serves no parameter of its pattern."""
-        for pattern, why in self._unserved.items():
-            chosen = self._choices.layers[pattern]
-            if chosen != "all" and pattern not in self._served:
-                raise ValueError(
-                    f"layers[{pattern!r}]={chosen.__name__} changes nothing, since methods that "
-                    f"read gradients alone take parameters one by one: {why}. Leave it out"
-                )
 
     def _cut(self, name: str, full: str, method: Method, layout: Layout) -> tuple[Method, Layout]:
         """Cut a matrix as a pattern of ``cut`` or a known module asks; vectors stay whole."""
@@ -823,6 +769,17 @@ class _PerLayer:
         return sorted(set(self._by_pattern) - self._used - {"", ".*"})
 
 
+def _require_served(unserved: Mapping[str, str], layers: Mapping[str, Any]) -> None:
+    """Raise ValueError if a helper of ``layers`` serves no parameter of its pattern."""
+    for pattern, why in unserved.items():
+        chosen = layers[pattern]
+        if chosen != "all":
+            raise ValueError(
+                f"layers[{pattern!r}]={chosen.__name__} changes nothing, since methods that "
+                f"read gradients alone take parameters one by one: {why}. Leave it out"
+            )
+
+
 def _require_helpers(layers: Mapping[str, object]) -> None:
     """Check the values of ``layers``."""
     for pattern, helper in layers.items():
@@ -869,6 +826,42 @@ def _helper_of_parameter(
     return None, "it has no block of this parameter alone"
 
 
+def _refusals(block: Block, choices: Choices) -> Iterator[str]:
+    """Yield why the method or its solvers do not serve the chosen settings."""
+    method = block.method
+    if choices.scaling not in method.scalings:
+        yield (
+            f"{method!r} is not defined under scaling={choices.scaling!r}: pass "
+            f"Statistics(scaling='fisher'), or skip the module"
+        )
+    if choices.observed and method.captures and method.empirical_only:
+        yield (
+            f"{method!r} takes means of output gradients, which are those of the loss alone: "
+            f"pass Statistics(fisher='empirical'), or skip the module"
+        )
+    for solver, numbers in block.solvers:
+        factors = [block.solved_factors[number].factor for number in numbers]
+        if (why := solver.unsupported(factors)) is not None:
+            yield f"{solver!r} cannot solve the factors of {method!r}: {why}"
+
+
+def _refusals_of_factors(block: Block, choices: Choices) -> Iterator[str]:
+    """Yield why the factors of a method do not serve the chosen settings."""
+    method, damping = block.method, choices.damping
+    is_relative = damping is not None and damping.per_block
+    if is_relative and block.captured and not block.solved_factors:
+        yield (
+            f"{damping!r} is relative to factors that are solved, and {method!r} has none: "
+            f"pass a number for damping=, or skip the module"
+        )
+    if choices.scaling != "fisher" and (names := _beyond_kaisa(block)):
+        yield (
+            f"scaling={choices.scaling!r} knows no diagonal factors, nor means over the rows "
+            f"of each group ({', '.join(names)}): pass Statistics(scaling='fisher'), or skip "
+            f"the module"
+        )
+
+
 def _beyond_kaisa(block: Block) -> list[str]:
     """Return the factors that kfac-pytorch's scaling does not define."""
     counted = any(helper.counts_inputs for helper in block.helpers)
@@ -892,6 +885,18 @@ def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) 
             f"module {name!r} ({type(module).__name__}) is lazy and not initialised yet: run one "
             f"forward pass before building the Preconditioner, or skip the module"
         )
+
+
+def _is_apart(
+    layer: Sequence[_Candidate], key: str, sharers: Iterable[tuple[str, nn.Module]]
+) -> bool:
+    """Return whether a parameter is not shared by the same modules as the layer's weight."""
+    # A block has a parameter only if it has all of its gradient.
+    owners = {id(module) for _, module in sharers}
+    members = {id(candidate.module) for candidate in layer}
+    if len(owners) > 1 and not owners <= members:
+        return True
+    return len({id(parameter_of(candidate.module, key)) for candidate in layer}) > 1
 
 
 def _of_shared_weight(

@@ -135,9 +135,7 @@ class Effect:
             any_seen |= seen
             if reached != seen:
                 (missed if reached else taken).append(block)
-        # Whether no block has ever had statistics: then the step would do nothing.
-        never = not any_seen and all(block.mass == 0 for block in self._blocks)
-        self._raise_if_idle(missed, taken, has_any=has_any, has_other=has_other, never=never)
+        self._raise_if_idle(missed, taken, has_any=has_any, has_other=has_other, any_seen=any_seen)
         if missed:
             warnings.warn(f"soframe: {self._without_statistics(missed)}", stacklevel=8)
         # With a probe, statistics do not imply that the loss depends on a block.
@@ -151,9 +149,11 @@ class Effect:
         *,
         has_any: bool,
         has_other: bool,
-        never: bool,
+        any_seen: bool,
     ) -> None:
         """Raise if the step would have no effect."""
+        # Whether no block has ever had statistics: then the step would do nothing.
+        never = not any_seen and all(block.mass == 0 for block in self._blocks)
         if missed and never:
             raise RuntimeError(f"{self._without_statistics(missed)} No gradient was changed.")
         if taken and not has_any:
