@@ -40,6 +40,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print machine-readable results, and nothing else.")
 ]
+Kind = Annotated[str | None, typer.Option(help="The kind of model, as of soframe.recommend.")]
+Ranks = Annotated[int, typer.Option("--ranks", "--world-size", min=1, help="The number of ranks.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -73,9 +75,7 @@ def _user_errors() -> Iterator[None]:
 @app.command()
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Builds the model.")],
-    ranks: Annotated[
-        int, typer.Option("--ranks", "--world-size", min=1, help="The number of ranks.")
-    ] = 1,
+    ranks: Ranks = 1,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -83,9 +83,7 @@ def inspect(
             "with --method."
         ),
     ] = None,
-    kind: Annotated[
-        str | None, typer.Option(help="The kind of model, as of soframe.recommend.")
-    ] = None,
+    kind: Kind = None,
     method: Annotated[
         str | None, typer.Option(help="The method of the plan, in place of the recommended one.")
     ] = None,
@@ -137,9 +135,7 @@ def plan(
             help="Builds the model; or the name of a workload: see --list.",
         ),
     ] = None,
-    ranks: Annotated[
-        int, typer.Option("--ranks", "--world-size", min=1, help="The number of ranks.")
-    ] = 1,
+    ranks: Ranks = 1,
     hardware: Annotated[
         str, typer.Option(help="A profile by name, or a file that --measure wrote.")
     ] = "h100-ib",
@@ -152,9 +148,7 @@ def plan(
             "--input", help="The shape of an input, such as 32x3x224x224, or 8x1024:int64."
         ),
     ] = None,
-    kind: Annotated[
-        str | None, typer.Option(help="The kind of model, as of soframe.recommend.")
-    ] = None,
+    kind: Kind = None,
     method: Annotated[
         str | None, typer.Option(help="The method, in place of the recommended one.")
     ] = None,
@@ -188,20 +182,21 @@ def plan(
     Ranks and hardware exist on paper, weights need no memory, and 4,096 ranks fit a laptop.
     The exit code is 2 if no strategy fits.
     """
+    if listing:
+        _list_plans()
+        return
     with _user_errors():
-        if listing:
-            _list_plans()
-            return
         if measure is not None:
             hardware = _measure(measure)
             if model is None:
                 return
-        built, inputs = inspection.problem(model or "", shapes or ())
+        built, inputs = inspection.problem(model or "", shapes)
         settings, recommended = {"method": method, "auxiliary": auxiliary}, None
         if method is None:
             advice = soframe.recommend(built, kind=kind)
             settings = dict(advice.plan)
             recommended = KINDS["strategy"].build(advice.strategy, soframe.Strategy)
+        limit = None if memory is None else parse_bytes(memory)
         plans, varied = [], vary or []
         for variant, words in planner.variants(varied, solver):
             base = planner.Option(
@@ -214,7 +209,7 @@ def plan(
                 Task.of(built, inputs, **settings, **variant),
                 ranks=ranks,
                 hardware=Hardware.load(hardware),
-                memory_limit=None if memory is None else parse_bytes(memory),
+                memory_limit=limit,
                 options=planner.varied(planner.usual(ranks, base), varied),
                 amp=amp,
                 recommended=recommended,
@@ -317,11 +312,12 @@ def cite(
     elif name:
         typer.echo("\n\n".join(cited.values()))
     else:
-        sections = []
-        for kind, known in citations.papers().items():
-            names = [(component, ", ".join(keys) or "none") for component, keys in known.items()]
-            sections.append([(kind, *row) for row in names])
-        _print_table(("kind", "name", "papers"), sections)
+        _print_table(("kind", "name", "papers"), map(_rows, citations.papers().items()))
+
+
+def _rows(papers: tuple[str, dict[str, tuple[str, ...]]]) -> list[tuple[str, str, str]]:
+    kind, known = papers
+    return [(kind, name, ", ".join(keys) or "none") for name, keys in known.items()]
 
 
 def _name(key: object) -> str:

@@ -132,8 +132,6 @@ class Laplace:
         """The number N of training samples that the curvature was fitted to, on all ranks."""
         return samples_of(self.curvature)
 
-    # -- the evidence -------------------------------------------------------------------------
-
     def log_marginal_likelihood(self, log_likelihood: float) -> float:
         """Return the logarithm of the evidence; every rank must call.
 
@@ -192,8 +190,6 @@ class Laplace:
         noise = math.exp(best.x)
         precision = _best_precision(values / noise, square)
         return replace(self, prior_precision=precision, noise=noise)
-
-    # -- predictions --------------------------------------------------------------------------
 
     def sample(self, number: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Return samples of the weights; every rank must call.
@@ -275,8 +271,6 @@ class Laplace:
             return outputs, outputs.reshape(len(outputs), -1)[:, output].mean()
 
         return loss
-
-    # -- the posterior precision --------------------------------------------------------------
 
     @property
     def _scale(self) -> float:

@@ -176,8 +176,6 @@ def _dtype(arguments: Mapping[str, Any]) -> torch.dtype | None:
     return dtype
 
 
-# -- checkpoints ----------------------------------------------------------------------------------
-
 _CONSTANTS = {
     "damping": "damping",
     "factor_decay": "decay",

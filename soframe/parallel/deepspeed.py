@@ -293,9 +293,16 @@ def homes(
     unknown = {p: name for name, p in named if p not in known}
     storages: dict[nn.Parameter, GradientHome] = {}
     for optimizer, kind in _optimizers(unknown, sources).items():
-        partitions = _partitions(optimizer, kind, unknown)
-        if partitions is not None:
-            storages.update(dict.fromkeys(partitions.places, partitions))
+        groups = getattr(optimizer, kind.groups_name)
+        parameters = itertools.chain.from_iterable(groups)
+        name = next((unknown[p] for p in parameters if p in unknown), None)
+        if name is None:
+            continue
+        try:
+            partitions = kind(optimizer)
+        except ValueError as error:
+            raise ValueError(f"the parameter {name} belongs to DeepSpeed's ZeRO, {error}") from None
+        storages.update(dict.fromkeys(partitions.places, partitions))
     if storages or known:
         # Last, since the other homes take precedence for an optimizer's groups.
         left_out = LeftOut()
@@ -303,20 +310,6 @@ def homes(
             if parameter not in storages and _is_left_out(parameter):
                 storages[parameter] = left_out
     return storages
-
-
-def _partitions(
-    optimizer: Any, kind: type[Partitions], names: Mapping[nn.Parameter, str]
-) -> Partitions | None:
-    """Return an optimizer's averaged gradients, or None if it has none of the parameters."""
-    for parameter in itertools.chain.from_iterable(getattr(optimizer, kind.groups_name)):
-        if parameter in names:
-            try:
-                return kind(optimizer)
-            except ValueError as error:
-                text = f"the parameter {names[parameter]} belongs to DeepSpeed's ZeRO, {error}"
-                raise ValueError(text) from None
-    return None
 
 
 def _optimizers(

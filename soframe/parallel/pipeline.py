@@ -97,8 +97,6 @@ class Pipeline(Stages):
             parts.update(dict.fromkeys(stage.submod.parameters(), part))
         return parts
 
-    # -- at the start -------------------------------------------------------------------------
-
     def require_backend(self, backend: Backend | None) -> None:
         if backend is None:
             if self.backend.world_size < dist.get_world_size():
@@ -141,19 +139,6 @@ class Pipeline(Stages):
         if self._schedule is None:
             return
         self._parts = self._find_parts()  # modules may have been replaced
-        self._require_parts(model, blocks)
-        captured = next((block for block in blocks if block.captured), None)
-        if captured is not None and _splits(self._schedule):
-            raise ValueError(
-                f"{type(self._schedule).__name__} computes the gradients of inputs and of weights "
-                f"in passes apart (zero bubble), and {captured.method!r} takes its statistics "
-                f"where both are computed: choose ScheduleGPipe, Schedule1F1B or "
-                f"ScheduleInterleaved1F1B, or a method of gradients alone, such as 'muon' or "
-                f"'soap'"
-            )
-
-    def _require_parts(self, model: nn.Module, blocks: Sequence[Block]) -> None:
-        """Raise unless the model and the stages on this rank have the same parameters."""
         for block in blocks:
             for name, parameter in block.parameters.items():
                 if parameter not in self._parts:
@@ -172,6 +157,15 @@ class Pipeline(Stages):
                     f"one Preconditioner of the modules of all stages of this rank (nn.ModuleList "
                     f"of several)"
                 )
+        captured = next((block for block in blocks if block.captured), None)
+        if captured is not None and _splits(self._schedule):
+            raise ValueError(
+                f"{type(self._schedule).__name__} computes the gradients of inputs and of weights "
+                f"in passes apart (zero bubble), and {captured.method!r} takes its statistics "
+                f"where both are computed: choose ScheduleGPipe, Schedule1F1B or "
+                f"ScheduleInterleaved1F1B, or a method of gradients alone, such as 'muon' or "
+                f"'soap'"
+            )
 
     def say_failed(self, error: BaseException) -> None:
         say_failed(self.backend, error)
@@ -227,8 +221,6 @@ class Pipeline(Stages):
             return saved  # a later check names the difference
         return {**saved, "blocks": {name: blocks[name] for name in names}}
 
-    # -- micro-batches ------------------------------------------------------------------------
-
     def roots(self, model: nn.Module) -> Sequence[nn.Module]:
         if self._schedule is None:
             return super().roots(model)
@@ -259,8 +251,6 @@ class Pipeline(Stages):
             f"once for each step; to accumulate over several, pass it scale_grads=False and a "
             f"loss that is divided by all micro-batches"
         )
-
-    # -- in a step ----------------------------------------------------------------------------
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -6,8 +6,9 @@ refuses to be built, and to step if such a framework came later.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -96,58 +97,43 @@ def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
         return None
     plans = {id(plan.parameter): plan.dims for plan in planned(model)}
     together = {rank: {rank} for rank in ranks}
-    spans: dict[str, _Span] = {}
+    averaged: dict[frozenset[int], str] = {}
+    spans: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            for mesh_ranks in meshes(parameter, ranks):
-                _join(together, mesh_ranks.flatten().tolist())
-            spans[name] = _span(parameter, plans.get(id(parameter), 0))
+        if not isinstance(parameter, DTensor):
+            continue
+        for mesh_ranks in meshes(parameter, ranks):
+            joined = set().union(*(together[rank] for rank in mesh_ranks.flatten().tolist()))
+            together.update(dict.fromkeys(joined, joined))
+        mesh = parameter.device_mesh
+        dims, place = plans.get(id(parameter), 0), mesh.get_coordinate()
+        assert place is not None
+        here: Any = (..., *place[mesh.ndim - dims :])
+        among = frozenset(mesh.mesh[here].flatten().tolist())
+        span = frozenset(mesh.mesh.flatten().tolist())
+        spans[name] = among, span
+        if not dims:
+            averaged.setdefault(among, name)
     connected = together[ranks[0]]
     if connected != set(ranks):
         return f"the model is sharded over the ranks {sorted(connected)}"
-    # Of a parameter outside of plans, if there is one.
-    data = min(spans.values(), key=lambda span: span.is_planned).averaging
-    for name, span in spans.items():
+    data = next(iter(averaged), next(iter(spans.values()))[0])
+    for name, (among, span) in spans.items():
         # Experts over ranks: with the ranks of their plan they see the data of all ranks.
-        if data not in (span.averaging, span.mesh):
+        if among != data and span != data:
             return (
-                f"the gradient of {name} is averaged over the ranks {sorted(span.averaging)}, and "
-                f"that of others over the ranks {sorted(data)}"
+                f"the gradient of {name} is averaged over the ranks {sorted(among)}, and that of "
+                f"others over the ranks {sorted(data)}"
             )
     return None
-
-
-def _join(together: dict[int, set[int]], ranks: Sequence[int]) -> None:
-    joined = set().union(*(together[rank] for rank in ranks))
-    together.update(dict.fromkeys(joined, joined))
-
-
-class _Span(NamedTuple):
-    """The ranks of a parameter."""
-
-    averaging: frozenset[int]  # that average its gradient with this rank
-    mesh: frozenset[int]
-    is_planned: bool  # whether it belongs to a tensor-parallel plan
-
-
-def _span(parameter: DTensor, dims: int) -> _Span:
-    """Return the ranks of a parameter, the last dimensions of whose mesh are a plan's."""
-    mesh = parameter.device_mesh
-    place = mesh.get_coordinate()
-    assert place is not None
-    here: Any = (..., *place[mesh.ndim - dims :])
-    averaging = frozenset(mesh.mesh[here].flatten().tolist())
-    return _Span(averaging, frozenset(mesh.mesh.flatten().tolist()), dims > 0)
 
 
 def refused_together(
     model: nn.Module, blocks: Sequence[Block], placement: Placement, *, draws: bool
 ) -> str | None:
     """Return an error if ranks of a plan draw their own targets or take no statistics, or None."""
-    parameters: list[nn.Parameter] = []
-    for block in blocks:
-        parameters += block.parameters.values()
-    if not (draws or any(map(sharding.is_distributed, parameters))):
+    parameters = itertools.chain.from_iterable(block.parameters.values() for block in blocks)
+    if not draws and not any(map(sharding.is_distributed, parameters)):
         return None
     of_plans = {id(plan.parameter): plan.name for plan in planned(model)}
     if of_plans and draws:
@@ -157,7 +143,7 @@ def refused_together(
             f"pass Statistics(fisher='type-2'), or 'empirical'"
         )
     for block, place in zip(blocks, placement.blocks, strict=True):
-        in_plan = not of_plans.keys().isdisjoint(map(id, block.parameters.values()))
+        in_plan = any(id(p) in of_plans for p in block.parameters.values())
         if in_plan and not _all_contribute(block, place):
             return (
                 f"{block.name} belongs to a tensor-parallel plan, all ranks of which bring the "

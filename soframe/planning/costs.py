@@ -279,8 +279,6 @@ class Costs:
                 self._priced[key] = self._paper.price(make(), products=products or self._fast)
         return self._priced[key]
 
-    # -- a rank ---------------------------------------------------------------------------------
-
     def arithmetic(self, placement: Placement, part: Part) -> Arithmetic:
         """Return the seconds of a rank's phases."""
         stacks = placement.stacks
@@ -292,6 +290,9 @@ class Costs:
             gathered += [self.statistics[self.work[index].name] for index in stacks[stack]]
 
         factors, matrices = self._bytes_of_factors(placement, part)
+        gradients = 0  # bytes
+        for members in stacks:
+            gradients += ITEM_BYTES[self.work[members[0]].dtype] * prod(self.shape(members))
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
             statistics=self._with_host(
@@ -303,9 +304,7 @@ class Costs:
             # A triangle is read, and the matrix written.
             solve=solve.seconds + 1.5 * matrices / bandwidth,
             direct=sum(update.seconds for update in directs),
-            write=self._with_host(
-                self.hardware.host * len(self.work), 4 * self._gradients(placement) / bandwidth
-            ),
+            write=self._with_host(self.hardware.host * len(self.work), 4 * gradients / bandwidth),
         )
 
     def _bytes_of_factors(self, placement: Placement, part: Part) -> tuple[int, int]:
@@ -320,13 +319,6 @@ class Costs:
         for stack, index, blocks in part.solves:
             matrices += item[stack] * blocks * prod(first[stack].factors[index].shape)
         return factors, matrices
-
-    def _gradients(self, placement: Placement) -> int:
-        """Return the bytes of all stacks' gradients."""
-        size = 0
-        for members in placement.stacks:
-            size += ITEM_BYTES[self.work[members[0]].dtype] * prod(self.shape(members))
-        return size
 
     def _with_host(self, host: float, device: float) -> float:
         """Return the seconds of both: a GPU works while the host goes on, a CPU does not."""

@@ -228,19 +228,13 @@ class Hardware:
             volume = 1.0
         return rounds * link.latency + volume * size / link.bandwidth
 
-    # -- files ----------------------------------------------------------------------------
-
     def save(self, path: Path) -> None:
         """Write the profile as JSON."""
         plain = dataclasses.asdict(self)
         plain["operators"] = {name: _plain(curve) for name, curve in self.operators.items()}
         plain["collectives"] = [
-            {
-                "operation": collective.operation,
-                "ranks": collective.ranks,
-                **_plain(collective.seconds),
-            }
-            for collective in self.collectives
+            {"operation": measured.operation, "ranks": measured.ranks, **_plain(measured.seconds)}
+            for measured in self.collectives
         ]
         path.write_text(json.dumps(plain, indent=1) + "\n")
 

@@ -97,14 +97,14 @@ def inspect(
     return report, placement
 
 
-def problem(path: str, shapes: Sequence[str]) -> tuple[nn.Module, list[Any] | None]:
+def problem(path: str, shapes: Sequence[str] | None) -> tuple[nn.Module, list[Any] | None]:
     """Return a model by ``MODULE:CALLABLE``, or a workload's by its name, on the meta device.
 
     And its inputs, of shapes such as ``"8x1024:int64"``, by default a workload's own; None without.
     """
     workload = WORKLOADS.get(path)
     model = build_model(path, meta=True) if workload is None else workload.model()
-    inputs = [_input(shape) for shape in shapes]
+    inputs = [_input(shape) for shape in shapes or ()]
     if workload is not None and not inputs:
         inputs = list(workload.inputs(workload.batch))
     return model, inputs or None

@@ -8,7 +8,7 @@ leads back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -28,13 +28,12 @@ def kind_of(model: nn.Module) -> str:
     has_attention = _has_attention(modules)
     if _has_any(modules, nn.RNNBase, nn.RNNCellBase) and not has_attention:
         return "recurrent"
-    convolutions = list(_convolutions(modules))
-    has_patches = _embed_patches(convolutions)
-    is_convolutional = _is_most(convolutions, model)
+    has_patches = _embed_patches(modules)
+    is_convolutional = _is_most_convolutional(model)
     has_tokens = has_attention or _has_tokens(modules, has_patches=has_patches)
     if has_tokens and (has_patches or not is_convolutional):
         return "transformer"
-    if is_convolutional or _overlap(convolutions):
+    if is_convolutional or _overlap(modules):
         return "convolutional"
     has_tables = _has_any(modules, nn.Embedding)
     return "regression" if _has_one_output(modules) and not has_tables else "dense"
@@ -59,12 +58,6 @@ def _has_tokens(modules: Sequence[nn.Module], *, has_patches: bool) -> bool:
     return has_embedding and _has_norms(modules)
 
 
-def _convolutions(modules: Sequence[nn.Module]) -> Iterator[_ConvNd]:
-    for module in modules:
-        if isinstance(module, _ConvNd):
-            yield module
-
-
 def _has_one_output(modules: Sequence[nn.Module]) -> bool:
     linear = [module for module in modules if isinstance(module, nn.Linear)]
     return bool(linear) and linear[-1].out_features == 1
@@ -77,27 +70,30 @@ def _has_norms(modules: Sequence[nn.Module]) -> bool:
     return is_named or _has_any(modules, nn.LayerNorm, nn.RMSNorm)
 
 
-def _overlap(convolutions: Sequence[_ConvNd]) -> bool:
+def _overlap(modules: Sequence[nn.Module]) -> bool:
     """Return whether neighbouring outputs of some convolution share inputs."""
-    for convolution in convolutions:
-        pairs = zip(convolution.kernel_size, convolution.stride, strict=True)
-        if any(kernel > stride for kernel, stride in pairs):
-            return True
+    for module in modules:
+        if isinstance(module, _ConvNd):
+            pairs = zip(module.kernel_size, module.stride, strict=True)
+            if any(kernel > stride for kernel, stride in pairs):
+                return True
     return False
 
 
-def _embed_patches(convolutions: Sequence[_ConvNd]) -> bool:
-    """Return whether some have strides and none overlap, as in a vision transformer."""
-    has_stride = any(max(convolution.stride) > 1 for convolution in convolutions)
-    return has_stride and not _overlap(convolutions)
+def _embed_patches(modules: Sequence[nn.Module]) -> bool:
+    """Return whether convolutions have strides and none overlap, as in a vision transformer."""
+    strides = [max(module.stride) for module in modules if isinstance(module, _ConvNd)]
+    return max(strides, default=1) > 1 and not _overlap(modules)
 
 
-def _is_most(convolutions: Sequence[_ConvNd], model: nn.Module) -> bool:
+def _is_most_convolutional(model: nn.Module) -> bool:
     """Return whether convolutions have most of the matrices' entries, tables apart."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    kernels: set[int] = set()
-    for module in convolutions:
-        kernels.update(map(id, module.parameters(recurse=False)))
+    tables, kernels = set[int](), set[int]()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            tables.add(id(module.weight))
+        elif isinstance(module, _ConvNd):
+            kernels.update(map(id, module.parameters(recurse=False)))
     in_kernels, elsewhere = 0, 0
     for parameter in model.parameters():
         if parameter.dim() > 1 and id(parameter) in kernels:

@@ -53,12 +53,8 @@ FLOPS: dict[str, Callable[[int], float]] = {  # of a side, and of channels
     "convolution": lambda channels: 2.0 * 8 * 14**2 * 3**2 * channels**2,
 }
 COLLECTIVES = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "reduce_scatter",
-    "all_gather_shares",
-    "all_to_all",
+    *("all_reduce", "reduce", "broadcast"),
+    *("reduce_scatter", "all_gather_shares", "all_to_all"),
 )
 
 Call = Callable[[], object]
@@ -164,9 +160,6 @@ def _some(sides: Sequence[int]) -> list[int]:
     # The second is large enough to show how seconds grow beyond overheads.
     middle = [side for side in sides[1:] if side <= MIDDLE][-1:]
     return list(dict.fromkeys([sides[0], *middle, *sides]))
-
-
-# -- the curves ------------------------------------------------------------------------------------
 
 
 def _limits(device: torch.device) -> list[Series]:
@@ -300,9 +293,6 @@ def _collective(
     return lambda: calls[operation]().wait()
 
 
-# -- samples ---------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Point:
     """One size of a series, with the samples of this rank in seconds."""
@@ -367,11 +357,7 @@ class _Sampler:
         return points, share - remaining
 
     def _begin_point(self, series: Series, size: int, share: float) -> tuple[_Point, float, float]:
-        """Take the first sample of a size.
-
-        Returns:
-            The size, the seconds that it takes whatever the samples, and those of a sample.
-        """
+        """Take the first sample of a size; return also its fixed seconds, and those of a sample."""
         start = time.perf_counter()
         call = series.make(size)
         making = time.perf_counter() - start
@@ -447,9 +433,6 @@ def _over_ranks(points: Sequence[_Point], backend: Backend) -> dict[Series, dict
     return medians
 
 
-# -- the profile -----------------------------------------------------------------------------------
-
-
 def _profile(
     device: torch.device,
     backend: Backend,
@@ -467,6 +450,7 @@ def _profile(
     texts = gather_texts(backend, json.dumps(_description(device)), PHASE)
     descriptions = [json.loads(text) for text in texts]
     node = _node([description["host"] for description in descriptions])
+    operators, batched = _curves(samples)
     links = _links(measured)
     *calls, host = _of_rank_zero(backend, [*python.calls.values(), python.block])
     by_helper = dict(zip(python.calls, calls, strict=True))
@@ -485,8 +469,8 @@ def _profile(
         ),
         launch=launch,
         bandwidth=2 * size / second,  # read and written
-        operators=_operators(samples),
-        batched=_batched(samples) if cuda else {},
+        operators=operators,
+        batched=batched if cuda else {},
         collectives=tuple(measured),
         node=node,
         within=links[-1],
@@ -499,27 +483,20 @@ def _profile(
     )
 
 
-def _operators(samples: dict[Series, dict[int, float]]) -> dict[str, Curve]:
-    """Return the curves of single products, convolutions and factorisations."""
+def _curves(
+    samples: dict[Series, dict[int, float]],
+) -> tuple[dict[str, Curve], dict[str, tuple[tuple[int, int, float], ...]]]:
+    """Return the curves of single operators; and side, batch and seconds of factorisations."""
     operators: dict[str, Curve] = {}
+    batched: dict[str, tuple[tuple[int, int, float], ...]] = {}
     for series, times in samples.items():
         operator, colon, _ = series.key.partition(":")
         if colon and series.batch == 1:
             operators[series.key] = _curve(times, FLOPS.get(operator, float))
-    return operators
-
-
-def _batched(
-    samples: dict[Series, dict[int, float]],
-) -> dict[str, tuple[tuple[int, int, float], ...]]:
-    """Return side, batch and seconds of factorisations."""
-    batched: dict[str, tuple[tuple[int, int, float], ...]] = {}
-    for series, times in samples.items():
-        operator, colon, _ = series.key.partition(":")
         if colon and operator not in FLOPS:
-            rows = tuple((side, series.batch, second) for side, second in times.items())
-            batched[series.key] = batched.get(series.key, ()) + rows
-    return batched
+            rows = [(side, series.batch, second) for side, second in times.items()]
+            batched[series.key] = (*batched.get(series.key, ()), *rows)
+    return operators, batched
 
 
 def _description(device: torch.device) -> dict[str, Any]:
@@ -608,15 +585,15 @@ def _node(hosts: Sequence[str]) -> int | None:
 
 
 def _links(measured: Sequence[Collective]) -> list[Link]:
-    """Return the links of broadcasts over all ranks and over pairs; without any, a usual one."""
-    links = [_link(curve) for curve in measured if curve.operation == "broadcast"]
+    """Return the links that broadcasts over all ranks and over pairs need, or a usual one."""
+    links = []
+    for collective in measured:
+        if collective.operation == "broadcast":
+            # Of its smallest and largest size, as `Hardware` prices them.
+            (_, first), *_, (size, last) = collective.seconds.points
+            rounds = math.ceil(math.log2(collective.ranks))
+            links.append(Link(first / rounds, size / last))
     return links or [Hardware.within]
-
-
-def _link(broadcast: Collective) -> Link:
-    """Return the link that gives a broadcast's smallest and largest size, as `Hardware` does."""
-    (_, first), *_, (size, last) = broadcast.seconds.points
-    return Link(first / math.ceil(math.log2(broadcast.ranks)), size / last)
 
 
 def _processor() -> str:

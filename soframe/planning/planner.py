@@ -247,10 +247,8 @@ class Plan:
     @property
     def _recommended(self) -> Row | None:
         """The fastest fitting row of the recommended strategy."""
-        for row in self.fitting:
-            if row.option.strategy == self.recommended:
-                return row
-        return None
+        rows = (row for row in self.fitting if row.option.strategy == self.recommended)
+        return next(rows, None)
 
     @property
     def why(self) -> str:
@@ -562,15 +560,7 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
         priced.append(Rank(len(ranks), arithmetic[part], messages))
         traffics.append(_traffic(messages, statistics_every, solve_every))
 
-    schedule = _schedule(
-        costs,
-        task,
-        priced,
-        placement.world_size,
-        option.local,
-        option.background,
-        added=seconds_of_rows(costs.work, costs.hardware),
-    )
+    schedule = _schedule(costs, task, priced, placement.world_size, option)
     turns = solve_every if option.stagger else 1
     return Row(
         option,
@@ -594,16 +584,11 @@ def _local_plan(task: Task) -> LocalPlan:
 
 
 def _schedule(
-    costs: Costs,
-    task: Task,
-    of_ranks: Sequence[Rank],
-    ranks: int,
-    local: bool = False,
-    background: int = 0,
-    added: Mapping[str, float] | None = None,
+    costs: Costs, task: Task, of_ranks: Sequence[Rank], ranks: int, option: Option | None = None
 ) -> Schedule:
+    """Return the steps of an option, or those without a preconditioner."""
     size = sum(p.numel() * p.element_size() for p in task.parameters)  # bytes
-    is_averaged_outside = ranks > 1 and not local  # by DistributedDataParallel
+    is_averaged_outside = ranks > 1 and not (option and option.local)  # by DistributedDataParallel
     return Schedule(
         costs.hardware,
         of_ranks,
@@ -612,15 +597,15 @@ def _schedule(
         gradients=size if is_averaged_outside else 0,
         # Weights, gradients and momentum are read, weights and momentum written.
         optimizer=5 * size / costs.hardware.bandwidth,
-        background=background,
-        added=added,
+        background=option.background if option else 0,
+        added=seconds_of_rows(costs.work, costs.hardware) if option else {},
     )
 
 
 def _seconds_without_preconditioner(costs: Costs, task: Task, ranks: int) -> float:
     """Return the seconds of a step without a preconditioner."""
     nothing = Arithmetic(*(0.0 for _ in dataclasses.fields(Arithmetic)))
-    rank = Rank(ranks, nothing, {kind: [] for kind in KINDS})
+    rank = Rank(ranks, nothing, dict.fromkeys(KINDS, ()))
     return _schedule(costs, task, [rank], ranks).timing(1, 1).mean
 
 

@@ -175,18 +175,18 @@ class Paper:
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         # Of a GPU's paths all but few are taken on the meta device, which no driver has to serve.
-        self.device = "cpu" if hardware.device == "cpu" else "meta"
+        self.device = "meta"
+        self._mode: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if hardware.device == "cpu":
+            self.device, self._mode = "cpu", FakeTensorMode(allow_non_fake_inputs=True)
 
     def __enter__(self) -> Paper:
-        if self.device == "cpu":
-            self._fake.__enter__()
+        self._mode.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self.device == "cpu":
-            self._fake.__exit__(*error)
+        self._mode.__exit__(*error)
 
     def new(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a tensor."""

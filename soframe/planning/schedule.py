@@ -108,14 +108,14 @@ class Schedule:
         passes: float,  # seconds of a forward and backward pass
         gradients: int,  # bytes that DistributedDataParallel averages; 0 if soframe does
         optimizer: float,  # seconds of the optimizer's step
-        background: int = 0,  # steps for which solves run on a stream of their own
-        added: Mapping[str, float] | None = None,  # seconds of phases with a price of their own
+        background: int,  # steps for which solves run on a stream of their own
+        added: Mapping[str, float],  # seconds of phases with a price of their own
     ) -> None:
         self._hardware, self._parts, self._background = hardware, parts, background
         crowd = hardware.crowd(ranks)
         self._is_crowded = crowd >= 1
         self._passes, self._optimizer = max(1.0, crowd) * passes, max(1.0, crowd) * optimizer
-        self._added = {name: max(1.0, crowd) * time for name, time in (added or {}).items()}
+        self._added = {name: max(1.0, crowd) * time for name, time in added.items()}
         everyone = range(ranks)
         buckets = -(-gradients // BUCKET)
         size = gradients / buckets if buckets else 0.0

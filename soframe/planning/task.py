@@ -144,16 +144,12 @@ def _calls(
     calls: list[LayerShapes] = []
     kept: dict[int, int] = {}
 
-    def hook(helper: LayerHelper) -> Callable[..., None]:
-        def record(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-        ) -> None:
-            # Products inside a module are found by its own parameters, which these are not.
-            if isinstance(output, Tensor) and type(helper).observe is LayerHelper.observe:
-                inputs = tuple(helper.inputs(args, kwargs))
-                calls.append(LayerShapes(helper, inputs, output.detach()))
-
-        return record
+    def record(
+        helper: LayerHelper, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        # Products inside a module are found by its own parameters, which these are not.
+        if isinstance(output, Tensor) and type(helper).observe is LayerHelper.observe:
+            calls.append(LayerShapes(helper, tuple(helper.inputs(args, kwargs)), output.detach()))
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -163,10 +159,10 @@ def _calls(
 
     tensors = _tensors_of(model, _meta)
     known = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
-    helpers = itertools.chain.from_iterable(block.helpers for block in blocks)
-    hooks = [
-        helper.module.register_forward_hook(hook(helper), with_kwargs=True) for helper in helpers
-    ]
+    hooks = []
+    for helper in itertools.chain.from_iterable(block.helpers for block in blocks):
+        hook = partial(record, helper)
+        hooks.append(helper.module.register_forward_hook(hook, with_kwargs=True))
     try:
         with (
             torch.enable_grad(),

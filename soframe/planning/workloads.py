@@ -38,9 +38,6 @@ class Workload:
             return self.make()
 
 
-# -- ResNet-50 ------------------------------------------------------------------------------------
-
-
 class Residual(nn.Module):
     """Convolutions with batch norm, and a shortcut around them."""
 
@@ -82,9 +79,6 @@ def resnet(counts: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Sequential:
             layers.append(Residual(channels, sizes))
             channels = 4 * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
-
-
-# -- transformers ---------------------------------------------------------------------------------
 
 
 def heads(x: Tensor, size: int) -> Tensor:
@@ -243,6 +237,7 @@ def _tokens(batch: int, *, length: int, inputs: int = 1) -> tuple[Tensor, ...]:
     return tuple(tokens for _ in range(inputs))
 
 
+_LLAMA_2, _LLAMA_3 = "Llama 2, Touvron et al., 2023", "Llama 3, Grattafiori et al., 2024"
 _EACH = "; queries, keys and values have a matrix each; a usual batch"
 
 
@@ -268,27 +263,9 @@ WORKLOADS: dict[str, Workload] = {
         _text("gpt2-medium", partial(GPT, 1024, 24, 16), 1024, 8, "Radford et al., 2019"),
         _text("gpt2-large", partial(GPT, 1280, 36, 20), 1024, 8, "Radford et al., 2019"),
         _text("gpt2-xl", partial(GPT, 1600, 48, 25), 1024, 8, "Radford et al., 2019"),
-        _text(
-            "llama-7b",
-            partial(Llama, 32000, 32, 4096, 32, 32, 11008),
-            4096,
-            1,
-            "Llama 2, Touvron et al., 2023",
-        ),
-        _text(
-            "llama-8b",
-            partial(Llama, 128256, 32, 4096, 32, 8, 14336),
-            8192,
-            1,
-            "Llama 3, Grattafiori et al., 2024",
-        ),
-        _text(
-            "llama-70b",
-            partial(Llama, 128256, 80, 8192, 64, 8, 28672),
-            8192,
-            1,
-            "Llama 3, Grattafiori et al., 2024",
-        ),
+        _text("llama-7b", partial(Llama, 32000, 32, 4096, 32, 32, 11008), 4096, 1, _LLAMA_2),
+        _text("llama-8b", partial(Llama, 128256, 32, 4096, 32, 8, 14336), 8192, 1, _LLAMA_3),
+        _text("llama-70b", partial(Llama, 128256, 80, 8192, 64, 8, 28672), 8192, 1, _LLAMA_3),
     )
 }
 """Models by name."""

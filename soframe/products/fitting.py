@@ -139,7 +139,8 @@ class Fit:
     ) -> None:
         """Take the statistics of the batches that come after the ones which were counted."""
         batches = iter(loader)
-        if batches is loader and self._is_later_pass:
+        is_later = any(block.solved for block in self._placed.blocks)
+        if batches is loader and is_later:
             raise ValueError(
                 "this method takes another pass over the data, and the loader is an iterator, "
                 "which is used up: pass a DataLoader or a list"
@@ -154,14 +155,14 @@ class Fit:
             unfinished = self._window(progress, loss, every)
             reduced()
 
-    @property
-    def _is_later_pass(self) -> bool:
-        return any(block.solved for block in self._placed.blocks)
-
     def _window(self, batches: Iterator[Any], loss: LossOf, every: int) -> bool:
         """Take the statistics of some batches; return whether a rank has more."""
         progress, number, error = self.progress, 0, None
-        self._begin_window()
+        self._statistics.begin(
+            [block for block in self._placed.blocks if block.name in progress.gathering],
+            0,
+            lambda block: frozenset(progress.gathering.get(block.name, ())),
+        )
         try:
             number = self._run(batches, loss, every)
         except Exception as raised:  # of any kind: all ranks raise together
@@ -180,14 +181,6 @@ class Fit:
             self._add(earlier)
         self.progress = replace(progress, batches=progress.batches + number, weights=weights)
         return more > 0
-
-    def _begin_window(self) -> None:
-        gathering = self.progress.gathering
-        self._statistics.begin(
-            [block for block in self._placed.blocks if block.name in gathering],
-            0,
-            lambda block: frozenset(gathering.get(block.name, ())),
-        )
 
     def _run(self, batches: Iterator[Any], loss: LossOf, every: int) -> int:
         """Run forward and backward passes of at most so many batches; return their number."""

@@ -65,19 +65,6 @@ class Coordinates:
         Raises:
             ValueError: If names are unknown or missing, or shapes do not fit.
         """
-        self._require_names(vector)
-        common: torch.Size | None = None
-        for name, shape in self.shapes.items():
-            leading = _leading(name, shape, vector[name].shape)
-            if common is not None and leading != common:
-                raise ValueError(
-                    f"{name} has the leading dimensions {list(leading)}, and the names before it "
-                    f"{list(common)}: pass the same for all"
-                )
-            common = leading
-        return common or torch.Size()
-
-    def _require_names(self, vector: Vector) -> None:
         if unknown := [name for name in vector if name not in self.shapes]:
             reasons = [f"{name} ({self.left_out.get(name, 'no parameter')})" for name in unknown]
             raise ValueError(
@@ -89,6 +76,22 @@ class Coordinates:
                 f"the vector lacks {', '.join(missing)}: it has a tensor for each parameter that "
                 f"has a block; pass zeros where it is zero"
             )
+        common: torch.Size | None = None
+        for name, shape in self.shapes.items():
+            actual = vector[name].shape
+            leading = actual[: max(0, len(actual) - len(shape))]
+            if actual != leading + shape:
+                raise ValueError(
+                    f"{name} has the shape {list(shape)}, and the vector {list(actual)}: pass "
+                    f"[..., *shape]"
+                )
+            if common is not None and leading != common:
+                raise ValueError(
+                    f"{name} has the leading dimensions {list(leading)}, and the names before it "
+                    f"{list(common)}: pass the same for all"
+                )
+            common = leading
+        return torch.Size() if common is None else common
 
     def matrices(self, vector: Vector) -> dict[Block, Tensor]:
         """Return the gradient matrices of a vector in the dtype of their blocks.
@@ -136,13 +139,3 @@ class Coordinates:
         parts = entries.split([shape.numel() for shape in self.shapes.values()], -1)
         pairs = zip(self.shapes.items(), parts, strict=True)
         return {name: part.reshape(*part.shape[:-1], *shape) for (name, shape), part in pairs}
-
-
-def _leading(name: str, shape: torch.Size, actual: torch.Size) -> torch.Size:
-    """Return the dimensions that an entry of a vector has before its shape."""
-    leading = actual[: max(0, len(actual) - len(shape))]
-    if actual != leading + shape:
-        raise ValueError(
-            f"{name} has the shape {list(shape)}, and the vector {list(actual)}: pass [..., *shape]"
-        )
-    return leading

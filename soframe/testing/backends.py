@@ -36,20 +36,19 @@ def check_backend(backend: Backend) -> None:
     """
     rank, everyone = backend.rank, tuple(range(backend.world_size))
     # All ranks, and all but one of them.
-    groups = [everyone, *itertools.combinations(everyone, len(everyone) - 1)]
-    groups = [group for group in groups if group]
+    groups = [everyone, *filter(None, itertools.combinations(everyone, len(everyone) - 1))]
     backend.prepare(groups)
     check = _Check(backend)
     for dtype in (torch.uint8, torch.int64, *_FLOATS):
         tensors = [_numbers(r, dtype) for r in everyone]
         gathered = torch.cat(backend.all_gather(tensors[rank].clone(), "check"))
-        check.add(f"all_gather of {dtype}", everyone, gathered, torch.cat(tensors))
+        check.add(_Open(f"all_gather of {dtype}", everyone, gathered, torch.cat(tensors)))
     check.wait()
     for dtype in _FLOATS:
         tensors = [_numbers(r, dtype) for r in everyone]
         local = tensors[rank].clone()
         handle = backend.all_reduce(local, "check")
-        check.add(f"all_reduce of {dtype}", everyone, local, _total(tensors), handle)
+        check.add(_Open(f"all_reduce of {dtype}", everyone, local, _total(tensors), handle))
         for group in groups:
             for source in group:
                 check.pair(group, source, tensors)
@@ -67,7 +66,7 @@ class _Open:
     group: tuple[int, ...]  # whose results must be alike
     result: Tensor
     expected: Tensor | None  # None if not on this rank
-    handle: Handle
+    handle: Handle | None = None
 
 
 class _Check:
@@ -78,16 +77,8 @@ class _Check:
         self._open: list[_Open] = []
         self._problems: list[str] = []
 
-    def add(
-        self,
-        name: str,
-        group: tuple[int, ...],
-        result: Tensor,
-        expected: Tensor | None,
-        handle: Handle | None = None,
-    ) -> None:
-        """Add a collective whose results must be alike on a group; None if not on this rank."""
-        self._open.append(_Open(name, group, result, expected, handle or Handle()))
+    def add(self, collective: _Open) -> None:
+        self._open.append(collective)
 
     def pair(self, group: tuple[int, ...], source: int, tensors: Sequence[Tensor]) -> None:
         """Broadcast within a group from a rank of it, and reduce to that rank."""
@@ -97,7 +88,7 @@ class _Check:
         if rank in group:
             handle = backend.broadcast(local, source, group, "check")
         expected = tensors[source] if rank in group else None
-        self.add(f"broadcast {what} from rank {source}", group, local, expected, handle)
+        self.add(_Open(f"broadcast {what} from rank {source}", group, local, expected, handle))
         local, handle = tensors[rank].clone(), None
         try:
             if rank in group:
@@ -105,7 +96,7 @@ class _Check:
         except NotImplementedError:
             return  # the strategies that need it are refused by name
         expected = _total([tensors[r] for r in group]) if rank == source else None
-        self.add(f"reduce {what} to rank {source}", (source,), local, expected, handle)
+        self.add(_Open(f"reduce {what} to rank {source}", (source,), local, expected, handle))
 
     def shares(self, tensors: Sequence[Tensor]) -> None:
         """Gather uneven shares of one tensor, and reduce a tensor to such shares."""
@@ -116,12 +107,12 @@ class _Check:
         flat = torch.zeros_like(joined)
         flat.split(sizes)[rank].copy_(joined.split(sizes)[rank])
         handle = backend.all_gather_shares(flat, sizes, "check")
-        self.add(f"all_gather_shares of {dtype}", everyone, flat, joined, handle)
+        self.add(_Open(f"all_gather_shares of {dtype}", everyone, flat, joined, handle))
         local = tensors[rank][: sum(sizes)].clone()
         handle = backend.reduce_scatter(local, sizes, "check")
         share = local.split(sizes)[rank]
         expected = _total([numbers[: sum(sizes)] for numbers in tensors]).split(sizes)[rank]
-        self.add(f"reduce_scatter of {dtype}", (rank,), share, expected, handle)
+        self.add(_Open(f"reduce_scatter of {dtype}", (rank,), share, expected, handle))
 
     def all_to_all(self, tensors: Sequence[Tensor]) -> None:
         """Send r + s elements from each rank r to each rank s, and nothing to itself."""
@@ -140,13 +131,16 @@ class _Check:
         sent = tensors[rank][: sum(sends)].clone()
         received, handle = backend.all_to_all(sent, sends, receives, "check")
         if len(everyone) > 1:
-            self.add(f"all_to_all of {dtype}", (rank,), received, torch.cat(expected), handle)
+            self.add(
+                _Open(f"all_to_all of {dtype}", (rank,), received, torch.cat(expected), handle)
+            )
 
     def wait(self) -> None:
         """Wait for the collectives, the last one first, and compare their results."""
         collectives, self._open = self._open, []
         for collective in reversed(collectives):
-            collective.handle.wait()
+            if collective.handle is not None:
+                collective.handle.wait()
         for collective in collectives:
             self._compare(collective)
 

@@ -139,9 +139,6 @@ def sample_gradients(
     return torch.stack(rows)
 
 
-# -- parameters --------------------------------------------------------------------------------
-
-
 def _resolve(model: nn.Module, names: Sequence[str] | None) -> list[str]:
     # A tied parameter has its first name, also if another one is given.
     first = {id(p): name for name, p in model.named_parameters()}
@@ -151,9 +148,6 @@ def _resolve(model: nn.Module, names: Sequence[str] | None) -> list[str]:
     if len(set(resolved)) < len(resolved):
         raise ValueError(f"a parameter is named twice (tied?): {list(names)}")
     return resolved
-
-
-# -- samples -----------------------------------------------------------------------------------
 
 
 def _map(function: Callable[[Tensor], Tensor], nest: Any) -> Any:
@@ -185,9 +179,6 @@ def _count(inputs: Any, targets: Any) -> int:
     if len(counts) != 1 or counts == {0}:
         raise ValueError(f"tensors must share one non-empty sample axis, got {sorted(counts)}")
     return counts.pop()
-
-
-# -- autograd ----------------------------------------------------------------------------------
 
 
 @contextmanager

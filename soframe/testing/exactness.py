@@ -187,19 +187,17 @@ def natural_gradient_cosines(
     fisher = dense_fisher(model, inputs, loss, targets, **data)  # type: ignore[arg-type]
     gradients = sample_gradients(model, inputs, loss, targets, parameters=every)
     gradient = gradients.mean(0) if reduction == "mean" else gradients.sum(0)
-    directions: list[Tensor] = []
+    directions, sizes, dampings = list[Tensor](), list[int](), list[Tensor]()
     for block in blocks:
         _require_alone(preconditioner, block)
-        if of_last[block.name]["damping"] is None:
+        last_damping = of_last[block.name]["damping"]
+        if last_damping is None:
             raise ValueError("there is no direction yet: call step() before")
         directions += [_gradient(block, p) for p in block.parameters.values()]
+        sizes.append(sum(parameter.numel() for parameter in block.parameters.values()))
+        block_damping = last_damping if damping is None else damping
+        dampings.append(fisher.new_full((sizes[-1],), block_damping))
     direction = torch.cat(directions).to(fisher)
-    sizes, dampings = [], []
-    for block in blocks:
-        size = sum(parameter.numel() for parameter in block.parameters.values())
-        block_damping = of_last[block.name]["damping"] if damping is None else damping
-        sizes.append(size)
-        dampings.append(fisher.new_full((size,), block_damping))
     damped = fisher + torch.cat(dampings).diag()
     cosines: dict[str, float] = {}
     naturals, start = [], 0

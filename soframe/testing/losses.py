@@ -63,7 +63,12 @@ def check_loss(
     expected = (hessians @ vectors.flatten(1).unsqueeze(2)).view_as(outputs)
     compare(product, expected, f"{name}: hessian_product and half_factor", rtol=RTOL)
     if outputs.dim() > 2 and checked.means is not None:
-        _compare_positions(checked, outputs, vectors, name)
+        twice = torch.cat([outputs, outputs], -1), torch.cat([vectors, 0 * vectors], -1)
+        part = checked.hessian_product(*twice)[..., : outputs.shape[-1]]
+        expected = product * (0.5 if checked.means else 1.0)
+        compare(
+            part, expected, f"{name}: with twice the positions, means={checked.means}", rtol=RTOL
+        )
     leaf = outputs.clone().requires_grad_()
     sample_losses = [criterion(leaf[n : n + 1], targets[n : n + 1]) for n in range(len(leaf))]
     values = torch.stack(sample_losses)
@@ -75,33 +80,20 @@ def check_loss(
     if checked.expected:
         _compare_counts(checked, outputs, leaf, values, name)
     else:
-        _compare_hessians(criterion, outputs, targets, hessians, name)
+        for n, hessian in enumerate(hessians):
+            output, target = outputs[n : n + 1], targets[n : n + 1]
+            exact = torch.func.hessian(lambda f, y=target: criterion(f, y))(output)
+            exact = exact.reshape(hessian.shape)
+            compare(hessian, exact, f"{name}: Hessian of sample {n}", rtol=RTOL)
     _compare_samples(checked, outputs, hessians, name)
-    _require_single(checked, outputs.float(), name)
+    single = outputs.float()
+    for which, result in (
+        ("hessian_product", checked.hessian_product(single, single)),
+        ("half_factor", next(iter(checked.half_factor(single)))),
+        ("sample", checked.sample(single)),
+    ):
+        assert result.dtype == torch.float32, f"{name}: {which} turns float32 into {result.dtype}"
     assert torch.equal(outputs, outputs_before), f"{name}: the outputs have changed"
-
-
-def _compare_positions(loss: Loss, outputs: Tensor, vectors: Tensor, name: str) -> None:
-    """Compare products at twice the positions with those at the positions."""
-    twice = torch.cat([outputs, outputs], -1), torch.cat([vectors, 0 * vectors], -1)
-    part = loss.hessian_product(*twice)[..., : outputs.shape[-1]]
-    expected = loss.hessian_product(outputs, vectors) * (0.5 if loss.means else 1.0)
-    compare(part, expected, f"{name}: with twice the positions, means={loss.means}", rtol=RTOL)
-
-
-def _compare_hessians(
-    criterion: Callable[[Tensor, Tensor], Tensor],
-    outputs: Tensor,
-    targets: Tensor,
-    hessians: Tensor,
-    name: str,
-) -> None:
-    """Compare the Hessian of each sample with autograd's."""
-    for n, hessian in enumerate(hessians):
-        output, target = outputs[n : n + 1], targets[n : n + 1]
-        exact = torch.func.hessian(lambda f, y=target: criterion(f, y))(output)
-        exact = exact.reshape(hessian.shape)
-        compare(hessian, exact, f"{name}: Hessian of sample {n}", rtol=RTOL)
 
 
 def _compare_counts(loss: Loss, outputs: Tensor, leaf: Tensor, values: Tensor, name: str) -> None:
@@ -127,17 +119,6 @@ def _compare_samples(loss: Loss, outputs: Tensor, hessians: Tensor, name: str) -
         off = (moment - hessian).abs() > 6 * error + RTOL * hessian.abs().max()
         if bool(off.any()):
             compare(moment, hessian, f"{name}: second moment of samples", rtol=0.0)
-
-
-def _require_single(loss: Loss, outputs: Tensor, name: str) -> None:
-    """Raise unless outputs in float32 stay so."""
-    results = {
-        "hessian_product": loss.hessian_product(outputs, outputs),
-        "half_factor": next(iter(loss.half_factor(outputs))),
-        "sample": loss.sample(outputs),
-    }
-    for which, result in results.items():
-        assert result.dtype == torch.float32, f"{name}: {which} turns float32 into {result.dtype}"
 
 
 def _generator() -> torch.Generator:

@@ -223,9 +223,10 @@ def check_method(
         # Statistics do not depend on the strategy: two strategies are enough for other Fishers.
         is_first = one_fisher or fisher == fishers[0]
         here = strategies if is_first else strategies[1:3]
-        _compare_ranks(training, reference, name, ranks, here, launch, rtol)
+        compare_ranks = _RankComparison(training, reference, name, ranks, launch, rtol)
+        compare_ranks.under(here)
         if len(ranks) > 1:
-            _compare_resumed_on_fewer(training, reference, name, ranks, strategies, launch, rtol)
+            compare_ranks.resumed_on_fewer(strategies)
 
 
 def _compare_alone(training: Training, name: str, rtol: float) -> Trained:
@@ -252,49 +253,41 @@ def _compare_alone(training: Training, name: str, rtol: float) -> Trained:
     return reference
 
 
-def _compare_ranks(
-    training: Training,
-    reference: Trained,
-    name: str,
-    ranks: Sequence[int],
-    strategies: Sequence[Strategy | str],
-    launch: Launch,
-    rtol: float,
-) -> None:
-    """Compare each rank's results under all strategies, and of micro-batches."""
-    for number in ranks:
-        runs = [replace(training, strategy=strategy) for strategy in strategies]
-        runs.append(replace(training, passes=2 if number < 4 else 3))
-        for rank, of_rank in enumerate(launch(_train_each, number, runs)):
-            for run, trained in zip(runs, of_rank, strict=True):
-                where = (
-                    f"{name}, {number} ranks, rank {rank}, {run.strategy!r}, {run.passes} passes"
-                )
-                _same(trained, reference, where, rtol)
+@dataclass(frozen=True)
+class _RankComparison:
+    """Compares runs on several ranks with the run on one process."""
 
+    training: Training
+    reference: Trained
+    name: str
+    ranks: Sequence[int]
+    launch: Launch
+    rtol: float
 
-def _compare_resumed_on_fewer(
-    training: Training,
-    reference: Trained,
-    name: str,
-    ranks: Sequence[int],
-    strategies: Sequence[Strategy | str],
-    launch: Launch,
-    rtol: float,
-) -> None:
-    """Compare runs that are resumed on fewer ranks, from a state and from a checkpoint."""
-    most = max(ranks)
-    fewest = min(*ranks, most // 2)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "sharded"
-        half = replace(training, strategy=strategies[-1], end=MIDDLE, folder=folder)
-        before = launch(_train_each, most, [half])
-        second_half = replace(training, strategy=strategies[0], begin=MIDDLE)
-        runs = [replace(second_half, state=state) for state in (before[0][0].state, folder)]
-        after = launch(_train_each, fewest, runs)
-    for trained, form in zip(after[0], ("a state", "a sharded checkpoint"), strict=True):
-        where = f"{name}, resumed from {form} on {fewest} of {most} ranks"
-        _same(trained, reference, where, rtol)
+    def under(self, strategies: Sequence[Strategy | str]) -> None:
+        """Compare each rank's results under all strategies, and of micro-batches."""
+        for number in self.ranks:
+            runs = [replace(self.training, strategy=strategy) for strategy in strategies]
+            runs.append(replace(self.training, passes=2 if number < 4 else 3))
+            for rank, of_rank in enumerate(self.launch(_train_each, number, runs)):
+                for run, trained in zip(runs, of_rank, strict=True):
+                    where = f"{number} ranks, rank {rank}, {run.strategy!r}, {run.passes} passes"
+                    _same(trained, self.reference, f"{self.name}, {where}", self.rtol)
+
+    def resumed_on_fewer(self, strategies: Sequence[Strategy | str]) -> None:
+        """Compare runs that are resumed on fewer ranks, from a state and from a checkpoint."""
+        most = max(self.ranks)
+        fewest = min(*self.ranks, most // 2)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "sharded"
+            half = replace(self.training, strategy=strategies[-1], end=MIDDLE, folder=folder)
+            before = self.launch(_train_each, most, [half])
+            second_half = replace(self.training, strategy=strategies[0], begin=MIDDLE)
+            runs = [replace(second_half, state=state) for state in (before[0][0].state, folder)]
+            after = self.launch(_train_each, fewest, runs)
+        for trained, form in zip(after[0], ("a state", "a sharded checkpoint"), strict=True):
+            where = f"{self.name}, resumed from {form} on {fewest} of {most} ranks"
+            _same(trained, self.reference, where, self.rtol)
 
 
 def _train_each(rank: int, ranks: int, trainings: Sequence[Training]) -> list[Trained]:

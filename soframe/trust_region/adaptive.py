@@ -75,13 +75,11 @@ class AdaptiveDamping:
 
     def choose(self, taken: Sequence[bool], step: int) -> None:
         """Keep the tried dampings that were taken."""
-        tried = self._neighbours()
-        self._ways = [
-            (1 if new > old else -1) * (1 if take else -1)
-            for take, old, new in zip(taken, self._now, tried, strict=True)
-        ]
-        rows = zip(taken, self._now, tried, strict=True)
-        self._now = [new if take else old for take, old, new in rows]
+        for number, (take, tried) in enumerate(zip(taken, self._neighbours(), strict=True)):
+            is_larger = tried > self._now[number]
+            self._ways[number] = 1 if is_larger == take else -1
+            if take:
+                self._now[number] = tried
         low, high = self._middle() / self.spread, self._middle() * self.spread
         self._now = [self._within(min(high, max(low, damping))) for damping in self._now]
         longer = min(self.longest, self._wait * 2)

@@ -23,7 +23,8 @@ from soframe.damping.policies import DampingChoice, check_damping, damping_at
 from soframe.losses.base import Loss
 from soframe.state.bound import OfModel
 from soframe.trust_region import param_groups, settings
-from soframe.trust_region.forward import Closure, Forward, evaluated, first_pass
+from soframe.trust_region.exact import Batch, best_damping
+from soframe.trust_region.forward import Closure, Forward, evaluated, first_pass, moved
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.replay import Replay
 
@@ -115,6 +116,23 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
             error = raised
         return self._agree(on_this_rank, error)[0]
 
+    def _measure_damping(
+        self, batch: Batch, update_with: Callable[[float], list[Tensor] | None]
+    ) -> None:
+        """Begin with the damping whose step reduces the objective of the batch most."""
+
+        # It is measured: with too little damping any model predicts a large reduction.
+        def after(damping: float) -> float:
+            update = update_with(damping)
+            if update is None:
+                return math.inf
+            with moved(batch.parameters, update):
+                objective = self._evaluate(batch.passes) + batch.penalty
+            return objective if math.isfinite(objective) else math.inf
+
+        start = batch.loss + batch.penalty
+        self.damping.begin(best_damping(self.damping.at(0), start, after))
+
     def _common(self) -> dict[str, object]:
         """Return by name the values that must be equal on every rank."""
         return {
@@ -158,8 +176,6 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
         self.readout = readout
         if self._on_step is not None:
             self._on_step(readout)
-
-    # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, for ``torch.save``."""

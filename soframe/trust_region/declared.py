@@ -95,30 +95,17 @@ def _fit_of_curvature(
     if not 0 < times < math.inf:
         return result
     sure = rounding * max(float(size.max()) for size in sizes)
-    return replace(
-        result, problem=_unevenness(declared, result, measured, declared_curvature, sure)
-    )
-
-
-def _unevenness(
-    declared: Loss,
-    result: Fit,
-    measured: Sequence[Tensor],
-    declared_curvature: Sequence[Tensor],
-    sure: float,
-) -> str | None:
-    """Return a problem if samples have curvatures of other ratios than their sum."""
-    times, tolerance = result.times, result.tolerance
     for a, b in zip(measured, declared_curvature, strict=True):
         off = (a - times * b).abs() > times * (4 * tolerance * b.abs() + sure)
         if bool(off.any()):
-            return (
+            problem = (
                 f"the closure's loss is not the mean of loss={declared!r} over its samples: "
                 f"samples have from {float((a / b).min()):.3g} to {float((a / b).max()):.3g} "
                 f"times its curvature. Weights of classes, samples and ignored targets are not "
                 f"supported; declare the loss that the closure returns"
             )
-    return None
+            return replace(result, problem=problem)
+    return result
 
 
 def _of_samples(

@@ -35,8 +35,8 @@ from soframe.trust_region import param_groups, settings
 from soframe.trust_region.adaptive import AdaptiveDamping
 from soframe.trust_region.base import ClosureOptimizer
 from soframe.trust_region.declared import Fit, error_of, fit, numbers, require_agreement
-from soframe.trust_region.exact import Batch, best_damping, exact_model
-from soframe.trust_region.forward import Closure, Forward, closures_of, moved
+from soframe.trust_region.exact import Batch, exact_model
+from soframe.trust_region.forward import Closure, Forward, closures_of
 from soframe.trust_region.layer_groups import LayerGroups
 from soframe.trust_region.proposals import Proposer
 from soframe.trust_region.quadratic import Quadratic, combine
@@ -173,8 +173,6 @@ class TrustRegion(ClosureOptimizer):
     def _mean_damping(self) -> float:
         return self.damping.at(self._steps) + param_groups.mean_decay(self.param_groups)
 
-    # -- the step -----------------------------------------------------------------------------
-
     @untraced
     def step(self, closure: Closure | Sequence[Closure]) -> Tensor:  # type: ignore[override]
         """Update the parameters.
@@ -292,7 +290,7 @@ class TrustRegion(ClosureOptimizer):
         usual = self._steepest(batch, shares)
         names = [STEEPEST for _ in usual]
         if self._steps == 0 and self.damping.to_be_measured():
-            self._measure_damping(batch, usual, shares, lr)
+            self._begin_damping(batch, usual, shares, lr)
         proposals = proposer.propose(batch, shares, self._steps)
         if self._momentum:
             last_updates = self._last_updates(batch.parameters, shares)
@@ -327,26 +325,21 @@ class TrustRegion(ClosureOptimizer):
         moving = param_groups.scaled(last, [float(share != 0) for share in shares])
         return self._layer_groups.split(parameters, moving)
 
-    def _measure_damping(
+    def _begin_damping(
         self, batch: Batch, usual: Sequence[Direction], shares: Sequence[float], lr: float
     ) -> None:
         """Begin with the damping, of model and preconditioner, whose step reduces the loss most."""
-        # It is measured: with too little damping any model predicts a large reduction.
-        parameters, restart = batch.parameters, self._proposer.restart
+        restart = self._proposer.restart
         decay = param_groups.mean_decay(self.param_groups)
 
-        def after(damping: float) -> float:
+        def update_with(damping: float) -> list[Tensor] | None:
             directions = [*restart(batch, shares, damping + decay).parts, *usual]
             model = exact_model(self._backend, batch, directions, damping)
             if not model.finite():
-                return math.inf
-            update = combine(parameters, directions, model.minimise() * lr)
-            with moved(parameters, update):
-                loss = self._evaluate(batch.passes)
-                objective = loss + batch.penalty
-            return objective if math.isfinite(loss) else math.inf
+                return None
+            return combine(batch.parameters, directions, model.minimise() * lr)
 
-        self.damping.begin(best_damping(self.damping.at(0), batch.loss + batch.penalty, after))
+        self._measure_damping(batch, update_with)
         restart(batch, shares, self.damping.at(0) + decay)
 
     def _move(
@@ -491,8 +484,6 @@ class TrustRegion(ClosureOptimizer):
             "whether a step waits for its verdict": self._reduction.waits,
             "rounding of the loss": self._eps,
         }
-
-    # -- state --------------------------------------------------------------------------------
 
     def state_dict(self, *, curvature: bool = True) -> dict[str, Any]:
         """Return the optimizer's state, the preconditioner's and the damping's, for ``torch.save``.

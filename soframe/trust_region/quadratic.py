@@ -41,9 +41,7 @@ class Quadratic:
         assert self.lengths is not None
         return Quadratic(self.curvature + more * self.lengths, self.slope, self.lengths)
 
-    def best_of(
-        self, count: int, barred: Sequence[bool] | None = None
-    ) -> tuple[list[bool], Quadratic]:
+    def best_of(self, count: int, barred: Sequence[bool] = ()) -> tuple[list[bool], Quadratic]:
         """Choose one of each of ``count`` pairs of directions, for the best predicted reduction."""
         # First the first of each pair, then the second of each, then directions of every step. The
         # search begins with all first or all second ones, and exchanges one pair after another.
@@ -56,7 +54,7 @@ class Quadratic:
             quadratic = model(taken)
             return quadratic.change(quadratic.minimise())
 
-        free = [True] * count if barred is None else [not bad for bad in barred]
+        free = [not bad for bad in barred] or [True] * count
         # Ties go to the first, so the present one stays.
         best = min(([False] * count, free), key=promised)
         for number in range(count):

@@ -43,8 +43,8 @@ from soframe.setup.choosing import choose_backend
 from soframe.state.saving import agree
 from soframe.trust_region import param_groups
 from soframe.trust_region.base import ClosureOptimizer
-from soframe.trust_region.exact import Batch, best_damping, exact_model
-from soframe.trust_region.forward import Closure, Forward, closures_of, moved, placed
+from soframe.trust_region.exact import Batch, exact_model
+from soframe.trust_region.forward import Closure, Forward, closures_of, placed
 from soframe.trust_region.readout import OnStep, Readout
 from soframe.trust_region.reduction import Reduction
 from soframe.trust_region.trend import SAID, AveragedModel, Trend
@@ -141,8 +141,6 @@ class StochasticTrustRegion(ClosureOptimizer):
         self._reduction = Reduction(self.damping, reject, every=True)
         self._since = 0
         self._swapped = False
-
-    # -- the step -----------------------------------------------------------------------------
 
     @untraced
     def step(self, closure: Closure | Sequence[Closure]) -> Tensor:  # type: ignore[override]
@@ -246,27 +244,18 @@ class StochasticTrustRegion(ClosureOptimizer):
         """Return the step along the direction, before the param groups' ``lr``."""
         return self._mean.minimum(damping) * self._trend.share
 
-    def _measure_damping(self, batch: Batch, direction: Sequence[Tensor], largest: float) -> None:
-        """Begin with the damping whose step reduces the objective most."""
-
-        def after(damping: float) -> float:
-            length = self._length(damping) * largest
-            with moved(batch.parameters, [length * d for d in direction]):
-                objective = self._objective(batch)
-            return objective if math.isfinite(objective) else math.inf
-
-        start = batch.loss + batch.penalty
-        self.damping.begin(best_damping(self.damping.at(0), start, after))
-
     def _with_model(self, batch: Batch) -> dict[str, Any]:
         """Add the batch's model to the mean, move to its minimum, and judge the step."""
         parameters = batch.parameters
         self._adam(0.0)  # its averages include this gradient
         shares, largest = param_groups.shares(self.param_groups)
-        direction: list[Tensor] = []
-        for parameter, share in zip(parameters, shares, strict=True):
-            part = self._direction(parameter)
-            direction.append(part if share == 1 else part * share)
+        directions = map(self._direction, parameters)
+        direction = [d * s if s != 1 else d for d, s in zip(directions, shares, strict=True)]
+
+        def update_with(damping: float) -> list[Tensor]:
+            length = self._length(damping) * largest
+            return [length * d for d in direction]
+
         model = exact_model(self._backend, batch, [direction], 0.0)
         if not model.finite():
             self.damping.observe(-math.inf)
@@ -276,10 +265,10 @@ class StochasticTrustRegion(ClosureOptimizer):
             return {"damping": self.damping.at(self._steps), "undone": undone}
         self._mean.learn(model)
         if self._steps == 0 and self.damping.to_be_measured():
-            self._measure_damping(batch, direction, largest)
+            self._measure_damping(batch, update_with)
         damping = self.damping.at(self._steps)
         length = self._length(damping) * largest
-        update = [length * d for d in direction]
+        update = update_with(damping)
         start = batch.loss + batch.penalty
         judged = self._reduction.due(self._steps)
         before = [p.detach().clone() for p in parameters] if judged else []
@@ -289,29 +278,22 @@ class StochasticTrustRegion(ClosureOptimizer):
         numbers: dict[str, Any] = {"coefficients": (length,), "damping": damping}
         if judged:
             coefficient = torch.tensor([length], dtype=torch.float64, device="cpu")
-            predicted = model.damped(damping).change(coefficient)
-            numbers["predicted"] = predicted
-            numbers |= self._judge(batch, update, before, start, predicted)
+            numbers["predicted"] = model.damped(damping).change(coefficient)
+            states = [self.state[p] for p in parameters]
+            self._reduction.wait(states, update, before, batch.decays, start, numbers["predicted"])
+            numbers |= self._judge(batch)
         return numbers
 
-    def _judge(
-        self,
-        batch: Batch,
-        update: Sequence[Tensor],
-        before: Sequence[Tensor],
-        start: float,
-        predicted: float,
-    ) -> dict[str, Any]:
-        """Keep or undo a step by its batch's objective; return the readout's numbers."""
-        states = [self.state[p] for p in batch.parameters]
-        self._reduction.wait(states, update, before, batch.decays, start, predicted)
+    def _judge(self, batch: Batch) -> dict[str, Any]:
+        """Keep or undo the pending step by its batch's objective; return the readout's numbers."""
         numbers: dict[str, Any] = {}
         if not self._reduction.judge(self.state, self._objective(batch), self._eps):
             self.counters["rejected_steps"] += 1
             self._since = self._every  # the next step has a model
             numbers["undone"] = "the objective rose"
-        for state in states:
-            state.pop("update", None)  # this optimizer has no direction of the last update
+        for parameter in batch.parameters:
+            # This optimizer has no direction of the last update.
+            self.state[parameter].pop("update", None)
         return {**numbers, **self._reduction.take_last()}
 
     def _adam(self, length: float) -> None:
@@ -398,8 +380,6 @@ class StochasticTrustRegion(ClosureOptimizer):
             "steps since the last model": self._since,
             "share of the length": self._trend.share,
         }
-
-    # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, for ``torch.save``; save the iterates, not the average.

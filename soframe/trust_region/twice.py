@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 Direction = Sequence[Tensor | None]
 """One tensor for each parameter; None for zero."""
-
-T = TypeVar("T")
 
 _Kernels = Callable[[], AbstractContextManager[object]]
 
@@ -98,7 +96,7 @@ def jacobian_products(
     """Return ``J v`` for each of k directions v, with one tensor for each output."""
     moved = _moved(directions)
     ends = [output for output in outputs if output.requires_grad]
-    if not (ends and moved):
+    if not ends or not moved:
         return [tuple(map(torch.zeros_like, outputs)) for _ in directions]
     moves = [_selected(direction, moved) for direction in directions]
     cotangents = [fixed(end).requires_grad_() for end in ends]
@@ -106,33 +104,29 @@ def jacobian_products(
         with torch.enable_grad():
             gradients = torch.autograd.grad(
                 ends,
-                _selected(inputs, moved),
+                [inputs[index] for index in moved],
                 cotangents,
                 create_graph=True,
                 materialize_grads=True,
             )
-            slopes, products = _derivatives(gradients, moves, cotangents)
+            slopes = [_inner_product(gradients, v) for v in moves]
+        products = [_gradient(slope, cotangents) for slope in slopes]
     except RuntimeError as error:  # autograd's error for a missing second derivative
         raise RuntimeError(_remedy(str(error))) from error
-    _require_symmetry(cotangents, gradients, moves, slopes, products)
+    # Check u^T (J v) = (J^T u)^T v: the sides differ if autograd treated a gradient as constant,
+    # which raises no error.
+    rounding = 1e3 * _largest_eps([*cotangents, *gradients])
+    with torch.no_grad():
+        for v, slope, tangents in zip(moves, slopes, products, strict=True):
+            noise = _size(gradients, v) + _size(cotangents, tangents)
+            difference = abs(float(_inner_product(cotangents, tangents) - slope))
+            if difference > rounding * noise:
+                raise RuntimeError(_remedy(_CONSTANT))
     return [_with_zeros(outputs, tangents) for tangents in products]
 
 
-@torch.no_grad()
-def _require_symmetry(
-    cotangents: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    moves: Sequence[Sequence[Tensor | None]],
-    slopes: Sequence[Tensor],
-    products: Sequence[Sequence[Tensor]],
-) -> None:
-    """Raise unless ``u^T (J v) = (J^T u)^T v``: autograd treats some gradients as constant."""
-    eps = max(torch.finfo(tensor.dtype).eps for tensor in (*cotangents, *gradients))
-    for v, slope, tangents in zip(moves, slopes, products, strict=True):
-        noise = _size(gradients, v) + _size(cotangents, tangents)
-        difference = abs(float(_inner_product(cotangents, tangents) - slope))
-        if difference > 1e3 * eps * noise:
-            raise RuntimeError(_remedy(_CONSTANT))
+def _largest_eps(tensors: Sequence[Tensor]) -> float:
+    return max(torch.finfo(tensor.dtype).eps for tensor in tensors)
 
 
 def _with_zeros(outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -141,16 +135,6 @@ def _with_zeros(outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[
     return tuple(
         next(remaining) if output.requires_grad else torch.zeros_like(output) for output in outputs
     )
-
-
-def _derivatives(
-    gradients: Sequence[Tensor],
-    moves: Sequence[Sequence[Tensor | None]],
-    cotangents: Sequence[Tensor],
-) -> tuple[list[Tensor], list[Sequence[Tensor]]]:
-    """Return the slopes of gradients along directions, and their derivatives in the cotangents."""
-    slopes = [_inner_product(gradients, v) for v in moves]
-    return slopes, [_gradient(slope, cotangents) for slope in slopes]
 
 
 def _gradient(slope: Tensor, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -162,8 +146,8 @@ def _gradient(slope: Tensor, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
     return gradients
 
 
-def _selected(tensors: Sequence[T], indices: Sequence[int]) -> list[T]:
-    return [tensors[index] for index in indices]
+def _selected(direction: Direction, indices: Sequence[int]) -> list[Tensor | None]:
+    return [direction[index] for index in indices]
 
 
 def _moved(directions: Sequence[Direction]) -> list[int]:

@@ -261,6 +261,6 @@ def test_a_link_gives_the_broadcasts_that_it_was_made_of() -> None:
     made = Hardware("x", "cpu", "", 0, 1, {"product:float32": Curve()}, within=link)
     sizes = (4.0, 1e12)
     curve = Curve(tuple((size, made.collective("broadcast", size, range(8))) for size in sizes))
-    found = measuring._link(Collective("broadcast", 8, curve))
+    (found,) = measuring._links([Collective("broadcast", 8, curve)])
     assert math.isclose(found.latency, link.latency, rel_tol=1e-3)
     assert math.isclose(found.bandwidth, link.bandwidth, rel_tol=1e-3)
