@@ -100,6 +100,13 @@ def test_a_single_tensor_comes_alone() -> None:
     assert [first, *others] == [None] * 3
 
 
+def test_an_exchange_on_paper_has_the_numbers_that_a_rank_takes() -> None:
+    backend = Recording(world_size=3)
+    received, _ = backend.all_to_all(torch.ones(6), [0, 2, 4], [0, 5, 2], "there")
+    assert torch.equal(received, torch.zeros(7))
+    assert backend.traffic()["there"] == {"bytes": 4 * (6 + 7), "calls": 1}
+
+
 def test_who_sends_what() -> None:
     assert ROWS.receivers(0, (2,)) == [2]
     assert ROWS.receivers(2, (2,)) == []

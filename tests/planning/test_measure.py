@@ -137,6 +137,56 @@ def test_the_budget_is_of_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {series: {4: 1.0, 8: 1.0}}
 
 
+@pytest.mark.parametrize(
+    ("costs", "budget", "sizes"),
+    [
+        # By the power 2 of sizes of 1 and 2, a size of 8 takes 3 * 64 s of 150 s, or of 230 s.
+        ({1: 1, 2: 4, 8: 64}, 240.0, [1, 2]),
+        ({2: 1, 4: 4, 16: 64}, 360.0, [2, 4, 16]),
+        # A size below one that was measured takes no longer: 3 * 4 s of 32 s.
+        ({2: 1, 16: 4, 12: 4}, 60.0, [2, 12, 16]),
+    ],
+)
+def test_a_size_is_left_out_if_its_power_foresees_too_many_seconds(
+    costs: dict[int, int], budget: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
+    monkeypatch.setattr(measuring, "time", clock)
+
+    def call(size: int) -> None:
+        now[0] += costs[size]
+
+    series = Series("launch", list(costs), lambda size: lambda: call(size), 2.0)
+    found = seconds([series], SingleProcess(), torch.device("cpu"), budget, rounds=1)
+    assert found == {series: {size: costs[size] for size in sizes}}
+
+
+@pytest.mark.parametrize(("budget", "passes"), [(0.0, 3), (1.0, 5)])
+def test_python_takes_few_samples_without_a_budget_and_no_more_than_many(
+    budget: float, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: next(looks))
+    monkeypatch.setattr(measuring, "time", clock)
+    monkeypatch.setattr(measuring, "MOST", 5)
+    measuring._hooks("LinearHelper", torch.device("cpu"), budget)
+    # A pass without hooks looks at the clock twice, a step three times.
+    assert next(looks) == (2 + 3) * passes
+
+
+def test_links_are_those_of_broadcasts() -> None:
+    series = {
+        Series(name, [4, 8], lambda size: lambda: None, 1.0, groups=[(0, 1)]): {4: s, 8: 2 * s}
+        for name, s in (("reduce", 2.0), ("broadcast", 4.0), ("all_reduce", 8.0))
+    }
+    limits = measuring._limits(torch.device("cpu"))
+    times = {limit: {limit.sizes[0]: 1.0} for limit in limits}
+    host = measuring._Host({"LinearHelper": 0.0, "Conv2dHelper": 0.0}, 0.0)
+    made = measuring._profile(torch.device("cpu"), SingleProcess(), {**times, **series}, host)
+    assert made.within == Link(latency=4.0, bandwidth=8 / 8.0)
+
+
 def test_python_is_timed_by_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass takes a tick with hooks and without, and the rest of the step another."""
     clock = SimpleNamespace(perf_counter=time.perf_counter, thread_time=itertools.count().__next__)

@@ -296,6 +296,12 @@ def test_solves_in_the_background_and_in_turns_shorten_the_longest_step() -> Non
         assert timing.mean <= alone.mean * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("every", "steps"), [(None, 9), (10, 9), (50, 9), (3, 3)])
+def test_a_solve_in_the_background_lands_within_its_interval(every: int | None, steps: int) -> None:
+    options = varied([Option(CommOpt(), solve_every=every)], [Vary.BACKGROUND])
+    assert [option.background for option in options] == [0, steps]
+
+
 def test_intervals_vary_if_asked() -> None:
     options = varied(usual(1), [Vary.INTERVALS])
     assert {(one.statistics_every, one.solve_every) for one in options} == {

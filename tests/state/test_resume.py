@@ -271,6 +271,17 @@ def test_a_state_is_a_copy_of_the_counters_and_outlives_the_run():
     assert equal(state, kept)
 
 
+def test_states_have_second_order_data_without_a_copy():
+    """Solves make new tensors, so that a state can keep the old ones; averages change in place."""
+    run = Run(CASE).train(range(4))
+    first, second = (run.preconditioner.state_dict()["blocks"]["hidden"] for _ in range(2))
+    assert first["factors"].keys() == first["second_order"].keys() == {"A", "G"}
+    for factor, tensors in first["second_order"].items():
+        for name, tensor in tensors.items():
+            assert tensor.data_ptr() == second["second_order"][factor][name].data_ptr()
+        assert first["factors"][factor].data_ptr() != second["factors"][factor].data_ptr()
+
+
 def test_a_state_between_backward_and_step_disturbs_nothing():
     plain = Run(CASE).train(range(STEPS))
     asked = Run(CASE)
