@@ -18,6 +18,7 @@ import argparse
 import gc
 import importlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -203,6 +204,8 @@ def main() -> int:
     if reason := why_not():
         print(f"links: skipped, {reason}", file=sys.stderr)
         return 0
+    # So that a terminated process removes its network.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     remove_leftovers()
     options.output = options.output.resolve()
     cifar(options.output)

@@ -8,9 +8,11 @@ folder, so that the same command goes on.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,6 +77,19 @@ def mean_loss(group: tables.Group) -> float:
     return statistics.fmean(record.last.loss for record in group.records)
 
 
+def apart(groups: Sequence[tables.Group]) -> str:
+    """Return in words how many pairs of methods have losses that their seeds do not mix."""
+    ranges = []
+    for group in groups:
+        losses = [record.last.loss for record in group.records]
+        ranges.append((min(losses), max(losses)))
+    pairs = list(itertools.combinations(ranges, 2))
+    count = sum(first[1] < second[0] or second[1] < first[0] for first, second in pairs)
+    return (
+        f"Of {len(pairs)} pairs of methods {count} have ranges over the seeds that do not overlap."
+    )
+
+
 def race(
     problem: Annotated[str, typer.Option("--workload")] = "problem:norms",
     steps: int = 100,
@@ -100,7 +115,9 @@ def race(
         groups.append(tables.Group(tuple(records), tuned.tuning))
     groups.sort(key=mean_loss)
     table = tables.summary(workload(problem), groups, f"{steps} steps")
+    table = replace(table, notes=(*table.notes, apart(groups)))
     screen.print(table.terminal())
+    screen.print(apart(groups))
     for suffix, text in (("md", table.markdown()), ("tex", table.latex("gallery"))):
         (output / f"gallery.{suffix}").write_text(text, encoding="utf-8")
         screen.print(output / f"gallery.{suffix}")

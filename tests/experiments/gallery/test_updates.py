@@ -200,6 +200,15 @@ def test_the_lowest_finite_loss_counts(losses: tuple[float, ...], mark: str) -> 
     assert race.best(records).tuning == mark
 
 
+def test_methods_are_apart_where_their_seeds_do_not_mix() -> None:
+    race = importlib.import_module("experiments.gallery.__main__")
+    groups = [
+        SimpleNamespace(records=[SimpleNamespace(last=SimpleNamespace(loss=x)) for x in losses])
+        for losses in ((1.0, 3.0), (2.0, 4.0), (3.5, 5.0))
+    ]
+    assert race.apart(groups).startswith("Of 3 pairs of methods 1 have")
+
+
 def test_methods_are_registered_once_the_package_is_imported() -> None:
     code = (
         "import soframe; assert 'splus' not in soframe.available('method');"
