@@ -310,7 +310,8 @@ class Curvature(OfModel):
         """Fit it to data: factors become means over all samples of all batches and ranks.
 
         Call it on every rank, with the rank's own share of the data; the numbers of batches may
-        differ. EKFAC takes two passes over the data: its scale belongs to the bases of the first.
+        differ, except under ``fully_shard``, whose passes gather weights from every rank. EKFAC
+        takes two passes over the data: its scale belongs to the bases of the first.
         Weights, gradients and buffers of the model are as before afterwards; put it in eval mode
         where dropout and batch statistics are to be off. A fit begins anew, unless an interrupted
         one was loaded (`load`): then it skips the batches that are counted already, so that the
