@@ -15,7 +15,7 @@ import soframe
 from soframe import Preconditioner
 from soframe.combinations import READ_BY
 from soframe.methods import Chain
-from soframe.settings import grouped
+from soframe.settings import DAMPING, grouped
 from soframe.solvers import Solver
 from soframe.specs import FactorSpec
 from tests import kit
@@ -149,7 +149,7 @@ def test_freezing_makes_no_setting_wrong() -> None:
 
 
 def test_none_and_defaults_are_not_chosen() -> None:
-    soframe.Optimizer(net(), method="muon", lr=0.1, kl_clip=None, damping=0.05, decay=0.95)
+    soframe.Optimizer(net(), method="muon", lr=0.1, kl_clip=None, damping=DAMPING, decay=0.95)
 
 
 def test_one_word_changes_the_method() -> None:

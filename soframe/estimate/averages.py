@@ -85,8 +85,9 @@ class _Lerp(NamedTuple):
     rate: float
 
 
-def enter(backend: Backend, terms: Sequence[Term], decay: float, *, identity: bool) -> None:
+def enter(placed: PlacedBlocks, terms: Sequence[Term], decay: float, *, identity: bool) -> None:
     """Sum the terms of all ranks and average them into the running factors."""
+    backend = placed.backend
     eager: list[Term] = []
     deferred: dict[Block, None] = {}
     for term in terms:
@@ -111,7 +112,7 @@ def enter(backend: Backend, terms: Sequence[Term], decay: float, *, identity: bo
             waiting[term.stack] = None
             if term.stack.place.holds(backend.rank, term.index):
                 held.append((term, total))
-        entry = _entry(pending, held)
+        entry = _entry(placed, pending, held)
         # Ranks that only send wait too: until then the engine keeps their buffer.
         for stack in waiting:
             stack.pending.append(entry)
@@ -120,15 +121,15 @@ def enter(backend: Backend, terms: Sequence[Term], decay: float, *, identity: bo
         is_held = term.stack.place.holds(backend.rank, term.index)
         if is_held and len(total.way.group) < 2:
             alone.append((term, total.tensor))
-    average(alone)
+    average(placed, alone)
 
 
-def _entry(pending: Pending, held: Sequence[tuple[Term, Sum]]) -> Pending:
+def _entry(placed: PlacedBlocks, pending: Pending, held: Sequence[tuple[Term, Sum]]) -> Pending:
     """Return the wait for some sums, which then averages the held ones into the factors."""
 
     def end() -> None:
         pending.wait()
-        average((term, total.packed()) for term, total in held)
+        average(placed, ((term, total.packed()) for term, total in held))
 
     return Pending(end, nbytes=pending.nbytes)
 
@@ -161,7 +162,7 @@ def _gain(term: Term, decay: float) -> None:
         masses[factor.name] = tuple(new_masses)
 
 
-def average(summed: Iterable[tuple[Term, Tensor | None]]) -> None:
+def average(placed: PlacedBlocks, summed: Iterable[tuple[Term, Tensor | None]]) -> None:
     """Average new statistics into running factors: ``R <- R + rate (new - R)``.
 
     Statistics are ``[groups, n, n]``, packed, or None for zeros.
@@ -171,7 +172,7 @@ def average(summed: Iterable[tuple[Term, Tensor | None]]) -> None:
         new = term.zeros() if statistics is None else statistics
         kind = term.factor.kind
         if isinstance(kind, FactorKind):
-            running = _by_kind(term, kind, new)
+            running = _by_kind(placed, term, kind, new)
             term.stack.set_factor(term.factor.name, term.members, running, term.turn)
             continue
         lerp = _averaged(term, new)
@@ -220,15 +221,20 @@ def _averaged(term: Term, new: Tensor) -> _Lerp | None:
     return None
 
 
-def _by_kind(term: Term, kind: FactorKind, new: Tensor) -> Tensor:
+def _by_kind(placed: PlacedBlocks, term: Term, kind: FactorKind, new: Tensor) -> Tensor:
     """Return running factors after new statistics, as their kind averages them."""
     stack, name = term.stack, term.factor.name
     running = new.new_zeros((len(new), *term.factor.running_shape[1:]))
     if name in stack.factors:
         running = stack.take(stack.factor(name), term.members).to(new.dtype)
     rates = by_group(_rates_of_groups(term, len(new)), running)
+    try:
+        averaged = kind.average(running, new, rates)
+    except Exception as error:  # of any kind: all ranks raise together
+        placed.keep(error, stack)
+        return running
     # Groups without rows keep theirs.
-    return torch.where(rates > 0, kind.average(running, new, rates), running)
+    return torch.where(rates > 0, averaged, running)
 
 
 def _rates_of_groups(term: Term, groups: int) -> list[float]:
@@ -299,7 +305,7 @@ def observe(placed: PlacedBlocks, gradients: Gradients, plan: Plan, *, after: bo
             with placed.backend.phases("observe"):
                 if matrix is not None and placed.rank in stack.place.gradient_workers:
                     factors = _statistics(placed, stack, chosen, matrix)
-                _observe(stack, chosen, factors, placed.rank, plan)
+                _observe(placed, stack, chosen, factors, plan)
 
 
 def _mark_missed(stack: Stack, gradient: Gradient | None) -> None:
@@ -329,13 +335,14 @@ def _statistics(
 
 
 def _observe(
+    placed: PlacedBlocks,
     stack: Stack,
     members: tuple[int, ...],
     factors: Mapping[str, Tensor],
-    rank: int,
     plan: Plan,
 ) -> None:
     """Average statistics of some blocks, ``[groups, n, n]`` by factor, on gradient workers."""
+    rank = placed.rank
     for index, factor in enumerate(stack.like.factors):
         if factor.captured:
             continue
@@ -349,7 +356,7 @@ def _observe(
                 block.record.missed = 0
         # EMA weights grow on all ranks; only holders have the factor.
         if stack.place.holds(rank, index):
-            average([(term, factors[factor.name].to(stack.like.dtype))])
+            average(placed, [(term, factors[factor.name].to(stack.like.dtype))])
 
 
 def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> None:

@@ -426,7 +426,7 @@ class Accumulator:
                 if gathered:
                     terms.append(self._term(stack, gathered, index, used, step))
         _multiply(terms)
-        enter(self._backend, terms, decay, identity=self._scale.scaling == "kaisa")
+        enter(self._placed, terms, decay, identity=self._scale.scaling == "kaisa")
         for term in terms:
             for block in term.blocks:
                 block.record.statistics_at[term.factor.name] = step

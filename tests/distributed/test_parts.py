@@ -10,6 +10,7 @@ from torch import Tensor
 
 import soframe
 from soframe.methods import EKFAC, FOOF, KFAC, TNT, Chain, Momentum, Shampoo, SOAPNorMuon
+from soframe.settings import DAMPING
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over, train_alone
 from tests.planning.kit import little_traffic
@@ -22,7 +23,7 @@ HALVES = ((4, 2), (6,))
 AT, STEPS = 3, 6
 # In a group it measures, and plans within a limit that is not reached.
 LIMITED = soframe.Auto("1MiB", budget=0.0)
-UNDAMPED: dict[str, Any] = {"damping": 0.05, "decay": 0.95, "kl_clip": 0.2}
+UNDAMPED: dict[str, Any] = {"damping": DAMPING, "decay": 0.95, "kl_clip": 0.2}
 METHODS: dict[str, dict[str, Any]] = {
     # The layers have sides of 3, 5, 6, 8, 9 and 17.
     "kfac": {"method": KFAC(max_size=5)},

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import soframe
+from experiments.gallery.mkor import MKOR, Inverse
 from soframe.layers import LinearHelper
 from soframe.methods import KFAC, SOAP
+from soframe.settings import DAMPING
 from soframe.solvers import Eigen
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over, train_alone
@@ -25,13 +27,15 @@ pytestmark = pytest.mark.distributed
 STEPS, BAD = 4, 2  # the step in which one rank raises
 PASSES, MIDDLE, SOLVE = "passes", "middle", "solve"
 
-OF_SOAP = {"method": "soap", "damping": 0.05, "decay": 0.95, "kl_clip": 0.2}
+OF_GRADIENTS = {"damping": DAMPING, "decay": 0.95, "kl_clip": 0.2}  # the defaults
+OF_SOAP = {"method": "soap", **OF_GRADIENTS}
 
 # Place -> class, method, settings, and the part of a step that it belongs to.
 PLACES: dict[str, tuple[type, str, dict[str, Any], str]] = {
     "inputs of a helper": (LinearHelper, "inputs", {}, PASSES),
     "rows of a helper": (LinearHelper, "output_rows", {}, PASSES),
     "statistics": (KFAC, "statistics", {}, PASSES),
+    "average": (Inverse, "average", {"method": MKOR(), **OF_GRADIENTS}, MIDDLE),
     "observe": (SOAP, "observe", OF_SOAP, MIDDLE),
     "direct": (SOAP, "direct", OF_SOAP, MIDDLE),
     "rebase": (SOAP, "rebase", OF_SOAP, MIDDLE),
