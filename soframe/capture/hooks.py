@@ -698,8 +698,8 @@ class Capture:
         if gradient.dtype == torch.float16 and not calls.half:
             calls.half = any(p.dtype == torch.float32 for p in helper.parameters.values())
         try:
-            device = gradient.device.type
-            with _without_autocast(device), _without_graph(), within(self.precision):
+            without_casts, without_graph = _without_casts_and_graph(gradient.device.type)
+            with without_casts, without_graph, within(self.precision):
                 inputs = self._kept_inputs(helper, kept)
                 if type(gradient) is not Tensor:
                     gradient = sharding.whole(gradient, read=helper not in self.no_statistics)
@@ -832,18 +832,20 @@ def _tensor_to_hook(
     return base, of_output
 
 
+Context = AbstractContextManager[Any]
 _NOTHING = nullcontext()
 
 
-# Contexts take a while, even without effect.
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
-
-
-def _without_graph() -> AbstractContextManager[Any]:
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+def _without_casts_and_graph(device: str) -> tuple[Context, Context]:
+    """Return a context without autocast, and one without a graph."""
+    without_casts: Context = _NOTHING
+    without_graph: Context = _NOTHING
+    # Contexts take a while, even without effect.
+    if torch.is_autocast_enabled(device):
+        without_casts = torch.autocast(device, enabled=False)
+    if torch.is_grad_enabled():
+        without_graph = torch.no_grad()
+    return without_casts, without_graph
 
 
 def _values(tensor: Tensor) -> Tensor:

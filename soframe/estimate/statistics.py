@@ -20,7 +20,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,7 @@ from soframe.methods.scaling import Contribution, Counts, Multipliers, Scale
 from soframe.specs import FactorSpec
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """The weights of one block's sums, of all ranks.
 
     Attributes:
@@ -56,8 +56,7 @@ class Weights:
     groups: Sequence[float]
 
 
-@dataclass(frozen=True)
-class Folded:
+class Folded(NamedTuple):
     """The numbers of one block in the last window whose statistics entered the factors.
 
     Attributes:

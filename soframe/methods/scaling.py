@@ -43,7 +43,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -87,8 +87,7 @@ class Counts:
         self.calls += 1
 
 
-@dataclass(frozen=True)
-class Contribution:
+class Contribution(NamedTuple):
     """Multipliers of one rank's sums, and its terms of the divisors."""
 
     multipliers: Multipliers = (0.0, 0.0, 0.0)
