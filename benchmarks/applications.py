@@ -30,7 +30,6 @@ Runs are lines of ``records.jsonl`` in ``--output``: an interrupted benchmark go
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import importlib
@@ -60,6 +59,7 @@ from torch.utils.data import default_collate
 
 from benchmarks import fixed_memory
 from benchmarks.simulation import largest_batch
+from experiments import display, runs
 from experiments.display import console, processor, table
 from experiments.launch import Worker, launch
 from experiments.libraries import MissingLibraryError
@@ -354,24 +354,17 @@ def turns(worker: Worker, jobs: Sequence[Job], cycles: int) -> list[list[float]]
     """
     clock = time.process_time if worker.world_size == 1 else time.perf_counter
     period = max(job.settings(Path()).solve_every or TURN for job in jobs)
-    steps = [stepper(job, worker) for job in jobs]
-    for step in steps:
-        for _ in range(TURN):
-            step()  # warms up, and solves for the first time
-    times: list[list[float]] = [[] for _ in jobs]
-    for _ in range(cycles):
-        seconds = [0.0 for _ in jobs]
-        for _ in range(period // TURN):
-            for index, step in enumerate(steps):
-                if worker.world_size > 1:
-                    dist.barrier()
-                start = clock()
-                for _ in range(TURN):
-                    step()
-                seconds[index] += clock() - start
-        for index, total in enumerate(seconds):
-            times[index].append(total / (period // TURN * TURN))
-    return times
+
+    def take(step: Callable[[], None], count: int) -> float:
+        if worker.world_size > 1:
+            dist.barrier()
+        start = clock()
+        for _ in range(count):
+            step()
+        return clock() - start
+
+    takes = [partial(take, stepper(job, worker)) for job in jobs]
+    return runs.take_turns(takes, cycles, period // TURN * TURN, TURN)
 
 
 def stepper(job: Job, worker: Worker) -> Callable[[], None]:
@@ -505,7 +498,7 @@ class Table:
         contenders = {}
         for name in names:
             by_steps = ends[name]
-            ratio, spread = ratios(times[name], times[baseline])
+            ratio, spread = runs.ratios(times[name], times[baseline])
             steps = self.steps(target, by_steps)
             contenders[name] = {
                 "rate": rates[name],
@@ -606,7 +599,7 @@ class Table:
         by_steps = self.ends(contender, rates[contender], self.parts, target)
         reached = self.steps(target, by_steps)
         times, base_times = self._timed([job, base], 1)
-        ratio, spread = ratios(times, base_times)
+        ratio, spread = runs.ratios(times, base_times)
         return {
             "bytes": cap,
             "bytes_of_baseline_at_equal_batch": smaller.at(whole.batch),
@@ -639,7 +632,7 @@ class Table:
             runs = [replace(job, ranks=ranks) for job in jobs]
             self.records.complete(runs)
             times = self.times([baseline, name], rates, ranks)
-            ratio, spread = ratios(times[name], times[baseline])
+            ratio, spread = runs.ratios(times[name], times[baseline])
             rows.append(
                 {
                     "ranks": ranks,
@@ -669,12 +662,6 @@ class Table:
             "step_ratio": ratio,
             "time_ratio": None if steps is None else ratio * steps,
         }
-
-
-def ratios(times: Sequence[float], base: Sequence[float]) -> tuple[float, list[float]]:
-    """Return the median ratio over the cycles, and the least and the largest."""
-    cycles = [seconds / plain for seconds, plain in zip(times, base, strict=True)]
-    return statistics.median(cycles), [min(cycles), max(cycles)]
 
 
 def report(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
@@ -761,9 +748,7 @@ def shortened(application: Application) -> Application:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = display.parser(__doc__)
     parser.add_argument("--only", default=",".join(APPLICATIONS), help="applications, by commas")
     parser.add_argument("--short", action="store_true", help="a few steps, one seed, two ranks")
     parser.add_argument("--output", type=Path, default=Path("runs/applications"))
