@@ -59,14 +59,14 @@ from torch.utils.data import default_collate
 
 from benchmarks import fixed_memory
 from benchmarks.simulation import largest_batch
-from experiments import display, runs
+from experiments import display
 from experiments.display import console, processor, table
 from experiments.launch import Worker, launch
 from experiments.libraries import MissingLibraryError
 from experiments.recipes import common, loop
 from experiments.recipes.common import Common
 from experiments.records import jsonable, write_json
-from experiments.runs import steps_to
+from experiments.runs import ratios, steps_to, take_turns
 from experiments.tuning import TUNING_SEED
 from soframe.planning.hardware import Hardware
 from soframe.planning.planner import Option, plan
@@ -364,7 +364,7 @@ def turns(worker: Worker, jobs: Sequence[Job], cycles: int) -> list[list[float]]
         return clock() - start
 
     takes = [partial(take, stepper(job, worker)) for job in jobs]
-    return runs.take_turns(takes, cycles, period // TURN * TURN, TURN)
+    return take_turns(takes, cycles, period // TURN * TURN, TURN)
 
 
 def stepper(job: Job, worker: Worker) -> Callable[[], None]:
@@ -498,7 +498,7 @@ class Table:
         contenders = {}
         for name in names:
             by_steps = ends[name]
-            ratio, spread = runs.ratios(times[name], times[baseline])
+            ratio, spread = ratios(times[name], times[baseline])
             steps = self.steps(target, by_steps)
             contenders[name] = {
                 "rate": rates[name],
@@ -599,7 +599,7 @@ class Table:
         by_steps = self.ends(contender, rates[contender], self.parts, target)
         reached = self.steps(target, by_steps)
         times, base_times = self._timed([job, base], 1)
-        ratio, spread = runs.ratios(times, base_times)
+        ratio, spread = ratios(times, base_times)
         return {
             "bytes": cap,
             "bytes_of_baseline_at_equal_batch": smaller.at(whole.batch),
@@ -632,7 +632,7 @@ class Table:
             runs = [replace(job, ranks=ranks) for job in jobs]
             self.records.complete(runs)
             times = self.times([baseline, name], rates, ranks)
-            ratio, spread = runs.ratios(times[name], times[baseline])
+            ratio, spread = ratios(times[name], times[baseline])
             rows.append(
                 {
                     "ranks": ranks,
