@@ -30,7 +30,6 @@ Runs are lines of ``records.jsonl`` in ``--output``: an interrupted benchmark go
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import importlib
@@ -62,13 +61,14 @@ from torch.utils.data import default_collate
 
 from benchmarks import fixed_memory
 from benchmarks.simulation import largest_batch
+from experiments import display
 from experiments.display import console, processor, table
 from experiments.launch import Worker, launch
 from experiments.libraries import MissingLibraryError
 from experiments.recipes import common, loop
 from experiments.recipes.common import Common
 from experiments.records import jsonable, write_json
-from experiments.runs import steps_to
+from experiments.runs import ratios, steps_to
 from experiments.tuning import TUNING_SEED
 from soframe.planning.hardware import Hardware
 from soframe.planning.planner import Option, plan
@@ -694,12 +694,6 @@ class Table:
         }
 
 
-def ratios(times: Sequence[float], base: Sequence[float]) -> tuple[float, list[float]]:
-    """Return the median ratio over the cycles, and the least and the largest."""
-    cycles = [seconds / plain for seconds, plain in zip(times, base, strict=True)]
-    return statistics.median(cycles), [min(cycles), max(cycles)]
-
-
 def report(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Any]:
     """Yield tables of the figures."""
     lines = []
@@ -784,9 +778,7 @@ def shortened(application: Application) -> Application:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = display.parser(__doc__)
     parser.add_argument("--only", default=",".join(APPLICATIONS), help="applications, by commas")
     parser.add_argument("--short", action="store_true", help="a few steps, one seed, two ranks")
     parser.add_argument("--output", type=Path, default=Path("runs/applications"))

@@ -23,11 +23,10 @@ import torch
 import typer
 from rich.table import Table
 
-from experiments import runs
+from experiments import display, runs
 from experiments.config import RunConfig
-from experiments.display import console
-from experiments.libraries import MissingLibraryError
-from experiments.records import RunRecord, write_json
+from experiments.display import console, run_command
+from experiments.records import write_json
 from experiments.train import ALONE
 from experiments.tuning import TUNING_SEED
 
@@ -67,7 +66,7 @@ def race(workload: str, seeds: list[int], folder: Path, cycles: int) -> dict[str
     def losses(settings: list[Setting], steps: int, seeds: list[int]) -> list[float]:
         configs = [configuration(workload, one, steps, seed) for one in settings for seed in seeds]
         word = sys.version  # the text is the interpreter's own standard library
-        return [one.last.loss for one in runs.kept(configs, folder, word=word, tell=tell)]
+        return [one.last.loss for one in runs.kept(configs, folder, word=word, tell=runs.tell)]
 
     tried = {}
     for name, settings in (("muon", MUON), ("default", DEFAULT)):
@@ -80,47 +79,32 @@ def race(workload: str, seeds: list[int], folder: Path, cycles: int) -> dict[str
     steps = runs.steps_to(target, {length: statistics.mean(each) for length, each in ends.items()})
     timed = [configuration(workload, one, 1000, TUNING_SEED) for one in (muon, own)]
     times = runs.turns(ALONE, timed, cycles, period=_TURN, turn=_TURN)
-    ratios = sorted(b / a for a, b in zip(*times, strict=True))
+    ratio, spread = runs.ratios(times[1], times[0])
     return {
         "workload": workload,
         "torch": torch.__version__,
         "tried": tried,
         "muon": {"setting": muon, "losses": reached},
         "default": {"setting": own, "losses": ends, "steps": steps},
-        "step_ratio": statistics.median(ratios),
-        "step_ratio_spread": (ratios[0], ratios[-1]),
+        "step_ratio": ratio,
+        "step_ratio_spread": spread,
     }
-
-
-def tell(record: RunRecord) -> None:
-    """Print a trained run on the error output."""
-    config = record.config
-    said = f"{config.workload}, {config.label} {dict(config.method)}, lr {config.lr:g}"
-    end = f"{config.steps} steps, seed {config.seed}: loss {record.last.loss:.4f}"
-    print(f"{said}, {end}", file=sys.stderr, flush=True)
 
 
 def table(found: list[dict[str, Any]]) -> Table:
     """Return the races as a table."""
     lengths = [round(part * STEPS) for part in PARTS]
-    result = Table(title=f"The default method and tuned Muon, {STEPS} steps; means over the seeds")
-    for header in (
-        "workload",
-        "Muon: momentum, lr",
-        "its loss",
-        "default: lr",
-        *(f"loss after {length}" for length in lengths),
-        "steps, of Muon's",
-        "a step, of Muon's",
-        "time, of Muon's",
-    ):
-        result.add_column(header, justify="left" if header == "workload" else "right")
+    title = f"The default method and tuned Muon, {STEPS} steps; means over the seeds"
+    losses = [f"loss after {length}" for length in lengths]
+    columns = ["workload", "Muon: momentum, lr", "its loss", "default: lr", *losses]
+    columns += ["steps, of Muon's", "a step, of Muon's", "time, of Muon's"]
+    rows = []
     for one in found:
         muon, own = one["muon"], one["default"]
         steps, ratio, (least, most) = own["steps"], one["step_ratio"], one["step_ratio_spread"]
         part = None if steps is None else steps / STEPS
         at_most = "<= " * (steps is not None and steps <= lengths[0])
-        result.add_row(
+        cells = [
             one["workload"],
             f"{muon['setting'][2]['momentum']:g}, {muon['setting'][1]:g}",
             f"{statistics.mean(muon['losses']):.3f}",
@@ -129,8 +113,9 @@ def table(found: list[dict[str, Any]]) -> Table:
             "not reached" if part is None else f"{at_most}{part:.2f}",
             f"{ratio:.2f} ({least:.2f} to {most:.2f})",
             "-" if part is None else f"{at_most}{part * ratio:.2f}",
-        )
-    return result
+        ]
+        rows.append(cells)
+    return display.table(title, columns, rows)
 
 
 def main(
@@ -146,13 +131,9 @@ def main(
     numbers = [int(seed) for seed in seeds.split(",")]
     found = [race(name, numbers, folder, cycles) for name in workloads.split(",")]
     write_json(output, found)
-    screen = console()
-    screen.width = max(screen.width, 150)
+    screen = console(width=150)
     screen.print(table(found))
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except (FileNotFoundError, MissingLibraryError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

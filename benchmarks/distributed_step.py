@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
+from experiments import display
 from experiments.launch import Worker, launch
 from experiments.libraries import KFAC_PYTORCH_MISSING, import_kfac_pytorch
 from soframe.solvers import Eigen, Inverse
@@ -342,40 +343,25 @@ def _spread(own: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def show(found: Mapping[str, Mapping[str, Any]], title: str) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=130)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("variant", no_wrap=True)
-    for header in ("sent\nMB", "all\nMB", "calls", "memory\nMB", "held\nMB"):
-        table.add_column(header, justify="right")
-    for header in ("median\nms", "p99\nms", "mean\nms", "CPU\nms"):
-        table.add_column(header, justify="right")
+    screen, rows = display.console(width=130), []
     for name, own in found.items():
-        once = (f"{own[key]:.2f}" for key in ONCE)
-        timed = (f"{statistics.median(own[key]):.0f}" for key in TIMED)
-        table.add_row(name, *once, *timed)
-    console.print(table)
+        once = [f"{own[key]:.2f}" for key in ONCE]
+        rows.append([name, *once, *(f"{statistics.median(own[key]):.0f}" for key in TIMED)])
+    columns = ["variant", "sent\nMB", "all\nMB", "calls", "memory\nMB", "held\nMB"]
+    columns += ["median\nms", "p99\nms", "mean\nms", "CPU\nms"]
+    screen.print(display.table(title, columns, rows))
     shares = ratios(found)
     if not shares:
         return
-    table = Table(
-        title=f"as a share of what {PEER}'s mode needs (below 1: soframe needs less)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("variant", no_wrap=True)
-    table.add_column("against", no_wrap=True)
-    for header in ("sent", "all", "calls", "memory", "held", *TIMED):
-        table.add_column(header, justify="right")
     against = {variant.name: variant.against for variant in VARIANTS}
+    rows = []
     for name, own in shares.items():
-        once = ("-" if own[key] is None else f"{own[key]:.2f}" for key in ONCE)
-        timed = ("{:.2f}\n{:.2f}-{:.2f}".format(*own[key]) for key in TIMED)
-        table.add_row(name, against[name], *once, *timed)
-    console.print(table)
+        once = ["-" if own[key] is None else f"{own[key]:.2f}" for key in ONCE]
+        timed = ["{:.2f}\n{:.2f}-{:.2f}".format(*own[key]) for key in TIMED]
+        rows.append([name, against[name], *once, *timed])
+    title = f"as a share of what {PEER}'s mode needs (below 1: soframe needs less)"
+    columns = ["variant", "against", "sent", "all", "calls", "memory", "held", *TIMED]
+    screen.print(display.table(title, columns, rows, left=2))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from experiments import display
 from soframe.layers import BlockShape
 from soframe.methods import KFAC
 from soframe.planning.workloads import WORKLOADS
@@ -148,30 +149,25 @@ def as_published(placement: Placement, rank: int) -> int:
 
 
 def show(title: str, costs: Mapping[str, Mapping[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("strategy", no_wrap=True)
-    for header in ("statistics", "second\norder", "exchange", "busiest\nrank", "less\nsent"):
-        table.add_column(header, justify="right")
-    for header in ("memory,\nmost", "memory,\nmean", "less\nheld", "window,\nmost"):
-        table.add_column(header, justify="right")
+    columns = ["strategy", "statistics", "second\norder", "exchange", "busiest\nrank", "less\nsent"]
+    columns += ["memory,\nmost", "memory,\nmean", "less\nheld", "window,\nmost"]
+    rows = []
     for name, one in costs.items():
         mean, most = one["mean"], one["most"]
         sizes = (mean["statistics"], mean["second_order"], mean["exchange"], most["curvature"])
         less = one["less_sent"]
-        table.add_row(
-            name,
-            *(f"{size / 1e6:.2f}" for size in sizes),
-            "all" if less is None or less > 1e4 else f"{less:.1f}x",
-            f"{most['memory'] / 1e6:.0f}",
-            f"{mean['memory'] / 1e6:.0f}",
-            f"{one['less_held']:.1f}x",
-            f"{most['window'] / 1e6:.0f}",
+        rows.append(
+            [
+                name,
+                *(f"{size / 1e6:.2f}" for size in sizes),
+                "all" if less is None or less > 1e4 else f"{less:.1f}x",
+                f"{most['memory'] / 1e6:.0f}",
+                f"{mean['memory'] / 1e6:.0f}",
+                f"{one['less_held']:.1f}x",
+                f"{most['window'] / 1e6:.0f}",
+            ]
         )
-    Console(width=120).print(table)
+    display.console(width=120).print(display.table(title, columns, rows))
 
 
 def main() -> None:

@@ -186,26 +186,24 @@ def memory_of(network: str, layout: str, way: str, options: argparse.Namespace) 
 
 
 def show(results: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from experiments import display  # not where memory is measured
 
     for title, found in results.items():
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-        table.add_column("", no_wrap=True)
-        for header in ("ms", f"of {PEER}", "quartiles", "peak MB"):
-            table.add_column(header, justify="right")
+        rows = []
         for way, own in found.items():
             ratio = own.get("ratio")
             memory = own.get("memory")
-            table.add_row(
-                way,
-                f"{1e3 * own['seconds']['median']:.0f}",
-                f"{ratio['median']:.3f}" if ratio else "",
-                f"{ratio['low']:.3f} to {ratio['high']:.3f}" if ratio else "",
-                f"{memory['peak'] / 1e6:.0f}" if memory else "",
+            rows.append(
+                [
+                    way,
+                    f"{1e3 * own['seconds']['median']:.0f}",
+                    f"{ratio['median']:.3f}" if ratio else "",
+                    f"{ratio['low']:.3f} to {ratio['high']:.3f}" if ratio else "",
+                    f"{memory['peak'] / 1e6:.0f}" if memory else "",
+                ]
             )
-        Console(width=100).print(table)
+        columns = ("", "ms", f"of {PEER}", "quartiles", "peak MB")
+        display.console().print(display.table(title, columns, rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -42,11 +41,10 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import kaisa
 from benchmarks.kaisa import CONTENDERS, SGD, TUNED, Machinery, Size, configuration, numbers
 from benchmarks.simulation import largest_batch
-from experiments import runs
+from experiments import display, runs
 from experiments.config import ClockName, RunConfig
-from experiments.display import console, print_json, processor
+from experiments.display import console, print_json, processor, run_command
 from experiments.launch import launch
-from experiments.libraries import MissingLibraryError
 from experiments.models import resnet20_of_bytes
 from experiments.optimizers import build_optimizer, build_preconditioner
 from experiments.records import write_json
@@ -422,21 +420,20 @@ def megabytes(size: float) -> str:
 def memory_table(found: Mapping[str, Any]) -> Table:
     """Return the bytes and the largest batches as a table."""
     title = f"MB of a rank, at most {megabytes(found['cap'])}, {found['processes']} process(es)"
-    result = Table(title=title, title_justify="left")
-    result.add_column("")
     parts = ("weights", "gradients", "state", "buckets", "curvature", "window", "per_sample")
-    for header in (*parts, "batch", "all", "peak"):
-        result.add_column(header, justify="right")
+    rows = []
     for label, row in found["counted"].items():
         peak_bytes = row.get("peak")
-        result.add_row(
-            label,
-            *(megabytes(row["memory"][part]) for part in parts),
-            str(row["batch"]),
-            megabytes(row["bytes"]),
-            "-" if peak_bytes is None else megabytes(peak_bytes),
+        rows.append(
+            [
+                label,
+                *(megabytes(row["memory"][part]) for part in parts),
+                str(row["batch"]),
+                megabytes(row["bytes"]),
+                "-" if peak_bytes is None else megabytes(peak_bytes),
+            ]
         )
-    return result
+    return display.table(title, ["", *parts, "batch", "all", "peak"], rows)
 
 
 def table(found: Mapping[str, Any]) -> Table:
@@ -445,11 +442,9 @@ def table(found: Mapping[str, Any]) -> Table:
         f"To {100 * found['target']:.2f} % of held-out images, {found['processes']} process(es), "
         f"{found['size']}"
     )
-    result = Table(title=title, title_justify="left")
-    result.add_column("")
-    headers = ("batch\nof a rank", "lr", "images/s", "of SGD's", "accuracies, % (steps)")
-    for header in (*headers, "epochs\nto it", "time,\nof SGD's"):
-        result.add_column(header, justify="right")
+    columns = ["", "batch\nof a rank", "lr", "images/s", "of SGD's", "accuracies, % (steps)"]
+    columns += ["epochs\nto it", "time,\nof SGD's"]
+    rows = []
     for label, row in found["rows"].items():
         ends = [
             f"{100 * statistics.mean(each):.2f} ({steps})"
@@ -457,17 +452,19 @@ def table(found: Mapping[str, Any]) -> Table:
         ]
         reached, at_most = row["steps"] is not None, "<= " * row["at_most"]
         low, high = row["rate_ratio_spread"]
-        result.add_row(
-            label,
-            str(row["batch"]),
-            f"{row['lr']:.3g}",
-            f"{row['images_per_second']:.0f}",
-            f"{row['rate_ratio']:.2f} ({low:.2f} to {high:.2f})",
-            ", ".join(ends),
-            f"{at_most}{row['epochs']:.2f}" if reached else "not reached",
-            f"{at_most}{row['seconds_ratio']:.2f}" if reached else "-",
+        rows.append(
+            [
+                label,
+                str(row["batch"]),
+                f"{row['lr']:.3g}",
+                f"{row['images_per_second']:.0f}",
+                f"{row['rate_ratio']:.2f} ({low:.2f} to {high:.2f})",
+                ", ".join(ends),
+                f"{at_most}{row['epochs']:.2f}" if reached else "not reached",
+                f"{at_most}{row['seconds_ratio']:.2f}" if reached else "-",
+            ]
         )
-    return result
+    return display.table(title, columns, rows)
 
 
 def main(
@@ -500,8 +497,7 @@ def main(
     lrs = rates.best({name: CONTENDERS[name].lrs for name in (SGD, KFAC)}, size.key)
     how = Machinery(folder=kept, at_once=1, cycles=cycles)
     race = Race(int(cap), size, lrs, chosen, [int(seed) for seed in numbers(seeds)], how)
-    screen = console()
-    screen.width = max(screen.width, 140)
+    screen = console(width=140)
     reports: list[dict[str, Any]] = []
     for number in numbers(processes):
         ranks = int(number)
@@ -518,7 +514,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except (FileNotFoundError, MissingLibraryError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

@@ -59,6 +59,7 @@ from benchmarks.timing import (
     spread,
     table,
 )
+from experiments import display
 from experiments.display import aligned
 from experiments.libraries import import_kfac_pytorch
 from experiments.models import GPT, Sizes, next_token_loss
@@ -590,9 +591,7 @@ def run(
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = display.parser(__doc__)
     parser.add_argument("workloads", nargs="*", help=f"from: {', '.join(KNOWN)}")
     parser.add_argument("--preset", choices=tuple(PRESETS), default="real")
     parser.add_argument("--only", help="names separated by ';'; the reference is always there")

@@ -21,9 +21,7 @@ clock. Runs are kept in `--runs`: an interrupted benchmark goes on where it was.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,10 +35,10 @@ from benchmarks.methods import USUAL
 from experiments import display, runs
 from experiments.clutter import TRAINING_IMAGES
 from experiments.config import ClockName, RunConfig
-from experiments.display import console, processor
+from experiments.display import console, print_json, processor, run_command
 from experiments.launch import launch
-from experiments.libraries import MissingLibraryError, require
-from experiments.records import RunRecord, jsonable, write_json
+from experiments.libraries import require
+from experiments.records import jsonable, write_json
 from experiments.runs import steps_to
 from experiments.tuning import FOLDER, TUNING_SEED, TriedRates
 
@@ -192,18 +190,9 @@ class Machinery:
             self.folder,
             processes=processes,
             at_once=self.at_once if processes == 1 else 1,
-            tell=tell,
+            tell=runs.tell,
         )
         return [0.0 if one.last.accuracy is None else one.last.accuracy for one in found]
-
-
-def tell(record: RunRecord) -> None:
-    """Print a trained run on the error output."""
-    config, last = record.config, record.last
-    said = f"{config.label}, lr {config.lr:g}, {last.step} steps, seed {config.seed}"
-    print(
-        f"{said}: accuracy {last.accuracy:.4f}, loss {last.loss:.4f}", file=sys.stderr, flush=True
-    )
 
 
 def tune(names: Sequence[str], size: Size, part: float, how: Machinery, rates: TriedRates) -> None:
@@ -261,8 +250,7 @@ def report(
         by_steps = {size.steps(p): [found[name, p, seed] for seed in seeds] for p in lengths}
         errors = {steps: 1 - statistics.mean(each) for steps, each in by_steps.items()}
         steps = steps_to(1 - target, errors)
-        ratios = [own / sgd for own, sgd in zip(seconds, times[0], strict=True)]
-        ratio = statistics.median(ratios)
+        ratio, spread = runs.ratios(seconds, times[0])
         kept = runs.kept([configs[name, 1.0, seeds[0]]], how.folder, processes=processes)[0]
         part = None if steps is None else steps / size.steps()
         rows[name] = {
@@ -272,7 +260,7 @@ def report(
             "epochs": None if steps is None else steps / size.epoch,
             "milliseconds": 1e3 * statistics.median(seconds),
             "step_ratio": ratio,
-            "step_ratio_spread": [min(ratios), max(ratios)],
+            "step_ratio_spread": spread,
             "epochs_ratio": part,
             "seconds_ratio": None if part is None else ratio * part,
             "sent_bytes_per_step": kept.sent_bytes_per_step,
@@ -295,29 +283,28 @@ def table(found: Mapping[str, Any], size: Size) -> Table:
         f"ResNet-20, {found['size']}, {found['processes']} process(es): "
         f"to {100 * found['target']:.1f} % of held-out images"
     )
-    result = Table(title=title, title_justify="left")
-    result.add_column("optimizer")
     lengths = sorted({*size.lengths, 1.0})
     after = [f"% after\n{part * size.epochs:.3g} epochs" for part in lengths]
-    for header in ("lr", *after, "epochs\nto it", "of\nSGD's", "ms a step,\nof SGD's"):
-        result.add_column(header, justify="right")
-    result.add_column("seconds,\nof SGD's", justify="right")
-    result.add_column("sent a step,\nrank, MB", justify="right")
+    columns = ["optimizer", "lr", *after, "epochs\nto it", "of\nSGD's", "ms a step,\nof SGD's"]
+    columns += ["seconds,\nof SGD's", "sent a step,\nrank, MB"]
+    rows = []
     for name, row in found["rows"].items():
         each = {int(steps): values for steps, values in row["accuracies"].items()}
         reached = row["steps"] is not None
         sent = sum(row["sent_bytes_per_step"].values())
-        result.add_row(
-            name,
-            f"{row['lr']:g}",
-            *(f"{100 * statistics.mean(each[size.steps(p)]):.1f}" for p in lengths),
-            f"{row['epochs']:.2f}" if reached else "not reached",
-            f"{row['epochs_ratio']:.2f}" if reached else "-",
-            f"{row['milliseconds']:.0f}, {row['step_ratio']:.2f}",
-            f"{row['seconds_ratio']:.2f}" if reached else "-",
-            f"{sent / 1e6:.2f}" if sent else "-",
+        rows.append(
+            [
+                name,
+                f"{row['lr']:g}",
+                *(f"{100 * statistics.mean(each[size.steps(p)]):.1f}" for p in lengths),
+                f"{row['epochs']:.2f}" if reached else "not reached",
+                f"{row['epochs_ratio']:.2f}" if reached else "-",
+                f"{row['milliseconds']:.0f}, {row['step_ratio']:.2f}",
+                f"{row['seconds_ratio']:.2f}" if reached else "-",
+                f"{sent / 1e6:.2f}" if sent else "-",
+            ]
         )
-    return result
+    return display.table(title, columns, rows)
 
 
 def figure(found: Mapping[str, Any], size: Size) -> Any:
@@ -401,16 +388,11 @@ def main(
         write_json(path, found)
         display.save(figure(found, size), path.with_suffix(".png"))
         if not as_json:
-            screen = console()
-            screen.width = max(screen.width, 120)
+            screen = console(width=120)
             screen.print(table(found, size))
     if as_json:
-        json.dump(reports, sys.stdout, indent=1)
-        print()
+        print_json(reports)
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except (FileNotFoundError, MissingLibraryError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

@@ -25,7 +25,6 @@ implementations of one method.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -37,11 +36,11 @@ import torch
 import typer
 from rich.table import Table
 
-from experiments import runs
+from experiments import display, runs
 from experiments.config import TRUST_REGIONS, RunConfig
-from experiments.display import console
-from experiments.libraries import MissingLibraryError, require
-from experiments.records import RunRecord, write_json
+from experiments.display import console, print_json, run_command
+from experiments.libraries import require
+from experiments.records import write_json
 from experiments.runs import steps_to
 from experiments.train import ALONE, WorkloadRun, numerics
 from experiments.tuning import FOLDER, TUNING_SEED, TriedRates
@@ -227,15 +226,10 @@ class Runs:
     def losses(self, configs: Sequence[RunConfig]) -> list[float]:
         """Return the last loss of each run."""
         # The text is the interpreter's own standard library.
-        found = runs.kept(configs, self.folder, at_once=self.processes, word=sys.version, tell=tell)
+        found = runs.kept(
+            configs, self.folder, at_once=self.processes, word=sys.version, tell=runs.tell
+        )
         return [one.last.loss for one in found]
-
-
-def tell(record: RunRecord) -> None:
-    """Print a trained run on the error output."""
-    config = record.config
-    said = f"{config.label}, lr {config.lr:g}, {config.steps} steps, seed {config.seed}"
-    print(f"{said}: loss {record.last.loss:.4f}", file=sys.stderr, flush=True)
 
 
 def tune(names: Sequence[str], own: Runs) -> None:
@@ -320,15 +314,14 @@ def report(
     for name in names:
         means = {length: statistics.mean(each) for length, each in losses[name].items()}
         steps = float(STEPS) if name == reference else steps_to(target, means)
-        ratios = [a / b for a, b in zip(times[name], times[reference], strict=True)]
-        ratio = statistics.median(ratios)
+        ratio, spread = runs.ratios(times[name], times[reference])
         rows[name] = {
             "lr": lrs[name],
             "losses": losses[name],
             "steps": steps,
             "milliseconds": 1e3 * statistics.median(times[name]),
             "step_ratio": ratio,
-            "step_ratio_spread": [min(ratios), max(ratios)],
+            "step_ratio_spread": spread,
             "steps_ratio": None if steps is None else steps / STEPS,
             "seconds_ratio": None if steps is None else ratio * steps / STEPS,
         }
@@ -344,29 +337,30 @@ def report(
 def table(found: Mapping[str, Any]) -> Table:
     """Return the report as a table."""
     title = f"Byte-level GPT, to the held-out loss {found['target']:.3f} of {found['reference']}"
-    result = Table(title=title, caption="ratios are to the first row")
-    result.add_column("method")
     trained = {int(length) for row in found["rows"].values() for length in row["losses"]}
     lengths = [f"loss after\n{length}" for length in sorted(trained)]
-    for header in ("lr", *lengths, "steps", "ratio", "a step's seconds,\nratio", "seconds,\nratio"):
-        result.add_column(header, justify="right")
+    columns = ["method", "lr", *lengths, "steps", "ratio"]
+    columns += ["a step's seconds,\nratio", "seconds,\nratio"]
+    rows = []
     for name, row in found["rows"].items():
         cells = [
             f"{statistics.mean(row['losses'][n]):.3f}" if n in row["losses"] else "-"
             for n in sorted(trained)
         ]
         reached = row["steps"] is not None
-        result.add_row(
-            name,
-            f"{row['lr']:g}",
-            *cells,
-            f"{row['steps']:.0f}" if reached else "not reached",
-            f"{row['steps_ratio']:.2f}" if reached else "-",
-            f"{row['step_ratio']:.2f} ({row['step_ratio_spread'][0]:.2f}"
-            f"-{row['step_ratio_spread'][1]:.2f})",
-            f"{row['seconds_ratio']:.2f}" if reached else "-",
+        low, high = row["step_ratio_spread"]
+        rows.append(
+            [
+                name,
+                f"{row['lr']:g}",
+                *cells,
+                f"{row['steps']:.0f}" if reached else "not reached",
+                f"{row['steps_ratio']:.2f}" if reached else "-",
+                f"{row['step_ratio']:.2f} ({low:.2f}-{high:.2f})",
+                f"{row['seconds_ratio']:.2f}" if reached else "-",
+            ]
         )
-    return result
+    return display.table(f"{title}; ratios are to the first row", columns, rows)
 
 
 def best_so_far(name: str) -> float:
@@ -446,18 +440,18 @@ def losses_after(
 
 def trials_table() -> Table:
     """Return the trials of tuning as a table, the least loss first."""
-    result = Table(title=f"Byte-level GPT, held-out losses of tuning after {STEPS} steps")
-    for header in ("place", "method", "lr", "loss", "lr: loss of the others"):
-        result.add_column(header, justify="left" if header == "method" else "right")
+    title = f"Byte-level GPT, held-out losses of tuning after {STEPS} steps"
     rows = []
     for name, scores in TUNED.scores(f"{STEPS} steps").items():
         finite = {float(lr): float("inf") if x is None else x for lr, x in scores.items()}
         best = min(finite, key=finite.__getitem__)
         others = [f"{lr:g}: {finite[lr]:.3f}" for lr in sorted(finite) if lr != best]
         rows.append((finite[best], name, f"{best:g}", ", ".join(others)))
+    cells = []
     for place, (loss, name, lr, others) in enumerate(sorted(rows), start=1):
-        result.add_row(str(place), name, lr, f"{loss:.3f}", others)
-    return result
+        cells.append([str(place), name, lr, f"{loss:.3f}", others])
+    columns = ("place", "method", "lr", "loss", "lr: loss of the others")
+    return display.table(title, columns, cells, left=2)
 
 
 def plot(found: Mapping[str, Any], path: Path) -> None:
@@ -515,8 +509,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
 ) -> None:
     """Train until the reference's loss is reached, and print the steps and seconds."""
-    screen = console()
-    screen.width = max(screen.width, 120)
+    screen = console(width=120)
     if trials:
         screen.print(trials_table())
         return
@@ -544,14 +537,10 @@ def main(
     if figure is not None:
         plot(found, figure)
     if as_json:
-        json.dump(found, sys.stdout, indent=1)
-        print()
+        print_json(found)
         return
     screen.print(table(found))
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except (FileNotFoundError, MissingLibraryError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

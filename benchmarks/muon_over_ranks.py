@@ -23,7 +23,6 @@ run as they are written, since compilation saves the same for every contender.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -40,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
-from experiments import models
+from experiments import display, models
 from experiments.launch import Worker, launch
 from experiments.libraries import require
 from experiments.muon import orthogonalise, split
@@ -289,9 +288,7 @@ def rows(
 def main() -> None:
     """Measure, and print the table."""
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = display.parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--cycles", type=int, default=10)
     parser.add_argument("--dion-path", type=Path, default=None)

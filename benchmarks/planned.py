@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
+from experiments import display
 from experiments.launch import Worker, launch
 from soframe.comm import SingleProcess, TorchDistributed
 from soframe.planning import measure
@@ -211,26 +212,29 @@ def errors(pairs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(found: Mapping[str, Rows]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     for section, rows in found.items():
-        table = Table(title=section, title_justify="left", box=box.SIMPLE_HEAD)
-        table.add_column("curve", no_wrap=True)
-        for header in ("sizes", "shortest\nms", "longest\nms", "error\nmedian", "error\nlargest"):
-            table.add_column(header, justify="right")
+        lines = []
         for name, row in rows.items():
             times = [1e3 * one["seconds"] for one in row["held out"]]
-            table.add_row(
-                name,
-                str(len(times)),
-                f"{min(times):.3f}",
-                f"{max(times):.3f}",
-                f"{row['median']:.1%}",
-                f"{row['largest']:.1%}",
+            lines.append(
+                [
+                    name,
+                    str(len(times)),
+                    f"{min(times):.3f}",
+                    f"{max(times):.3f}",
+                    f"{row['median']:.1%}",
+                    f"{row['largest']:.1%}",
+                ]
             )
-        Console(width=100).print(table)
+        columns = (
+            "curve",
+            "sizes",
+            "shortest\nms",
+            "longest\nms",
+            "error\nmedian",
+            "error\nlargest",
+        )
+        display.console().print(display.table(section, columns, lines))
         if section == "steps":
             show_steps(rows)
         print(f"{section}: median error {overall(rows):.1%}")
@@ -256,9 +260,7 @@ def overall(rows: Rows) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = display.parser(__doc__)
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; by default all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of collectives")
     parser.add_argument("--rounds", type=int, default=7)

@@ -12,7 +12,6 @@ more of them than cores share the cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
@@ -28,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.timing import PHASES, Network, contender, figures, gpt, race
+from experiments import display
 from experiments.display import save
 from experiments.launch import Worker, launch
 from soframe.strategies.placement import Placement
@@ -181,9 +181,7 @@ def plot(found: dict[str, list[dict[str, Any]]], path: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = display.parser(__doc__)
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
     parser.add_argument("--strategy", default="mem-opt", help="on several ranks")
     parser.add_argument("--rounds", type=int, default=5)

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from experiments import display
 from experiments.display import console, print_json
 from experiments.libraries import require
 from soframe.planning.hardware import Hardware
@@ -176,9 +176,8 @@ def fixed_memory(model: str, hardware: Hardware, ranks: int = FIXED_RANKS) -> li
 def time_table(model: str, kind: str, points: Sequence[Mapping[str, Any]], name: str) -> Table:
     """Return the times of a model."""
     title = f"Simulation: {model}, {kind} scaling on {name}: ms a step, and of SGD's"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for header in ("ranks", "batch", "SGD", *STRATEGIES, "workers", "planning, s"):
-        table.add_column(header.replace(", ", ",\n"), justify="right")
+    headers = ("ranks", "batch", "SGD", *STRATEGIES, "workers", "planning, s")
+    rows = []
     for point in points:
         cells = []
         for strategy, row in point["strategies"].items():
@@ -186,7 +185,9 @@ def time_table(model: str, kind: str, points: Sequence[Mapping[str, Any]], name:
             cells.append(f"{mark}{1e3 * row['seconds']:.4g} {row['ratio']:.2f}")
         workers = point["strategies"]["hybrid-opt"]["gradient workers"]
         start = str(point["ranks"]), str(point["batch"]), f"{1e3 * point['sgd']:.4g}"
-        table.add_row(*start, *cells, str(workers), f"{point['planning']:.1f}")
+        rows.append([*start, *cells, str(workers), f"{point['planning']:.1f}"])
+    columns = [header.replace(", ", ",\n") for header in headers]
+    table = display.table(title, columns, rows, left=0)
     table.caption = (
         "* fastest, + with statistics of all ranks; workers: hybrid-opt's gradient workers"
     )
@@ -196,34 +197,30 @@ def time_table(model: str, kind: str, points: Sequence[Mapping[str, Any]], name:
 def memory_table(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> Table:
     """Return the memory of all models, which does not depend on the batch."""
     title = "Simulation: GB of curvature on the fullest rank, at the peak of a step"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for header in ("model", "ranks", *STRATEGIES):
-        table.add_column(header, justify="left" if header == "model" else "right")
+    cells = []
     for model, kinds in found.items():
         for point in kinds["weak"]:
             rows = point["strategies"].values()
-            table.add_row(
-                model, str(point["ranks"]), *(f"{row['memory'] / 1e9:.2f}" for row in rows)
-            )
-    return table
+            sizes = [f"{row['memory'] / 1e9:.2f}" for row in rows]
+            cells.append([model, str(point["ranks"]), *sizes])
+    return display.table(title, ["model", "ranks", *STRATEGIES], cells)
 
 
 def fixed_table(model: str, hardware: Hardware, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the largest batches of a model."""
     assert hardware.memory is not None
     title = f"Simulation: {model}, {FIXED_RANKS} ranks of {hardware.memory / 1e9:.0f} GB, "
-    table = Table(title=title + hardware.name, title_justify="left", box=SIMPLE_HEAD)
-    headers = ("optimizer", "GB of curvature", "a rank's batch", "ms a step", "samples/s")
-    for header in (*headers, f"of {rows[0]['optimizer']}'s"):
-        table.add_column(header, justify="left" if header == "optimizer" else "right")
+    first = rows[0]["optimizer"]
+    columns = ["optimizer", "GB of curvature", "a rank's batch", "ms a step", "samples/s"]
+    lines = []
     for row in rows:
         cells = ["-", "-", "-"]
         if row["batch"]:
             rate = row["samples a second"]
             cells = [f"{1e3 * row['seconds']:.4g}", f"{rate:,.0f}"]
             cells.append(f"{rate / rows[0]['samples a second']:.3f}")
-        table.add_row(row["optimizer"], f"{row['curvature'] / 1e9:.2f}", str(row["batch"]), *cells)
-    return table
+        lines.append([row["optimizer"], f"{row['curvature'] / 1e9:.2f}", str(row["batch"]), *cells])
+    return display.table(title + hardware.name, [*columns, f"of {first}'s"], lines)
 
 
 def draw(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], name: str) -> Any:

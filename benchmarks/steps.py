@@ -43,6 +43,7 @@ from benchmarks.timing import (
     table,
     words_of,
 )
+from experiments import display
 from experiments.display import aligned
 from experiments.libraries import import_kfac_pytorch
 
@@ -147,9 +148,7 @@ def contenders_named(text: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = display.parser(__doc__)
     parser.add_argument(
         "networks", nargs="*", help=f"from: {', '.join(NETWORKS)}; by default {', '.join(USUAL)}"
     )

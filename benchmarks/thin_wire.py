@@ -350,29 +350,22 @@ def _carried(own: Any) -> tuple[int, int]:
 
 
 def show(found: dict[str, dict[str, dict[str, float]]], title: str) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from experiments import display
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("strategy", no_wrap=True)
     with_plan = any("planned_ms" in row for own in found.values() for row in own.values())
     keys = ["median_ms", "mean_ms", *["planned_ms"] * with_plan]
+    columns, rows = ["strategy"], []
     for gbit in found:
-        table.add_column(f"{gbit} Gbit/s\nmedian ms", justify="right")
-        table.add_column("\nmean ms", justify="right")
-        if with_plan:
-            table.add_column("\nplanned", justify="right")
-    for header in ("curvature\nMB", "sent\nMB"):
-        table.add_column(header, justify="right")
+        columns += [f"{gbit} Gbit/s\nmedian ms", "\nmean ms", *["\nplanned"] * with_plan]
+    columns += ["curvature\nMB", "sent\nMB"]
     for name, last in list(found.values())[-1].items():
         times = [
             f"{own[name][key]:.0f}" if key in own[name] else "-"
             for own in found.values()
             for key in keys
         ]
-        table.add_row(name, *times, f"{last['curvature_mb']:.2f}", f"{last['sent_mb']:.2f}")
-    Console(width=120).print(table)
+        rows.append([name, *times, f"{last['curvature_mb']:.2f}", f"{last['sent_mb']:.2f}"])
+    display.console(width=120).print(display.table(title, columns, rows))
 
 
 def main() -> int:

@@ -17,7 +17,6 @@ import math
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,8 +27,7 @@ import typer
 
 from experiments import display, tuning
 from experiments.config import RunConfig
-from experiments.display import console
-from experiments.libraries import MissingLibraryError
+from experiments.display import console, run_command
 from experiments.records import RunRecord, write_json
 from experiments.runs import race
 from experiments.workloads import workload
@@ -380,7 +378,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except (FileNotFoundError, MissingLibraryError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

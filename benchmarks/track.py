@@ -38,11 +38,10 @@ import torch
 import typer
 from rich.table import Table
 
-from experiments import runs
+from experiments import display, runs
 from experiments.config import RunConfig
-from experiments.display import console
-from experiments.libraries import MissingLibraryError
-from experiments.records import RunRecord, jsonable, write_json
+from experiments.display import console, print_json, run_command
+from experiments.records import jsonable, write_json
 from experiments.runs import steps_to
 from experiments.tuning import FOLDER, TUNING_SEED, TriedRates
 
@@ -452,28 +451,25 @@ def table(found: Mapping[str, Any]) -> Table:
     """Return the report as a table: the fewest steps first."""
     by_loss = found["target"] is None
     what = "after as many steps" if by_loss else f"to the held-out loss {found['target']:.3f}"
-    result = Table(title=f"Byte-level GPT, {what}", title_justify="left")
-    result.add_column("place", justify="right")
-    result.add_column("method")
-    for header in ("lr", "held-out\nloss" if by_loss else "steps", "of\nMuon's"):
-        result.add_column(header, justify="right")
-    result.add_column("public track")
-    for header in ("place", "steps", "of\nMuon's"):
-        result.add_column(header, justify="right")
+    columns = ["place", "method", "lr", "held-out\nloss" if by_loss else "steps", "of\nMuon's"]
+    columns += ["public track", "place", "steps", "of\nMuon's"]
+    rows = []
     for name, row in sorted(found["rows"].items(), key=lambda item: item[1]["place"]):
         own = f"> {found['longest']}" if row["steps"] is None else f"{row['steps']:.0f}"
-        result.add_row(
-            str(row["place"]),
-            name,
-            f"{row['lr']:g}",
-            f"{row['loss']:.3f}" if by_loss else own,
-            f"{row['of_muon']:.2f}" if row["of_muon"] is not None else "-",
-            row["public"],
-            str(row["public_place"]),
-            str(row["public_steps"]),
-            f"{row['public_of_muon']:.2f}",
+        rows.append(
+            [
+                str(row["place"]),
+                name,
+                f"{row['lr']:g}",
+                f"{row['loss']:.3f}" if by_loss else own,
+                f"{row['of_muon']:.2f}" if row["of_muon"] is not None else "-",
+                row["public"],
+                str(row["public_place"]),
+                str(row["public_steps"]),
+                f"{row['public_of_muon']:.2f}",
+            ]
         )
-    return result
+    return display.table(f"Byte-level GPT, {what}", columns, rows, left=2)
 
 
 def main(
@@ -508,7 +504,7 @@ def main(
 
         def losses(configs: Sequence[RunConfig]) -> list[float]:
             # The text is the interpreter's own standard library.
-            found = runs.kept(configs, kept, at_once=at_once, word=sys.version, tell=tell)
+            found = runs.kept(configs, kept, at_once=at_once, word=sys.version, tell=runs.tell)
             return [one.last.loss for one in found]
 
         rates, protocol = TriedRates(tuned), Protocol(warmup, batch_size)
@@ -526,25 +522,13 @@ def main(
     found = jsonable(found)
     write_json(output, found)
     if as_json:
-        json.dump(found, sys.stdout, indent=1)
-        print()
+        print_json(found)
         return
-    screen = console()
-    screen.width = max(screen.width, 120)
+    screen = console(width=120)
     screen.print(table(found))
     if found["agreement"] is not None:
         screen.print(sentence(found["agreement"]), highlight=False)
 
 
-def tell(record: RunRecord) -> None:
-    """Print a trained run on the error output."""
-    config = record.config
-    said = f"{config.label}, lr {config.lr:g}, {config.steps} steps, seed {config.seed}"
-    print(f"{said}: loss {record.last.loss:.4f}", file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except (FileNotFoundError, MissingLibraryError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

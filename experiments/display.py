@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from experiments import train
-from experiments.libraries import require
+from experiments.libraries import MissingLibraryError, require
 from experiments.records import MARK, NOTE, RunRecord, jsonable, labels
 from experiments.workloads import Workload
 from soframe.diagnostics.display import bytes_text
@@ -81,6 +83,21 @@ def print_json(value: object) -> None:
     """Print JSON and nothing else on the standard output."""
     json.dump(jsonable(value), sys.stdout, indent=1, allow_nan=False)
     print()
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser of arguments, whose help is a module's docstring as it stands."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def run_command(main: Callable[..., None]) -> None:
+    """Run a command; what a user can put right is an error of one line."""
+    try:
+        typer.run(main)
+    except (FileNotFoundError, MissingLibraryError, ValueError) as error:
+        sys.exit(f"error: {error}")
 
 
 _COLUMNS = (

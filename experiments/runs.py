@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -97,19 +99,27 @@ def turns(
         raise ValueError(f"turns of {turn} steps do not make up a period of {period}")
     with numerics(configs[0].threads):
         every = [WorkloadRun(worker, config) for config in configs]
-        for run in every:
-            run.take(turn)  # warms up, and solves for the first time
-        times: list[list[float]] = [[] for _ in configs]
-        for _ in range(cycles):
-            seconds = [0.0 for _ in every]
-            for _ in range(period // turn):
-                for index, run in enumerate(every):
-                    seconds[index] += run.take(turn)
-            for index, total in enumerate(seconds):
-                times[index].append(total / period)
+        times = take_turns([run.take for run in every], cycles, period, turn)
         for run in every:
             run.close()
         return times
+
+
+def take_turns(
+    takes: Sequence[Callable[[int], float]], cycles: int, period: int, turn: int
+) -> list[list[float]]:
+    """Return the mean seconds of a step as `turns`, of functions that take so many steps."""
+    for take in takes:
+        take(turn)  # warms up, and solves for the first time
+    times: list[list[float]] = [[] for _ in takes]
+    for _ in range(cycles):
+        seconds = [0.0 for _ in takes]
+        for _ in range(period // turn):
+            for index, take in enumerate(takes):
+                seconds[index] += take(turn)
+        for index, total in enumerate(seconds):
+            times[index].append(total / period)
+    return times
 
 
 def digest(config: RunConfig, processes: int, word: str = "") -> str:
@@ -155,6 +165,21 @@ def kept(
             write_json(path, record.as_dict())
             tell(record)
     return [RunRecord.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def tell(record: RunRecord) -> None:
+    """Print a trained run on the error output."""
+    config, last = record.config, record.last
+    start = f"{config.workload}, {config.label} {dict(config.method)}, lr {config.lr:g}"
+    accuracy = "" if last.accuracy is None else f"accuracy {last.accuracy:.4f}, "
+    end = f"{last.step} steps, seed {config.seed}: {accuracy}loss {last.loss:.4f}"
+    print(f"{start}, {end}", file=sys.stderr, flush=True)
+
+
+def ratios(times: Sequence[float], base: Sequence[float]) -> tuple[float, list[float]]:
+    """Return the median ratio over the periods of `turns`, and the least and the largest."""
+    shares = [seconds / plain for seconds, plain in zip(times, base, strict=True)]
+    return statistics.median(shares), [min(shares), max(shares)]
 
 
 def steps_to(target: float, losses: Mapping[int, float]) -> float | None:

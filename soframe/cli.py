@@ -284,10 +284,9 @@ def components(as_json: AsJson = False) -> None:
     if as_json:
         _print_json(registered)
         return
-    sections = [
-        [(kind, *entry) for entry in sorted(entries.items())]
-        for kind, entries in registered.items()
-    ]
+    sections = []
+    for kind, entries in registered.items():
+        sections.append([(kind, *entry) for entry in sorted(entries.items())])
     _print_table(("kind", "name", "class"), sections)
 
 

@@ -69,15 +69,15 @@ BOUNDS: dict[str, dict[str, float]] = {
         "functions above 10": 95,
     },
     "experiments": {
-        "comprehensions": 40.3,
+        "comprehensions": 33.1,
         "nested": 0.0,
-        "conditional": 23.1,
-        "booleans": 27.7,
-        "starred": 14.5,
-        "pronouns": 0.3,
+        "conditional": 19.7,
+        "booleans": 20.7,
+        "starred": 12.5,
+        "pronouns": 0.2,
         "repeated": 0.0,
         "functions above 15": 0,
-        "functions above 10": 15,
+        "functions above 10": 14,
     },
 }
 

@@ -116,7 +116,8 @@ def measure(
     device = torch.device(device)
     backend = SingleProcess() if backend is None else backend
     sides = sides or SIDES
-    _check(device, backend, sides, dtypes)
+    if problem := _problem(device, backend, sides, dtypes):
+        raise ValueError(problem)
     cuda = device.type == "cuda"
     with (
         torch.cuda.device(device) if cuda else nullcontext(),
@@ -135,19 +136,19 @@ def measure(
         return _profile(device, backend, samples, _python(device, PYTHON * budget))
 
 
-def _check(
+def _problem(
     device: torch.device, backend: Backend, sides: Sequence[int], dtypes: Sequence[str]
-) -> None:
+) -> str | None:
+    """Return why these cannot be measured, or None."""
     if device.type not in LARGE:
-        raise ValueError(f"a device of type {device.type!r} is not measured: choose cpu or cuda")
+        return f"a device of type {device.type!r} is not measured: choose cpu or cuda"
     if backend.on_paper:
-        raise ValueError("simulated ranks have no collectives to measure: pass backend=None")
+        return "simulated ranks have no collectives to measure: pass backend=None"
     for name in dtypes:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"{name!r} is not a floating dtype of torch")
-    if min(sides) <= 0:
-        raise ValueError("sides must be positive")
+            return f"{name!r} is not a floating dtype of torch"
+    return "sides must be positive" if min(sides) <= 0 else None
 
 
 def _some(sides: Sequence[int]) -> list[int]:

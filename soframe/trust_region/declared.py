@@ -152,7 +152,7 @@ def _hessian_products(
 
 
 def error_of(fits: Sequence[Fit], loss: float) -> ValueError | None:
-    """Return the first problem as an error; None if there is none, or the loss is not finite."""
+    """Return the first problem as an error, unless the loss is not finite."""
     for closure_fit in fits:
         if closure_fit.problem is not None and math.isfinite(loss):
             return ValueError(closure_fit.problem)

@@ -307,7 +307,7 @@ class TrustRegion(ClosureOptimizer):
         return self._move(batch, [*chosen, *usual], names, quadratic, lr)
 
     def _steepest(self, batch: Batch, shares: Sequence[float]) -> list[Direction]:
-        """Return the direction of the parameters that have no block, if there are any."""
+        """Return the direction of the parameters without a block, or none if all have one."""
         covered = self._proposer.covered()
         direction: list[Tensor | None] = []
         for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):

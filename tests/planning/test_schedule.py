@@ -55,6 +55,7 @@ def timing(
         gradients=gradients,
         optimizer=OPTIMIZER,
         background=background,
+        added={},
     )
     return schedule.timing(statistics_every, solve_every, turns)
 
