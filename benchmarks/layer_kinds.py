@@ -13,6 +13,7 @@ the coefficients of the parameters' products in it, by least squares.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,8 +44,8 @@ def verdict(library: Library, layers: nn.Module, inputs: Tensor) -> str:
     """Return what a library does with layers.
 
     Returns:
-        ``"served"``, ``"refused"`` with an error, ``"left out"`` where a parameter has no share, or
-        ``"wrong"`` where scores are not the products of its gradients.
+        ``"served"``, ``"refused"`` with an error, which is printed, ``"left out"`` where a
+        parameter has no share, or ``"wrong"`` where scores are not the products of its gradients.
     """
     torch.manual_seed(0)
     body = nn.Sequential(layers, nn.Flatten(), nn.Tanh())
@@ -55,7 +56,8 @@ def verdict(library: Library, layers: nn.Module, inputs: Tensor) -> str:
     try:
         with quiet():
             shares = library.shares(model, data)
-    except Exception:  # of whichever type: that a library raises is the result
+    except Exception as error:  # of whichever type: that a library raises is the result
+        print(f"{' '.join(str(layers).split())}: {library.module}: {error!r}", file=sys.stderr)
         return "refused"
     if any(abs(share) < 0.1 for share in shares.values()):
         return "left out"
@@ -110,7 +112,7 @@ def of_scores(run: Callable[[Task], Result]) -> Callable[[nn.Module, Data], Shar
         products = products_of(model, data)
         scores = DAMPING * run(Task(model, data, data, DAMPING)).scores
         columns = torch.stack([product.flatten() for product in products.values()], 1)
-        solution = torch.linalg.lstsq(columns.double(), scores.double().view(-1, 1)).solution
+        solution = torch.linalg.lstsq(columns.double(), scores.double().reshape(-1, 1)).solution
         return dict(zip(products, solution.flatten().tolist(), strict=True))
 
     return shares
