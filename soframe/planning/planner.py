@@ -172,7 +172,7 @@ class Plan:
     def front(self) -> list[Row]:
         """The rows that are smaller than every faster row of as many samples."""
         front: list[Row] = []
-        for row in self.rows:  # the fastest first, so that those of the front are faster
+        for row in self.rows:  # the fastest first, so that the rows of the front are faster
             # Rows of fewer samples are no match for a row of all.
             rivals = [other for other in front if other.exact or not row.exact]
             if all(row.memory["total"] < other.memory["total"] for other in rivals):

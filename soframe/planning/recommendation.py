@@ -166,7 +166,7 @@ WITHOUT_NORMS = (
     "without batch norm the defaults are the safe settings: on two small convolutional nets they "
     "are at SGD's best loss after 0.41 and 0.44 of its steps"
 )
-"""The reason for a convolutional net whose settings are those of a dense one."""
+"""The reason for a convolutional net with the settings of a dense one."""
 
 WITH_DERIVATIVES = (
     "if the loss has derivatives of the model's outputs, as a PINN's has: "
