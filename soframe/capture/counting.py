@@ -257,7 +257,7 @@ class Pass:
     samples: int  # the terms that its loss is a mean of
     size: int  # the batch that it went through
     stage: int = 0  # the index of its pipeline stage
-    told: bool = False  # whether its terms or rows are declared, or observed
+    is_declared: bool = False  # whether its terms or rows are declared, or observed
     certain: bool = True  # whether its forward passes are surely of other samples, or the same
     batches: list[Batch] = field(default_factory=list)  # its forward passes
     reached: set[int] = field(default_factory=set)  # the numbers of samples of its calls
@@ -336,7 +336,7 @@ class Passes:
         if terms is None and callable(setting):
             terms = self._called(setting, call_terms)
         if root.is_empty and terms is None:
-            return Pass(0, 0, told=True, batches=list(batches))
+            return Pass(0, 0, is_declared=True, batches=list(batches))
         # Gradients reach the layer nearest to the loss first. If it has one sample, the root was
         # called without a batch; unless the one is of positions, which come first.
         size = root.size or sizes[0]
@@ -344,7 +344,7 @@ class Passes:
             size = 1
         if terms is not None or batch.rows is not None:
             samples = call_terms if terms is None else terms
-            return Pass(samples, size, told=True, batches=list(batches))
+            return Pass(samples, size, is_declared=True, batches=list(batches))
         distinct, certain = _of_other_samples(batches)
         if size == 1 and not by_token:
             samples = len(distinct)
@@ -398,7 +398,7 @@ class Passes:
         if callable(self.samples):
             return None
         for backward in self.by_number.values():
-            question = None if backward.told else self._question(backward)
+            question = None if backward.is_declared else self._question(backward)
             if question is not None:
                 return f"{question}: {REMEDY}"
         return None

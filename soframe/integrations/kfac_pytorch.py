@@ -246,10 +246,10 @@ def _layers(preconditioner: Preconditioner, state: Any) -> dict[str, dict[str, T
     saved = _saved_layers(state)
     blocks = {block.name: block for block in preconditioner.blocks}
     if set(saved) != set(blocks):
-        lacks, others = sorted(set(blocks) - set(saved)), sorted(set(saved) - set(blocks))
+        missing, unknown = sorted(set(blocks) - set(saved)), sorted(set(saved) - set(blocks))
         raise ValueError(
-            f"the state is of other layers: it lacks {lacks or 'nothing'} and has "
-            f"{others or 'nothing'} besides"
+            f"the state is of other layers: it lacks {missing or 'nothing'} and has "
+            f"{unknown or 'nothing'} besides"
         )
     return {name: _factors(block, saved[name]) for name, block in blocks.items()}
 
