@@ -192,7 +192,8 @@ class Curvature(OfModel):
         if parts.stages.backend is not None:
             self._meet_stages()
         with parts.home.shaped(parts.model.parameters()), parts.stages.together():
-            self._build()
+            with building.uncollected():
+                self._build()
             self._listen()
             self.begin()
 
@@ -230,7 +231,8 @@ class Curvature(OfModel):
         self.land("Preconditioner.step()")
         self.dampings.update((block.name, block.record.damping) for block in former.blocks)
         forgets = self.watch.forgets
-        self._build(former)
+        with building.uncollected():
+            self._build(former)
         self._listen()
         self.statistics.resume(window)
         windows = (window, self.statistics.window)
@@ -247,7 +249,6 @@ class Curvature(OfModel):
         if report.solver:
             self._report = replace(self._report, solver=report.solver)
 
-    @building.uncollected()
     def _build(self, former: PlacedBlocks | None = None) -> None:
         """Register the model, place the work and prepare the statistics."""
         parts = self.parts
