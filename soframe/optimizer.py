@@ -215,11 +215,11 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         grouped = _members(self.param_groups)
         number_of: dict[int, int] = {}  # of the given group of a parameter, by identity
         for number, group in enumerate(self._given):
-            group["params"] = _apart(group["params"], grouped)
+            group["params"] = [p for p in group["params"] if id(p) not in grouped]
             number_of.update(dict.fromkeys(map(id, group["params"]), number))
         missing: list[tuple[Block, nn.Parameter]] = []
         for block in blocks:
-            missing += [(block, parameter) for parameter in _apart(_trained(block), grouped)]
+            missing += [(block, p) for p in _trained(block) if id(p) not in grouped]
         lost = [self._names[id(p)] for _, p in missing if id(p) not in number_of]
         if lost and not self._adopts:
             raise ValueError(
@@ -671,11 +671,6 @@ def _parameters(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
 def _trained(block: Block) -> list[nn.Parameter]:
     """Return the parameters of a block that are not frozen."""
     return [parameter for parameter in block.parameters.values() if parameter.requires_grad]
-
-
-def _apart(parameters: Iterable[nn.Parameter], members: set[int]) -> list[nn.Parameter]:
-    """Return the parameters that are not among some, by identity."""
-    return [parameter for parameter in parameters if id(parameter) not in members]
 
 
 def _members(groups: Iterable[Mapping[str, Any]]) -> set[int]:

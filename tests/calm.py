@@ -66,7 +66,7 @@ BOUNDS: dict[str, dict[str, float]] = {
         "pronouns": 0.2,
         "repeated": 0.2,
         "functions above 15": 0,
-        "functions above 10": 95,
+        "functions above 10": 97,
     },
     "experiments": {
         "comprehensions": 33.1,

@@ -85,17 +85,13 @@ def register(model: nn.Module, choices: Choices) -> Registration:
             "this Fisher makes statistics of calls, and no block's method reads any: leave fisher= "
             "out, or choose a method of calls, such as 'kfac', for some layers"
         )
-    every = list(_named_parameters(registration.blocks))
+    every: list[tuple[str, nn.Parameter]] = []
+    for block in registration.blocks:
+        every += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
     # A model that is on the meta device as a whole can be planned.
     if not all(parameter.is_meta for _, parameter in every):
         require_materialised(every)
     return registration
-
-
-def _named_parameters(blocks: Iterable[Block]) -> Iterator[tuple[str, nn.Parameter]]:
-    for block in blocks:
-        for name, parameter in block.parameters.items():
-            yield f"{block.name}.{name}", parameter
 
 
 def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
@@ -130,11 +126,14 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
     optimised: set[int] = set()
     for parameters in home.groups(optimizer):
         optimised.update(map(id, parameters))
-    every = list(_named_parameters(blocks))
-    missing = [name for name, parameter in every if id(parameter) not in optimised]
+    missing: list[str] = []
+    for block in blocks:
+        for name, parameter in block.parameters.items():
+            if id(parameter) not in optimised:
+                missing.append(f"{block.name}.{name}")
     if not missing:
         return
-    if len(missing) == len(every):
+    if len(missing) == sum(len(block.parameters) for block in blocks):
         # An optimizer that shards parameters replaces them, and reads gradients of its own.
         remedy = (
             "It has no parameter of any block: it is another model's, or one that shares "
