@@ -467,6 +467,8 @@ def usual(ranks: int, base: Option | None = None) -> list[Option]:
         one_worker += [Sharded(), Sharded(deferred=True)]
     one_worker.append(OwnerLocal())
     options = [replace(base, strategy=strategy) for strategy in several_workers + one_worker]
+    if base.local:
+        return options
     # Where one rank makes the update of a block, it alone needs the averaged gradient.
     options += [replace(base, strategy=strategy, local=True) for strategy in one_worker]
     return options
