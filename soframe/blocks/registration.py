@@ -186,6 +186,8 @@ class Registration:
         methods = self._methods.all()
         if self._auxiliary is not None:
             methods.append(self._auxiliary)
+        for method in methods:
+            _require_direction(method)
         # By method, whether it reads calls: a property that makes factors, asked for each module.
         self._captures: dict[int, bool] = {id(method): method.captures for method in methods}
 
@@ -1003,6 +1005,15 @@ def _require_matrix(name: str, helper: LayerHelper) -> None:
         raise ValueError(
             f"{name}: {type(helper).__name__}.unpack() gives {unpacked}, and the parameters are "
             f"{shapes}"
+        )
+
+
+def _require_direction(method: Method) -> None:
+    """Check that a method overrides ``direct`` or ``precondition``."""
+    kind = type(method)
+    if kind.direct is Method.direct and kind.precondition is Method.precondition:
+        raise TypeError(
+            f"method {kind.__name__} has neither direct() nor precondition(): write one"
         )
 
 
