@@ -26,7 +26,7 @@ from soframe.kernels import devices, halves
 # waste less of the upper triangle, wide ones use the processor better.
 BLOCKS = (0, 128, 256, 896)
 SMALL = BLOCKS[1]
-ONE_PRODUCT = 10_000  # numbers of rows, which one product multiplies sooner than two
+ONE_PRODUCT = 10_000  # numbers of narrow rows, which one product multiplies sooner than two
 # 1, 2 and 4 blocks on an accelerator, where a launch takes as long as tensor cores save below.
 GPU_BLOCKS = (0, 1280, 3072)
 ALIGNMENT = 64  # bytes
@@ -75,10 +75,11 @@ def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0)
     if rows.dtype != total.dtype:
         halves.add_inner(total, rows, rows, scale, beta)
         return
-    if rows.shape[1] < SMALL or rows.numel() < ONE_PRODUCT:  # one block
+    size = rows.shape[1]
+    if size < SMALL or (size < BLOCKS[2] and rows.numel() < ONE_PRODUCT):
         total.addmm_(rows.mT, rows, beta=beta, alpha=scale)
         return
-    for start, stop in column_blocks(rows.shape[1], gpu=devices.on_gpu(rows)):
+    for start, stop in column_blocks(size, gpu=devices.on_gpu(rows)):
         left, right = rows[:, start:stop].mT, rows[:, :stop]
         total[start:stop, :stop].addmm_(left, right, beta=beta, alpha=scale)
 

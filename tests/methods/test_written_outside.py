@@ -217,6 +217,15 @@ def test_a_weight_under_two_names_is_one_block_whose_inputs_count_once() -> None
     assert torch.equal(*found)
 
 
+def test_a_method_without_an_update_is_named_before_training() -> None:
+    class Nothing(Method):
+        def factors(self, shape: BlockShape) -> Sequence[FactorSpec]:
+            return ()
+
+    with pytest.raises(TypeError, match=r"Nothing has neither direct\(\) nor precondition\(\)"):
+        soframe.Preconditioner(nn.Linear(3, 2), method=Nothing())
+
+
 def test_a_helper_that_names_parameters_unlike_the_module_is_refused() -> None:
     class Wrong(UHelper):
         @property
