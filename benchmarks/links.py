@@ -116,7 +116,7 @@ def work(options: argparse.Namespace) -> None:
     """Measure as one of the hosts."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     ranks = dist.get_world_size()
     batches = {"strong": 1, "weak": ranks} if ranks > 1 else {"strong": 1}
     tasks = {
@@ -130,9 +130,9 @@ def work(options: argparse.Namespace) -> None:
         settings = application.settings(batches[scaling], options.output)
         row = {**timed(application, settings, options.cycles), **planned(task, ranks, hardware)}
         row["median_ms"], row["mean_ms"] = np.median(row["ms"][1]), np.mean(row["ms"][1])
-        found[f"{name}, {scaling}"] = row
+        results[f"{name}, {scaling}"] = row
         if dist.get_rank() == 0:
-            publish(found, Path(options.worker))
+            publish(results, Path(options.worker))
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()  # models in cycles hold the group, too
@@ -170,9 +170,9 @@ def planned(task: Task, ranks: int, hardware: Hardware) -> dict[str, list[float]
 # -- the answer ------------------------------------------------------------------------------------
 
 
-def lines(found: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
+def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
     """Yield a line of the table for each application, scaling, rate and number of hosts."""
-    for place, rows in found.items():
+    for place, rows in results.items():
         for name, row in rows.items():
             (base, kfac), megabytes = np.array(row["ms"]), np.median(row["mb"], axis=1)
             ratios = kfac / base
@@ -214,17 +214,17 @@ def main() -> int:
     places = [(ranks, gbit) for ranks in options.ranks if ranks > 1 for gbit in options.gbit]
     if 1 in options.ranks:
         places.insert(0, (1, ALONE))
-    found = {}
+    results = {}
     for ranks, gbit in places:
         path = options.output / f"{ranks}-{gbit:g}.json"
         where = f"{ranks} hosts, {gbit:g} Gbit/s" if ranks > 1 else "1 host"
         if not path.exists():
             with network(ranks, gbit or max(options.gbit)) as hosts:
                 write_json(path, run_on(hosts, words, partial(say, where)))
-        found[where] = json.loads(path.read_text(encoding="utf-8"))
+        results[where] = json.loads(path.read_text(encoding="utf-8"))
     columns = ["", "ms a step:\nfirst-order, K-FAC", "ratio\n(cycles)", "planned\nratio"]
     columns += ["planned\nms", "MB sent"]
-    display.console(width=120).print(display.table("", columns, list(lines(found))))
+    display.console(width=120).print(display.table("", columns, list(lines(results))))
     return 0
 
 

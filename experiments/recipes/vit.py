@@ -9,7 +9,7 @@ Muon's rate and momentum are those tuned on a ViT of 0.22 million parameters, wh
 soframe's default (docs/benchmarks/defaults.md); for ViT-S they are not tuned. ``--method
 soap-normuon --lr 0.04`` is the call of `soframe.recommend`.
 
-Run for a few steps on generated files; not run to its end.
+Run to its end small, on generated images (docs/benchmarks/recipes.md), not at its full size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Settings", "data", "loss", "metrics", "model", "optimizer"]
 
 @dataclass(frozen=True)
 class Settings(Common):
-    """ViT-S on images (not run to its end)."""
+    """ViT-S on images (run to its end smaller, on generated images)."""
 
     rates: ClassVar[Mapping[str, float]] = {"soframe": 0.03, "adamw": 1e-3}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe.layers import LayerHelper
+from soframe.layers import BlockShape, LayerHelper
 from soframe.methods import Call, Direction, Given, Method
 from soframe.specs import VALUE, FactorSpec
 from soframe.testing import check_layer_helper, check_method
