@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from soframe.kernels import devices, halves
 
@@ -139,8 +138,7 @@ def add_squares(
 @lru_cache(maxsize=64)
 def ones(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return ones, ``[count]``, which must not be changed."""
-    with _disable_current_modes():  # as it stays, it is not in the price of the first plan
-        return torch.ones(count, device=device, dtype=dtype)
+    return torch.ones(count, device=device, dtype=dtype)
 
 
 def with_ones(rows: Tensor) -> Tensor:

@@ -53,8 +53,12 @@ FLOPS: dict[str, Callable[[int], float]] = {  # of a side, and of channels
     "convolution": lambda channels: 2.0 * 8 * 14**2 * 3**2 * channels**2,
 }
 COLLECTIVES = (
-    *("all_reduce", "reduce", "broadcast"),
-    *("reduce_scatter", "all_gather_shares", "all_to_all"),
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "reduce_scatter",
+    "all_gather_shares",
+    "all_to_all",
 )
 
 Call = Callable[[], object]

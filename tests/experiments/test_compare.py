@@ -181,7 +181,7 @@ def test_the_json_has_true_settings_versions_commit_and_hardware(
     assert "preconditioner" not in sgd["settings"]
     own = kfac["settings"]["preconditioner"]
     assert own["solver"].startswith("Inverse(")
-    assert own["damping"] == str(defaults(soframe.Preconditioner)["damping"])
+    assert str(defaults(soframe.Preconditioner)["damping"]) in own["damping"]
     around = kfac["environment"]
     assert around["versions"]["torch"] == torch.__version__
     assert around["versions"].keys() >= {"python", "soframe", "numpy", "scipy"}

@@ -158,7 +158,8 @@ def test_a_size_is_left_out_if_its_power_foresees_too_many_seconds(
         now[0] += costs[size]
 
     series = Series("launch", list(costs), lambda size: lambda: call(size), 2.0)
-    found = seconds([series], SingleProcess(), torch.device("cpu"), budget, rounds=1)
+    monkeypatch.setattr(measuring, "ROUNDS", 1)
+    found = seconds([series], SingleProcess(), torch.device("cpu"), budget)
     assert found == {series: {size: costs[size] for size in sizes}}
 
 
