@@ -13,6 +13,7 @@ from soframe.comm import Recording
 from soframe.strategies import CommOpt
 from soframe.strategies.base import Circumstances
 from soframe.text import parse_bytes
+from tests.curvature import closing
 from tests.distributed.harness import run_ranks
 from tests.planning.kit import CPU, GPU, dense, little_traffic
 
@@ -31,6 +32,14 @@ def on_paper(strategy: Any, ranks: int = 4, **settings: Any) -> soframe.Precondi
 def profile(tmp_path: Path) -> Path:
     CPU.save(tmp_path / "cpu.json")
     return tmp_path / "cpu.json"
+
+
+def test_one_process_is_planned_only_within_a_limit(profile: Path) -> None:
+    unlimited = soframe.Auto(hardware=profile)
+    with closing(soframe.Preconditioner(dense(*WIDTHS), strategy=unlimited)) as own:
+        assert not own.placement.notes
+    with pytest.raises(ValueError, match="no strategy fits into memory_limit=10 bytes"):
+        soframe.Preconditioner(dense(*WIDTHS), strategy=soframe.Auto(10, hardware=profile))
 
 
 @pytest.mark.slow

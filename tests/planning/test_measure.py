@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from soframe.comm import SingleProcess, TorchDistributed
 from soframe.comm.recording import Recording
@@ -315,3 +316,13 @@ def test_a_link_gives_the_broadcasts_that_it_was_made_of() -> None:
     (found,) = measuring._links([Collective("broadcast", 8, curve)])
     assert math.isclose(found.latency, link.latency, rel_tol=1e-3)
     assert math.isclose(found.bandwidth, link.bandwidth, rel_tol=1e-3)
+
+
+def test_a_profile_knows_the_flops_of_what_it_times() -> None:
+    for series in measuring.products(torch.device("cpu"), ["float32"], [4, 8]):
+        operator = series.key.partition(":")[0]
+        for size in series.sizes[:2]:
+            call = series.make(size)
+            with FlopCounterMode(display=False) as counted:
+                call()
+            assert counted.get_total_flops() == measuring.FLOPS[operator](size), series.key

@@ -461,6 +461,22 @@ def peaks(make: Any, method: str, strategy: Any, *, rank: int, world: int) -> li
     return list(zip(most, planned, strict=True))
 
 
+def test_solves_in_the_background_hold_their_results_and_one_that_runs() -> None:
+    task = Task.of(dense(6, 5, 4), method="kfac", solver="eigen")
+    costs, placement = Costs(task, CPU), complete(CommOpt().place(task.work, 1))
+    (part,) = parts(placement)
+    without, beside = (
+        transients(costs, placement, part, 0, background=background) for background in (False, True)
+    )
+    # Eigenvectors, eigenvalues and a flag by side: more than the copies of the factors.
+    expected = [4 * (side**2 + side) + 1 for side in (4, 5, 5, 7)]
+    solves = [costs.solve([(placement.stacks[s], i, n)]) for s, i, n in part.solves]
+    assert sorted(solve.results for solve in solves) == expected
+    running = max(solve.peak - solve.results for solve in solves)
+    assert running > 0
+    assert beside.window - without.window == sum(expected) + running
+
+
 @pytest.mark.parametrize("method", ["kfac", "ekfac"])
 def test_solves_in_the_background_are_in_a_plan_s_memory(method: str) -> None:
     """Copies of factors, and results, beside the sums of the next window."""
