@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -137,3 +138,18 @@ def test_a_part_of_the_world_reduces_without_the_rest():
         assert len(found) == (0 if rank == 1 else 3)
         for weights in found:
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
+
+
+def sum_late(rank: int, ranks: int) -> Tensor:
+    """A sum on rank 0 over a group that is not prepared: the other rank sends late."""
+    backend, tensor = TorchDistributed(), torch.full((5,), rank + 1.0)
+    if rank == 1:
+        time.sleep(0.3)
+    if rank < 2:
+        backend.reduce(tensor, 0, (0, 1), "sum").wait()
+    dist.barrier()
+    return tensor
+
+
+def test_a_sum_waits_for_whoever_sends_last() -> None:
+    assert run_ranks(sum_late, 3)[0].tolist() == [3.0] * 5

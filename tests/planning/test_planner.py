@@ -461,6 +461,16 @@ def peaks(make: Any, method: str, strategy: Any, *, rank: int, world: int) -> li
     return list(zip(most, planned, strict=True))
 
 
+def test_a_plan_sends_what_one_rank_needs_of_each_at_once_on_gpus_alone() -> None:
+    task = Task.of(dense(40, 64, 64, 3), method="kfac")  # three blocks, of different owners
+    option = Option(MemOpt(), local=True)
+    calls: dict[str, list[float]] = {}
+    for hardware in (CPU, GPU):
+        (row,) = plan(task, ranks=4, hardware=hardware, options=[option]).rows
+        calls[hardware.device] = [row.traffic[k]["calls"] for k in ("gradients", "exchange")]
+    assert calls == {"cpu": [3, 3], "cuda": [1, 1]}
+
+
 def test_solves_in_the_background_hold_their_results_and_one_that_runs() -> None:
     task = Task.of(dense(6, 5, 4), method="kfac", solver="eigen")
     costs, placement = Costs(task, CPU), complete(CommOpt().place(task.work, 1))

@@ -88,6 +88,16 @@ def test_what_is_not_plain_cannot_be_sealed():
         seal({"a": [{1}]})
 
 
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [(torch.eye(3).to_sparse(), "torch.sparse_coo"), (torch.empty(3, device="meta"), "meta")],
+    ids=["sparse", "meta"],
+)
+def test_a_tensor_that_is_not_dense_is_named(tensor: torch.Tensor, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"are dense; state/weight is {kind}"):
+        checksums.of_tensor(tensor, "state/weight")
+
+
 def test_the_dtype_and_the_shape_of_a_tensor_count():
     zeros = torch.zeros(4)
     others = [zeros.view(torch.int32), zeros.view(2, 2), zeros.view(torch.bfloat16)]
