@@ -202,6 +202,20 @@ def test_stacks_of_one_size_are_solved_together(name: str) -> None:
             assert data[key].untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
 
 
+def test_each_size_takes_one_call() -> None:
+    sizes: list[tuple[int, ...]] = []
+
+    class Counted(Inverse):
+        def solve(self, matrices: Tensor, *arguments: Any) -> dict[str, Tensor]:
+            sizes.append(tuple(matrices.shape))
+            return super().solve(matrices, *arguments)
+
+    solver = Counted()
+    matrices = [torch.eye(size).expand(groups, -1, -1) for size, groups in ((3, 2), (5, 1), (3, 4))]
+    solve_stacks([Problem(solver, matrix, torch.ones(len(matrix))) for matrix in matrices])
+    assert sizes == [(6, 3, 3), (1, 5, 5)]
+
+
 def test_stacks_continue_from_their_own_bases() -> None:
     solver, matrices, damping = OrthogonalIteration(), stack(7), shares()
     first, _ = solve_stack(solver, matrices, damping)
