@@ -148,8 +148,7 @@ class GrowingInterval:
 class Falling:
     """A number that falls by a factor at every step, down to a last one.
 
-    ``max(last, first * factor^step)``. The default damping is of this kind: early steps are the
-    ones that a large damping saves, and later ones gain from less of it.
+    ``max(last, first * factor^step)``, such as the default damping.
 
     Attributes:
         first: The number at the first step.

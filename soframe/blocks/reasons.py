@@ -50,7 +50,6 @@ class Reason(StrEnum):
 
 REMEDY = "a method that reads gradients alone, such as 'soap', takes it"
 
-
 _UNCALLED: Mapping[str, tuple[str, ...]] = {
     "torch.nn.modules.activation.MultiheadAttention": ("out_proj",),
     "transformers.models.mamba.modeling_mamba.MambaMixer": ("conv1d", "dt_proj"),

@@ -204,8 +204,9 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
     reductions = in_buckets(reduced, lambda s: s.route(s.way.group))
     pending = [_reduce(backend, bucket, phase) for bucket in reductions]
     spread = [s for s in sums if len(s.way.spread) > 1]
-    for reduction in pending if spread else ():  # on any rank
-        reduction.wait()
+    if spread:  # on any rank
+        for reduction in pending:
+            reduction.wait()
     return pending + _copy(backend, spread, phase)
 
 

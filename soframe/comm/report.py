@@ -27,8 +27,8 @@ class Report:
     bad_gradient: float = _reduced(stages="max", ranks="sum")  # a gradient is not finite
     large: float = _reduced(stages="max", ranks="sum")  # products with one, or updates, overflow
     bad_statistics: float = _reduced(stages="max", ranks="sum")  # some are not finite
-    changed: float = _reduced(ranks="sum")  # parameters or modules of this stage have
-    changed_stages: float = _reduced(stages="max")  # those of any stage have
+    changed: float = _reduced(ranks="sum")  # this stage has other parameters or modules
+    changed_stages: float = _reduced(stages="max")  # any stage has
     due: float = _reduced(stages="max")  # the window takes statistics
     curved: float = _reduced(stages="max")  # any block has factors
     passes: float = _reduced(stages="max")  # backward passes with statistics

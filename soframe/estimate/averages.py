@@ -342,12 +342,11 @@ def _observe(
     plan: Plan,
 ) -> None:
     """Average statistics of some blocks, ``[groups, n, n]`` by factor, on gradient workers."""
-    rank = placed.rank
     for index, factor in enumerate(stack.like.factors):
         if factor.captured:
             continue
         if factor.starts:
-            _start(stack, members, index, rank)
+            _start(stack, members, index, placed.rank)
         term = Term(stack, members, index, None, turn=plan.step)
         _gain(term, plan.decay)
         for block in term.blocks:
@@ -355,7 +354,7 @@ def _observe(
             if not stack.like.captured:
                 block.record.missed = 0
         # EMA weights grow on all ranks; only holders have the factor.
-        if stack.place.holds(rank, index):
+        if stack.place.holds(placed.rank, index):
             average(placed, [(term, factors[factor.name].to(stack.like.dtype))])
 
 

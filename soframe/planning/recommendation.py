@@ -138,7 +138,7 @@ ADVICE = (
     Recommendation(
         "dense",
         "optimizer = soframe.Optimizer(model, lr=0.04{more})",
-        (0.02, 0.06),
+        (0.012, 0.04),
         "on eight ordinary problems (classes, images, autoencoders, ratings), three seeds of each, "
         "this one rate is ahead of the best of SGD's three on all, and at its loss after 0.22 of "
         "its steps in the median",

@@ -163,6 +163,7 @@ def latest(
 def read(
     checkpoint: str | os.PathLike[str],
     *,
+    map_location: Any = "cpu",
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Read a plain checkpoint.
@@ -171,10 +172,11 @@ def read(
 
     Args:
         checkpoint: The folder that `save` or `latest` returned.
+        map_location: As for ``torch.load``.
         process_group: As for `save`.
 
     Returns:
-        The saved state dict, with its tensors on the CPU.
+        The saved state dict.
 
     Raises:
         ValueError: On every rank, if the checkpoint is sharded, damaged or not a checkpoint.
@@ -192,7 +194,7 @@ def read(
     contents: list[dict[str, Any]] = []
 
     def load() -> None:
-        contents.append(torch.load(path / STATE, map_location="cpu", weights_only=True))
+        contents.append(torch.load(path / STATE, map_location=map_location, weights_only=True))
 
     ranks.all(f"{path} cannot be read", load)
     return contents[0]

@@ -301,3 +301,9 @@ def quietly_look(rank: int, ranks: int, folder: Path) -> str:
         last = checkpoint.latest(folder)
     assert last is not None
     return last.name
+
+
+def test_tensors_are_read_where_they_are_wanted(tmp_path):
+    path = checkpoint.save(tmp_path, {"weights": torch.ones(3)})
+    assert checkpoint.read(path)["weights"].device.type == "cpu"
+    assert checkpoint.read(path, map_location="meta")["weights"].is_meta
