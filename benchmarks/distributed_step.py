@@ -16,7 +16,7 @@ Gradients are averaged by DistributedDataParallel, in rows with `local` by sofra
 - *calls*: collectives that a rank enters in a step, without DistributedDataParallel's.
 - *memory*: MB that the library reports between steps (`memory_usage()`): factors and second-order
   data. *held*: MB of all tensors that building and running it left in the process beside the model
-  and its gradients, between steps with nothing under way. Both of the rank with most.
+  and its gradients. Both between steps with nothing under way, of the rank with most.
 - *median*, *p99*: ms of a step (forward, backward, preconditioner, SGD) on the slowest rank.
 - *CPU*: ms of processor time per step, all threads of all ranks.
 """
@@ -235,12 +235,11 @@ class Runner:
         return now - then
 
     def figures(self) -> dict[str, Any]:
-        used = self.preconditioner.memory_usage()
         return {
             "sent": self.sent / 1e6,
             "all": (self.sent + self.ddp) / 1e6,
             "calls": self.calls,
-            "memory": used["total"] / 1e6,
+            "memory": self.memory / 1e6,
             "held": self.held / 1e6,
             "wall": [[1e3 * t for t in repeat] for repeat in self.wall],
             "cpu": [[1e3 * t for t in repeat] for repeat in self.cpu],
@@ -248,7 +247,8 @@ class Runner:
         }
 
     def measure_held(self, before: Iterable[int]) -> None:
-        self.preconditioner.memory_usage()  # resolves kfac-pytorch's futures
+        self.preconditioner.memory_usage()  # waits for sums and futures under way
+        self.memory = self.preconditioner.memory_usage()["total"]
         self.model.zero_grad(set_to_none=False)
         parameters = [t for p in self.model.parameters() for t in (p.data, p.grad)]
         known = {*before, *(t.untyped_storage().data_ptr() for t in parameters if t is not None)}

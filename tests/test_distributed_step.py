@@ -93,14 +93,15 @@ def test_what_a_thread_lets_go_of_later_is_not_held(monkeypatch):
 
     monkeypatch.setattr(distributed_step.time, "sleep", pause)
     runner = object.__new__(distributed_step.Runner)
-    runner.preconditioner = SimpleNamespace(memory_usage=dict)
+    usages = [{"total": 44 + 13}, {"total": 44}]  # the first call waits for what is under way
+    runner.preconditioner = SimpleNamespace(memory_usage=lambda: usages.pop(0))
     runner.model = torch.nn.Linear(1, 1)
     before = distributed_step.storages()
     kept = torch.ones(11)
     passing.append(torch.ones(13))
     assert sum(distributed_step.storages().values()) - sum(before.values()) == 4 * (11 + 13)
     runner.measure_held(before)
-    assert runner.held == kept.untyped_storage().nbytes() == 44
+    assert runner.held == runner.memory == kept.untyped_storage().nbytes() == 44
     assert pauses == [distributed_step.PAUSE] * distributed_step.LOOKS
 
 

@@ -114,7 +114,7 @@ class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
     With a helper it is of a layer, after its call. Without one it is of the root module: before its
-    call, when there is no output yet, and after it.
+    call, when the output is an ellipsis, and after it.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class _Hook:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
-        output: Any = None,
+        output: Any = ...,
     ) -> None:
         # Torch passes no kwargs if the capture is collected while the pass goes through its hooks.
         capture = self._capture()
@@ -477,7 +477,7 @@ class Capture:
         """See the batch of a forward pass in the root's arguments, and afterwards in its output."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return  # no training, or a checkpoint that recomputes
-        if output is not None:  # after the call
+        if output is not ...:  # after the call
             batch = self.calls.batch
             batch.see(look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms))
             return

@@ -11,6 +11,7 @@ torch multiplies the images of a batch into one matrix one after the other there
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from soframe.kernels import devices, halves
 
@@ -138,7 +140,9 @@ def add_squares(
 @lru_cache(maxsize=64)
 def ones(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return ones, ``[count]``, which must not be changed."""
-    return torch.ones(count, device=device, dtype=dtype)
+    # A plan of a GPU, on the meta device, prices a step: these are made before it.
+    with _disable_current_modes() if device.type == "meta" else nullcontext():
+        return torch.ones(count, device=device, dtype=dtype)
 
 
 def with_ones(rows: Tensor) -> Tensor:

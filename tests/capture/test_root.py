@@ -334,6 +334,10 @@ class Language(nn.Module):
         return {"loss": loss, "logits": scores} if self.how == "with loss" else loss
 
 
+class OfUser(Tensor):
+    """A tensor of a kind whose memory is not looked at."""
+
+
 def tokens(seed: int = 0, size: int = SAMPLES) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(WORDS, (size, POSITIONS), generator=generator)
@@ -408,6 +412,42 @@ def test_tokens_or_samples_is_asked_once(case: str) -> None:
     for samples in ("batch", "positions", lambda: SAMPLES):
         with closing(preconditioner(model, samples=samples)) as own:
             language_loss(model, tokens() % 5).backward()
+            own.step()
+
+
+@pytest.mark.parametrize("batch", [torch.Tensor, OfUser])
+def test_a_model_that_returns_nothing_is_seen_once(batch: type[Tensor]) -> None:
+    """Its outputs are an attribute, of which the head is called outside."""
+
+    class Silent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> None:
+            self.hidden = self.inner(x).tanh()
+
+    model, x = fill(Silent()), randn(SAMPLES, 3)
+    with closing(preconditioner(model)) as own:
+        model(x.as_subclass(batch))
+        model.head(model.hidden).square().sum().div(SAMPLES).backward()
+        own.step()
+        rows = with_ones(x)
+        compare(factors(own, "inner")[0][0], rows.T @ rows / SAMPLES, "A")
+
+
+def test_tokens_of_a_model_that_returns_nothing_are_asked_for() -> None:
+    """Its loss is an attribute."""
+
+    class Silent(Language):
+        def forward(self, tokens: Tensor, labels: Tensor | None = None) -> None:
+            self.loss = super().forward(tokens, labels)
+
+    model = fill(Silent("loss"))
+    with closing(preconditioner(model)) as own:
+        model(tokens(), tokens())
+        model.loss.backward()
+        with pytest.warns(UserWarning, match=r"perhaps a mean over tokens"):
             own.step()
 
 

@@ -118,13 +118,7 @@ def test_the_command_goes_on(tmp_path, capfd):
     lines = (tmp_path / "records.jsonl").read_text(encoding="utf-8")
     assert applications.main(arguments) == 0
     again = json.loads(capfd.readouterr().out)
-    # The first plan of a process counts an operator more, of a cached vector of ones.
-    planned = again["applications"]["detector"].pop("planned")
-    expected = first["applications"]["detector"]["planned"]
-    assert planned["step_ratio"] == pytest.approx(expected["step_ratio"], rel=0.01)
-    known = {**first["applications"]["detector"]}
-    del known["planned"]
-    assert again["applications"] == {"detector": known}
+    assert again["applications"] == first["applications"]
     assert (tmp_path / "records.jsonl").read_text(encoding="utf-8") == lines
     row = first["applications"]["detector"]
     assert row["planned"]["step_ratio"] > 1

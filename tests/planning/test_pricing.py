@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.kernels import gram
 from soframe.layers.base import LayerHelper
 from soframe.layers.sharing import SharedInputs
 from soframe.methods import KFAC
@@ -64,6 +65,15 @@ def test_many_tensors_are_one_launch_on_a_gpu_and_a_loop_on_a_cpu(in_place: bool
             priced = paper.price(lambda t=tensors, f=multiply: f(t, 0.5))
         assert priced.seconds == pytest.approx(launches * hardware.launch)
         assert priced.operators == 1
+
+
+@pytest.mark.parametrize("hardware", [CPU, GPU], ids=lambda one: one.name)
+def test_the_first_plan_of_a_process_has_the_prices_of_the_second(hardware: Hardware) -> None:
+    """No constant that is made once per process is priced, or held."""
+    model, inputs = convolutional(), torch.randn(4, 3, 8, 8)
+    gram.ones.cache_clear()
+    first, second = (Costs(Task.of(model, [inputs]), hardware).statistics for _ in range(2))
+    assert first == second
 
 
 def test_memory_is_counted_for_as_long_as_it_lives() -> None:
