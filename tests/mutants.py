@@ -67,7 +67,8 @@ SWAPPED_NAMES = {
     for pair in PAIRS.split()
     for name, other in (pair.split("/"), reversed(pair.split("/")))
 }
-# Annotations, decorators and the texts of errors are not behaviour.
+# Annotations, decorators, assertions (`strict` of a zip is one) and the texts of errors are not
+# behaviour.
 SKIPPED_NODES = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 SKIPPED_FIELDS = {"annotation", "returns", "decorator_list", "type_params"}
 
@@ -119,8 +120,9 @@ def generate(file: str, text: str) -> list[Mutant]:
 
 def _changes(node: ast.AST, data: bytes, starts: list[int]) -> Iterator[Change]:
     """Yield the changes of all nodes below one."""
+    is_zip = isinstance(node, ast.Call) and ast.unparse(node.func) == "zip"
     for field, value in ast.iter_fields(node):
-        if field in SKIPPED_FIELDS:
+        if field in SKIPPED_FIELDS or (is_zip and field == "keywords"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, SKIPPED_NODES):

@@ -42,6 +42,8 @@ def test_generated() -> None:
         ("x = -a.mT", ["-a.mT -> (a.mT)", "a.mT -> a"]),
         ("x = a.sum()", ["a.sum -> a.mean"]),
         ("x: int | None", []),
+        ("x = zip(a, b, strict=True)", []),
+        ("x = load(a, strict=True)", ["True -> False"]),
     ],
 )
 def test_operators(text: str, changes: list[str]) -> None:

@@ -184,7 +184,7 @@ class Plan:
         # Activations are freed before the step; it needs more than is held in the passes.
         activations = self.fixed.get("activations", 0)
         always = sum(self.fixed.values()) - activations
-        in_passes = activations + row.memory.get("held", 0) + row.memory.get("window", 0)
+        in_passes = activations + row.memory["held"] + row.memory["window"]
         in_step = row.memory["total"]
         return always + max(in_passes, in_step)
 
@@ -671,16 +671,14 @@ def _memory(
     background: bool,
 ) -> dict[str, int]:
     """Return the bytes by category of the rank with most."""
-    most: dict[str, int] = {"total": -1}
+    of_parts: list[dict[str, int]] = []
     for part, ranks in ranks_of.items():
         sizes = placement.memory(ranks[0])
         short = transients(costs, placement, part, ranks[0], background=background)
         held = sizes.pop("total")
-        total = held + short.most
-        if total > most["total"]:
-            most = {**sizes, "held": held, "window": short.window, "transient": short.solving}
-            most["total"] = total
-    return most
+        sizes |= {"held": held, "window": short.window, "transient": short.solving}
+        of_parts.append({**sizes, "total": held + short.most})
+    return max(of_parts, key=lambda sizes: sizes["total"])
 
 
 def _exact(placement: Placement) -> bool:

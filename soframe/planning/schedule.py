@@ -14,6 +14,7 @@ A time without an end of its own is *exposed* where no rank computes meanwhile, 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -64,8 +65,11 @@ class Timing:
     imbalance: float
 
 
-Amounts = dict[str, float]
+Amounts = defaultdict[str, float]
 """Seconds of a step: ``"total"``, ``"travelled"``, ``"busy <phase>"`` and ``"exposed <phase>"``."""
+
+NOTHING = (0.0, 0.0)
+"""The seconds of a phase without messages, and of one of them."""
 
 
 class _Clock:
@@ -74,7 +78,7 @@ class _Clock:
     def __init__(self, *, is_crowded: bool) -> None:
         self._is_crowded = is_crowded  # ranks compute and send on the same processors
         self.now = self.network = self.arrival = self.solved = 0.0
-        self.spent: Amounts = {}
+        self.spent = Amounts(float)
 
     def compute(self, phase: str, seconds: float) -> None:
         self._spend(f"busy {phase}", seconds)
@@ -93,7 +97,7 @@ class _Clock:
         self.now = max(self.now, until)
 
     def _spend(self, name: str, seconds: float) -> None:
-        self.spent[name] = self.spent.get(name, 0.0) + seconds
+        self.spent[name] += seconds
 
 
 class Schedule:
@@ -116,10 +120,9 @@ class Schedule:
         self._is_crowded = crowd >= 1
         self._passes, self._optimizer = max(1.0, crowd) * passes, max(1.0, crowd) * optimizer
         self._added = {name: max(1.0, crowd) * time for name, time in added.items()}
-        everyone = range(ranks)
         buckets = -(-gradients // BUCKET)
-        size = gradients / buckets if buckets else 0.0
-        self._bucket = hardware.collective("all_reduce", size, everyone) if buckets else 0.0
+        size = gradients / max(1, buckets)
+        self._bucket = hardware.collective("all_reduce", size, range(ranks))
         self._average = buckets * self._bucket
         # The longest of a rank, or the work of all where more ranks compute than processors.
         self._slowest: dict[str, float] = {}
@@ -139,44 +142,43 @@ class Schedule:
             for phase, batch in messages:
                 for (operation, group, *_), size in batch:
                     seconds = self._hardware.collective(operation, size, group)
-                    total, longest = of_rank.get(phase, (0.0, 0.0))
+                    total, longest = of_rank.get(phase, NOTHING)
                     of_rank[phase] = total + seconds, max(longest, seconds)
             for phase, (total, longest) in of_rank.items():
-                before = durations.get(phase, (0.0, 0.0))
+                before = durations.get(phase, NOTHING)
                 durations[phase] = max(total, before[0]), max(longest, before[1])
         return durations
 
     def timing(self, statistics_every: int, solve_every: int, turns: int = 1) -> Timing:
         """Return the time of a step, with the solves of an interval spread over some turns."""
         usual = "statistics" if statistics_every == 1 else "plain"
-        base = self._steps([usual, usual, usual])[-1]
+        base = self._steps([usual, usual])[1]
         solving, longest = self._extra("solve", usual, base)
-        gathering, long = Amounts(), 0.0
+        gathering, long = Amounts(float), base["total"]
         if usual == "plain":
             gathering, long = self._extra("statistics", usual, base)
         rarely = max(0.0, 1 / statistics_every - 1 / solve_every)
-        mean: Amounts = {}
+        mean = Amounts(float)
         for name in {**base, **solving, **gathering}:
-            with_solves = base.get(name, 0.0) + solving.get(name, 0.0) / solve_every
-            mean[name] = with_solves + gathering.get(name, 0.0) * rarely
+            mean[name] = base[name] + solving[name] / solve_every + gathering[name] * rarely
         exposed = _of(mean, "exposed ")
         return Timing(
             mean=mean["total"],
             longest=max(base["total"] + (longest - base["total"]) / turns, long),
             phases=_of(mean, "busy "),
             exposed=exposed,
-            overlapped=max(0.0, mean.get("travelled", 0.0) - sum(exposed.values())),
+            overlapped=max(0.0, mean["travelled"] - sum(exposed.values())),
             imbalance=self._imbalance(),
         )
 
     def _extra(self, kind: str, usual: str, base: Amounts) -> tuple[Amounts, float]:
         """Return what a step and its consequences add to usual steps, and the longest of them."""
         after = max(1, self._background)
-        steps = self._steps([usual, usual, kind, *itertools.repeat(usual, after)])[2:]
-        added: Amounts = {}
+        steps = self._steps([usual, kind, *itertools.repeat(usual, after)])[1:]
+        added = Amounts(float)
         for name in dict.fromkeys(itertools.chain.from_iterable(steps)):
-            total = sum(step.get(name, 0.0) for step in steps)
-            added[name] = total - (1 + after) * base.get(name, 0.0)
+            total = sum(step[name] for step in steps)
+            added[name] = total - (1 + after) * base[name]
         return added, max(step["total"] for step in steps)
 
     def _imbalance(self) -> float:
@@ -188,14 +190,19 @@ class Schedule:
         return longest * ranks / total if total else 1.0
 
     def _steps(self, kinds: Sequence[str]) -> list[Amounts]:
-        """Return the times of successive steps; a solve in the background lands in a later one."""
-        clock, steps, lands = _Clock(is_crowded=self._is_crowded), list[Amounts](), -1
+        """Return the times of successive steps, which are alike from the second on.
+
+        A solve in the background lands in a later one.
+        """
+        clock, steps = _Clock(is_crowded=self._is_crowded), list[Amounts]()
+        lands: int | None = None
         for number, kind in enumerate(kinds):
-            clock.spent, start = {}, clock.now
+            clock.spent, start = Amounts(float), clock.now
             if kind == "solve" and self._background:
                 lands = number + self._background
             self._step(clock, kind, landing=number == lands)
-            steps.append({**clock.spent, "total": clock.now - start})
+            clock.spent["total"] = clock.now - start
+            steps.append(clock.spent)
         return steps
 
     def _step(self, clock: _Clock, kind: str, *, landing: bool) -> None:
@@ -233,7 +240,7 @@ class Schedule:
     def _reduce(self, clock: _Clock, network: Mapping[str, tuple[float, float]]) -> None:
         """Average sums into factors, and start to send them."""
         clock.compute("reduce", self._slowest["average"])
-        seconds, _ = network.get("reduce", (0.0, 0.0))
+        seconds, _ = network.get("reduce", NOTHING)
         clock.arrival = clock.send(seconds, clock.now) if seconds else clock.now
         clock.wait("reduce", clock.now + (seconds if self._is_crowded else 0.0))
 
@@ -261,7 +268,7 @@ class Schedule:
         since: float | None = None,
     ) -> None:
         """Send a phase's messages and wait: while arithmetic makes them, if it began before."""
-        seconds, last = network.get(phase, (0.0, 0.0))
+        seconds, last = network.get(phase, NOTHING)
         if seconds:
             clock.wait(phase, clock.send(seconds, clock.now if since is None else since, last))
 

@@ -9,14 +9,26 @@ from torch import Tensor, nn
 
 from soframe.kernels import devices
 from soframe.layers.layout import BlockShape
-from soframe.methods import MatchRMS, Momentum, Muon, NewtonMuon, Orthogonalise, orthogonal
+from soframe.methods import (
+    SOAP,
+    KFACMuon,
+    MatchRMS,
+    Momentum,
+    Muon,
+    NewtonMuon,
+    Orthogonalise,
+    SOAPMuon,
+    orthogonal,
+)
 from soframe.methods.base import Candidate, Given
 from soframe.methods.orthogonal import (
     MUON,
     POLAR_EXPRESS,
     Coefficients,
+    Orthogonal,
     coefficients,
     nearest_orthogonal,
+    orthogonalises,
 )
 from tests import kit
 from tests.curvature import closing, fill, randn
@@ -51,6 +63,39 @@ def test_coefficients() -> None:
     assert polar[7:] == [(1.875, -1.25, 0.375)] * 3
     a, b, c = POLAR_EXPRESS[0]
     assert polar[0] == (a / 1.01, b / 1.01**3, c / 1.01**5)
+
+
+def test_each_step_of_polar_express_errs_alike_above_and_below() -> None:
+    """As the best polynomials do, for singular values from a thousandth on."""
+    numbers = [torch.linspace(1e-3, 1, 4000).double(), torch.logspace(-3, 0, 4000).double()]
+    values = torch.cat([*numbers, torch.tensor([1e-3, 1.0], dtype=torch.float64)])
+    for a, b, c in POLAR_EXPRESS:
+        values = a * values + b * values**3 + c * values**5
+        above, below = values.max() - 1, 1 - values.min()
+        torch.testing.assert_close(above, below, rtol=1e-6, atol=1e-11)
+
+
+def test_gram_matrices_are_of_the_shorter_side() -> None:
+    for shape in ((1, 6, 2), (1, 2, 6)):
+        matrix = randn(*shape)
+        gram = orthogonal._gram(matrix)
+        assert gram.shape == (1, 2, 2)
+        expected = torch.linalg.svdvals(matrix).square()
+        torch.testing.assert_close(torch.linalg.eigvalsh(gram).flip(-1), expected)
+
+
+@pytest.mark.parametrize(("steps", "grams"), [(1, 1), (5, 1), (6, 2), (10, 2), (11, 3)])
+def test_gram_matrices_are_made_anew_after_five_steps_of_muon(
+    steps: int, grams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In single precision; within five, rounding is not yet visible."""
+    shapes: list[tuple[int, ...]] = []
+    gram_of = orthogonal._gram
+    monkeypatch.setattr(
+        orthogonal, "_gram", lambda matrix: shapes.append(tuple(matrix.shape)) or gram_of(matrix)
+    )
+    nearest_orthogonal(randn(2, 3, 9).float(), steps=steps)
+    assert shapes == [(2, 3, 9)] * grams
 
 
 @pytest.mark.parametrize(
@@ -184,7 +229,7 @@ def test_classical_momentum_is_torchs(nesterov: bool) -> None:
     torch.testing.assert_close(stages.weights(one), stages.weights(other), rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("shape", [(6, 2), (2, 6), (3, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 2), (2, 6), (3, 3), (4, 2)], ids=str)
 @pytest.mark.parametrize("scale", ["spectral", "rms"])
 def test_muon(shape: tuple[int, int], scale: Any) -> None:
     """Three steps of the published rule, written out for one matrix."""
@@ -263,6 +308,11 @@ def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="scale"):
         MatchRMS("long")  # type: ignore[arg-type]
     assert Muon().stages == (Momentum(0.95, True), Orthogonalise(), MatchRMS())
+    assert Orthogonal().stages() == (Orthogonalise(5, "muon", None), MatchRMS("spectral"))
+    assert Orthogonalise(steps=1).steps == 1
+    for dtype in (None, "float64", "float32", "bfloat16", "float16"):
+        assert Orthogonalise(dtype=dtype).dtype == dtype
+    assert (MatchRMS().auxiliary_ratio, MatchRMS("rms").auxiliary_ratio) == (0.2, 1.0)
     assert not Muon().joint
 
 
@@ -278,3 +328,10 @@ def test_muon_is_pytorch_optimizers() -> None:
 def test_the_effort_is_that_of_the_products() -> None:
     """Of Gram matrices of the shorter side, by which ranks share matrices out."""
     assert Orthogonalise().effort(BlockShape(2, 3, 5)) == 2 * 3 * 5 * 3
+
+
+def test_some_methods_orthogonalise() -> None:
+    for method in (Muon(), NewtonMuon(), KFACMuon(), SOAPMuon(), Orthogonalise()):
+        assert orthogonalises(method)
+    assert not orthogonalises(SOAP())
+    assert not orthogonalises(MatchRMS())

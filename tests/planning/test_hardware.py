@@ -40,6 +40,21 @@ def test_above_a_single_point_a_curve_is_linear() -> None:
     assert Curve(((16.0, 1e-3),))(64) == pytest.approx(4e-3)
 
 
+def test_a_curve_without_points_is_a_line() -> None:
+    assert Curve(alpha=2.0)(5) == 2.0
+    assert Curve(beta=3.0)(5) == 15.0
+    assert Curve(alpha=2.0, beta=3.0)(0.5) == 3.5
+    assert Curve(alpha=2.0, beta=3.0)(0) == 2.0
+    assert Curve()(5) == 0.0
+
+
+def test_a_point_has_its_seconds() -> None:
+    points = ((2.0, 1.0), (4.0, 8.0), (6.0, 5.0))
+    for size, seconds in points:
+        assert Curve(points)(size) == pytest.approx(seconds)
+        assert Curve(points)(size, 3) == pytest.approx(seconds)
+
+
 def test_batches_lie_between_the_measured_ones() -> None:
     one, eight = (MADE.factorisation("eigh", 64, batch, "float32") for batch in (1, 8))
     assert (one, eight) == (pytest.approx(1e-3), pytest.approx(2e-3))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from soframe.comm import SingleProcess, TorchDistributed
+from soframe.comm.base import Backend, Handle
 from soframe.comm.recording import Recording
 from soframe.kernels import devices
 from soframe.planning import measure as measuring
@@ -27,6 +31,7 @@ from tests.distributed.harness import run_ranks
 from tests.planning.kit import little_traffic
 
 FACTORISATIONS = ("cholesky", "inverse", "triangular", "qr", "eigh")
+OF_CACHES, TRAFFIC = measuring.CACHES, dict(measuring.LARGE)  # as they are outside of these tests
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +80,9 @@ def test_factorisations_are_measured_at_the_sides_of_a_model() -> None:
     [
         ([64, 8, 64], [8, 64]),
         ([500], [32, 128, 500]),
+        ([33], [32, 33]),
+        ([129], [32, 129, 128]),
+        ([8, 300, 301], [8, 300, 301]),
         # A small and a middle one first, by which the budget foresees others.
         ([576, 256], [32, 256, 128, 576]),
         (range(10, 1001, 10), [10, 230, 120, 340, 450, 560, 670, 780, 890, 1000]),
@@ -99,12 +107,15 @@ def test_points_are_sorted_in_whatever_order_they_are_measured() -> None:
 
 
 class Sums(TorchDispatchMode):
-    """Counts sums, which displace what caches hold."""
+    """Collects the bytes of sums, which displace what caches hold."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.sum.default
+        if func is torch.ops.aten.sum.default:
+            self.sizes.append(args[0].nbytes)
         return func(*args, **(kwargs or {}))
 
 
@@ -120,7 +131,7 @@ def test_operands_come_from_memory_and_seconds_are_the_processors(
         found = seconds([series], SingleProcess(), torch.device("cpu"), 0.1)
     cold = key != "launch"
     assert found == {series: {4: 1.0}}
-    assert sums.count == (len(calls) if cold else 0)
+    assert sums.sizes == ([measuring.CACHES] * len(calls) if cold else [])
 
 
 def test_the_budget_is_of_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +294,7 @@ def test_a_gpu_has_batches_and_rates_of_its_own(monkeypatch: pytest.MonkeyPatch)
     series = [
         *measuring._limits(device),
         *measuring.products(device, ("float32",), half=True),
-        *measuring.factorisations(device, ("float32",), (16, 2048, 8192)),
+        *measuring.factorisations(device, ("float32",), (16, 2048, 4096, 8192)),
     ]
     found = {one: {size: 1.0 * one.batch * size for size in one.sizes} for one in series}
     host = measuring._Host({"LinearHelper": 3e-4, "Conv2dHelper": 2e-4}, 1.0)
@@ -292,9 +303,9 @@ def test_a_gpu_has_batches_and_rates_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert made.batched.keys() == {f"{one}:float32" for one in FACTORISATIONS}
     assert made.factorisation("eigh", 16, 8, "float32") == pytest.approx(128)
     assert made.operators["eigh:float32"](2048) == pytest.approx(2048)
-    # 64 matrices of 2,048 would take a gigabyte; all of 8,192 more.
+    # 64 matrices of 2,048 would take a gigabyte, eight of 4,096 the half.
     sides = [(one.batch, list(one.sizes)) for one in series if one.key.startswith("qr")]
-    assert sides == [(1, [16, 2048, 8192]), (8, [16, 2048]), (64, [16])]
+    assert sides == [(1, [16, 2048, 4096, 8192]), (8, [16, 2048]), (64, [16])]
     assert (made.device, made.memory) == ("cuda", 7)
     assert (made.hooks, made.host) == (pytest.approx(1e-4), 0.0)
     assert made.calls == host.calls
@@ -326,3 +337,439 @@ def test_a_profile_knows_the_flops_of_what_it_times() -> None:
             with FlopCounterMode(display=False) as counted:
                 call()
             assert counted.get_total_flops() == measuring.FLOPS[operator](size), series.key
+
+
+# -- what is measured, and how often ---------------------------------------------------------------
+
+
+def test_sizes_are_powers_of_two() -> None:
+    def powers(first: int, last: int) -> list[int]:
+        return [2**power for power in range(first, last + 1)]
+
+    assert sorted(measuring.SIDES) == powers(4, 11)
+    assert sorted(measuring.OF_PRODUCTS) == powers(4, 10)
+    assert sorted(measuring.OF_GPU) == powers(6, 12)
+    assert sorted(measuring.BYTES) == powers(12, 24)[::2]  # 4 KiB to 16 MiB
+    assert measuring.CHANNELS == (2**4, 2**6, 2**8)
+    # Of a processor 32 MiB displace what caches hold, and 128 MiB are more than these.
+    assert OF_CACHES == 2**25
+    assert TRAFFIC == {"cpu": 2**27, "cuda": 2**28}
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_what_is_measured_by_default(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+
+    def series_of(series: Any, backend: Any, device: Any, budget: float) -> dict[Series, Any]:
+        found.update(series=series, seconds=budget, seed=torch.initial_seed())
+        return {one: dict.fromkeys(one.sizes[:1], 1.0) for one in series}
+
+    def python(device: torch.device, budget: float) -> measuring._Host:
+        found["python"] = budget
+        return measuring._Host({"LinearHelper": 0.0}, 0.0)
+
+    monkeypatch.setattr(measuring, "seconds", series_of)
+    monkeypatch.setattr(measuring, "_python", python)
+    monkeypatch.setattr(devices, "fast_bfloat16", lambda: half)
+    measure("cpu")
+    # Ten seconds, a fifth of them for the host's work; the same random numbers each time.
+    assert (found["seconds"], found["python"]) == pytest.approx((8.0, 2.0))
+    assert found["seed"] == 0
+    powers = {series.key: series.power for series in found["series"]}
+    products = ["product:float32"] + ["product:bfloat16"] * half
+    assert powers == {
+        **dict.fromkeys(("launch", "bandwidth"), 1.0),
+        **dict.fromkeys(products, 2.5),
+        "convolution:float32": 2.0,
+        **{f"{name}:float32": 2.5 for name in FACTORISATIONS},
+    }
+    sizes = {series.key: sorted(series.sizes) for series in found["series"]}
+    assert sizes["launch"] == [4]
+    assert sizes["product:float32"] == sorted(measuring.OF_PRODUCTS)
+    assert sizes["eigh:float32"] == sorted(measuring.SIDES)
+    assert {series.batch for series in found["series"]} == {1}
+
+
+def test_half_precision_is_measured_if_asked_for() -> None:
+    series = measuring.products(torch.device("cpu"), ("float32",))
+    assert [one.key for one in series] == ["product:float32", "convolution:float32"]
+
+
+def test_a_side_of_one_can_be_measured() -> None:
+    assert measuring._problem(torch.device("cpu"), SingleProcess(), (1, 8), ("float32",)) is None
+
+
+def test_limits_stream_the_bytes_of_their_size() -> None:
+    for series in measuring._limits(torch.device("cpu")):
+        (size,) = series.sizes
+        operands = series.make(size)()
+        assert isinstance(operands, torch.Tensor)
+        assert operands.nbytes == size
+        assert (operands == 2).all()  # ones, and one is added
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_factorisations_are_of_damped_averages_of_few_rows(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "cholesky", lambda matrix: matrix)
+    series = measuring.factorisations(torch.device("cpu"), ("float64",), (20,))[0]
+    make: Any = series.make
+    matrix = make.func("cholesky", torch.float64, batch, 20)()
+    assert matrix.shape == (batch, 20, 20)
+    torch.testing.assert_close(matrix, matrix.mT)
+    values = torch.linalg.eigvalsh(matrix)
+    # Of five rows fifteen eigenvalues are the damping; the mean of all is about 0.1 + 5 / 20.
+    torch.testing.assert_close(values[:, :15], torch.full((batch, 15), 0.1).double())
+    assert (values[:, 15:] > 0.11).all()
+    assert 0.2 < values.mean() < 0.6
+
+
+def test_the_calls_of_inverses_and_of_triangular_solves() -> None:
+    rows = torch.randn(1, 9, 6, dtype=torch.float64)
+    matrix = rows.mT @ rows
+    half: Any = measuring._inverse(matrix)()
+    torch.testing.assert_close(2 * half, torch.linalg.inv(matrix))
+    lower: Any = measuring._triangular(matrix)()  # the matrix times the inverse of L^T
+    torch.testing.assert_close(lower, torch.linalg.cholesky(matrix))
+
+
+class Paper(Recording):
+    """Reduces among all ranks alone."""
+
+    _reduce = Backend._reduce
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "of_pairs"),
+    [
+        (Recording, 2, []),
+        (Recording, 3, []),
+        (Recording, 4, ["broadcast", "reduce"]),
+        (Recording, 5, ["broadcast", "reduce"]),
+        (Paper, 5, ["broadcast"]),
+    ],
+)
+def test_pairs_of_ranks_are_measured_from_four_ranks_on(
+    kind: type[Recording], ranks: int, of_pairs: list[str]
+) -> None:
+    backend = kind(world_size=ranks)
+    series = measuring.collectives(backend, torch.device("cpu"), (8, 16))
+    assert [one.key for one in series] == [*COLLECTIVES, *of_pairs]
+    everyone, pairs = tuple(range(ranks)), [(0, 1), (2, 3)]
+    assert [one.groups for one in series] == [[everyone]] * 6 + [pairs] * len(of_pairs)
+    assert backend.groups == (pairs if of_pairs else [])
+    assert {(*one.sizes, one.power) for one in series} == {(8, 16, 1.0)}
+
+
+def test_collectives_carry_the_bytes_of_their_size() -> None:
+    """Of three ranks: 1,200 bytes of float32, or 100 numbers of each."""
+    backend = Recording(rank=1, world_size=3)
+    for series in measuring.collectives(backend, torch.device("cpu"), (1196,)):
+        series.make(1196)()
+    entered = [(event.operation, event.numel, event.source) for event in backend.events]
+    assert entered == [
+        ("all_reduce", 300, None),
+        ("reduce", 300, 0),
+        ("broadcast", 300, 0),
+        ("reduce_scatter", 300, None),
+        ("all_gather_shares", 300, None),
+        ("all_to_all", 300, None),
+    ]
+    # To each of the two others the half, and as much from them.
+    exchanged = backend.traffic()["measure"]["bytes"] - 5 * 1200
+    assert exchanged == 2 * 1200
+    call = measuring._collective(backend, torch.device("cpu"), "reduce", [(0, 2)], 8)
+    entered_before = len(backend.events)
+    assert call() is None  # this rank is in no group
+    assert len(backend.events) == entered_before
+
+
+class Meeting(SingleProcess):
+    """A rank whose clock goes on by some ticks where ranks meet."""
+
+    def __init__(self, now: list[float], ticks: float) -> None:
+        super().__init__()
+        self.now, self.ticks, self.meetings = now, ticks, list[int]()
+
+    def all_reduce(self, tensor: Tensor, phase: str) -> Handle:
+        self.now[0] += self.ticks
+        self.meetings.append(tensor.numel())
+        return super().all_reduce(tensor, phase)
+
+
+def on_a_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let seconds pass by hand alone."""
+    now = [1.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
+    monkeypatch.setattr(measuring, "time", clock)
+    return now
+
+
+TICK = 2.0**-10
+
+
+@pytest.mark.parametrize(
+    ("key", "cost", "budget", "calls"),
+    [
+        # Two probes, a sample, and three rounds: half of the budget in calls, 30 a round at most.
+        ("launch", TICK, 33 * TICK, 2 + 1 + 3 * 5),
+        ("launch", TICK, TICK, 2 + 1),
+        ("launch", TICK, 1e3, 2 + 1 + 3 * 30),
+        # Short calls are repeated for a tenth of a millisecond, or twenty times.
+        ("launch", 2.0**-16, 0.5, 6 * (1 + 3 * 30) + 2),
+        ("launch", 2.0**-20, 0.5, 20 * (1 + 3 * 30) + 2),
+        # If caches are displaced before each, there is one.
+        ("product:float32", 2.0**-20, 0.5, 2 + 1 + 3 * 30),
+    ],
+)
+def test_calls_are_as_many_as_half_of_the_budget_takes(
+    key: str, cost: float, budget: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, seen = on_a_clock(monkeypatch), list[int]()
+
+    def call(size: int) -> None:
+        now[0] += cost
+        seen.append(size)
+
+    series = Series(key, [4], lambda size: lambda: call(size), 1.0)
+    found = seconds([series], SingleProcess(), torch.device("cpu"), budget)
+    assert found == {series: {4: pytest.approx(cost)}}
+    assert len(seen) == calls
+
+
+@pytest.mark.parametrize("budget", [480, 503])
+def test_a_series_leaves_to_the_others_what_it_does_not_spend(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In ticks: operands are made in four, a call takes one, and a meeting three."""
+    now = on_a_clock(monkeypatch)
+    backend = Meeting(now, 3 * TICK)
+    calls: list[str] = []
+
+    def make(key: str) -> Callable[[], None]:
+        now[0] += 4 * TICK
+
+        def call() -> None:
+            now[0] += TICK
+            calls.append(key)
+
+        return call
+
+    both = [Series(key, [4], lambda _, key=key: make(key), 1.0) for key in ("launch", "bandwidth")]
+    seconds(both, backend, torch.device("cpu"), budget * TICK)
+    # A sample takes four with its meeting. Of half of the budget the first has ten in a round
+    # (240 / 2 / 3 / 4), and takes 24 + 3 * 40; the other has 14 of what remains (336 / 2 / 3 / 4).
+    assert (calls.count("launch"), calls.count("bandwidth")) == (2 + 1 + 3 * 10, 2 + 1 + 3 * 14)
+    assert backend.meetings == [1] * (2 + 3 * 2)
+
+
+@pytest.mark.parametrize(("groups", "meetings"), [((), 2), (((0, 1),), 2 + 4)])
+def test_ranks_meet_before_each_sample_of_a_collective(
+    groups: Any, meetings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = on_a_clock(monkeypatch)
+    monkeypatch.setattr(measuring, "ROUNDS", 1)
+    monkeypatch.setattr(measuring, "MOST", 1)
+    monkeypatch.setattr(measuring, "_over_ranks", lambda points, backend: {})
+    backend, sizes = Meeting(now, TICK), list[int]()
+
+    def call(size: int) -> None:
+        now[0] += 2.0**-20
+        sizes.append(size)
+
+    series = Series("reduce", [4], lambda size: lambda: call(size), 1.0, groups=groups)
+    seconds([series], backend, torch.device("cpu"), 7 * TICK)
+    assert len(backend.meetings) == meetings
+    assert len(sizes) == (4 if groups else 2 + 2 * 20)  # a collective is not repeated
+
+
+class Threefold(SingleProcess):
+    """Another rank takes three times as long."""
+
+    def all_gather(self, tensor: Tensor, phase: str) -> list[Tensor]:
+        return [tensor, 3 * tensor]
+
+
+@pytest.mark.parametrize(
+    ("groups", "median"),
+    [
+        ((), 4.5),  # of 1, 2, 3, 6, 6 and 18
+        (((0, 1),), 6.0),  # the slower of both
+        (((0,), (1,)), 4.0),  # the mean of both
+    ],
+)
+def test_medians_are_over_samples_and_ranks(groups: Any, median: float) -> None:
+    series = Series("reduce", [8, 4], lambda size: lambda: None, 1.0, groups=groups)
+    points = []
+    for size in (8, 4):
+        samples = [1.0 * size, 2.0 * size, 6.0 * size]
+        points.append(measuring._Point(series, size, 1, 1, samples))
+    found = measuring._over_ranks(points, Threefold())
+    assert list(found[series].items()) == [(4, 4 * median), (8, 8 * median)]
+
+
+def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            happened.append("record")
+
+        def synchronize(self) -> None:
+            happened.append("wait")
+
+        def elapsed_time(self, last: Event) -> float:
+            return 8.0 if last is not self else 0.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: happened.append(f"{device}"))
+    sampler = measuring._Sampler(SingleProcess(), torch.device("cuda", 1))
+    series = Series("product:float32", [4], lambda size: lambda: None, 2.5)
+    found = sampler.sample(series, lambda: happened.append("call"), 4)
+    assert found == 8e-3 / 4
+    assert happened == ["cuda:1", "record", *["call"] * 4, "record", "wait"]
+
+
+# -- the profile -----------------------------------------------------------------------------------
+
+
+def profile(
+    *collectives: Series, device: str = "cpu", others: Sequence[dict[str, Any]] = ()
+) -> Hardware:
+    """Return a profile of seconds by hand, with the descriptions of other ranks."""
+    at = torch.device(device)
+    launch, bandwidth = measuring._limits(at)
+    samples = {launch: {4: 0.5}, bandwidth: {2**20: 4.0}}
+    for series in collectives:
+        # Eight bytes take a second of each rank, sixteen take two.
+        ranks = len(series.groups[0])
+        samples[series] = {8: 1.0 * ranks, 16: 2.0 * ranks}
+    with pytest.MonkeyPatch.context() as patch:
+        texts = [json.dumps(other) for other in others]
+        patch.setattr(measuring, "gather_texts", lambda backend, own, phase: [own, *texts])
+        patch.setattr(measuring.platform, "node", lambda: "a")
+        patch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=7)
+        )
+        patch.setattr(torch, "get_num_threads", lambda: 4)
+        patch.setattr(measuring.os, "sched_getaffinity", lambda pid: {0: range(8)}[pid])
+        host = measuring._Host({"LinearHelper": 3e-4}, 2e-4)
+        return measuring._profile(at, SingleProcess(), samples, host)
+
+
+def broadcast(*group: int) -> Series:
+    return Series("broadcast", [8, 16], lambda size: lambda: None, 1.0, groups=[group])
+
+
+def test_a_profile_has_the_slots_and_the_memory_of_a_processor() -> None:
+    made = profile()
+    assert (made.launch, made.bandwidth) == (0.5, 2 * 2**20 / 4)  # read and written
+    assert made.slots == 8 / 4  # processors by threads of a rank
+    assert made.host == pytest.approx(2e-4)
+    assert (made.node, made.across, made.within) == (None, None, Hardware.within)
+
+
+def test_ranks_of_two_hosts_have_two_links() -> None:
+    others = [{"host": host, "device": "", "threads": 1, "memory": 0} for host in "abb"]
+    made = profile(broadcast(0, 1, 2, 3), broadcast(0, 1), others=others)
+    # Of four ranks in two rounds, eight bytes in four seconds and sixteen in eight.
+    assert made.across == Link(4.0 / 2, 16 / 8.0)
+    assert made.within == Link(2.0, 16 / 4.0)
+    assert made.node == 2
+
+
+def test_the_memory_is_that_of_the_smallest_gpu() -> None:
+    other = {"host": "a", "device": "GPU", "threads": 1, "memory": 5}
+    made = profile(device="cuda", others=[other])
+    assert (made.memory, made.slots, made.host) == (5, None, 0.0)
+
+
+@pytest.mark.parametrize("text", ["model name\t: A processor\nother : x\n", None])
+def test_a_processor_has_its_name_from_linux(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(measuring, "Path", lambda path: tmp_path / "cpuinfo")
+    assert measuring._processor() == ("A processor" if text else platform.machine())
+
+
+# -- the host's work in Python ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", measuring.LAYERS)
+def test_python_is_timed_with_tiny_layers(name: str) -> None:
+    make, shape = measuring.LAYERS[name]
+    assert math.prod(shape) == {"LinearHelper": 8 * 5, "Conv2dHelper": 8 * 5 * 4 * 4}[name]
+    assert make()(torch.rand(shape)).shape == shape
+
+
+def test_the_time_for_python_is_that_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[float] = []
+
+    def hooks(name: str, device: torch.device, budget: float) -> tuple[float, float]:
+        budgets.append(budget)
+        return 10.0 * len(budgets), float(len(budgets))
+
+    monkeypatch.setattr(measuring, "_hooks", hooks)
+    host = measuring._python(torch.device("cpu"), 3.0)
+    assert budgets == [1.5, 1.5]
+    assert host == measuring._Host({"LinearHelper": 10.0, "Conv2dHelper": 20.0}, 1.0)
+
+
+def test_python_has_half_of_its_time_with_hooks_and_half_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look at the wall clock takes a second, after the fewest passes once before each."""
+    looks = itertools.count()
+    clock = SimpleNamespace(
+        perf_counter=itertools.count().__next__, thread_time=lambda: next(looks)
+    )
+    monkeypatch.setattr(measuring, "time", clock)
+    measuring._hooks("LinearHelper", torch.device("cpu"), 8.0)
+    passes = 3 + 3  # at one, two and three seconds of four
+    assert next(looks) == (2 + 3) * passes
+
+
+@pytest.mark.parametrize(("slowdown", "hooks"), [(3.0, (3.0 - 1.0) / 8), (0.5, 0.0)])
+def test_hooks_take_what_passes_take_longer(
+    slowdown: float, hooks: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, tick, gradients = [0.0], [1.0], list[Tensor]()
+    events: list[str] = []
+
+    class Fake:
+        """A preconditioner with which every look at the clock takes longer or shorter."""
+
+        def __init__(self, model: nn.Module, **settings: Any) -> None:
+            self.weight = next(model.parameters())
+            tick[0] = slowdown
+            assert settings["statistics_every"] == 1
+            assert settings["solve_every"] > measuring.MOST
+
+        def step(self) -> None:
+            assert self.weight.grad is not None
+            gradients.append(self.weight.grad.clone())
+
+        def close(self) -> None:
+            events.append("closed")
+
+    def look() -> float:
+        now[0] += tick[0]
+        return now[0]
+
+    clock = SimpleNamespace(perf_counter=lambda: 0.0, thread_time=look)
+    monkeypatch.setattr(measuring, "time", clock)
+    monkeypatch.setattr(measuring, "Preconditioner", Fake)
+    found = measuring._hooks("LinearHelper", torch.device("cpu"), 0.0)
+    assert found == (hooks, slowdown / 8)
+    # Every pass has gradients of its own.
+    assert len(gradients) == 3
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    assert gradients[0].any()
+    assert events == ["closed"]

@@ -14,18 +14,28 @@ from torch import nn
 
 import soframe
 from soframe.comm import Recording
-from soframe.planning.costs import Costs, parts
+from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
 from soframe.planning.memory import transients
-from soframe.planning.planner import Option, Plan, Row, Vary, plan, usual, varied
+from soframe.planning.planner import (
+    Option,
+    Plan,
+    Row,
+    Vary,
+    _parts_to_price,
+    plan,
+    together,
+    usual,
+    varied,
+)
 from soframe.planning.pricing import Pricing
 from soframe.planning.schedule import Timing
 from soframe.planning.task import Task
 from soframe.solvers import Eigen
 from soframe.strategies import CommOpt, HybridOpt, MemOpt, OwnerLocal, Sharded
-from soframe.strategies.placement import complete
+from soframe.strategies.placement import Placement, complete
 from tests.examples import examples
-from tests.planning.kit import CPU, GPU, convolutional, dense
+from tests.planning.kit import CPU, CUBIC, GPU, convolutional, dense
 
 widths = st.lists(st.integers(2, 12), min_size=2, max_size=5)
 ranks = st.integers(1, 9)
@@ -145,9 +155,65 @@ def made_of(*costs: tuple[float, int, bool], limit: int | None = None) -> Plan:
     for number, (seconds, size, exact) in enumerate(costs, 1):
         timing = Timing(seconds, seconds, {}, {}, 0.0, 1.0)
         option = Option(MemOpt(), solve_every=number)
-        memory, traffic = {"held": 0, "total": size}, {"total": {"bytes": 0.0}}
+        memory, traffic = {"held": 0, "window": 0, "total": size}, {"total": {"bytes": 0.0}}
         rows.append(Row(option, memory, traffic, timing, (10, number), exact))
     return Plan(tuple(rows), 4, CPU, limit)
+
+
+def test_an_option_in_words_and_as_code() -> None:
+    option = Option(
+        Sharded(group=2),
+        local=True,
+        background=9,
+        stagger=True,
+        statistics_every=10,
+        solve_every=100,
+        settings=(("eigen", "solver='eigen'"),),
+    )
+    assert str(option) == (
+        "Sharded(group=2), local gradients, staggered, background 9, statistics_every 10, "
+        "solve_every 100, eigen"
+    )
+    assert option.call() == (
+        "strategy=soframe.strategies.Sharded(group=2), "
+        'distribution=soframe.Distribution(gradients="local", stagger=True), background=9, '
+        "statistics_every=10, solve_every=100, solver='eigen'"
+    )
+    plain = Option(CommOpt())
+    assert (str(plain), plain.call()) == ("comm-opt", "strategy='comm-opt'")
+
+
+def test_a_plan_by_hand_as_plain_values() -> None:
+    made = made_of((2.0, 90, True))
+    plain = made.as_dict()
+    (row,) = plain.pop("rows")
+    call = "strategy='mem-opt', solve_every=1"
+    assert plain == {
+        "hardware": "cpu",
+        "source": "made up for tests",
+        "ranks": 4,
+        "limit": None,
+        "fixed": {},
+        "passes": 0.0,
+        "plain": 0.0,
+        "notes": [],
+        "front": [call],
+        "chosen": call,
+        "why": "it is the only option",
+    }
+    assert (row["call"], row["fits"], row["intervals"]) == (call, True, (10, 1))
+    assert row["option"]["strategy"] == "'mem-opt'"
+    assert row["timing"]["mean"] == 2.0
+    assert "network, overlapped" in made.details(made.rows[0])
+
+
+def test_plans_of_several_tasks_are_one() -> None:
+    first = replace(made_of((2.0, 90, True), (3.0, 50, True)), notes=("a", "b"))
+    second = replace(made_of((2.5, 60, True)), notes=("b", "c"))
+    both = together([first, second])
+    assert [row.timing.mean for row in both.rows] == [2.0, 2.5, 3.0]
+    assert both.notes == ("a", "b", "c")
+    assert together([first]) == first
 
 
 def test_the_front_and_the_choice_of_a_plan_by_hand() -> None:
@@ -178,6 +244,8 @@ def test_what_a_device_has_left_is_a_limit() -> None:
     assert [row.option.solve_every for row in made.fitting] == [3]
     assert made.chosen.option.solve_every == 3
     assert made.why == "it is the only option of the ones that fit into cpu"
+    assert [made.peak(row) for row in made.rows] == [110, 150, 100]
+    assert "\n! does not fit.\n" in str(made)
     marks = [line[:11] for line in str(made).splitlines()[3:6]]
     assert marks == ["* mem-opt, ", "! mem-opt, ", "! mem-opt, "]
     assert [row["fits"] for row in made.as_dict()["rows"]] == [False, False, True]
@@ -223,7 +291,7 @@ def test_a_device_holds_frozen_weights_and_an_optimizer_s_momentum(method: str, 
 def test_the_recommended_strategy_stays_if_it_is_about_as_fast(
     seconds: float, number: int, why: str
 ) -> None:
-    made = made_of((1.0, 50, True), (seconds, 60, True))
+    made = made_of((2.0, 50, True), (2 * seconds, 60, True))
     strategies = (CommOpt(), MemOpt())
     rows = [
         replace(row, option=Option(strategy))
@@ -232,6 +300,7 @@ def test_the_recommended_strategy_stays_if_it_is_about_as_fast(
     made = replace(made, rows=tuple(rows), recommended=MemOpt())
     assert made.chosen is rows[number - 1]
     assert made.why.startswith(why)
+    assert made.why.endswith(f"takes {seconds:.2f} times as long" if number == 1 else "its time")
     # It does not fit, or sees fewer samples.
     assert replace(made, limit=55).chosen is rows[0]
     fewer = replace(rows[1], exact=False)
@@ -297,6 +366,135 @@ def test_solves_in_the_background_and_in_turns_shorten_the_longest_step() -> Non
     for timing in rows.values():
         assert timing.longest < alone.longest
         assert timing.mean <= alone.mean * (1 + 1e-9)
+
+
+def test_turns_spread_the_solves_of_an_interval() -> None:
+    task = task_of(64, 64)
+    options = [Option(CommOpt(), False, 0, stagger, 1, 10) for stagger in (False, True)]
+    rows = plan(task, ranks=1, hardware=CPU, options=options).rows
+    for row in rows:
+        solve = row.timing.phases["solve"]  # of a mean step: a tenth
+        assert solve > 0
+        extra = row.timing.longest - row.timing.mean
+        assert extra == pytest.approx(0.0 if row.option.stagger else 9 * solve, abs=1e-12)
+
+
+def test_passes_are_priced_in_full_precision_unless_they_are_not() -> None:
+    half = {**CPU.operators, "product:bfloat16": replace(CUBIC, points=(), beta=1e-12)}
+    hardware = replace(CPU, operators=half)
+    task = task_of(64, 64)
+    usual = plan(task, ranks=1, hardware=hardware)
+    seconds = [plan(task, ranks=1, hardware=hardware, amp=amp).passes for amp in (False, True)]
+    assert usual.passes == seconds[0] > seconds[1]
+    assert Costs(task, hardware).passes.seconds == usual.passes
+    assert usual.fixed["activations"] == task.activations
+
+
+def test_a_step_without_a_preconditioner_averages_and_moves() -> None:
+    task = Task.of(dense(3, 2), method="kfac")
+    moves = 5 * 4 * (3 * 2) / CPU.bandwidth
+    assert plan(task, ranks=1, hardware=CPU).plain == pytest.approx(moves, rel=1e-9)
+    average = CPU.collective("all_reduce", 4 * 3 * 2, range(2))
+    made = plan(task, ranks=2, hardware=CPU)
+    assert made.plain == pytest.approx(moves + average, rel=1e-9)
+    for row in made.rows:
+        assert ("average" in row.timing.exposed) != row.option.local
+    assert {row.option.local for row in made.rows} == {False, True}
+
+
+def test_an_optimizer_behind_some_blocks_has_momentum_of_all() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 4))
+    task = Task.of(model, method="kfac", auxiliary="adamw")
+    assert {bool(block.captured) for block in task.blocks} == {False, True}
+    fixed = plan(task, ranks=1, hardware=CPU).fixed
+    assert fixed["momentum"] == fixed["gradients"] == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=repr)
+def test_statistics_of_all_ranks_are_exact(strategy: Any) -> None:
+    every = {"group=2" not in repr(strategy) and not isinstance(strategy, OwnerLocal)}
+    for method, exact in (("kfac", every), ("soap", {True})):
+        task = Task.of(dense(6, 5, 4), method=method)
+        made = plan(task, ranks=4, hardware=CPU, options=[Option(strategy)])
+        assert {row.exact for row in made.rows} == exact
+
+
+@pytest.mark.parametrize("intervals", [(5, 20), (1, 1), (4, 4), (10, 5)])
+@pytest.mark.parametrize("strategy", [MemOpt(), Sharded(group=2)], ids=repr)
+def test_the_traffic_is_that_of_a_mean_step(strategy: Any, intervals: tuple[int, int]) -> None:
+    statistics_every, solve_every = intervals
+    task = task_of(6, 5, 5, 4)
+    options = [Option(strategy, False, 0, False, *intervals)]
+    (row,) = plan(task, ranks=4, hardware=CPU, options=options).rows
+    placement = complete(strategy.place(task.work, 4))
+    means: list[tuple[float, float]] = []
+    for rank in range(4):
+        plain, gathering, solving = (
+            placement.traffic(rank, statistics=statistics, solve=solve)["total"]
+            for statistics, solve in ((False, False), (True, False), (True, True))
+        )
+        solves = 1 / solve_every
+        gathers = max(0.0, 1 / statistics_every - solves)
+        mean = {}
+        for name in ("bytes", "calls"):
+            rest = (1 - solves - gathers) * plain[name]
+            mean[name] = rest + gathers * gathering[name] + solves * solving[name]
+        means.append((mean["bytes"], mean["calls"]))
+    assert (row.traffic["total"]["bytes"], row.traffic["total"]["calls"]) == pytest.approx(
+        max(means)
+    )
+
+
+def test_one_rank_sends_nothing() -> None:
+    (row,) = plan(task_of(6, 5), ranks=1, hardware=CPU).rows
+    assert row.traffic == {"total": {"bytes": 0.0, "calls": 0.0}}
+
+
+@pytest.mark.parametrize("background", [0, 1, 9])
+@pytest.mark.parametrize("strategy", [MemOpt(), Sharded(group=None)], ids=repr)
+def test_the_memory_is_that_of_the_fullest_rank(strategy: Any, background: int) -> None:
+    task = task_of(16, 40, 5, 4)
+    options = [Option(strategy, background=background)]
+    (row,) = plan(task, ranks=3, hardware=CPU, options=options).rows
+    placement, costs = complete(strategy.place(task.work, 3)), Costs(task, CPU)
+    most: list[dict[str, int]] = []
+    for part, members in parts(placement).items():
+        for rank in members:
+            sizes = placement.memory(rank)
+            short = transients(costs, placement, part, rank, background=background > 0)
+            held = sizes.pop("total")
+            own = {"held": held, "window": short.window, "transient": short.solving}
+            most.append({**sizes, **own, "total": held + short.most})
+    assert len({sizes["total"] for sizes in most}) > 1
+    assert row.memory == max(most, key=lambda sizes: sizes["total"])
+    assert row.memory["total"] == row.memory["held"] + max(
+        row.memory["window"], row.memory["transient"]
+    )
+
+
+def test_of_many_parts_the_heaviest_and_the_most_common_have_messages() -> None:
+    ranks_of, arithmetic = {}, {}
+    for number in range(12):
+        part = Part(directs=(number,))
+        ranks_of[part] = list(range(12 - number if number % 2 else 1))
+        # Solves and updates together: part 11 has most of them, part 0 least.
+        arithmetic[part] = Arithmetic(0.0, 0.0, 0.0, 2.0 * number - 5, 5.0 - number, 0.0)
+    found = [part.directs[0] for part in _parts_to_price(ranks_of, arithmetic)]
+    assert found == [11, 10, 9, 8, 1, 3, 5, 7]
+
+
+class Misplaced(CommOpt):
+    """Places blocks that the model does not have."""
+
+    def place(self, work: Any, ranks: int) -> Placement:
+        placement = super().place(work, ranks)
+        first, *rest = placement.blocks
+        return replace(placement, blocks=(replace(first, owners=(99, 99)), *rest))
+
+
+def test_a_placement_that_no_step_could_take_is_refused() -> None:
+    with pytest.raises(ValueError, match="strategy 'comm-opt', block '0'"):
+        plan(task_of(6, 5), ranks=2, hardware=CPU, options=[Option(Misplaced())])
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, 9), (10, 9), (50, 9), (3, 3)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,10 +43,11 @@ def timing(
     *parts: Rank,
     statistics_every: int = 1,
     solve_every: int = RARELY,
-    turns: int = 1,
+    turns: tuple[int, ...] = (),
     hardware: Hardware = LINK,
     gradients: int = 0,
     background: int = 0,
+    added: Mapping[str, float] | None = None,
 ) -> Timing:
     schedule = Schedule(
         hardware,
@@ -55,9 +57,9 @@ def timing(
         gradients=gradients,
         optimizer=OPTIMIZER,
         background=background,
-        added={},
+        added=added or {},
     )
-    return schedule.timing(statistics_every, solve_every, turns)
+    return schedule.timing(statistics_every, solve_every, *turns)
 
 
 def rank(count: int = 2, sent: dict[str, Any] | None = None, **seconds: float) -> Rank:
@@ -76,7 +78,7 @@ def test_without_messages_a_step_is_the_sum_of_its_phases() -> None:
 
 
 def test_turns_spread_the_solve() -> None:
-    spread = timing(rank(solve=0.8), solve_every=8, turns=4)
+    spread = timing(rank(solve=0.8), solve_every=8, turns=(4,))
     assert spread.mean == pytest.approx(STATISTICS + 0.1)
     assert spread.longest == pytest.approx(STATISTICS + 0.2)
 
@@ -90,6 +92,28 @@ def test_sums_travel_behind_the_next_passes(reduce: float) -> None:
     assert found.exposed["reduce"] == pytest.approx(exposed, abs=1e-6)
     assert found.mean == pytest.approx(STATISTICS + exposed)
     assert found.overlapped == pytest.approx(min(reduce, hidden))
+
+
+def test_rare_sums_that_travel_longer_than_a_step_are_exposed_in_the_next_one() -> None:
+    found = timing(rank(sent=messages(reduce=[3.0])), statistics_every=10)
+    # From the end of the averages to the passes of the next step, which has none.
+    exposed = 3.0 - PLAIN
+    assert found.exposed["reduce"] == pytest.approx(exposed / 10, abs=1e-6)
+    assert found.mean == pytest.approx(PLAIN + (0.13 + exposed) / 10)
+    # A solve, however rare, waits for its own sums.
+    assert found.longest == pytest.approx(STATISTICS + 3.0 - 0.04 - 0.05)
+
+
+@pytest.mark.parametrize("slots", [None, 1])
+def test_phases_with_a_price_of_their_own_are_added(slots: int | None) -> None:
+    """Where two ranks compute on one processor, twice."""
+    added = {"clip": 0.5, "move": 0.25, "none": 7.0}
+    hardware = replace(LINK, slots=slots)
+    without = timing(rank(), hardware=hardware)
+    found = timing(rank(), hardware=hardware, added=added)
+    turns = 1 if slots is None else 2
+    assert (found.phases["clip"], found.phases["move"]) == (0.5 * turns, 0.25 * turns)
+    assert found.mean == pytest.approx(without.mean + 0.75 * turns)
 
 
 def test_a_solve_waits_for_its_sums() -> None:
@@ -159,6 +183,13 @@ def test_gradients_are_averaged_in_buckets_behind_the_backward_pass() -> None:
     # The first bucket starts with the backward pass, whose statistics come last.
     exposed = max(2 * bucket - 0.6 - 0.1, bucket)
     assert found.exposed["average"] == pytest.approx(exposed)
+    # Sixty million bytes are three of twenty; ten are a single one.
+    for size, number in ((60_000_000, 3), (10_000_000, 1)):
+        part = slow.collective("all_reduce", size / number, range(2))
+        uneven = timing(rank(), hardware=slow, gradients=size)
+        exposed = max(number * part - 0.6 - 0.1, part)
+        assert uneven.exposed["average"] == pytest.approx(exposed)
+    assert "average" not in timing(rank(), hardware=slow).exposed
     quick = replace(LINK, within=Link(0.0, 25e7))
     hidden = timing(rank(), hardware=quick, gradients=50_000_000)
     assert hidden.exposed["average"] == pytest.approx(bucket / 10)
