@@ -8,6 +8,7 @@ names and shapes, and strategies and comm move them by these alone. All matrices
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -231,12 +232,13 @@ def solve_stack(
             solved = solver.solve(matrices, damping)
     except LinAlgError as error:
         solved = _apart(solver, matrices, damping, error, [] if errors is None else errors)
-    # The same layout on every rank: products with other strides round differently.
-    data = {
-        name: tensor.to(dtype or matrices.dtype).contiguous() for name, tensor in solved.items()
-    }
-    # The factor changes in place at the next statistics; its data must not.
-    data = {n: t.clone() if memory_of(t) == memory_of(matrices) else t for n, t in data.items()}
+    data: dict[str, Tensor] = {}
+    for name, solution in solved.items():
+        # The same layout on every rank: products with other strides round differently.
+        tensor = solution.to(dtype or matrices.dtype).contiguous()
+        if memory_of(tensor) == memory_of(matrices):
+            tensor = tensor.clone()  # the factor changes in place at the next statistics
+        data[name] = tensor
     # One number for each group and tensor: NaN or infinite where any entry is.
     largest = [_largest(tensor, len(matrices)) for tensor in data.values()]
     if not (largest and solver.damps_factors):  # else the damping is in the data
@@ -257,14 +259,14 @@ class Problem:
 
     def joins(self, other: Problem) -> bool:
         """Return whether both can be solved by one call."""
-        return (
-            self.matrices.shape[1:] == other.matrices.shape[1:]
-            and self.matrices.dtype == other.matrices.dtype
-            and self.matrices.device == other.matrices.device
-            and self.damping.dtype == other.damping.dtype
-            and set(self.last or ()) == set(other.last or ())
-            and self.solver == other.solver
-        )
+        return self._shared == other._shared and self.solver == other.solver
+
+    @property
+    def _shared(self) -> tuple[object, ...]:
+        """The properties of tensors that are concatenated."""
+        matrices = self.matrices
+        kinds = (matrices.dtype, matrices.device, self.damping.dtype)
+        return (matrices.shape[1:], *kinds, set(self.last or ()))
 
 
 def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
@@ -283,19 +285,16 @@ def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], T
             together.append([number])
     results: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
     for numbers in together:
-        if len(numbers) == 1:
-            problem = problems[numbers[0]]
-            arguments = (problem.solver, problem.matrices, problem.damping, problem.last)
-            results[numbers[0]] = solve_stack(*arguments)
-        else:
-            alike = [problems[number] for number in numbers]
-            results.update(zip(numbers, _together(alike), strict=True))
+        solved = _together([problems[number] for number in numbers])
+        results.update(zip(numbers, solved, strict=True))
     return [results[number] for number in range(len(problems))]
 
 
 def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Solve factors of one size by one call."""
     first = problems[0]
+    if len(problems) == 1:
+        return [solve_stack(first.solver, first.matrices, first.damping, first.last)]
     last: dict[str, Tensor] = {}
     for name in first.last or ():
         last[name] = torch.cat([problem.last[name] for problem in problems if problem.last])
@@ -305,15 +304,18 @@ def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tens
     sizes = [len(problem.matrices) for problem in problems]
     parts: list[dict[str, Tensor]] = [{} for _ in problems]
     for name, tensor in data.items():
-        # Copies: stacks keep their data for different times. Other lengths fail the shape check.
-        pieces = [tensor for _ in problems]
-        if len(tensor) == len(matrices):
-            # torch's stub of the function returns None.
-            split: Any = torch.split_with_sizes_copy
-            pieces = split(tensor, sizes)
-        for part, piece in zip(parts, pieces, strict=True):
+        for part, piece in zip(parts, _pieces(tensor, sizes), strict=True):
             part[name] = piece
     return list(zip(parts, good.split(sizes), strict=True))
+
+
+def _pieces(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Return copies of parts of a tensor: stacks keep their data for different times."""
+    if len(tensor) != sum(sizes):
+        return list(itertools.repeat(tensor, len(sizes)))  # each fails the check of its shape
+    split: Any = torch.split_with_sizes_copy  # in torch's stub it returns None
+    pieces: Sequence[Tensor] = split(tensor, sizes)
+    return pieces
 
 
 def retry(
@@ -428,3 +430,8 @@ def mean_trace(matrix: Tensor) -> Tensor:
 def symmetric(matrix: Tensor) -> Tensor:
     """Return the full symmetric matrices ``[groups, n, n]``, given their lower triangles."""
     return matrix.tril() + matrix.tril(-1).mT
+
+
+def by_group(numbers: Tensor, like: Tensor) -> Tensor:
+    """Return a view of ``[groups]`` with the dimensions of ``[groups, ...]``."""
+    return numbers.view(-1, *itertools.repeat(1, like.dim() - 1))

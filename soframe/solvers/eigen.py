@@ -55,8 +55,8 @@ class Eigen(Solver):
         if len(mean_traces) == 1:
             return shares
         # Infinite products of eigenvalues would set gradients to zero.
-        traces = [trace.double() for trace in mean_traces]
-        if len({len(trace) for trace in traces}) > 1:
+        traces = list(map(Tensor.double, mean_traces))
+        if len(set(map(len, traces))) > 1:
             traces = [trace.amax(0, keepdim=True) for trace in traces]
         beyond = torch.stack(traces).prod(0) > torch.finfo(mean_traces[0].dtype).max / _SIZES
         return [share.masked_fill(beyond, math.nan) for share in shares]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from soframe.solvers.around import Around
-from soframe.solvers.base import mean_trace
+from soframe.solvers.base import by_group, mean_trace
 from soframe.specs import FactorSpec, TensorSpec
 
 
@@ -53,10 +53,11 @@ class Relative(Around):
         product = torch.stack(traces).prod(0)
         shares = self.solver.shares(traces, damping * product)
         # With zero curvature the damping is zero too: any share that can be solved will do.
-        return [
-            torch.where(product > 0, share / trace, 1.0).to(mean_traces[0].dtype)
-            for share, trace in zip(shares, traces, strict=True)
-        ]
+        scaled: list[Tensor] = []
+        for share, trace in zip(shares, traces, strict=True):
+            factor_share = torch.where(product > 0, share / trace, 1.0)
+            scaled.append(factor_share.to(mean_traces[0].dtype))
+        return scaled
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         scaled, trace = _scaled(matrix)
@@ -106,4 +107,4 @@ def _scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Scale a factor to mean eigenvalue one; also return its mean trace ``[groups]``."""
     trace = mean_trace(matrix)
     positive = torch.where(trace > 0, trace, 1.0)
-    return matrix / positive.view(-1, *(1 for _ in matrix.shape[1:])), trace
+    return matrix / by_group(positive, matrix), trace

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from soframe.solvers.around import Around
-from soframe.solvers.base import mean_trace
+from soframe.solvers.base import by_group, mean_trace
 from soframe.specs import FactorSpec, TensorSpec
 
 
@@ -51,4 +51,4 @@ class Rooted(Around):
 def _rooted(matrix: Tensor) -> Tensor:
     """Divide matrices, or diagonals ``[groups, n]``, by the roots of their mean traces."""
     root = mean_trace(matrix).sqrt()
-    return matrix / torch.where(root > 0, root, 1.0).view(-1, *(1 for _ in matrix.shape[1:]))
+    return matrix / by_group(torch.where(root > 0, root, 1.0), matrix)
