@@ -23,12 +23,15 @@ def direction_of(method: Method, step: Given) -> Direction:
     # At each step: on one rank alone a tensor of another shape would let the others wait for it.
     check_direction(method, step, update)
     gradients = {memory_of(step.gradient), memory_of(step.incoming)}
-    state = {n: t.clone() if memory_of(t) in gradients else t for n, t in update.state.items()}
+    state: dict[str, Tensor] = {}
+    for name, tensor in update.state.items():
+        state[name] = tensor.clone() if memory_of(tensor) in gradients else tensor
     kept = [*state.values(), *step.state.values()]
     for data in step.data.values():
         kept += data.values()
-    is_shared = memory_of(update.matrix) in gradients.union(map(memory_of, kept))
-    matrix = update.matrix.clone() if is_shared else update.matrix
+    matrix = update.matrix
+    if memory_of(matrix) in gradients.union(map(memory_of, kept)):
+        matrix = matrix.clone()
     return Direction(matrix, state, update.parcel)
 
 
@@ -84,8 +87,9 @@ def observed_by(
     statistics: dict[str, Tensor] = {}
     for name, tensor in observed.items():
         moment = tensor.to(gradient.dtype)
-        is_shared = memory_of(moment) == memory_of(gradient)
-        statistics[name] = moment.clone() if is_shared else moment
+        if memory_of(moment) == memory_of(gradient):
+            moment = moment.clone()
+        statistics[name] = moment
     return statistics
 
 
