@@ -14,8 +14,11 @@ from torch import Tensor
 VALUE = "value"
 """Under this name a factor without a solver is part of a block's second-order data."""
 
-SecondOrder = Mapping[str, Mapping[str, Tensor]]
-"""Second-order data of a block: factor name -> tensor name -> tensor."""
+Data = Mapping[str, Tensor]
+"""Second-order data of a factor: tensor name -> tensor."""
+
+SecondOrder = Mapping[str, Data]
+"""Second-order data of a block, by the names of its factors."""
 
 
 class FactorKind(ABC):

@@ -31,7 +31,7 @@ from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, new_sum
 from soframe.kernels.unfold import patches
-from soframe.layers.base import BlockShape, LayerHelper, Unit, widened
+from soframe.layers.base import BlockShape, Inputs, LayerHelper, Unit, widened
 from soframe.registry import KINDS, register
 
 
@@ -89,11 +89,7 @@ class Conv2dHelper(LayerHelper):
         return g.permute(1, 0, 3, 2)
 
     def input_moment(
-        self,
-        inputs: tuple[Tensor, ...],
-        output_rows: Tensor,
-        total: Tensor | None = None,
-        scale: float = 1.0,
+        self, inputs: Inputs, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
         if self.weight is None:
             return super().input_moment(inputs, output_rows, total, scale)
@@ -110,7 +106,7 @@ class Conv2dHelper(LayerHelper):
         PATHS[path](weights, x, geometry, scale)
         return total
 
-    def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def input_sum(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         # Without materialising patches.
         if self.weight is None:
             return super().input_sum(inputs, output_rows)
@@ -120,7 +116,7 @@ class Conv2dHelper(LayerHelper):
             return sums
         return torch.cat([sums, sums.new_full((len(sums), 1), geometry.positions)], dim=1)
 
-    def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def _weight_means(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         return patch_means(*self._image(inputs[0].to(output_rows.dtype), *inputs[1:]))
 
     def input_key(self) -> Hashable:
@@ -137,18 +133,24 @@ class Conv2dHelper(LayerHelper):
         del settings
         conv = self.module
         x = self._batched(x)
-        if conv.padding == "same":
-            # An odd total leaves the extra position at the end, as torch does.
-            totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-            around = [(total // 2, total - total // 2) for total in totals]
-        else:
-            sizes = [0] * self.dimensions if conv.padding == "valid" else map(int, conv.padding)
-            around = [(size, size) for size in sizes]
+        around = list(map(self._around, range(self.dimensions)))
         if conv.padding_mode != "zeros":
             x = F.pad(x, _last_first(around), mode=conv.padding_mode)
-            around = [(0, 0) for _ in around]
-        numbers = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True)
-        return x, [Axis(*axis, *pair) for axis, pair in zip(numbers, around, strict=True)]
+            around = list(itertools.repeat((0, 0), self.dimensions))
+        before, after = zip(*around, strict=True)
+        axes = map(Axis, x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, before, after)
+        return x, list(axes)
+
+    def _around(self, axis: int) -> tuple[int, int]:
+        """Return the padding before and after an axis."""
+        conv = self.module
+        if conv.padding == "valid":
+            return 0, 0
+        if conv.padding == "same":
+            # An odd total leaves the extra position at the end, as torch does.
+            total = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
+            return total // 2, total - total // 2
+        return int(conv.padding[axis]), int(conv.padding[axis])
 
     def _image(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, Geometry]:
         """Return the batch as images, and the geometry of their patches."""
@@ -185,7 +187,7 @@ class Conv3dHelper(Conv2dHelper):
         by_sample: Tensor = rows.unflatten(1, (batch, -1))
         return by_sample.transpose(2, 3).flatten(2, 3)
 
-    def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def _weight_means(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         of_images = super()._weight_means(inputs, output_rows)
         means: Tensor = of_images.unflatten(1, (output_rows.shape[1], -1)).mean(2)
         return means
@@ -211,9 +213,8 @@ class _Transposed(Conv2dHelper):
     def shape(self) -> BlockShape:
         """The shape of the matrix; the weight itself is ``[in, out / groups, kernel]``."""
         conv = self.module
-        columns = conv.weight.numel() // conv.out_channels if self.weight is not None else 0
-        out = conv.out_channels // conv.groups
-        return BlockShape(conv.groups, out, columns + (self.bias is not None))
+        out, into = conv.out_channels // conv.groups, conv.weight.numel() // conv.out_channels
+        return self._shape(conv.groups, out, into)
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         # A view of the weight if it has one group.
@@ -226,7 +227,7 @@ class _Transposed(Conv2dHelper):
         weight: Tensor = matrix.unflatten(2, (*self.module.kernel_size, -1))
         return weight.movedim(-1, 1).flatten(0, 1)
 
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the input, and the output padding if the call has ``output_size``."""
         bound = self._signature.bind(*args, **kwargs).arguments
         x, size = bound["input"], bound.get("output_size")
@@ -237,16 +238,14 @@ class _Transposed(Conv2dHelper):
             input=x,
             output_size=list(size),
             stride=list(conv.stride),
-            padding=[int(p) for p in conv.padding],
+            padding=list(map(int, conv.padding)),
             kernel_size=list(conv.kernel_size),
             num_spatial_dims=self.dimensions,
             dilation=list(conv.dilation),
         )
         return x, torch.tensor(padding, device="cpu")
 
-    def take_inputs(
-        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
-    ) -> tuple[Tensor, ...]:
+    def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         # All samples have the same padding.
         return super().take_inputs(inputs[:1], index, unit) + inputs[1:]
 

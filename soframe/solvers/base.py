@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from soframe.kernels.devices import memory_of
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # untyped
 
@@ -92,9 +92,7 @@ class Solver(ABC):
             torch.linalg.LinAlgError: If the factorisation of a group fails.
         """
 
-    def solve_again(
-        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         """Compute the second-order data of a factor from the data of its last solve.
 
         For warm-started iterations; by default calls `solve`. Owners that are not gradient workers
@@ -111,7 +109,7 @@ class Solver(ABC):
         del last
         return self.solve(matrix, damping)
 
-    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def follow(self, matrix: Tensor, data: Data) -> dict[str, Tensor] | None:
         """Update second-order data from the current factor between two solves.
 
         Called after statistics on every gradient worker, if all of them hold the factor; the result
@@ -128,7 +126,7 @@ class Solver(ABC):
         del matrix, data
         return None
 
-    def usable(self, data: Mapping[str, Tensor]) -> bool | Tensor:
+    def usable(self, data: Data) -> bool | Tensor:
         """Check finite second-order data, for example for underflow, which would zero gradients.
 
         Args:
@@ -142,14 +140,7 @@ class Solver(ABC):
         return True
 
     @abstractmethod
-    def apply(
-        self,
-        gradient: Tensor,
-        *,
-        left: Mapping[str, Tensor],
-        right: Mapping[str, Tensor],
-        damping: float,
-    ) -> Tensor:
+    def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         """Multiply a gradient by ``(left ⊗ right + damping I)^-1``.
 
         Args:
@@ -162,9 +153,7 @@ class Solver(ABC):
             ``[groups, out, in]``, in a new tensor.
         """
 
-    def apply_right(
-        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
-    ) -> Tensor:
+    def apply_right(self, gradient: Tensor, *, right: Data, damping: float) -> Tensor:
         """Multiply a gradient by ``(I ⊗ right + damping I)^-1``: `apply` without a left factor.
 
         By default the identity is solved and applied like any other factor; override this to leave
@@ -203,7 +192,7 @@ def solve_stack(
     solver: Solver,
     matrices: Tensor,
     damping: Tensor,
-    last: Mapping[str, Tensor] | None = None,
+    last: Data | None = None,
     *,
     dtype: torch.dtype | None = None,
     errors: list[str] | None = None,
@@ -255,7 +244,7 @@ class Problem:
     solver: Solver
     matrices: Tensor
     damping: Tensor
-    last: Mapping[str, Tensor] | None = None
+    last: Data | None = None
 
     def joins(self, other: Problem) -> bool:
         """Return whether both can be solved by one call."""
@@ -319,11 +308,7 @@ def _pieces(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 
 def retry(
-    solver: Solver,
-    matrices: Tensor,
-    damping: Tensor,
-    data: Mapping[str, Tensor],
-    failed: Sequence[int],
+    solver: Solver, matrices: Tensor, damping: Tensor, data: Data, failed: Sequence[int]
 ) -> tuple[dict[str, Tensor], dict[int, str]]:
     """Solve failed groups again in float64, from scratch.
 
@@ -383,7 +368,7 @@ def _largest(tensor: Tensor, groups: int) -> Tensor:
     return norm
 
 
-def _usable(solver: Solver, data: Mapping[str, Tensor], groups: int) -> bool | Tensor:
+def _usable(solver: Solver, data: Data, groups: int) -> bool | Tensor:
     """Call `Solver.usable`; if it returns one False for several groups, call it group by group."""
     usable = solver.usable(data)
     if isinstance(usable, Tensor) or usable or groups == 1:
@@ -395,9 +380,7 @@ def _usable(solver: Solver, data: Mapping[str, Tensor], groups: int) -> bool | T
     return torch.tensor(usable_groups, device=next(iter(data.values())).device)
 
 
-def _reason(
-    data: Mapping[str, Tensor], damping: Tensor, dtype: torch.dtype, errors: Sequence[str]
-) -> str:
+def _reason(data: Data, damping: Tensor, dtype: torch.dtype, errors: Sequence[str]) -> str:
     if errors:
         return errors[-1]
     if not bool(damping.isfinite().all()):
@@ -411,7 +394,7 @@ def _reason(
 
 
 def replace_groups(
-    data: Mapping[str, Tensor], chosen: Tensor, solve: Callable[[Tensor], Mapping[str, Tensor]]
+    data: Data, chosen: Tensor, solve: Callable[[Tensor], Data]
 ) -> dict[str, Tensor]:
     """Replace the data of the groups in a mask ``[groups]``; synchronises with the device once."""
     groups = chosen.nonzero().flatten()

@@ -16,7 +16,7 @@ The limit is a factor that has underflowed to zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -27,7 +27,7 @@ from soframe.kernels import devices
 from soframe.kernels.factorisations import cholesky, half_inverse
 from soframe.registry import register
 from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 FRAMED = 512  # the size from which matrices are enlarged for LAPACK
 
@@ -101,27 +101,18 @@ class Inverse(Solver):
         # LAPACK's inverse is symmetric to the last bit and column-major: its transpose is a view.
         return {"inverse": torch.cholesky_inverse(lower).mT[..., :size, :size].contiguous()}
 
-    def usable(self, data: Mapping[str, Tensor]) -> Tensor:
+    def usable(self, data: Data) -> Tensor:
         # A zero on the diagonal is an underflow: the factor was too large.
         inverse = data["inverse"]
         diagonal = inverse if inverse.dim() == 2 else inverse.diagonal(dim1=-2, dim2=-1)
         return diagonal.amin(-1) > 0
 
-    def apply(
-        self,
-        gradient: Tensor,
-        *,
-        left: Mapping[str, Tensor],
-        right: Mapping[str, Tensor],
-        damping: float,
-    ) -> Tensor:
+    def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         inverse = left["inverse"]
         halved = inverse.unsqueeze(2) * gradient if inverse.dim() == 2 else inverse @ gradient
         return self.apply_right(halved, right=right, damping=damping)
 
-    def apply_right(
-        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
-    ) -> Tensor:
+    def apply_right(self, gradient: Tensor, *, right: Data, damping: float) -> Tensor:
         inverse = right["inverse"]
         return gradient * inverse.unsqueeze(1) if inverse.dim() == 2 else gradient @ inverse
 

@@ -12,7 +12,7 @@ mean traces of the solve are part of the second-order data.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from soframe.solvers.around import Around
 from soframe.solvers.base import by_group, mean_trace
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -67,31 +67,20 @@ class Relative(Around):
     def continues(self) -> bool:
         return self.solver.continues
 
-    def solve_again(
-        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         scaled, trace = _scaled(matrix)
         return {**self.solver.solve_again(scaled, damping, last), "mean_trace": trace}
 
-    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def follow(self, matrix: Tensor, data: Data) -> dict[str, Tensor] | None:
         scaled, trace = _scaled(matrix)
         followed = self.solver.follow(scaled, data)
         return None if followed is None else {**followed, "mean_trace": trace}
 
-    def apply(
-        self,
-        gradient: Tensor,
-        *,
-        left: Mapping[str, Tensor],
-        right: Mapping[str, Tensor],
-        damping: float,
-    ) -> Tensor:
+    def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         result = super().apply(gradient, left=left, right=right, damping=damping)
         return _divide(_divide(result, left["mean_trace"]), right["mean_trace"])
 
-    def apply_right(
-        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
-    ) -> Tensor:
+    def apply_right(self, gradient: Tensor, *, right: Data, damping: float) -> Tensor:
         result = super().apply_right(gradient, right=right, damping=damping)
         return _divide(result, right["mean_trace"])
 

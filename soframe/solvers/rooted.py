@@ -7,7 +7,7 @@ its mean trace the block is a plain product, which the inner solver damps and ap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from soframe.solvers.around import Around
 from soframe.solvers.base import by_group, mean_trace
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,10 @@ class Rooted(Around):
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         return self.solver.solve(_rooted(matrix), damping)
 
-    def solve_again(
-        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         return self.solver.solve_again(_rooted(matrix), damping, last)
 
-    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def follow(self, matrix: Tensor, data: Data) -> dict[str, Tensor] | None:
         return self.solver.follow(_rooted(matrix), data)
 
 

@@ -159,13 +159,15 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
         try:
             common = self._common()
             if backend.world_size > 1 and not backend.on_paper:
-                bits = (g.contiguous().view(_INTEGERS[g.itemsize]) for g in gradients)
-                total = sum(int(tensor_bits.sum(dtype=torch.int64)) for tensor_bits in bits)
+                total = 0
+                for gradient in gradients:
+                    bits = gradient.contiguous().view(_INTEGERS[gradient.itemsize])
+                    total += int(bits.sum(dtype=torch.int64))
                 common["the sum of the bits of all gradients"] = total
         except Exception as raised:  # the other ranks wait in the all-reduce below
             error = error or raised
         if backend.world_size == 1 and error is None:
-            return loss, [*further]
+            return loss, list(further)
         status = [loss, float(error is not None), *fingerprint(common)]
         sums = add_over_ranks(backend, [*status, *further])
         require_no_failure(backend, error, sums[1])
@@ -210,7 +212,8 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checked state."""
-        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        of_torch = {"state": state["state"], "param_groups": state["param_groups"]}
+        super().load_state_dict(of_torch)
         saved = state["trust_region"]
         self._steps, self.counters = saved["steps"], dict(saved["counters"])
         self.damping.load(saved["damping"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from soframe.trust_region.twice import Direction
 
@@ -52,11 +52,9 @@ class LayerGroups:
 
     def split(self, parameters: Sequence[nn.Parameter], direction: Direction) -> list[Direction]:
         """Return the nonzero parts of a direction, one for each layer group."""
-        numbers = [self.numbers[p] for p in parameters]
-        parts: list[Direction] = []
-        for number in sorted(set(numbers)):
-            rows = zip(direction, numbers, strict=True)
-            part = [tensor if of_tensor == number else None for tensor, of_tensor in rows]
-            if any(tensor is not None for tensor in part):
-                parts.append(part)
-        return parts
+        parts: dict[int, list[Tensor | None]] = {}
+        for index, (parameter, tensor) in enumerate(zip(parameters, direction, strict=True)):
+            if tensor is not None:
+                part = parts.setdefault(self.numbers[parameter], [None] * len(parameters))
+                part[index] = tensor
+        return [parts[number] for number in sorted(parts)]
