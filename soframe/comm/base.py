@@ -142,9 +142,11 @@ class Backend(ABC):
             flat: ``[sum(sizes)]``, contiguous; shares of other ranks are undefined afterwards.
             sizes: The elements of each rank's share, in the order of ranks; may be 0.
         """
-        everyone = tuple(range(self.world_size))
-        shares = [(rank, share) for rank, share in enumerate(flat.split(list(sizes))) if len(share)]
-        return together([self._reduce(share, rank, everyone) for rank, share in shares])
+        everyone, handles = tuple(range(self.world_size)), list[Handle]()
+        for rank, share in enumerate(flat.split(list(sizes))):
+            if len(share):
+                handles.append(self._reduce(share, rank, everyone))
+        return together(handles)
 
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         """Fill in the shares of the other ranks of a flat tensor, in place.
@@ -155,9 +157,11 @@ class Backend(ABC):
             flat: ``[sum(sizes)]``, contiguous, with this rank's share filled in.
             sizes: The elements of each rank's share, in the order of ranks; may be 0.
         """
-        everyone = tuple(range(self.world_size))
-        shares = [(rank, share) for rank, share in enumerate(flat.split(list(sizes))) if len(share)]
-        return together([self._broadcast(share, rank, everyone) for rank, share in shares])
+        everyone, handles = tuple(range(self.world_size)), list[Handle]()
+        for rank, share in enumerate(flat.split(list(sizes))):
+            if len(share):
+                handles.append(self._broadcast(share, rank, everyone))
+        return together(handles)
 
     def _all_to_all(
         self, flat: Tensor, gives: Sequence[int], takes: Sequence[int]
@@ -178,10 +182,9 @@ class Backend(ABC):
         sizes = [plan.tolist() for plan in plans]
         padded = flat.new_zeros(max(map(sum, sizes)))
         padded[: len(flat)] = flat
-        shares = [
-            every[: sum(plan)].split(plan)[self.rank]
-            for every, plan in zip(self._all_gather(padded), sizes, strict=True)
-        ]
+        shares: list[Tensor] = []
+        for sent, of_ranks in zip(self._all_gather(padded), sizes, strict=True):
+            shares.append(sent[: sum(of_ranks)].split(of_ranks)[self.rank])
         return torch.cat(shares), Handle()
 
     def meet(self, what: str) -> None:  # noqa: B027 (optional)

@@ -105,7 +105,7 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
     joined, handle = backend.all_to_all(
         flat.to(backend.wire_device(first.device)),
         [sum(map(Tensor.numel, of_rank)) for of_rank in sends],
-        list(map(_numel, receives)),
+        [sum(_sizes(of_rank)) for of_rank in receives],
         phase,
     )
 
@@ -119,8 +119,7 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
 
 def _unpack(flat: Tensor, received: Sequence[tuple[Split, int]]) -> None:
     """Take the parts that came in a buffer, each with its owner."""
-    parts = flat.split([split.shards.numel(owner) for split, owner in received])
-    for (split, owner), part in zip(received, parts, strict=True):
+    for (split, owner), part in zip(received, flat.split(_sizes(received)), strict=True):
         shape = split.shards.part_shape(owner)
         if split.sources:
             split.part = part.view(shape)
@@ -128,8 +127,8 @@ def _unpack(flat: Tensor, received: Sequence[tuple[Split, int]]) -> None:
             split.shards.part(_whole(split), owner).copy_(part.view(shape))
 
 
-def _numel(received: Sequence[tuple[Split, int]]) -> int:
-    return sum(split.shards.numel(owner) for split, owner in received)
+def _sizes(received: Sequence[tuple[Split, int]]) -> list[int]:
+    return [split.shards.numel(owner) for split, owner in received]
 
 
 def _sent(split: Split, other: int) -> Tensor:

@@ -74,10 +74,7 @@ def parcel_of(
 
 
 def observed_by(
-    method: Method,
-    factors: Sequence[FactorSpec],
-    gradient: Tensor,
-    data: SecondOrder,
+    method: Method, factors: Sequence[FactorSpec], gradient: Tensor, data: SecondOrder
 ) -> Mapping[str, Tensor]:
     """Compute a method's statistics of the gradient ``[groups, out, in]``, in new memory."""
     observed = method.observe(gradient, data)

@@ -148,11 +148,7 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
 
 
 def build(
-    parts: Parts,
-    choices: Choices,
-    strategy: Strategy,
-    capture: Capture,
-    settings: Sequence[object],
+    parts: Parts, choices: Choices, strategy: Strategy, capture: Capture, settings: Sequence[object]
 ) -> tuple[Registration, Placement, Strategy]:
     """Register a model, place its blocks and hook its modules, once all ranks have agreed."""
     model, backend, refresh = parts.model, parts.backend, parts.refresh

@@ -32,6 +32,7 @@ from soframe.strategies.base import Strategy
 from soframe.strategies.placement import complete
 from soframe.strategies.work import BlockWork
 from soframe.testing.compare import compare, kron
+from soframe.testing.dense import flat
 
 
 def check_layer_helper(
@@ -72,7 +73,8 @@ def check_layer_helper(
     names = chosen.names(module)
     assert names, f"{name}: names() gives no parameter"
     call = _Case(chosen, module, inputs=doubles, batch_dim=batch_dim, settings=dict(settings or {}))
-    for trained in dict.fromkeys([tuple(names), *((key,) for key in names)]):
+    singles = [(key,) for key in names]
+    for trained in dict.fromkeys([tuple(names), *singles]):
         call.check(trained, f"{name} ({', '.join(trained)})", every=trained == tuple(names))
     call.check(tuple(names), f"{name} (each alone)", every=False, joint=False)
     call.check_statistics(name)
@@ -95,7 +97,8 @@ class _Case:
         return copied
 
     def _call(self, module: nn.Module, inputs: Sequence[Tensor] | None = None) -> Tensor:
-        output = module(*(self.inputs if inputs is None else inputs), **self.settings)
+        arguments = self.inputs if inputs is None else inputs
+        output = module(*arguments, **self.settings)
         first: Tensor = output[0] if isinstance(output, tuple) else output
         return first
 
@@ -140,10 +143,10 @@ class _Case:
     ) -> None:
         """Compare each sample's gradient from rows with the exact one."""
         for helper in helpers:
-            seen = calls[helper]
-            assert seen, f"{name}: no call was seen"
-            by_rows = sum(_samples(helper, inputs, g, exact[helper], name) for inputs, g in seen)
-            assert isinstance(by_rows, Tensor)
+            assert calls[helper], f"{name}: no call was seen"
+            by_rows = torch.zeros(len(exact[helper]), *helper.shape, dtype=torch.float64)
+            for inputs, gradient in calls[helper]:
+                by_rows += _samples(helper, inputs, gradient, exact[helper], name)
             for n, gradient in enumerate(exact[helper]):
                 compare(by_rows[n], gradient, f"{name}: gradient of sample {n} made of its rows")
 
@@ -240,8 +243,11 @@ _Exact = dict[LayerHelper, list[Tensor]]
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the parameters' gradients by name."""
-    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
-    return {name: grad.clone() for name, grad in grads.items() if grad is not None}
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.clone()
+    return gradients
 
 
 def _other(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -301,7 +307,8 @@ def _check_moments(
         f"{name}: fast sample_moments, left",
     )
     plain = (sample_gradients.mT @ sample_gradients).sum(1)
-    plain = plain.diagonal(dim1=1, dim2=2) if diagonal else plain
+    if diagonal:
+        plain = plain.diagonal(dim1=1, dim2=2)
     compare(right_moment, plain, f"{name}: fast sample_moments, right")
 
 
@@ -369,8 +376,7 @@ def _check_packing(helper: LayerHelper, name: str) -> None:
     invented = set(back) - set(tensors)
     assert not invented, f"{name}: unpack invents {invented}"
     # Norms, and bounds on steps, apply to the matrix.
-    squares = torch.stack([tensor.square().sum() for tensor in tensors.values()]).sum()
-    compare(matrix.square().sum(), squares, f"{name}: the sum of squares after pack")
+    compare(matrix.norm(), flat(tensors.values()).norm(), f"{name}: the norm after pack")
 
 
 def check_solver(
@@ -544,7 +550,7 @@ def _check_shares(solver: Solver) -> None:
     # damping to each factor is enough.
     for damping in (1e2, 1.0, 1e-3, 1e-6):
         for scales in ((1.0, 1.0), (100.0, 1.0), (1.0, 100.0), (0.01, 100.0), (100.0, 0.01)):
-            a, g = (torch.full((2,), scale, dtype=torch.float64) for scale in scales)
+            a, g = torch.tensor(scales, dtype=torch.float64).view(2, 1).repeat(1, 2)
             first, second = solver.shares([a, g], damping)
             added = float((a * second + g * first + first * second).min())
             assert added >= damping * (1 - 1e-6), (
@@ -573,7 +579,7 @@ def _followed(
     """Return the data after `Solver.follow` of the very factor that was solved."""
     # The result of `follow` is defined for an unchanged factor only: the data must remain as good
     # as they were.
-    factor, data_before = matrix.clone(), {key: tensor.clone() for key, tensor in data.items()}
+    factor, data_before = matrix.clone(), copy.deepcopy(data)
     followed = solver.follow(matrix, data)
     assert torch.equal(matrix, factor), f"{name}: follow changes the factor"
     assert _equal(data, data_before), f"{name}: follow changes the data that it is given"
@@ -591,19 +597,19 @@ def _followed(
 
 def _problem(solver: Solver, factors: Mapping[str, Tensor], damping: float) -> _Problem:
     """Return a gradient and its dense solution."""
-    sizes = [factors[side].shape[1] for side in ("left", "right")]
-    gradient = torch.randn(
-        len(factors["left"]), *sizes, dtype=torch.float64, generator=_generator()
-    )
+    groups, out = factors["left"].shape[:2]
+    into = factors["right"].shape[1]
+    gradient = torch.randn(groups, out, into, dtype=torch.float64, generator=_generator())
     if solver.damps_factors:
         shares = _shares(solver, factors, damping)
-        left, right = (_damped(factors[side], shares[side]) for side in ("left", "right"))
+        left = _damped(factors["left"], shares["left"])
+        right = _damped(factors["right"], shares["right"])
         # Solve one factor at a time: the product's condition is the product of conditions.
         half = torch.linalg.solve(left, gradient)
         solution = torch.linalg.solve(right, half.mT).mT
         return _Problem(gradient, solution, lambda x: left @ x @ right)
-    left, right = (_damped(factors[side], 0.0) for side in ("left", "right"))
-    dense = torch.stack([kron(*both) for both in zip(left, right, strict=True)])
+    left, right = _damped(factors["left"], 0.0), _damped(factors["right"], 0.0)
+    dense = torch.stack(list(map(kron, left, right)))
     solution = torch.linalg.solve(_damped(dense, damping), gradient.flatten(1)).view_as(gradient)
     return _Problem(gradient, solution, lambda x: left @ x @ right + damping * x)
 
@@ -633,7 +639,7 @@ def _check_again(
         last, data, kept = data, {}, False
         for side, matrix in now.items():
             factor = matrix.clone()
-            data_before = {key: tensor.clone() for key, tensor in last[side].items()}
+            data_before = copy.deepcopy(last[side])
             data[side] = solver.solve_again(matrix, shares[side], last[side])
             assert torch.equal(matrix, factor), f"{name}: solve_again changes the factor"
             assert _equal(last[side], data_before), f"{name}: solve_again changes the last data"
@@ -713,10 +719,9 @@ def _works(method: Method | str) -> list[list[BlockWork]]:
     models = [[(5, 10), (10, 2)], [*uneven, (4, 2)], list(itertools.repeat((8, 8), 12))]
     works: list[list[BlockWork]] = [[]]
     for sizes in models:
-        layers = [nn.Linear(into, out) for into, out in sizes]
         backend = Recording(rank=0, world_size=1)
         preconditioner = Preconditioner(
-            nn.Sequential(*layers),
+            nn.Sequential(*itertools.starmap(nn.Linear, sizes)),
             method,
             kl_clip=None,
             distribution=Distribution(backend=backend),
@@ -775,10 +780,12 @@ def _check_plan(preconditioner: Preconditioner, rank: int, name: str) -> None:
         )
         for phase, count in phases.items():
             total = expected.setdefault(phase, {"bytes": 0, "calls": 0})
-            expected[phase] = {key: total[key] + n for key, n in count.items()}
+            total["bytes"] += count["bytes"]
+            total["calls"] += count["calls"]
     traffic = preconditioner.traffic()
     start = traffic.pop("start", {"bytes": 0, "calls": 0})
-    traffic["total"] = {key: n - start[key] for key, n in traffic["total"].items()}
+    traffic["total"]["bytes"] -= start["bytes"]
+    traffic["total"]["calls"] -= start["calls"]
     assert traffic == expected, f"{name}: rank {rank} sends {traffic}, its plan is {expected}"
     held, planned = preconditioner.memory_usage(), placement.memory(rank)
     assert held == planned, f"{name}: rank {rank} holds {held}, its plan is {planned}"

@@ -96,9 +96,12 @@ def _difference(first: DampingPolicy, second: DampingPolicy) -> str:
             first.observe(ratio)
             second.observe(ratio)
         if _seen(first) != _seen(second):
-            texts = [f"at(0) {p.at(0)!r} and the state {p.state()}" for p in (first, second)]
-            return f"after {count} ratios: {texts[0]}, and not {texts[1]}"
+            return f"after {count} ratios: {_text(first)}, and not {_text(second)}"
     return ""
+
+
+def _text(policy: DampingPolicy) -> str:
+    return f"at(0) {policy.at(0)!r} and the state {policy.state()}"
 
 
 def _begun(policy: DampingPolicy, ratios: Sequence[float] = ()) -> DampingPolicy:
@@ -116,7 +119,7 @@ def _run(policy: DampingPolicy, ratios: Sequence[float]) -> None:
 
 
 def _dampings(policy: DampingPolicy) -> list[float]:
-    return [policy.at(step) for step in range(STEPS)]
+    return list(map(policy.at, range(STEPS)))
 
 
 def _seen(policy: DampingPolicy) -> tuple[list[float], dict[str, str]]:

@@ -128,10 +128,7 @@ def run(
 
 
 def first_pass(
-    model: nn.Module,
-    closure: Closure,
-    parameters: Sequence[nn.Parameter],
-    loss: Loss | None = None,
+    model: nn.Module, closure: Closure, parameters: Sequence[nn.Parameter], loss: Loss | None = None
 ) -> tuple[Forward, Tensor]:
     """Run a closure and differentiate its loss in the outputs; ``loss`` is the declared one."""
     replay, kernels = Replay(model), PlainKernels()

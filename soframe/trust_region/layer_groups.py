@@ -7,7 +7,7 @@ as a direction of its own, its minimum has a length for each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -22,8 +22,16 @@ def group_of_each(
         raise ValueError(f"layer_groups must be a positive integer, not {count!r}")
     if count == 1:
         return dict.fromkeys(parameters, 0)
-    # Layers are the modules with parameters of their own, in the model's order. A shared parameter
-    # belongs to its first layer; with fewer layers than groups every layer is a group.
+    # With fewer layers than groups every layer is a group.
+    *inner, last = layers_of(model, parameters)
+    numbers: dict[nn.Parameter, int] = {}
+    for number, layer in enumerate(inner):
+        numbers.update(dict.fromkeys(layer, number * (count - 1) // len(inner)))
+    return numbers | dict.fromkeys(last, count - 1)
+
+
+def layers_of(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters of each module, in the model's order; a shared one is in its first."""
     remaining = set(parameters)
     layers: list[list[nn.Parameter]] = []
     for module in model.modules():
@@ -31,11 +39,7 @@ def group_of_each(
         remaining.difference_update(layer)
         if layer:
             layers.append(layer)
-    *inner, last = layers
-    numbers: dict[nn.Parameter, int] = {}
-    for number, layer in enumerate(inner):
-        numbers.update(dict.fromkeys(layer, number * (count - 1) // len(inner)))
-    return numbers | dict.fromkeys(last, count - 1)
+    return layers
 
 
 class LayerGroups:

@@ -108,9 +108,7 @@ class Quadratic:
 
 
 def curvature_along(
-    forwards: Sequence[Forward],
-    parameters: Sequence[nn.Parameter],
-    directions: Sequence[Direction],
+    forwards: Sequence[Forward], parameters: Sequence[nn.Parameter], directions: Sequence[Direction]
 ) -> Tensor:
     """Return ``d_i^T F d_j`` of the sum of this rank's losses, ``[k, k]``, float64, on the CPU."""
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
