@@ -23,7 +23,7 @@ from soframe.methods.base import Candidate, Direction, Given, Method
 from soframe.methods.returned import require_named
 from soframe.registry import KINDS, register
 from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 
 T = TypeVar("T")
 _SHAPES = 4  # the most shapes that the parts of a matrix have
@@ -157,9 +157,7 @@ class Parts(Method):
             state |= _outer_named(number, update.state)
         return Direction(matrix, state)
 
-    def rebase(
-        self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
-    ) -> Mapping[str, Tensor]:
+    def rebase(self, state: State, old: SecondOrder, new: SecondOrder) -> State:
         rebased: dict[str, Tensor] = {}
         for number in range(self._most):
             of_region = _own(number, self._method.state_names(), state)

@@ -23,7 +23,7 @@ from soframe.methods.base import Addend, Call, Candidate, Direction, Given, Meth
 from soframe.methods.returned import require_named
 from soframe.registry import KINDS
 from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 
 T = TypeVar("T")
 
@@ -161,9 +161,7 @@ class Chain(Method):
             matrix = matrix.clone()
         return Direction(matrix, state)
 
-    def rebase(
-        self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
-    ) -> Mapping[str, Tensor]:
+    def rebase(self, state: State, old: SecondOrder, new: SecondOrder) -> State:
         rebased: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
             of_stage = stage.rebase(

@@ -14,7 +14,7 @@ from torch import Tensor
 from soframe.kernels.devices import memory_of
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Direction, Given, Method
-from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 
 
 def direction_of(method: Method, step: Given) -> Direction:
@@ -46,9 +46,7 @@ def check_direction(method: Method, step: Given, update: object) -> None:
     check_state(method, "direct()", update.state, step.state)
 
 
-def check_state(
-    method: Method, source: str, state: Mapping[str, Tensor], before: Mapping[str, Tensor]
-) -> None:
+def check_state(method: Method, source: str, state: State, before: State) -> None:
     """Raise a ValueError if a name, shape or dtype differs from `Method.state`."""
     for name, tensor in state.items():
         if name not in before:

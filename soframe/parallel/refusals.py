@@ -6,7 +6,6 @@ refuses to be built, and to step if such a framework came later.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -43,8 +42,10 @@ _OWNERS = (
 
 def require_served(name: str, parameter: nn.Parameter) -> None:
     """Raise a ValueError if the gradient of a parameter is out of reach."""
-    attributes = parameter.__dict__
-    owner = next((o for m, o in zip(sharding.MARKS, _OWNERS, strict=True) if m in attributes), None)
+    owner: str | None = None
+    for mark, framework in zip(sharding.MARKS, _OWNERS, strict=True):
+        if owner is None and mark in parameter.__dict__:
+            owner = framework
     if owner is None and isinstance(parameter, DTensor) and (why := unserved(parameter)):
         owner = f"several plans at once, or one of a kind that is not known ({why})"
     if owner is not None:
@@ -103,7 +104,9 @@ def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
         if not isinstance(parameter, DTensor):
             continue
         for mesh_ranks in meshes(parameter, ranks):
-            joined = set().union(*(together[rank] for rank in mesh_ranks.flatten().tolist()))
+            joined: set[int] = set()
+            for rank in mesh_ranks.flatten().tolist():
+                joined |= together[rank]
             together.update(dict.fromkeys(joined, joined))
         mesh = parameter.device_mesh
         dims, place = plans.get(id(parameter), 0), mesh.get_coordinate()
@@ -132,10 +135,12 @@ def refused_together(
     model: nn.Module, blocks: Sequence[Block], placement: Placement, *, draws: bool
 ) -> str | None:
     """Return an error if ranks of a plan draw their own targets or take no statistics, or None."""
-    parameters = itertools.chain.from_iterable(block.parameters.values() for block in blocks)
+    parameters: list[nn.Parameter] = []
+    for block in blocks:
+        parameters += block.parameters.values()
     if not draws and not any(map(sharding.is_distributed, parameters)):
         return None
-    of_plans = {id(plan.parameter): plan.name for plan in planned(model)}
+    of_plans = {plan.parameter: plan.name for plan in planned(model)}
     if of_plans and draws:
         return (
             f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
@@ -143,7 +148,7 @@ def refused_together(
             f"pass Statistics(fisher='type-2'), or 'empirical'"
         )
     for block, place in zip(blocks, placement.blocks, strict=True):
-        in_plan = any(id(p) in of_plans for p in block.parameters.values())
+        in_plan = not of_plans.keys().isdisjoint(block.parameters.values())
         if in_plan and not _all_contribute(block, place):
             return (
                 f"{block.name} belongs to a tensor-parallel plan, all ranks of which bring the "

@@ -413,8 +413,3 @@ def mean_trace(matrix: Tensor) -> Tensor:
 def symmetric(matrix: Tensor) -> Tensor:
     """Return the full symmetric matrices ``[groups, n, n]``, given their lower triangles."""
     return matrix.tril() + matrix.tril(-1).mT
-
-
-def by_group(numbers: Tensor, like: Tensor) -> Tensor:
-    """Return a view of ``[groups]`` with the dimensions of ``[groups, ...]``."""
-    return numbers.view(-1, *itertools.repeat(1, like.dim() - 1))

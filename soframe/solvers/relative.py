@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.kernels.devices import along_first
 from soframe.solvers.around import Around
-from soframe.solvers.base import by_group, mean_trace
+from soframe.solvers.base import mean_trace
 from soframe.specs import Data, FactorSpec, TensorSpec
 
 
@@ -96,4 +97,4 @@ def _scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Scale a factor to mean eigenvalue one; also return its mean trace ``[groups]``."""
     trace = mean_trace(matrix)
     positive = torch.where(trace > 0, trace, 1.0)
-    return matrix / by_group(positive, matrix), trace
+    return matrix / along_first(positive, matrix), trace

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.kernels.devices import along_first
 from soframe.solvers.around import Around
-from soframe.solvers.base import by_group, mean_trace
+from soframe.solvers.base import mean_trace
 from soframe.specs import Data, FactorSpec, TensorSpec
 
 
@@ -49,4 +50,4 @@ class Rooted(Around):
 def _rooted(matrix: Tensor) -> Tensor:
     """Divide matrices, or diagonals ``[groups, n]``, by the roots of their mean traces."""
     root = mean_trace(matrix).sqrt()
-    return matrix / by_group(torch.where(root > 0, root, 1.0), matrix)
+    return matrix / along_first(torch.where(root > 0, root, 1.0), matrix)

@@ -107,6 +107,10 @@ def _numel(specs: Iterable[TensorSpec]) -> int:
     return sum(prod(spec.shape) for spec in specs)
 
 
+def _packed_numel(specs: Iterable[TensorSpec]) -> int:
+    return sum(spec.packed_numel for spec in specs)
+
+
 def window(pairs: Pairs, stacks: Stacks, rank: int) -> int:
     """Return the bytes of the sums that a rank gathers before a step."""
     size = 0
@@ -156,7 +160,7 @@ class Step:
 
     def phases(self) -> list[tuple[str, list[Message]]]:
         """Return the collectives in the order of the step, with their phases."""
-        active = [(w, p) for w, p in self.pairs if self.used is None or w.name in self.used]
+        active = _named(self.pairs, True if self.used is None else self.used)
         due = _named(active, self.solve)
         before = [(w, p) for w, p in due if not w.after]
         after = [(w, p) for w, p in due if w.after]
@@ -242,8 +246,7 @@ class Step:
                 if work.factors[index].name in work.unsolved:
                     continue
                 if self.rank in ranks and len(ranks) > 1:
-                    numel = group.blocks * sum(spec.packed_numel for spec in specs)
-                    size = ITEM_BYTES[work.dtype] * numel
+                    size = ITEM_BYTES[work.dtype] * group.blocks * _packed_numel(specs)
                     route = Route("broadcast", ranks, owner, work.dtype, work.device)
                     parcels.append(Message(route, size))
         return _calls(parcels)
@@ -257,8 +260,8 @@ class Step:
             ranks = place.exchanges[worker]
             if not work.shards and len(ranks) > 1:
                 route = Route("broadcast", ranks, worker, work.dtype, work.device)
-                numel = group.blocks * sum(spec.packed_numel for spec in work.parcel)
-                size = ITEM_BYTES[work.dtype] * (numel or group.entries)
+                numel = group.blocks * _packed_numel(work.parcel) or group.entries
+                size = ITEM_BYTES[work.dtype] * numel
                 parcels.append(Message(route, size))
         if not (self.fused and parcels):
             return _calls(parcels)
@@ -266,8 +269,9 @@ class Step:
         everyone = self.pairs[0][1].everyone
 
         def buffer(parcel: Message) -> Message:
-            shares = parcel.route.group == everyone
-            return parcel._replace(route=parcel.route._replace(root=None)) if shares else parcel
+            if parcel.route.group != everyone:
+                return parcel
+            return parcel._replace(route=parcel.route._replace(root=None))
 
         return list(map(self._gathered, in_buckets(parcels, buffer)))
 

@@ -12,16 +12,15 @@ from soframe.losses import Loss
 from soframe.registry import KINDS
 from soframe.testing.compare import compare
 
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""The loss of outputs and targets, a scalar."""
 DRAWS = 4000
 """Samples for each second moment."""
 RTOL = 1e-6
 
 
 def check_loss(
-    loss: str | type[Loss] | Loss,
-    outputs: Tensor,
-    criterion: Callable[[Tensor, Tensor], Tensor],
-    targets: Tensor,
+    loss: str | type[Loss] | Loss, outputs: Tensor, criterion: Criterion, targets: Tensor
 ) -> None:
     """Check a loss against the Hessian that autograd computes of it, in float64.
 
@@ -93,11 +92,7 @@ def check_loss(
 
 
 def _compare_hessians(
-    hessians: Tensor,
-    outputs: Tensor,
-    criterion: Callable[[Tensor, Tensor], Tensor],
-    targets: Tensor,
-    name: str,
+    hessians: Tensor, outputs: Tensor, criterion: Criterion, targets: Tensor, name: str
 ) -> None:
     """Compare Hessians of samples with autograd's."""
     for n, hessian in enumerate(hessians):

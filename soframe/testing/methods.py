@@ -24,7 +24,7 @@ from soframe.methods.returned import check_direction, check_state
 from soframe.optimizer import Optimizer
 from soframe.registry import KINDS
 from soframe.settings import grouped
-from soframe.specs import SecondOrder
+from soframe.specs import SecondOrder, State
 from soframe.strategies.base import Strategy
 from soframe.strategies.sharded import Sharded
 from soframe.testing.compare import compare
@@ -346,9 +346,7 @@ def _checked(method: Method) -> Method:
             )
         return update
 
-    def rebase(
-        self: Method, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
-    ) -> Mapping[str, Tensor]:
+    def rebase(self: Method, state: State, old: SecondOrder, new: SecondOrder) -> State:
         rebased = kind.rebase(self, state, old, new)
         check_state(method, "rebase()", rebased, state)
         return rebased

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks.registration import unwrap
+from soframe.products.vectors import Vector
 from soframe.testing.dense import flat
 from soframe.trust_region.forward import Closure, first_pass
 from soframe.trust_region.layer_groups import layers_of
@@ -71,7 +72,7 @@ class GaussNewton:
         self.loss = value.detach()
         self.gradient = self._pulled_back(self._forward.gradients, list(self._parameters))
 
-    def __matmul__(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def __matmul__(self, vector: Vector) -> dict[str, Tensor]:
         """Multiply a vector.
 
         Args:
@@ -86,12 +87,7 @@ class GaussNewton:
         return self._joined(self._products(self._parts(vector)))
 
     def solve(
-        self,
-        vector: Mapping[str, Tensor],
-        damping: float,
-        *,
-        tolerance: float = 1e-6,
-        iterations: int = 1000,
+        self, vector: Vector, damping: float, *, tolerance: float = 1e-6, iterations: int = 1000
     ) -> dict[str, Tensor]:
         """Return ``(G + damping I)^-1`` times a vector, by conjugate gradients in each block.
 
@@ -160,7 +156,7 @@ class GaussNewton:
         tensors = self._split(number, part)
         return [tensors.get(name) for name in self._parameters]
 
-    def _parts(self, vector: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    def _parts(self, vector: Vector) -> dict[int, Tensor]:
         """Return the entries of a vector by block, ``[size]``; raise if it does not fit."""
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         entries = {name: tensor.shape for name, tensor in vector.items()}
