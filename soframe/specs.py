@@ -175,6 +175,10 @@ class FactorSpec:
             return self.kind.start(self) is not None
         return self.start is not None
 
+    def by_group(self) -> FactorSpec:
+        """Return the factor with means over the rows that reach each group, if over rows."""
+        return replace(self, mean_over="group rows") if self.mean_over == "rows" else self
+
     @property
     def packed_shape(self) -> tuple[int, ...]:
         """The shape of its statistics as they are sent, with matrices as triangles."""

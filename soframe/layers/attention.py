@@ -15,7 +15,6 @@ an ``nn.Linear`` for each projection.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -116,9 +115,7 @@ class AttentionHelper(LayerHelper):
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         # The three projections may see different rows.
-        if self.groups > 1 and spec.mean_over == "rows":
-            return replace(spec, mean_over="group rows")
-        return spec
+        return spec.by_group() if self.groups > 1 else spec
 
     # -- rows -----------------------------------------------------------------------------------
 

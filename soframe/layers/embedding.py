@@ -74,9 +74,7 @@ class EmbeddingHelper(LayerHelper):
         """Make the input factor diagonal, and exclude padding from means over rows."""
         if spec.captured and spec.side == "right" and spec.kind == "psd":
             return replace(spec, kind="diagonal")
-        if spec.mean_over == "rows" and self.module.padding_idx is not None:
-            return replace(spec, mean_over="group rows")
-        return spec
+        return spec if self.module.padding_idx is None else spec.by_group()
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         """Return one-hot rows, zeros for padding: the plain twin of the fast paths."""
@@ -199,8 +197,7 @@ class EmbeddingBagHelper(EmbeddingHelper):
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         """Exclude empty bags from means over rows."""
-        spec = super().factor(spec)
-        return replace(spec, mean_over="group rows") if spec.mean_over == "rows" else spec
+        return super().factor(spec).by_group()
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return indices, weights and sizes, for all forms in which bags can be passed."""

@@ -9,7 +9,6 @@ for every layer that sees some of them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -89,7 +88,7 @@ class ExpertsHelper(LayerHelper):
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         """Take means over rows for each expert."""
-        return replace(spec, mean_over="group rows") if spec.mean_over == "rows" else spec
+        return spec.by_group()
 
     def mask(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         """Exclude rows of zeros, which are padding."""

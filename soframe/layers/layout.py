@@ -95,11 +95,8 @@ class WeightAndBias:
     @cached_property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The parameters of the block, by their name in the module."""
-        parameters: dict[str, nn.Parameter] = {}
-        for name, parameter in zip(self._keys, (self.weight, self.bias), strict=True):
-            if parameter is not None:
-                parameters[name] = parameter
-        return parameters
+        named = zip(self._keys, (self.weight, self.bias), strict=True)
+        return {name: p for name, p in named if p is not None}
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Pack tensors by the names of `parameters` into ``[groups, out, in]``, as `to_matrix`."""

@@ -237,16 +237,14 @@ class Placement:
 
 def _cells(work: BlockWork, block: BlockPlacement) -> tuple[str, ...]:
     """Return the cells of a block: shape, owners, gradient workers, exchange and statistics."""
-    owners: list[str] = []
-    for factor, owner in zip(work.factors, block.owners, strict=True):
-        owners.append(f"{factor.name}:{owner}")
+    owners = zip(work.factors, block.owners, strict=True)
     sends: list[str] = []
     for worker in block.gradient_workers:
         if receivers := _receivers(worker, block):
             sends.append(f"{worker}->{_ranks(receivers)}")
     return (
         "x".join(map(str, work.shape)),
-        " ".join(owners),
+        " ".join(f"{factor.name}:{owner}" for factor, owner in owners),
         _ranks(block.gradient_workers),
         " ".join(sends) or "-",
         _statistics(work, block),

@@ -152,23 +152,18 @@ def _resume(model: nn.Module, optimizer: Optimizer, training: Training) -> None:
 
 
 def _backward(
-    model: nn.Module,
-    observing: Optimizer | None,
-    rank: int,
-    ranks: int,
-    training: Training,
-    step: int,
+    model: nn.Module, observing: Optimizer | None, rank: int, ranks: int, run: Training, step: int
 ) -> None:
     """Add the gradients of a rank's part of a batch; ``observing`` gets the outputs."""
     x, y = _batch(step)
-    x, y = x.repeat(training.copies, 1), y.repeat(training.copies, 1)
+    x, y = x.repeat(run.copies, 1), y.repeat(run.copies, 1)
     part = slice(rank * len(x) // ranks, (rank + 1) * len(x) // ranks)
-    size = len(x) // ranks // training.passes
+    size = len(x) // ranks // run.passes
     for inputs, targets in zip(x[part].split(size), y[part].split(size), strict=True):
         outputs = model(inputs)
         if observing is not None:
             observing.observe(outputs)
-        (0.5 * (outputs - targets).square().sum(1).mean() / training.passes).backward()
+        (0.5 * (outputs - targets).square().sum(1).mean() / run.passes).backward()
 
 
 def check_method(

@@ -80,10 +80,7 @@ def _fit_of_curvature(
     # Products with the tangents, [samples] of each output.
     measured = _of_samples(samples, tangents, actual)
     declared_curvature = _of_samples(samples, tangents, expected)
-    sizes = [
-        product.nan_to_num(0.0, 0.0, 0.0).abs()
-        for product in _of_samples(samples, tangents, largest)
-    ]
+    sizes = [p.nan_to_num(0.0, 0.0, 0.0).abs() for p in _of_samples(samples, tangents, largest)]
     total, expected_total = _total(measured), _total(declared_curvature)
     if not math.isfinite(total) or not math.isfinite(expected_total):
         return Fit(samples, 1 / closures, mute=True)

@@ -114,13 +114,15 @@ def jacobian_products(
     # Check u^T (J v) = (J^T u)^T v: the sides differ if autograd treated a gradient as constant,
     # which raises no error.
     rounding = 1e3 * max(torch.finfo(tensor.dtype).eps for tensor in (*cotangents, *gradients))
+    results: list[tuple[Tensor, ...]] = []
     with torch.no_grad():
         for v, slope, tangents in zip(moves, slopes, products, strict=True):
             noise = _size(gradients, v) + _size(cotangents, tangents)
             difference = abs(float(_inner_product(cotangents, tangents) - slope))
             if difference > rounding * noise:
                 raise RuntimeError(_remedy(_CONSTANT))
-    return [_with_zeros(outputs, tangents) for tangents in products]
+            results.append(_with_zeros(outputs, tangents))
+    return results
 
 
 def _with_zeros(outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -148,9 +150,7 @@ def _moved(directions: Sequence[Direction]) -> list[int]:
     """Return the indices of the inputs that some direction changes."""
     moved: set[int] = set()
     for direction in directions:
-        for index, tensor in enumerate(direction):
-            if tensor is not None:
-                moved.add(index)
+        moved.update(index for index, tensor in enumerate(direction) if tensor is not None)
     return sorted(moved)
 
 
