@@ -111,15 +111,15 @@ def load(file: str | os.PathLike[str]) -> Factors:
         ImportError: If the package safetensors is missing.
         ValueError: If it is another file.
     """
-    path = Path(file)
+    path, texts, tensors = Path(file), dict[str, str](), dict[str, Tensor]()
     if path.suffix == ".safetensors":
         with _safetensors(path).safe_open(path, framework="pt") as opened:
             texts = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     else:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        is_ours = isinstance(saved, dict) and saved.keys() == {"metadata", "tensors"}
-        texts, tensors = (saved["metadata"], saved["tensors"]) if is_ours else ({}, {})
+        if isinstance(saved, dict) and saved.keys() == {"metadata", "tensors"}:
+            texts, tensors = saved["metadata"], saved["tensors"]
     if texts.get("format") != FORMAT:
         raise ValueError(
             f"{path} has no factors of this version ({FORMAT}): write it by soframe.factors.save"

@@ -67,10 +67,10 @@ def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
         sharding.require_whole(covered(curvature).items(), "merge")
         named = curvature.parts.model.named_parameters()
         shapes.append({name: parameter.shape for name, parameter in named})
-    if shapes[1:] != shapes[:-1]:
+    if shapes.count(shapes[0]) < len(shapes):
         raise ValueError("merge: the models have other names or shapes of parameters: build alike")
     names = [covered(curvature).keys() for curvature in curvatures]
-    if names[1:] != names[:-1]:
+    if names.count(names[0]) < len(names):
         raise ValueError(
             "merge: the curvatures cover other parameters: pass the same layers=, skip= and method="
         )

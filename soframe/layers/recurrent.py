@@ -83,8 +83,8 @@ class RecurrentCellHelper(LayerHelper):
         weight = parameter_of(self.module, self.part)  # gathered, under fully_shard
         if weight is None or not (first.requires_grad and weight.requires_grad):
             return []
-        inputs = [args[0] if args else kwargs["input"]]
-        state = args[1] if len(args) > 1 else kwargs.get("hx")
+        arguments = dict(zip(("input", "hx"), args, strict=False), **kwargs)
+        inputs, state = [arguments["input"]], arguments.get("hx")
         if isinstance(state, tuple):
             inputs += state
         elif state is not None:

@@ -50,7 +50,7 @@ class _Sharded(Strategy):
         deferred: bool = False,
         wire: str | None = None,
     ) -> Placement:
-        groups, notes = _groups(ranks, ranks if group is None else group)
+        groups, notes = _groups(ranks, group or ranks)
         totals = [block.elements + sum(map(self.cost, block.factors)) for block in work]
         chosen = assign(totals, [0.0] * len(groups), [len(members) for members in groups])
         workers, owners = [0] * len(work), [0] * len(work)
