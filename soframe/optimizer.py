@@ -252,22 +252,24 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """Return the name of a block's method in its param group."""
         text = describe(block.method)
         if text not in self._method_names:
-            registered = KINDS["method"].name_of(type(block.method))
-            same = [name for name in self._method_names.values() if name.split()[0] == registered]
-            name = f"{registered} {len(same) + 1}" if same else registered
+            name = KINDS["method"].name_of(type(block.method))
+            kinds = [known.split()[0] for known in self._method_names.values()]
+            if name in kinds:
+                name = f"{name} {kinds.count(name) + 1}"
             self._method_names[text] = name
         name = self._method_names[text]
         return f"auxiliary: {name}" if block.auxiliary else name
 
     def _of_method(self, settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """Return the settings of a param group, from the constructor's."""
-        of_method = {name: settings.get(f"{prefix}{name}") for name in SETTINGS}
-        if of_method["lr"] is None:
-            of_method["lr"] = settings["lr"] * self._ratio
+        of_method: dict[str, Any] = {}
         for name in SETTINGS:
-            # The auxiliary method is constrained by a setting of its own alone.
-            if of_method[name] is None and name != "constraint":
-                of_method[name] = settings[name]
+            value = settings.get(prefix + name)
+            if value is None and name == "lr":
+                value = settings["lr"] * self._ratio
+            elif value is None and name != "constraint":  # of the auxiliary method alone
+                value = settings[name]
+            of_method[name] = value
         return of_method
 
     def _begin(self, number: int, method: str, block: Block) -> dict[str, Any]:

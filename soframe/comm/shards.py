@@ -8,7 +8,7 @@ set of workers: a rank sends only the missing parts, each once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,15 +32,9 @@ class Split:
     part: Tensor | None = None  # this rank's, of any dtype
     whole: Tensor | None = None  # on workers, in the shape of `shards`
 
-    @property
-    def size(self) -> int:
-        """The bytes of the whole."""
-        return self.shards.whole * self.dtype.itemsize
-
-    @property
-    def route(self) -> tuple[object, ...]:
-        """The key that tensors in one buffer share."""
-        return (self.dtype, self.device)
+    def route(self) -> tuple[Hashable, int]:
+        """Return the key that tensors in one buffer share, and the bytes of the whole."""
+        return (self.dtype, self.device), self.shards.whole * self.dtype.itemsize
 
 
 def gather(backend: Backend, splits: Sequence[Split], phase: str) -> None:
@@ -81,7 +75,7 @@ def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
 def _exchange_all(backend: Backend, splits: Sequence[Split], phase: str) -> None:
     """Exchange the parts of tensors, an all-to-all for each buffer."""
     moving = [split for split in splits if split.shards.travels(split.workers, split.sources)]
-    buckets = in_buckets(moving, lambda split: (split.route, split.size))
+    buckets = in_buckets(moving, Split.route)
     pending = [_exchange(backend, bucket, phase) for bucket in buckets]
     for exchange in pending:
         exchange.wait()

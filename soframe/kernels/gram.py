@@ -90,14 +90,15 @@ def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0)
 def add_maps(total: Tensor, maps: Tensor, scale: float = 1.0, beta: float = 1.0) -> None:
     """Add ``scale sum_b maps[b] maps[b]^T``, of images ``[batch, n, positions]``."""
     batch, size, positions = maps.shape
-    if size < SMALL or (devices.on_gpu(maps) and size <= positions):
+    gpu = devices.on_gpu(maps)
+    if size < SMALL or (gpu and size <= positions):
         products = torch.bmm(maps, maps.mT)
-        if devices.on_gpu(maps) and total.is_contiguous():  # by one operator: a product with ones
+        if gpu and total.is_contiguous():  # by one operator: a product with ones
             flat, every = products.flatten(1).T, ones(batch, total.device, total.dtype)
             total.view(-1).addmv_(flat, every, beta=beta, alpha=scale)
         else:
             add(total, products.sum(0), scale, beta)
-    elif positions < size or devices.on_gpu(maps):
+    elif gpu or positions < size:
         # Many short products into one large matrix: its memory traffic costs more than a copy, of
         # whole maps rather than of their transposes.
         rows = maps.transpose(0, 1).reshape(size, batch * positions).T

@@ -236,16 +236,12 @@ def _common_declarations(stages: Sequence[Method]) -> dict[str, Any]:
     for name in ("damped", "starts_at_once", "observes_with_data", "empirical_only"):
         declared[name] = any(map(attrgetter(name), stages))
     declared["auxiliary_ratio"] = min(map(attrgetter("auxiliary_ratio"), stages))
-    declared["refreshes_after"] = _common(
-        [stage for stage in stages if stage.factor_names()],
-        "refreshes_after",
-        "refreshes its factors after the direction, and another one before",
-    )
-    declared["reduces"] = _common(
-        [stage for stage in stages if stage.captures],
-        "reduces",
-        "takes all positions of a sample as one row, and another one as rows",
-    )
+    with_factors = [stage for stage in stages if stage.factor_names()]
+    order = "refreshes its factors after the direction, and another one before"
+    declared["refreshes_after"] = _common(with_factors, "refreshes_after", order)
+    capturing = [stage for stage in stages if stage.captures]
+    rows = "takes all positions of a sample as one row, and another one as rows"
+    declared["reduces"] = _common(capturing, "reduces", rows)
     return declared
 
 

@@ -239,11 +239,8 @@ _Exact = dict[LayerHelper, list[Tensor]]
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the parameters' gradients by name."""
-    gradients: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            gradients[name] = parameter.grad.clone()
-    return gradients
+    named = module.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def _other(inputs: Inputs) -> Inputs:
