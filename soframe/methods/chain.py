@@ -48,7 +48,8 @@ class _Names:
 
     def of_chain(self, stage: int, entries: Mapping[str, T]) -> dict[str, T]:
         """Return the entries of a stage under the chain's names."""
-        return {self.outer(stage, name): entry for name, entry in entries.items()}
+        names = self._outer[stage]
+        return {names.get(name, name): entry for name, entry in entries.items()}
 
     def of_stage(self, stage: int, entries: Mapping[str, T]) -> dict[str, T]:
         """Select the entries of a stage, under its own names."""

@@ -138,27 +138,23 @@ class Scale:
         if self.scaling == "kaisa":
             return Contribution((1.0, math.nan, 1.0), counts.calls, counts.calls)
         if self.loss_average == "local":
-            return self._local_contribution(counts, passes)
+            k = len(passes)
+            # Empty ones divide the loss, and have no samples. Negative numbers are of other stages.
+            empty = sum(n >= 0 and in_pass == 0 for n, in_pass in passes.items())
+            if empty == k:
+                return Contribution()
+            positions = sum(rows / max(1, counts.samples[c]) for c, rows in counts.rows.items())
+            of_calls: list[list[float]] = []
+            for c, reached in counts.group_rows.items():
+                of_calls.append([rows / max(1, counts.samples[c]) / k for rows in reached])
+            rows_of_groups = _added_up(of_calls)
+            by_degree = (1.0 / k, 1.0, float(k))
+            if self.own_gradients:
+                by_degree = (1.0 / k, 1.0 / k, 1.0 / k)
+            return Contribution(by_degree, (k - empty) / k, positions / k, rows_of_groups)
         samples = sum(counts.samples.get(c, in_pass) for c, in_pass in passes.items())
         rows_of_groups = _added_up(counts.group_rows.values())
         return Contribution((1.0, 1.0, 1.0), samples, sum(counts.rows.values()), rows_of_groups)
-
-    def _local_contribution(self, counts: Counts, passes: dict[int, int]) -> Contribution:
-        """Return the multipliers and weights with means over the samples of each pass."""
-        k = len(passes)
-        # Empty ones divide the loss, and have no samples. Negative numbers are of other stages.
-        empty = sum(n >= 0 and in_pass == 0 for n, in_pass in passes.items())
-        if empty == k:
-            return Contribution()
-        positions = sum(rows / max(1, counts.samples[c]) for c, rows in counts.rows.items())
-        of_calls: list[list[float]] = []
-        for c, reached in counts.group_rows.items():
-            of_calls.append([rows / max(1, counts.samples[c]) / k for rows in reached])
-        rows_of_groups = _added_up(of_calls)
-        by_degree = (1.0 / k, 1.0, float(k))
-        if self.own_gradients:
-            by_degree = (1.0 / k, 1.0 / k, 1.0 / k)
-        return Contribution(by_degree, (k - empty) / k, positions / k, rows_of_groups)
 
     def gradient_scale(self, factor: FactorSpec, input_weight: float) -> float:
         """Return the part of ``(g / g0)^degree`` that depends on the counts of all ranks."""

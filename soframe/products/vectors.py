@@ -66,7 +66,8 @@ class Coordinates:
         Raises:
             ValueError: If names are unknown or missing, or shapes do not fit.
         """
-        self._require_names(vector)
+        if (problem := self._misnamed(vector)) is not None:
+            raise ValueError(problem)
         common: torch.Size | None = None
         for name, shape in self.shapes.items():
             actual = vector[name].shape
@@ -84,22 +85,23 @@ class Coordinates:
             common = leading
         return torch.Size() if common is None else common
 
-    def _require_names(self, vector: Vector) -> None:
-        """Raise a ValueError if names of a vector are unknown or missing."""
+    def _misnamed(self, vector: Vector) -> str | None:
+        """Return a problem with the names of a vector, or None."""
         unknown: list[str] = []
         for name in vector:
             if name not in self.shapes:
                 unknown.append(f"{name} ({self.left_out.get(name, 'no parameter')})")
         if unknown:
-            raise ValueError(
+            return (
                 f"the curvature has no block for {', '.join(unknown)}: leave these names out of "
                 f"the vector, or give them a block (layers='all', skip=())"
             )
         if missing := [name for name in self.shapes if name not in vector]:
-            raise ValueError(
+            return (
                 f"the vector lacks {', '.join(missing)}: it has a tensor for each parameter that "
                 f"has a block; pass zeros where it is zero"
             )
+        return None
 
     def matrices(self, vector: Vector) -> dict[Block, Tensor]:
         """Return the gradient matrices of a vector in the dtype of their blocks.

@@ -248,14 +248,11 @@ class Problem:
 
     def joins(self, other: Problem) -> bool:
         """Return whether both can be solved by one call."""
-        return self._shared == other._shared and self.solver == other.solver
-
-    @property
-    def _shared(self) -> tuple[object, ...]:
-        """The properties of tensors that are concatenated."""
-        matrices = self.matrices
-        kinds = (matrices.dtype, matrices.device, self.damping.dtype)
-        return (matrices.shape[1:], *kinds, set(self.last or ()))
+        a, b = self.matrices, other.matrices
+        if (a.shape[1:], a.dtype, a.device) != (b.shape[1:], b.dtype, b.device):
+            return False
+        settings = (self.damping.dtype, set(self.last or ()), self.solver)
+        return settings == (other.damping.dtype, set(other.last or ()), other.solver)
 
 
 def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
@@ -274,16 +271,19 @@ def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], T
             together.append([number])
     results: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
     for numbers in together:
-        solved = _together([problems[number] for number in numbers])
-        results.update(zip(numbers, solved, strict=True))
+        alike = [problems[number] for number in numbers]
+        if len(alike) == 1:
+            problem = alike[0]
+            solved = solve_stack(problem.solver, problem.matrices, problem.damping, problem.last)
+            results[numbers[0]] = solved
+        else:
+            results.update(zip(numbers, _together(alike), strict=True))
     return [results[number] for number in range(len(problems))]
 
 
 def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Solve factors of one size by one call."""
     first = problems[0]
-    if len(problems) == 1:
-        return [solve_stack(first.solver, first.matrices, first.damping, first.last)]
     last: dict[str, Tensor] = {}
     for name in first.last or ():
         last[name] = torch.cat([problem.last[name] for problem in problems if problem.last])
