@@ -78,7 +78,8 @@ class Conv2dHelper(LayerHelper):
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         """Return all patches: the plain twin of the fast paths."""
-        return patches(*self._image(*inputs))
+        x, geometry = self._image(inputs, inputs[0].dtype)
+        return patches(x, geometry)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
         """Return a view, channels first or last."""
@@ -95,7 +96,7 @@ class Conv2dHelper(LayerHelper):
             return super().input_moment(inputs, output_rows, total, scale)
         if total is None:
             total = new_sum(self.groups, self.shape.in_features, widened(output_rows), zero=True)
-        x, geometry = self._image(inputs[0].to(output_rows.dtype), *inputs[1:])
+        x, geometry = self._image(inputs, output_rows.dtype)
         weights = total
         if self.bias is not None:
             weights = total[:, :-1, :-1]
@@ -110,29 +111,28 @@ class Conv2dHelper(LayerHelper):
         # Without materialising patches.
         if self.weight is None:
             return super().input_sum(inputs, output_rows)
-        x, geometry = self._image(inputs[0].to(output_rows.dtype), *inputs[1:])
+        x, geometry = self._image(inputs, output_rows.dtype)
         sums = patch_sums(x, geometry)
         if self.bias is None:
             return sums
         return torch.cat([sums, sums.new_full((len(sums), 1), geometry.positions)], dim=1)
 
     def _weight_means(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
-        return patch_means(*self._image(inputs[0].to(output_rows.dtype), *inputs[1:]))
+        x, geometry = self._image(inputs, output_rows.dtype)
+        return patch_means(x, geometry)
 
     def input_key(self) -> Hashable:
         conv = self.module
         sizes = (conv.kernel_size, conv.stride, conv.dilation, conv.groups)
         padding = (conv.padding, conv.padding_mode, conv.output_padding)
-        return type(self), self.weight is not None, self.bias is not None, *sizes, *padding
+        return type(self), self.weight is not None, self.bias is not None, sizes, padding
 
     def _batched(self, x: Tensor) -> Tensor:
         return x if x.dim() == self.dimensions + 2 else x.unsqueeze(0)
 
-    def _padded(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, list[Axis]]:
+    def _padded(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, list[Axis]]:
         """Apply padding other than zeros to the batch; return it and the geometry of its axes."""
-        del settings
-        conv = self.module
-        x = self._batched(x)
+        conv, x = self.module, self._batched(inputs[0].to(dtype))
         around = list(map(self._around, range(self.dimensions)))
         if conv.padding_mode != "zeros":
             x = F.pad(x, _last_first(around), mode=conv.padding_mode)
@@ -152,9 +152,9 @@ class Conv2dHelper(LayerHelper):
             return total // 2, total - total // 2
         return int(conv.padding[axis]), int(conv.padding[axis])
 
-    def _image(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, Geometry]:
+    def _image(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Geometry]:
         """Return the batch as images, and the geometry of their patches."""
-        x, (rows, columns) = self._padded(x, *settings)
+        x, (rows, columns) = self._padded(inputs, dtype)
         return x, self._geometry(len(x), 1, rows, columns)
 
     def _geometry(self, batch: int, unfolded: int, rows: Axis, columns: Axis) -> Geometry:
@@ -169,8 +169,8 @@ class Conv1dHelper(Conv2dHelper):
 
     dimensions: ClassVar[int] = 1
 
-    def _image(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, Geometry]:
-        x, (axis,) = self._padded(x, *settings)
+    def _image(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Geometry]:
+        x, (axis,) = self._padded(inputs, dtype)
         return x.unsqueeze(2), self._geometry(len(x), 1, Axis(1, 1), axis)
 
 
@@ -192,8 +192,8 @@ class Conv3dHelper(Conv2dHelper):
         means: Tensor = of_images.unflatten(1, (output_rows.shape[1], -1)).mean(2)
         return means
 
-    def _image(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, Geometry]:
-        x, (rows, columns, last) = self._padded(x, *settings)
+    def _image(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Geometry]:
+        x, (rows, columns, last) = self._padded(inputs, dtype)
         x = F.pad(x, (last.before, last.after))
         windows = x.unfold(4, last.reach + 1, last.stride)[..., :: last.dilation]
         windows = windows.unflatten(1, (self.groups, -1))
@@ -252,11 +252,10 @@ class _Transposed(Conv2dHelper):
     def input_rows(self, *inputs: Tensor) -> Tensor:
         return super().input_rows(*inputs).flip(2)  # all axes are flipped
 
-    def _padded(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, list[Axis]]:
+    def _padded(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, list[Axis]]:
         """Flip the inputs and insert the zeros of the stride; return them and their axes."""
-        conv = self.module
-        x = self._batched(x)
-        extra = settings[0].tolist() if settings else conv.output_padding
+        conv, x = self.module, self._batched(inputs[0].to(dtype))
+        extra = inputs[1].tolist() if len(inputs) > 1 else conv.output_padding
         sizes = [stride * (n - 1) + 1 for n, stride in zip(x.shape[2:], conv.stride, strict=True)]
         spread = x.new_zeros(*x.shape[:2], *sizes)
         places = spread

@@ -222,14 +222,15 @@ def solve_stack(
     except LinAlgError as error:
         solved = _apart(solver, matrices, damping, error, [] if errors is None else errors)
     data: dict[str, Tensor] = {}
+    largest: list[Tensor] = []
     for name, solution in solved.items():
         # The same layout on every rank: products with other strides round differently.
         tensor = solution.to(dtype or matrices.dtype).contiguous()
         if memory_of(tensor) == memory_of(matrices):
             tensor = tensor.clone()  # the factor changes in place at the next statistics
         data[name] = tensor
-    # One number for each group and tensor: NaN or infinite where any entry is.
-    largest = [_largest(tensor, len(matrices)) for tensor in data.values()]
+        # One number for each group: NaN or infinite where any entry is.
+        largest.append(_largest(tensor, len(matrices)))
     if not (largest and solver.damps_factors):  # else the damping is in the data
         largest.append(damping)
     good = functools.reduce(torch.maximum, largest) < math.inf
@@ -287,10 +288,10 @@ def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tens
     last: dict[str, Tensor] = {}
     for name in first.last or ():
         last[name] = torch.cat([problem.last[name] for problem in problems if problem.last])
-    matrices = torch.cat([problem.matrices for problem in problems])
+    matrices = [problem.matrices for problem in problems]
     damping = torch.cat([problem.damping for problem in problems])
-    data, good = solve_stack(first.solver, matrices, damping, last)
-    sizes = [len(problem.matrices) for problem in problems]
+    data, good = solve_stack(first.solver, torch.cat(matrices), damping, last)
+    sizes = list(map(len, matrices))
     parts: list[dict[str, Tensor]] = [{} for _ in problems]
     for name, tensor in data.items():
         for part, piece in zip(parts, _pieces(tensor, sizes), strict=True):

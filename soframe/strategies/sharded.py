@@ -52,7 +52,7 @@ class _Sharded(Strategy):
     ) -> Placement:
         groups, notes = _groups(ranks, group or ranks)
         totals = [block.elements + sum(map(self.cost, block.factors)) for block in work]
-        chosen = assign(totals, [0.0] * len(groups), [len(members) for members in groups])
+        chosen = assign(totals, [0.0] * len(groups), list(map(len, groups)))
         workers, owners = [0] * len(work), [0] * len(work)
         for number, members in enumerate(groups):
             indices = [index for index, group_number in enumerate(chosen) if group_number == number]
