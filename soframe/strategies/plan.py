@@ -333,7 +333,7 @@ class Step:
         jobs, traces = 0, 0
         for work, place in pairs:
             solved = [factor for factor in work.factors if factor.name not in work.unsolved]
-            jobs += len(work.factors) - len(work.unsolved)
+            jobs += len(solved)
             if place.traces_travel:
                 traces += sum(factor.groups for factor in solved)
         if not jobs:
