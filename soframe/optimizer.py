@@ -144,8 +144,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             require_numbers("soframe.Optimizer", **rates)
             moving.check(Move.of(settings), name="", prefix=prefix)
         self._model = unwrap(model)
-        every = [p for p in self._model.parameters() if p.requires_grad]
-        super().__init__(every if param_groups is None else param_groups, {})
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        chosen = trained if param_groups is None else param_groups
+        super().__init__(chosen, {})
         self._adopts = param_groups is None  # parameters that are added to the model later
         # As given; `group` makes the param groups of them, once the methods are known.
         self._given, self.param_groups = self.param_groups, []

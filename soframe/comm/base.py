@@ -200,7 +200,7 @@ class Backend(ABC):
         """Sum a contiguous tensor over all ranks, in place."""
         if self.world_size == 1:
             return Handle()
-        self._count(phase, tensor)
+        self._count(phase, tensor.nbytes)
         return self._all_reduce(tensor)
 
     def reduce(
@@ -209,28 +209,28 @@ class Backend(ABC):
         """Sum a contiguous tensor over a group of this rank, as `_reduce` does."""
         if len(group) == 1:
             return Handle()
-        self._count(phase, tensor)
+        self._count(phase, tensor.nbytes)
         return self._reduce(tensor, destination, group)
 
     def broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...], phase: str) -> Handle:
         """Copy a contiguous tensor from a rank to the others of a group of this rank, in place."""
         if len(group) == 1:
             return Handle()
-        self._count(phase, tensor)
+        self._count(phase, tensor.nbytes)
         return self._broadcast(tensor, source, group)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], phase: str) -> Handle:
         """Sum each rank's share of a flat tensor, as `_reduce_scatter` does."""
         if self.world_size == 1:
             return Handle()
-        self._count(phase, flat)
+        self._count(phase, flat.nbytes)
         return self._reduce_scatter(flat, sizes)
 
     def all_gather_shares(self, flat: Tensor, sizes: Sequence[int], phase: str) -> Handle:
         """Fill in the shares of the other ranks, as `_all_gather_shares` does."""
         if self.world_size == 1:
             return Handle()
-        self._count(phase, flat)
+        self._count(phase, flat.nbytes)
         return self._all_gather_shares(flat, sizes)
 
     def all_to_all(
@@ -239,14 +239,14 @@ class Backend(ABC):
         """Exchange shares with every rank, as `_all_to_all` does; both directions are counted."""
         if self.world_size == 1:
             return flat, Handle()
-        self._count(phase, flat, len(flat) + sum(takes))
+        self._count(phase, (len(flat) + sum(takes)) * flat.element_size())
         return self._all_to_all(flat, gives, takes)
 
     def all_gather(self, tensor: Tensor, phase: str) -> list[Tensor]:
         """Return every rank's contiguous tensor of one common shape."""
         if self.world_size == 1:
             return [tensor]
-        self._count(phase, tensor)
+        self._count(phase, tensor.nbytes)
         return self._all_gather(tensor)
 
     def traffic(self) -> dict[str, dict[str, int]]:
@@ -257,9 +257,9 @@ class Backend(ABC):
         """
         return with_total({phase: dict(count) for phase, count in self._traffic.items()})
 
-    def _count(self, phase: str, tensor: Tensor, numel: int | None = None) -> None:
+    def _count(self, phase: str, size: int) -> None:
         count = self._traffic.setdefault(phase, {"bytes": 0, "calls": 0})
-        count["bytes"] += (tensor.numel() if numel is None else numel) * tensor.element_size()
+        count["bytes"] += size
         count["calls"] += 1
 
 

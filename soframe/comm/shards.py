@@ -91,7 +91,8 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
         for receiver in split.shards.receivers(rank, *way):
             sends[receiver].append(_sent(split, receiver).flatten())
         for sender in split.shards.senders(rank, *way):
-            receives[sender].append((split, rank if split.sources else sender))
+            owner = rank if split.sources else sender
+            receives[sender].append((split, owner))
 
     first = splits[0]
     parts = list(itertools.chain.from_iterable(sends))

@@ -171,7 +171,7 @@ class AttentionHelper(LayerHelper):
 
         return InnerCall(
             edge=GradientEdge(node, 0),
-            read=read if self.weight is not None else lambda: (like()[0], reaches),
+            read=like if self.weight is None else read,
             like=like,
             arrange=_arranging(batch, (group * out, (groups - group - size) * out)),
         )

@@ -68,8 +68,9 @@ class Conv2dHelper(LayerHelper):
         return self.module.groups
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        # A view if the weight is in channels_last.
-        return super().to_matrix(weight if weight is None else weight.movedim(1, -1), bias)
+        if weight is not None:
+            weight = weight.movedim(1, -1)  # a view if it is in channels_last
+        return super().to_matrix(weight, bias)
 
     def _weight_of(self, matrix: Tensor) -> Tensor:
         assert self.weight is not None

@@ -142,7 +142,9 @@ class Call:
         assert self.inputs is not None
         if self.helper.counts_inputs or not any(self._long):
             left, right = self.helper.sample_moments(self.inputs, self.output_rows)
-            return left.diagonal(dim1=-2, dim2=-1) if self._long[0] else left, right
+            if self._long[0]:
+                left = left.diagonal(dim1=-2, dim2=-1)
+            return left, right
         rows = self.helper.block_rows(self.inputs, self.output_rows)
         return sample_moments(rows, self.output_rows, diagonal=self._long)
 

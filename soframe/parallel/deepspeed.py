@@ -138,8 +138,10 @@ class Partitions(GradientHome):
             if gradient is None:
                 return
             raise RuntimeError("DeepSpeed's ZeRO has no averaged gradients now to overwrite")
-        # Zeros for None: DeepSpeed updates all parameters.
-        part.copy_(torch.zeros_like(part) if gradient is None else gradient)
+        if gradient is None:
+            part.zero_()  # DeepSpeed updates all parameters
+        else:
+            part.copy_(gradient)
 
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards:
         place = self.places[parameter]

@@ -12,7 +12,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -235,7 +235,9 @@ def solve_stack(
         largest.append(damping)
     good = functools.reduce(torch.maximum, largest) < math.inf
     usable = _usable(solver, data, len(matrices))
-    return data, good if usable is True else good & usable
+    if usable is not True:
+        good = good & usable
+    return data, good
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,15 +247,15 @@ class Problem:
     solver: Solver
     matrices: Tensor
     damping: Tensor
-    last: Data | None = None
+    last: Data = field(default_factory=dict)
 
     def joins(self, other: Problem) -> bool:
         """Return whether both can be solved by one call."""
         a, b = self.matrices, other.matrices
         if (a.shape[1:], a.dtype, a.device) != (b.shape[1:], b.dtype, b.device):
             return False
-        settings = (self.damping.dtype, set(self.last or ()), self.solver)
-        return settings == (other.damping.dtype, set(other.last or ()), other.solver)
+        settings = (self.damping.dtype, self.last.keys(), self.solver)
+        return settings == (other.damping.dtype, other.last.keys(), other.solver)
 
 
 def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
@@ -286,8 +288,8 @@ def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tens
     """Solve factors of one size by one call."""
     first = problems[0]
     last: dict[str, Tensor] = {}
-    for name in first.last or ():
-        last[name] = torch.cat([problem.last[name] for problem in problems if problem.last])
+    for name in first.last:
+        last[name] = torch.cat([problem.last[name] for problem in problems])
     matrices = [problem.matrices for problem in problems]
     damping = torch.cat([problem.damping for problem in problems])
     data, good = solve_stack(first.solver, torch.cat(matrices), damping, last)

@@ -107,10 +107,6 @@ def _numel(specs: Iterable[TensorSpec]) -> int:
     return sum(prod(spec.shape) for spec in specs)
 
 
-def _packed_numel(specs: Iterable[TensorSpec]) -> int:
-    return sum(spec.packed_numel for spec in specs)
-
-
 def window(pairs: Pairs, stacks: Stacks, rank: int) -> int:
     """Return the bytes of the sums that a rank gathers before a step."""
     size = 0
@@ -246,7 +242,8 @@ class Step:
                 if work.factors[index].name in work.unsolved:
                     continue
                 if self.rank in ranks and len(ranks) > 1:
-                    size = ITEM_BYTES[work.dtype] * group.blocks * _packed_numel(specs)
+                    numel = group.blocks * sum(spec.packed_numel for spec in specs)
+                    size = ITEM_BYTES[work.dtype] * numel
                     route = Route("broadcast", ranks, owner, work.dtype, work.device)
                     parcels.append(Message(route, size))
         return _calls(parcels)
@@ -260,8 +257,8 @@ class Step:
             ranks = place.exchanges[worker]
             if not work.shards and len(ranks) > 1:
                 route = Route("broadcast", ranks, worker, work.dtype, work.device)
-                numel = group.blocks * _packed_numel(work.parcel) or group.entries
-                size = ITEM_BYTES[work.dtype] * numel
+                numel = group.blocks * sum(spec.packed_numel for spec in work.parcel)
+                size = ITEM_BYTES[work.dtype] * (numel or group.entries)
                 parcels.append(Message(route, size))
         if not (self.fused and parcels):
             return _calls(parcels)

@@ -96,12 +96,9 @@ def _difference(first: DampingPolicy, second: DampingPolicy) -> str:
             first.observe(ratio)
             second.observe(ratio)
         if _seen(first) != _seen(second):
-            return f"after {count} ratios: {_text(first)}, and not {_text(second)}"
+            texts = [f"at(0) {p.at(0)!r} and the state {p.state()}" for p in (first, second)]
+            return f"after {count} ratios: {texts[0]}, and not {texts[1]}"
     return ""
-
-
-def _text(policy: DampingPolicy) -> str:
-    return f"at(0) {policy.at(0)!r} and the state {policy.state()}"
 
 
 def _begun(policy: DampingPolicy, ratios: Sequence[float] = ()) -> DampingPolicy:

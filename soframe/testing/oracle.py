@@ -232,10 +232,7 @@ class Oracle(torch.optim.SGD):
         """
         matrix = GaussNewton(self._model, closure, self._blocks)
         update = matrix.solve(
-            matrix.gradient,
-            self._damping,
-            tolerance=self._tolerance,
-            iterations=self._iterations,
+            matrix.gradient, self._damping, tolerance=self._tolerance, iterations=self._iterations
         )
         for name, parameter in self._model.named_parameters():
             parameter.grad = update.get(name)

@@ -57,10 +57,8 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
     ) -> None:
         check_model(model)
         self._model = unwrap(model)
-        super().__init__(
-            self._model.parameters() if params is None else params,
-            {"lr": lr, "weight_decay": weight_decay},
-        )
+        chosen = self._model.parameters() if params is None else params
+        super().__init__(chosen, {"lr": lr, "weight_decay": weight_decay})
         param_groups.check_all(self._model, self.param_groups)
         self.damping = settings.policy_of(damping)
         self._on_step = on_step
