@@ -26,7 +26,6 @@ each rank reads the tensors that its own placement gives it.
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import os
 import warnings
@@ -40,7 +39,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from soframe.comm.agreement import gather_texts
+from soframe.comm.agreement import gather_json
 from soframe.comm.stages import STAGES
 from soframe.state import checksums
 from soframe.state import saving as state
@@ -116,8 +115,8 @@ def part(preconditioner: Owner) -> dict[str, Any]:
     # DCP keeps one header, so it has the checksums of all ranks.
     sums = {name: [str(t.dtype), checksums.of_tensor(t)] for name, t in tensors.items()}
     header[TENSORS] = {}
-    for theirs in gather_texts(backend, json.dumps(sums)):
-        header[TENSORS].update(json.loads(theirs))
+    for theirs in gather_json(backend, sums):
+        header[TENSORS].update(theirs)
     return _of_stage(curvature.stage, {HEADER: json.dumps(seal(header)), **tensors})
 
 
@@ -252,7 +251,9 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     blocks: dict[str, Any] = {}
     history: dict[str, dict[str, Any]] = {}
     dampings: dict[str, float] = {}
+    late: list[Any] = []
     for stage_state in parts:
+        late += stage_state.get("late", ())
         dampings.update(stage_state.get("dampings", {}))
         if both := sorted(set(blocks) & set(stage_state["blocks"])):
             raise ValueError(
@@ -269,7 +270,6 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged = dict(first)
     for key in (STAGES, "late"):
         merged.pop(key, None)
-    late = list(itertools.chain.from_iterable(part.get("late", ()) for part in parts))
     if late:
         merged["late"] = late
     merged |= {"blocks": blocks, "history": history, "counters": counters, "dampings": dampings}
@@ -284,7 +284,7 @@ def _require_one_run(parts: Sequence[Mapping[str, Any]]) -> None:
         checksums.verify(stage_state)
     for key in ("version", "step", "owed_statistics", "scaling", "damping"):
         values = [stage_state.get(key) for stage_state in parts]
-        if any(value != values[0] for value in values):
+        if values.count(values[0]) < len(values):
             raise ValueError(
                 f"these states are of different runs or steps: {key} is "
                 f"{', '.join(map(str, values))}"

@@ -30,7 +30,9 @@ class Placed:
 
 
 def _dropped(of: Placed) -> object:
-    for factor in of.block.captured if of.solve_every == 1 else ():
+    if of.solve_every != 1:
+        return None
+    for factor in of.block.captured:
         if factor.needs:
             needs = " and ".join(factor.needs)
             return f"{factor.name} of {of.block.method!r}: it is gathered with the data of {needs}"
@@ -140,11 +142,10 @@ def require_read(
     if settings.get("fisher") == "forward-only":  # the forward-only Fisher does not read outputs
         read_by["fisher"] = read_by["rows"]
     readers = total([float(sum(map(reads, blocks))) for reads in read_by.values()])
-    unread = [
-        name
-        for name, count in zip(read_by, readers, strict=True)
-        if count == 0 and _chosen(settings.get(name), defaults[name])
-    ]
+    unread: list[str] = []
+    for name, count in zip(read_by, readers, strict=True):
+        if count == 0 and _chosen(settings.get(name), defaults[name]):
+            unread.append(name)
     if unread:
         they = "it" if len(unread) == 1 else "them"
         values = ", ".join(f"{name}={settings[name]!r}" for name in unread)
@@ -156,4 +157,4 @@ def require_read(
 
 
 def _chosen(value: object, default: object) -> bool:
-    return value is not None and (type(value) is not type(default) or value != default)
+    return value is not None and (type(value), value) != (type(default), default)

@@ -85,9 +85,8 @@ def save(curvature: Curvature, file: str | os.PathLike[str]) -> Path:
             matrix = block.running.matrix(factor).detach().cpu()
             if factor.side == "right":
                 matrix = _in_order_of_weight(matrix, block)
-            tensors[_key(block.name, factor.name)] = matrix.clone(
-                memory_format=torch.contiguous_format
-            )
+            key = f"{block.name}.{factor.name}" if block.name else factor.name
+            tensors[key] = matrix.clone(memory_format=torch.contiguous_format)
     fisher, _ = curvature.describe_fit()
     texts = {"format": FORMAT, "convention": CONVENTION, "fisher": fisher}
     texts["layers"] = json.dumps(layers)
@@ -111,15 +110,15 @@ def load(file: str | os.PathLike[str]) -> Factors:
         ImportError: If the package safetensors is missing.
         ValueError: If it is another file.
     """
-    path = Path(file)
+    path, texts, tensors = Path(file), dict[str, str](), dict[str, Tensor]()
     if path.suffix == ".safetensors":
         with _safetensors(path).safe_open(path, framework="pt") as opened:
             texts = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     else:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        is_ours = isinstance(saved, dict) and saved.keys() == {"metadata", "tensors"}
-        texts, tensors = (saved["metadata"], saved["tensors"]) if is_ours else ({}, {})
+        if isinstance(saved, dict) and saved.keys() == {"metadata", "tensors"}:
+            texts, tensors = saved["metadata"], saved["tensors"]
     if texts.get("format") != FORMAT:
         raise ValueError(
             f"{path} has no factors of this version ({FORMAT}): write it by soframe.factors.save"
@@ -158,10 +157,6 @@ def _in_order_of_weight(matrix: Tensor, block: Block) -> Tensor:
     order = block.layout.pack(numbers)[0, 0].argsort()  # of the first output
     matrix = matrix[:, order]
     return matrix[:, :, order] if matrix.dim() == 3 else matrix
-
-
-def _key(block: str, factor: str) -> str:
-    return f"{block}.{factor}" if block else factor
 
 
 def _safetensors(path: Path) -> Any:

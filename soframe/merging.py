@@ -47,7 +47,7 @@ def merge(
     for name in models[0]:
         merged[name] = torch.stack([model[name].detach() for model in models]).mean(0)
     mean = {name: merged[name] for name in covered(curvatures[0])}
-    residual = {name: torch.zeros_like(tensor) for name, tensor in mean.items()}
+    residual = _zeros(mean)
     for curvature, model in zip(curvatures, models, strict=True):
         moves = {name: model[name].detach() - mean[name] for name in mean}
         residual = _add(residual, curvature @ moves)
@@ -67,10 +67,10 @@ def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
         sharding.require_whole(covered(curvature).items(), "merge")
         named = curvature.parts.model.named_parameters()
         shapes.append({name: parameter.shape for name, parameter in named})
-    if any(of_model != shapes[0] for of_model in shapes):
+    if shapes.count(shapes[0]) < len(shapes):
         raise ValueError("merge: the models have other names or shapes of parameters: build alike")
-    names = [set(covered(curvature)) for curvature in curvatures]
-    if any(of_curvature != names[0] for of_curvature in names):
+    names = [covered(curvature).keys() for curvature in curvatures]
+    if names.count(names[0]) < len(names):
         raise ValueError(
             "merge: the curvatures cover other parameters: pass the same layers=, skip= and method="
         )
@@ -93,7 +93,7 @@ class _System:
 
     def precondition(self, vector: Vector) -> dict[str, Tensor]:
         """Multiply by the preconditioner, the inverse where all curvatures are the same."""
-        total = {name: torch.zeros_like(tensor) for name, tensor in vector.items()}
+        total = _zeros(vector)
         for inverse in self._inverses:
             total = _add(total, inverse @ vector)
         return {name: tensor / len(self._inverses) ** 2 for name, tensor in total.items()}
@@ -103,7 +103,7 @@ def _conjugate_gradients(
     system: _System, residual: dict[str, Tensor], tolerance: float, iterations: int
 ) -> dict[str, Tensor]:
     """Solve ``system x = residual``, from zero."""
-    solution = {name: torch.zeros_like(tensor) for name, tensor in residual.items()}
+    solution = _zeros(residual)
     first = _dot(residual, residual)
     if first == 0:
         return solution
@@ -123,6 +123,10 @@ def _conjugate_gradients(
         f"merge: {iterations} iterations do not reach the tolerance {tolerance:.0e}: raise the "
         f"damping or the tolerance"
     )
+
+
+def _zeros(like: Vector) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in like.items()}
 
 
 def _add(first: Vector, second: Vector, scale: float = 1.0) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model
 from soframe.checks.numbers import require_numbers
 from soframe.diagnostics.metrics import Spectra
-from soframe.diagnostics.norms import changes
+from soframe.diagnostics.norms import changes, copies
 from soframe.estimate.updates import by_parameter
 from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
@@ -144,8 +144,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             require_numbers("soframe.Optimizer", **rates)
             moving.check(Move.of(settings), name="", prefix=prefix)
         self._model = unwrap(model)
-        every = [p for p in self._model.parameters() if p.requires_grad]
-        super().__init__(every if param_groups is None else param_groups, {})
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        chosen = trained if param_groups is None else param_groups
+        super().__init__(chosen, {})
         self._adopts = param_groups is None  # parameters that are added to the model later
         # As given; `group` makes the param groups of them, once the methods are known.
         self._given, self.param_groups = self.param_groups, []
@@ -182,8 +183,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         current = [b for b in blocks if known >= set(map(id, b.parameters.values()))]
         self._join(current)
         options = {"momentum"}
-        for method in {id(block.method): block.method for block in blocks}.values():
-            options.update(method.settings())
+        for block in blocks:
+            options.update(block.method.settings())
         self._options = sorted(options)
         self._current = current
         self.__dict__.pop("_balls", None)
@@ -198,8 +199,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
     def _find_names(self) -> None:
         """Read the names of parameters, and take replaced ones out of the param groups."""
-        former = self._names
-        named = {plain_name(name): p for name, p in self._model.named_parameters()}
+        former, named = self._names, self._named()
         self._names = {id(p): name for name, p in named.items()}
         for group in (*self.param_groups, *self._given):
             parameters: list[nn.Parameter] = []
@@ -209,6 +209,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 if present is not None:
                     parameters.append(present)
             group["params"] = parameters
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        """Return the present parameters of the model by name."""
+        return {plain_name(name): p for name, p in self._model.named_parameters()}
 
     def _join(self, blocks: Sequence[Block]) -> None:
         """Put the trained parameters of blocks that are in no param group into one."""
@@ -249,22 +253,24 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """Return the name of a block's method in its param group."""
         text = describe(block.method)
         if text not in self._method_names:
-            registered = KINDS["method"].name_of(type(block.method))
-            same = [name for name in self._method_names.values() if name.split()[0] == registered]
-            name = f"{registered} {len(same) + 1}" if same else registered
+            name = KINDS["method"].name_of(type(block.method))
+            kinds = [known.split()[0] for known in self._method_names.values()]
+            if name in kinds:
+                name = f"{name} {kinds.count(name) + 1}"
             self._method_names[text] = name
         name = self._method_names[text]
         return f"auxiliary: {name}" if block.auxiliary else name
 
     def _of_method(self, settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """Return the settings of a param group, from the constructor's."""
-        of_method = {name: settings.get(f"{prefix}{name}") for name in SETTINGS}
-        if of_method["lr"] is None:
-            of_method["lr"] = settings["lr"] * self._ratio
+        of_method: dict[str, Any] = {}
         for name in SETTINGS:
-            # The auxiliary method is constrained by a setting of its own alone.
-            if of_method[name] is None and name != "constraint":
-                of_method[name] = settings[name]
+            value = settings.get(prefix + name)
+            if value is None and name == "lr":
+                value = settings["lr"] * self._ratio
+            elif value is None and name != "constraint":  # of the auxiliary method alone
+                value = settings[name]
+            of_method[name] = value
         return of_method
 
     def _begin(self, number: int, method: str, block: Block) -> dict[str, Any]:
@@ -290,8 +296,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         numbers = set(map(id, new))
         earlier = [group for group in self.param_groups if id(group) not in numbers]
         has_scheduler = any("initial_lr" in group for group in earlier)  # wraps step()
-        first_rates = self._first_rates()
-        if has_scheduler or any(float(group["lr"]) not in first_rates for group in earlier):
+        rates_now = {float(group["lr"]) for group in earlier}
+        if has_scheduler or not rates_now <= self._first_rates():
             rates = "; ".join(f"{group['method']} at lr={group['lr']}" for group in new)
             warnings.warn(
                 f"soframe: param group(s) of soframe.Optimizer begin, since parameters were thawed "
@@ -338,8 +344,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         if not hasattr(self, "preconditioner"):
             return  # called by torch's constructor
         group = self.param_groups.pop()
-        model = {id(p) for p in self._model.parameters()}
-        if any(id(p) not in model for p in group["params"]):
+        if not set(group["params"]) <= set(self._model.parameters()):
             raise ValueError(
                 "add_param_group takes parameters of the model that soframe.Optimizer has: add the "
                 "module to the model first"
@@ -381,17 +386,12 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         engine = self.preconditioner.engine
         good = engine.verdict.good
         if good is not None or engine.verdict.taken:
-            blocks: Sequence[Block] = ()
-            before: dict[nn.Parameter, Tensor] = {}
-            if engine.measuring.norms:
-                # Copies of all weights, to measure how far they move.
-                blocks = self.preconditioner.blocks
-                for block in blocks:
-                    for p in block.parameters.values():
-                        before[p] = p.detach().clone()
+            measured = self.preconditioner.blocks if engine.measuring.norms else ()
+            before = copies(measured) if measured else {}
             with self.preconditioner.backend.phases("move"):
                 self._move(good)
-            self._moved = changes(before, blocks) if before else {}
+            if measured:
+                self._moved = changes(before, measured)
         if self._new:
             self._warn_of_new()
         return loss
@@ -401,11 +401,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         if self._stacks is not stacks:
             backend = self.preconditioner.backend
             self._stacks = stacks
-            self._adam = {
-                stack: fused_adam.Adam(stack)
-                for stack in stacks
-                if fused_adam.serves(stack, backend)
-            }
+            self._adam = {}
+            for stack in stacks:
+                if fused_adam.serves(stack, backend):
+                    self._adam[stack] = fused_adam.Adam(stack)
         complete = fused_adam.complete
         return [stack for stack in self._adam if complete(stack, self._group_of, self._moves)]
 
@@ -457,10 +456,11 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """Return the settings of methods in each param group."""
         settings: list[dict[str, Any]] = []
         for group in self.param_groups:
-            of_group = {name: group[name] for name in self._options if name in group}
-            for name, value in of_group.items():
-                if isinstance(value, list):
-                    of_group[name] = tuple(value)
+            of_group: dict[str, Any] = {}
+            for name in self._options:
+                if name in group:
+                    value = group[name]
+                    of_group[name] = tuple(value) if isinstance(value, list) else value
             settings.append(of_group)
         return settings
 
@@ -517,8 +517,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         for saved_group, group in zip(saved["param_groups"], self.param_groups, strict=True):
             saved_group["names"] = [names[id(p)] for p in group["params"]]
         # Norms of matrices that are frozen or gone are not saved.
-        keys = {ball.key for ball in self._balls} if self._radii else set()
-        radii = {key: radius.clone() for key, radius in self._radii.items() if key in keys}
+        radii: dict[str, Tensor] = {}
+        for ball in self._balls if self._radii else ():
+            if ball.key in self._radii:
+                radii[ball.key] = self._radii[ball.key].clone()
         groups = list(map(_without_params, saved["param_groups"]))
         sealed = checksums.seal({"radii": radii, "groups": groups})
         buffer = io.BytesIO()
@@ -546,7 +548,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         Raises:
             ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
         """
-        named = {plain_name(name): p for name, p in self._model.named_parameters()}
+        named = self._named()
         balls = {ball.key: ball for ball in self._balls}
         saved: dict[str, Any] = {}
 
@@ -625,7 +627,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             name = group["method"]
             if name in groups:
                 name = f"{number}: {name}"
-            groups[name] = {**{key: group[key] for key in SETTINGS}, "lr": float(group["lr"])}
+            groups[name] = {key: group[key] for key in SETTINGS}
+            groups[name]["lr"] = float(group["lr"])
         return {**metrics, "param_groups": groups}
 
     def __repr__(self) -> str:

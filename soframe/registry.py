@@ -141,10 +141,8 @@ class Registry:
     def has(self, module_type: type) -> bool:
         """Return whether a module type is itself a key, optional ones included."""
         name = f"{module_type.__module__}.{module_type.__qualname__}"
-        return any(
-            module_type in components or name in components
-            for components in (self._optional, self._components)
-        )
+        keys = self._optional.keys() | self._components.keys()
+        return module_type in keys or name in keys
 
     def build(self, choice: Any, base: type) -> Any:
         """Return an instance of ``base`` from a registered name, a class or an instance."""

@@ -14,8 +14,14 @@ from torch import Tensor
 VALUE = "value"
 """Under this name a factor without a solver is part of a block's second-order data."""
 
-SecondOrder = Mapping[str, Mapping[str, Tensor]]
-"""Second-order data of a block: factor name -> tensor name -> tensor."""
+State = Mapping[str, Tensor]
+"""The state of a method for a block, by name: tensors ``[groups, ...]``."""
+
+Data = Mapping[str, Tensor]
+"""Second-order data of a factor: tensor name -> tensor."""
+
+SecondOrder = Mapping[str, Data]
+"""Second-order data of a block, by the names of its factors."""
 
 
 class FactorKind(ABC):
@@ -169,6 +175,10 @@ class FactorSpec:
             return self.kind.start(self) is not None
         return self.start is not None
 
+    def by_group(self) -> FactorSpec:
+        """Return the factor with means over the rows that reach each group, if over rows."""
+        return replace(self, mean_over="group rows") if self.mean_over == "rows" else self
+
     @property
     def packed_shape(self) -> tuple[int, ...]:
         """The shape of its statistics as they are sent, with matrices as triangles."""
@@ -256,12 +266,12 @@ class Shards:
         """Return the other ranks that have the parts which a rank lacks, in order."""
         if self.holds_all(rank):
             return []
-        copy_of_rank = self.copies[rank]
-        return [
-            other
-            for other, copy in enumerate(self.copies)
-            if copy == copy_of_rank and other != rank and self.numel(other) > 0
-        ]
+        return [other for other in self._others(rank) if self.numel(other)]
+
+    def _others(self, rank: int) -> list[int]:
+        """Return the other ranks of a rank's copy, in order."""
+        copy = self.copies[rank]
+        return [o for o, number in enumerate(self.copies) if number == copy and o != rank]
 
     def receivers(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
         """Return the ranks, sorted, that a rank sends its part to, or on the way back theirs.
@@ -272,12 +282,8 @@ class Shards:
             return [r for r, source in enumerate(back) if source == rank != r and self.numel(r)]
         if not self.numel(rank):
             return []
-        copy = self.copies[rank]
-        return [
-            worker
-            for worker in sorted(workers)
-            if worker != rank and self.copies[worker] == copy and not self.holds_all(worker)
-        ]
+        peers = set(workers).intersection(self._others(rank))
+        return [worker for worker in sorted(peers) if not self.holds_all(worker)]
 
     def senders(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
         """Return the ranks that a rank receives from; for the arguments see `receivers`."""

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,20 +41,16 @@ def compare_settings(backend: Backend, digest: bytes, settings: str) -> list[int
     digests = _gather_bytes(backend, digest + hashlib.sha256(settings.encode()).digest(), "start")
     if failed := [rank for rank, digest in enumerate(digests) if digest == _FAILED]:
         texts = gather_texts(backend, "", "start")
-        reasons = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
-        raise ValueError(f"rank(s) {failed} could not start. {reasons}")
+        raise ValueError(f"rank(s) {failed} could not start. {by_rank(texts)}")
     if ranks := _differing([digest[:_SIZE] for digest in digests]):
         return ranks
     if ranks := _differing(digests):
         texts = gather_texts(backend, settings, "start")
-        lines = zip_longest(
-            texts[ranks[0]].splitlines(), texts[0].splitlines(), fillvalue="nothing"
-        )
-        differing = [
-            f"rank {ranks[0]} has {theirs}, rank 0 has {ours}"
-            for theirs, ours in lines
-            if theirs != ours
-        ]
+        differing: list[str] = []
+        lines = (texts[ranks[0]].splitlines(), texts[0].splitlines())
+        for theirs, ours in zip_longest(*lines, fillvalue="nothing"):
+            if theirs != ours:
+                differing.append(f"rank {ranks[0]} has {theirs}, rank 0 has {ours}")
         raise ValueError(
             f"the settings of rank(s) {ranks} differ from rank 0's; they must be the same on "
             f"every rank: {'; '.join(differing)}"
@@ -115,7 +112,7 @@ def require_common(
     if backend.on_paper or squares * backend.world_size == total**2:
         return
     descriptions = {name: describe(value) for name, value in common.items()}
-    of_ranks = [json.loads(text) for text in gather_texts(backend, json.dumps(descriptions))]
+    of_ranks = gather_json(backend, descriptions)
     problems = []
     for name in descriptions:
         values = [descriptions_of_rank.get(name) for descriptions_of_rank in of_ranks]
@@ -137,8 +134,7 @@ def require_no_failure(backend: Backend, error: BaseException | None, failed: fl
     texts = gather_texts(backend, describe_error(error))
     if error is not None:
         raise error
-    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-    raise RuntimeError(f"another rank cannot take this step, so none does. {reasons}")
+    raise RuntimeError(f"another rank cannot take this step, so none does. {by_rank(texts)}")
 
 
 def require_all_ranks(backend: Backend, changes: float) -> None:
@@ -189,9 +185,19 @@ def gather_texts(backend: Backend, text: str, phase: str = "agree") -> list[str]
     data = text.encode()
     length = torch.tensor([len(data)], device="cpu")
     length = length.to(backend.wire_device(length.device))
-    lengths = [int(size) for size in backend.all_gather(length, phase)]
+    lengths: list[int] = torch.cat(backend.all_gather(length, phase)).tolist()
     texts = _gather_bytes(backend, data.ljust(max(1, *lengths), b"\0"), phase)
     return [text[:size].decode() for text, size in zip(texts, lengths, strict=True)]
+
+
+def gather_json(backend: Backend, value: object, phase: str = "agree") -> list[Any]:
+    """Return every rank's value of plain data; a collective of all ranks."""
+    return list(map(json.loads, gather_texts(backend, json.dumps(value), phase)))
+
+
+def by_rank(texts: Sequence[str], of: str = "") -> str:
+    """Return the texts that are not empty, in one line with their ranks."""
+    return "; ".join(f"rank {rank}{of}: {text}" for rank, text in enumerate(texts) if text)
 
 
 def _gather_bytes(backend: Backend, data: bytes, phase: str) -> list[bytes]:

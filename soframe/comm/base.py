@@ -142,9 +142,11 @@ class Backend(ABC):
             flat: ``[sum(sizes)]``, contiguous; shares of other ranks are undefined afterwards.
             sizes: The elements of each rank's share, in the order of ranks; may be 0.
         """
-        everyone = tuple(range(self.world_size))
-        shares = [(rank, share) for rank, share in enumerate(flat.split(list(sizes))) if len(share)]
-        return together([self._reduce(share, rank, everyone) for rank, share in shares])
+        everyone, handles = tuple(range(self.world_size)), list[Handle]()
+        for rank, share in enumerate(flat.split(list(sizes))):
+            if len(share):
+                handles.append(self._reduce(share, rank, everyone))
+        return together(handles)
 
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         """Fill in the shares of the other ranks of a flat tensor, in place.
@@ -155,9 +157,11 @@ class Backend(ABC):
             flat: ``[sum(sizes)]``, contiguous, with this rank's share filled in.
             sizes: The elements of each rank's share, in the order of ranks; may be 0.
         """
-        everyone = tuple(range(self.world_size))
-        shares = [(rank, share) for rank, share in enumerate(flat.split(list(sizes))) if len(share)]
-        return together([self._broadcast(share, rank, everyone) for rank, share in shares])
+        everyone, handles = tuple(range(self.world_size)), list[Handle]()
+        for rank, share in enumerate(flat.split(list(sizes))):
+            if len(share):
+                handles.append(self._broadcast(share, rank, everyone))
+        return together(handles)
 
     def _all_to_all(
         self, flat: Tensor, gives: Sequence[int], takes: Sequence[int]
@@ -178,10 +182,9 @@ class Backend(ABC):
         sizes = [plan.tolist() for plan in plans]
         padded = flat.new_zeros(max(map(sum, sizes)))
         padded[: len(flat)] = flat
-        shares = [
-            every[: sum(plan)].split(plan)[self.rank]
-            for every, plan in zip(self._all_gather(padded), sizes, strict=True)
-        ]
+        shares: list[Tensor] = []
+        for sent, of_ranks in zip(self._all_gather(padded), sizes, strict=True):
+            shares.append(sent[: sum(of_ranks)].split(of_ranks)[self.rank])
         return torch.cat(shares), Handle()
 
     def meet(self, what: str) -> None:  # noqa: B027 (optional)
@@ -197,7 +200,7 @@ class Backend(ABC):
         """Sum a contiguous tensor over all ranks, in place."""
         if self.world_size == 1:
             return Handle()
-        self._count(phase, tensor)
+        self._count(phase, tensor.nbytes)
         return self._all_reduce(tensor)
 
     def reduce(
@@ -206,28 +209,28 @@ class Backend(ABC):
         """Sum a contiguous tensor over a group of this rank, as `_reduce` does."""
         if len(group) == 1:
             return Handle()
-        self._count(phase, tensor)
+        self._count(phase, tensor.nbytes)
         return self._reduce(tensor, destination, group)
 
     def broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...], phase: str) -> Handle:
         """Copy a contiguous tensor from a rank to the others of a group of this rank, in place."""
         if len(group) == 1:
             return Handle()
-        self._count(phase, tensor)
+        self._count(phase, tensor.nbytes)
         return self._broadcast(tensor, source, group)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], phase: str) -> Handle:
         """Sum each rank's share of a flat tensor, as `_reduce_scatter` does."""
         if self.world_size == 1:
             return Handle()
-        self._count(phase, flat)
+        self._count(phase, flat.nbytes)
         return self._reduce_scatter(flat, sizes)
 
     def all_gather_shares(self, flat: Tensor, sizes: Sequence[int], phase: str) -> Handle:
         """Fill in the shares of the other ranks, as `_all_gather_shares` does."""
         if self.world_size == 1:
             return Handle()
-        self._count(phase, flat)
+        self._count(phase, flat.nbytes)
         return self._all_gather_shares(flat, sizes)
 
     def all_to_all(
@@ -236,14 +239,14 @@ class Backend(ABC):
         """Exchange shares with every rank, as `_all_to_all` does; both directions are counted."""
         if self.world_size == 1:
             return flat, Handle()
-        self._count(phase, flat, len(flat) + sum(takes))
+        self._count(phase, (len(flat) + sum(takes)) * flat.element_size())
         return self._all_to_all(flat, gives, takes)
 
     def all_gather(self, tensor: Tensor, phase: str) -> list[Tensor]:
         """Return every rank's contiguous tensor of one common shape."""
         if self.world_size == 1:
             return [tensor]
-        self._count(phase, tensor)
+        self._count(phase, tensor.nbytes)
         return self._all_gather(tensor)
 
     def traffic(self) -> dict[str, dict[str, int]]:
@@ -254,9 +257,9 @@ class Backend(ABC):
         """
         return with_total({phase: dict(count) for phase, count in self._traffic.items()})
 
-    def _count(self, phase: str, tensor: Tensor, numel: int | None = None) -> None:
+    def _count(self, phase: str, size: int) -> None:
         count = self._traffic.setdefault(phase, {"bytes": 0, "calls": 0})
-        count["bytes"] += (tensor.numel() if numel is None else numel) * tensor.element_size()
+        count["bytes"] += size
         count["calls"] += 1
 
 

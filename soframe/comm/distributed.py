@@ -141,15 +141,15 @@ class TorchDistributed(Backend):
             return _handle(dist.reduce(tensor, target, group=among, async_op=True))
         if self.rank != destination:
             return _handle(dist.isend(tensor, target, self._group))
-        sources = [self._global_ranks[rank] for rank in group if rank != destination]
-        received = [torch.empty_like(tensor) for _ in sources]
-        receipts = [
-            _handle(dist.irecv(part, origin, self._group))
-            for part, origin in zip(received, sources, strict=True)
-        ]
+        parts: list[tuple[Handle, Tensor]] = []
+        for rank in group:
+            if rank != destination:
+                part = torch.empty_like(tensor)
+                work = dist.irecv(part, self._global_ranks[rank], self._group)
+                parts.append((_handle(work), part))
 
         def wait() -> None:
-            for receipt, part in zip(receipts, received, strict=True):
+            for receipt, part in parts:
                 receipt.wait()
                 tensor.add_(part)
 
@@ -162,8 +162,12 @@ class TorchDistributed(Backend):
             return _handle(dist.broadcast(tensor, origin, group=among, async_op=True))
         if self.rank != source:
             return _handle(dist.irecv(tensor, origin, self._group))
-        receivers = [self._global_ranks[rank] for rank in group if rank != source]
-        return together([_handle(dist.isend(tensor, rank, self._group)) for rank in receivers])
+        handles: list[Handle] = []
+        for rank in group:
+            if rank != source:
+                work = dist.isend(tensor, self._global_ranks[rank], self._group)
+                handles.append(_handle(work))
+        return together(handles)
 
     # NOTE: Shares differ in size. Padding them to the largest would multiply the traffic (six
     # times for ResNet-50 on 64 ranks), so `reduce_scatter_single` is out. NCCL's forms with lists

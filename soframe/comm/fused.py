@@ -27,10 +27,7 @@ class Pending(Handle):
     """
 
     def __init__(
-        self,
-        end: Callable[[], None] | None = None,
-        sums: Sequence[Sum] = (),
-        nbytes: int = 0,
+        self, end: Callable[[], None] | None = None, sums: Sequence[Sum] = (), nbytes: int = 0
     ) -> None:
         super().__init__(end)
         self.sums, self.nbytes = sums, nbytes
@@ -49,16 +46,21 @@ class Parcel:
     missing: float = 0.0  # sent if the source has no tensors, such as NaN after a failed solve
 
     @property
+    def sizes(self) -> list[int]:
+        """Elements of each tensor that travel."""
+        return [spec.packed_numel for spec in self.specs]
+
+    @property
     def numel(self) -> int:
         """Elements that travel."""
-        return sum(spec.packed_numel for spec in self.specs)
+        return sum(self.sizes)
 
     def write(self, flat: Tensor) -> None:
         """Write the tensors into their part of a buffer, ``[numel]``."""
         if self.tensors is None:
             flat.fill_(self.missing)
             return
-        parts = flat.split([spec.packed_numel for spec in self.specs])
+        parts = flat.split(self.sizes)
         for spec, tensor, part in zip(self.specs, self.tensors, parts, strict=True):
             if spec.symmetric:
                 pack_triangle(tensor, out=part)
@@ -68,7 +70,7 @@ class Parcel:
     def read(self, flat: Tensor) -> None:
         """Copy the tensors out of their part of a buffer, ``[numel]``."""
         self.tensors = []
-        parts = flat.split([spec.packed_numel for spec in self.specs])
+        parts = flat.split(self.sizes)
         for spec, part in zip(self.specs, parts, strict=True):
             if spec.symmetric:
                 *leading, n, _ = spec.shape
@@ -81,9 +83,11 @@ def times(specs: Iterable[TensorSpec], blocks: int) -> tuple[TensorSpec, ...]:
     """Return the specs of tensors with the groups of many blocks."""
     if blocks == 1:
         return tuple(specs)
-    return tuple(
-        TensorSpec((spec.shape[0] * blocks, *spec.shape[1:]), spec.symmetric) for spec in specs
-    )
+    stacked: list[TensorSpec] = []
+    for spec in specs:
+        groups, *shape = spec.shape
+        stacked.append(TensorSpec((groups * blocks, *shape), spec.symmetric))
+    return tuple(stacked)
 
 
 def buckets(
@@ -174,8 +178,9 @@ class Sum:
         """Return this rank's part, packed."""
         if self.tensor is None:
             return torch.zeros(self.packed_shape, dtype=self.dtype, device=self.device)
-        is_matrix = self.symmetric and self.tensor.dim() == 3
-        return pack_triangle(self.tensor) if is_matrix else self.tensor
+        if self.symmetric and self.tensor.dim() == 3:
+            return pack_triangle(self.tensor)
+        return self.tensor
 
     def write(self, flat: Tensor) -> None:
         """Move this rank's part into its place in a buffer, ``[numel]``."""

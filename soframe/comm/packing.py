@@ -61,7 +61,8 @@ def unpack_triangle(packed: Tensor, n: int) -> Tensor:
 
 def packed_diagonal(packed: Tensor, n: int) -> Tensor:
     """Return the diagonal ``[..., n]`` of packed matrices ``[..., n (n + 1) / 2]``."""
-    diagonals = [part.diagonal(dim1=-2, dim2=-1) for part in _fold(packed, n)]
+    edge, corner = _fold(packed, n)
+    diagonals = (edge.diagonal(dim1=-2, dim2=-1), corner.diagonal(dim1=-2, dim2=-1))
     return torch.cat(diagonals, dim=-1)
 
 

@@ -49,77 +49,60 @@ class Recording(Backend):
         fused: bool = False,
     ) -> None:
         super().__init__()
-        self._inner = inner
-        self.rank = inner.rank if inner is not None else rank
-        self.world_size = inner.world_size if inner is not None else world_size
+        self._inner = inner or _OnPaper(rank, world_size, fused=fused)
+        self.rank, self.world_size = self._inner.rank, self._inner.world_size
         self.on_paper = inner is None
-        self.overlap = inner is None or inner.overlap
-        self.fused = fused if inner is None else inner.fused
+        self.overlap, self.fused = self._inner.overlap, self._inner.fused
         self.events: list[Event] = []
         self.groups: list[tuple[int, ...]] = []
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        return super().global_ranks if self._inner is None else self._inner.global_ranks
+        return self._inner.global_ranks
 
     @property
     def process_group(self) -> Any:
-        return None if self._inner is None else self._inner.process_group
+        return self._inner.process_group
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
         self.groups.extend(groups)
-        if self._inner is not None:
-            self._inner.prepare(groups)
+        self._inner.prepare(groups)
 
     def meet(self, what: str) -> None:
-        if self._inner is not None:
-            self._inner.meet(what)
+        self._inner.meet(what)
 
     def wire_device(self, device: torch.device) -> torch.device:
-        return device if self._inner is None else self._inner.wire_device(device)
+        return self._inner.wire_device(device)
 
     def _all_reduce(self, tensor: Tensor) -> Handle:
         self._record("all_reduce", tensor)
-        return Handle() if self._inner is None else self._inner._all_reduce(tensor)
+        return self._inner._all_reduce(tensor)
 
     def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
         self._record("reduce", tensor, destination, group)
-        return Handle() if self._inner is None else self._inner._reduce(tensor, destination, group)
+        return self._inner._reduce(tensor, destination, group)
 
     def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
         self._record("broadcast", tensor, source, group)
-        if self._inner is not None:
-            return self._inner._broadcast(tensor, source, group)
-        if source != self.rank:
-            tensor.zero_()
-        return Handle()
+        return self._inner._broadcast(tensor, source, group)
 
     def _reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         self._record("reduce_scatter", flat)
-        return Handle() if self._inner is None else self._inner._reduce_scatter(flat, sizes)
+        return self._inner._reduce_scatter(flat, sizes)
 
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         self._record("all_gather_shares", flat)
-        if self._inner is not None:
-            return self._inner._all_gather_shares(flat, sizes)
-        for rank, share in enumerate(flat.split(list(sizes))):
-            if rank != self.rank:
-                share.zero_()
-        return Handle()
+        return self._inner._all_gather_shares(flat, sizes)
 
     def _all_to_all(
         self, flat: Tensor, gives: Sequence[int], takes: Sequence[int]
     ) -> tuple[Tensor, Handle]:
         self._record("all_to_all", flat)
-        if self._inner is not None:
-            return self._inner._all_to_all(flat, gives, takes)
-        return flat.new_zeros(sum(takes)), Handle()
+        return self._inner._all_to_all(flat, gives, takes)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._record("all_gather", tensor)
-        if self._inner is not None:
-            return self._inner._all_gather(tensor)
-        return [tensor.clone() for _ in range(self.world_size)]
+        return self._inner._all_gather(tensor)
 
     def _record(
         self,
@@ -130,3 +113,36 @@ class Recording(Backend):
     ) -> None:
         group = group or tuple(range(self.world_size))
         self.events.append(Event(operation, tensor.numel(), tensor.dtype, source, group))
+
+
+class _OnPaper(Backend):
+    """A rank of a simulated world: nothing travels, and zeros arrive in place of other tensors."""
+
+    def __init__(self, rank: int, world_size: int, *, fused: bool) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.fused = rank, world_size, fused
+
+    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Make no groups."""
+
+    def _all_reduce(self, tensor: Tensor) -> Handle:
+        return Handle()
+
+    def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
+        return Handle()
+
+    def _broadcast(self, tensor: Tensor, source: int, group: tuple[int, ...]) -> Handle:
+        if source != self.rank:
+            tensor.zero_()
+        return Handle()
+
+    def _reduce_scatter(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
+        return Handle()
+
+    def _all_to_all(
+        self, flat: Tensor, gives: Sequence[int], takes: Sequence[int]
+    ) -> tuple[Tensor, Handle]:
+        return flat.new_zeros(sum(takes)), Handle()
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor.clone() for _ in range(self.world_size)]

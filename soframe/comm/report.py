@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Any
 
 from soframe.comm.agreement import add_over_ranks
@@ -63,7 +64,7 @@ class Report:
         total: dict[str, Any] = {}
         for name in OVER_RANKS:
             value = getattr(self, name)
-            total[name] = next(sums) if isinstance(value, float) else [next(sums) for _ in value]
+            total[name] = next(sums) if isinstance(value, float) else [*islice(sums, len(value))]
         return replace(self, **total)
 
 

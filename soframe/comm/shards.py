@@ -8,7 +8,7 @@ set of workers: a rank sends only the missing parts, each once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,15 +32,9 @@ class Split:
     part: Tensor | None = None  # this rank's, of any dtype
     whole: Tensor | None = None  # on workers, in the shape of `shards`
 
-    @property
-    def size(self) -> int:
-        """The bytes of the whole."""
-        return self.shards.whole * self.dtype.itemsize
-
-    @property
-    def route(self) -> tuple[object, ...]:
-        """The key that tensors in one buffer share."""
-        return (self.dtype, self.device)
+    def route(self) -> tuple[Hashable, int]:
+        """Return the key that tensors in one buffer share, and the bytes of the whole."""
+        return (self.dtype, self.device), self.shards.whole * self.dtype.itemsize
 
 
 def gather(backend: Backend, splits: Sequence[Split], phase: str) -> None:
@@ -81,7 +75,7 @@ def scatter(backend: Backend, splits: Sequence[Split], phase: str) -> None:
 def _exchange_all(backend: Backend, splits: Sequence[Split], phase: str) -> None:
     """Exchange the parts of tensors, an all-to-all for each buffer."""
     moving = [split for split in splits if split.shards.travels(split.workers, split.sources)]
-    buckets = in_buckets(moving, lambda split: (split.route, split.size))
+    buckets = in_buckets(moving, Split.route)
     pending = [_exchange(backend, bucket, phase) for bucket in buckets]
     for exchange in pending:
         exchange.wait()
@@ -97,7 +91,8 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
         for receiver in split.shards.receivers(rank, *way):
             sends[receiver].append(_sent(split, receiver).flatten())
         for sender in split.shards.senders(rank, *way):
-            receives[sender].append((split, rank if split.sources else sender))
+            owner = rank if split.sources else sender
+            receives[sender].append((split, owner))
 
     first = splits[0]
     parts = list(itertools.chain.from_iterable(sends))
@@ -105,7 +100,7 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
     joined, handle = backend.all_to_all(
         flat.to(backend.wire_device(first.device)),
         [sum(map(Tensor.numel, of_rank)) for of_rank in sends],
-        list(map(_numel, receives)),
+        [sum(_sizes(of_rank)) for of_rank in receives],
         phase,
     )
 
@@ -119,8 +114,7 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
 
 def _unpack(flat: Tensor, received: Sequence[tuple[Split, int]]) -> None:
     """Take the parts that came in a buffer, each with its owner."""
-    parts = flat.split([split.shards.numel(owner) for split, owner in received])
-    for (split, owner), part in zip(received, parts, strict=True):
+    for (split, owner), part in zip(received, flat.split(_sizes(received)), strict=True):
         shape = split.shards.part_shape(owner)
         if split.sources:
             split.part = part.view(shape)
@@ -128,8 +122,8 @@ def _unpack(flat: Tensor, received: Sequence[tuple[Split, int]]) -> None:
             split.shards.part(_whole(split), owner).copy_(part.view(shape))
 
 
-def _numel(received: Sequence[tuple[Split, int]]) -> int:
-    return sum(split.shards.numel(owner) for split, owner in received)
+def _sizes(received: Sequence[tuple[Split, int]]) -> list[int]:
+    return [split.shards.numel(owner) for split, owner in received]
 
 
 def _sent(split: Split, other: int) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from numpy import arange
 from torch import Tensor, finfo
 
 from soframe.blocks.block import Block
@@ -102,21 +103,18 @@ def figure(metrics: Mapping[str, Any]) -> Figure:
 
     drawn = Figure(figsize=(12, 4.2), layout="constrained")
     spectra, conditions, ages = drawn.subplots(1, 3)
-    factors: dict[str, Any] = {}
-    for name, block in metrics["blocks"].items():
-        for factor, of_factor in block["factors"].items():
-            factors[f"{name}.{factor}" if name else factor] = of_factor
+    factors = _factors(metrics)
     names = list(factors)
     for number, (name, factor) in enumerate(factors.items()):
-        _plot_spectrum(spectra, number, name, factor)
+        _plot_spectrum(spectra, number, name, factor["spectrum"])
     for axes in (spectra, ages):
         axes.xaxis.get_major_locator().set_params(integer=True)
     spectra.set(yscale="log", xlabel="number", ylabel="eigenvalue over the largest")
     if spectra.lines:
         spectra.legend(frameon=False, fontsize=8)
-    condition_numbers = [(f["spectrum"] or {}).get("condition") for f in factors.values()]
+    condition_numbers = [factor["spectrum"].get("condition") for factor in factors.values()]
     _bars(conditions, names, [condition_numbers], ("condition number",))
-    if any(value is not None for value in condition_numbers):
+    if any(condition_numbers):
         conditions.set_xscale("log")
     statistics_ages = [factor["statistics_age"] for factor in factors.values()]
     solve_ages = [factor["solve_age"] for factor in factors.values()]
@@ -124,11 +122,26 @@ def figure(metrics: Mapping[str, Any]) -> Figure:
     ages.legend(frameon=False, fontsize=8)
     for axes, title in ((spectra, "spectra"), (conditions, "condition"), (ages, "steps ago")):
         axes.set_title(title, fontsize=10)
-        axes.grid(visible=True, which="major", linewidth=0.5, color="#DDDDDD")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        _plain(axes)
     drawn.suptitle(f"factors after {metrics['step']} steps", fontsize=12)
     return drawn
+
+
+def _factors(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the metrics of all factors by name; a spectrum that is not known is empty."""
+    factors: dict[str, dict[str, Any]] = {}
+    for name, block in metrics["blocks"].items():
+        for factor, of_factor in block["factors"].items():
+            full_name = f"{name}.{factor}" if name else factor
+            factors[full_name] = {**of_factor, "spectrum": of_factor["spectrum"] or {}}
+    return factors
+
+
+def _plain(axes: Axes) -> None:
+    """Draw a faint grid, and two sides of the frame."""
+    axes.grid(visible=True, which="major", linewidth=0.5, color="#DDDDDD")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 class WithSpectra(Protocol):
@@ -164,36 +177,32 @@ def spectra(curvature: WithSpectra) -> Figure:
         places = range(1, len(positive) + 1)
         axes.plot(places, positive.tolist(), dashes, color=color, label=label)
     axes.set(xscale="log", yscale="log", xlabel="number", ylabel="eigenvalue")
-    axes.grid(visible=True, which="major", linewidth=0.5, color="#DDDDDD")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    _plain(axes)
     axes.legend(frameon=False, fontsize=8)
     return drawn
 
 
-def _plot_spectrum(axes: Axes, number: int, name: str, factor: Mapping[str, Any]) -> None:
+def _plot_spectrum(axes: Axes, number: int, name: str, spectrum: Mapping[str, Any]) -> None:
     """Draw the positive eigenvalues of each group over the group's largest."""
     dashes = "-" if number < len(COLORS) else "--"
     color = COLORS[number % len(COLORS)]
-    for group, values in enumerate((factor["spectrum"] or {}).get("eigenvalues", ())):
+    for group, values in enumerate(spectrum.get("eigenvalues", ())):
         positive = [value / values[0] for value in values if value > 0]
         label = name if group == 0 else f"_{name}"
         axes.plot(range(1, len(positive) + 1), positive, dashes, color=color, label=label)
 
 
 def _bars(
-    axes: Axes,
-    names: Sequence[str],
-    rows: Sequence[Sequence[float | None]],
-    labels: Sequence[str],
+    axes: Axes, names: Sequence[str], rows: Sequence[Sequence[float | None]], labels: Sequence[str]
 ) -> None:
-    height = 0.8 / len(rows)
+    height, places = 0.8 / len(rows), arange(len(names))
     for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
-        places = [place + number * height for place in range(len(names))]
-        widths = [0 if value is None else value for value in row]
-        axes.barh(places, widths, height=height, color=COLORS[number], label=label)
+        widths = [value or 0 for value in row]
+        axes.barh(
+            places + number * height, widths, height=height, color=COLORS[number], label=label
+        )
     middle = 0.8 / 2 - height / 2
-    axes.set_yticks([place + middle for place in range(len(names))], names, fontsize=8)
+    axes.set_yticks(places + middle, names, fontsize=8)
     axes.invert_yaxis()
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
-from soframe.comm.agreement import gather_texts
+from soframe.comm.agreement import gather_json
+from soframe.diagnostics.metrics import NORMS
 from soframe.estimate.statistics import Accumulator, Folded
 from soframe.registry import describe
 from soframe.specs import FactorSpec
@@ -46,14 +46,13 @@ class Explanation:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield f"{self.name}: " + ", ".join(f"{key} {value}" for key, value in self.block.items())
+        yield f"{self.name}: {_listed(self.block, str)}"
         yield "the last window with its statistics, by rank:"
         for numbers in self.ranks:
-            yield "  " + ", ".join(f"{key} {_short(value)}" for key, value in numbers.items())
+            yield f"  {_listed(numbers)}"
         for name, numbers in self.factors.items():
-            shown = (f"{key} {_short(value)}" for key, value in numbers.items())
-            yield f"factor {name}: " + ", ".join(shown)
-        yield "update: " + ", ".join(f"{key} {_short(n)}" for key, n in self.update.items())
+            yield f"factor {name}: {_listed(numbers)}"
+        yield f"update: {_listed(self.update)}"
         yield from self.reasons
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,7 +60,7 @@ class Explanation:
         return {
             "name": self.name,
             "block": dict(self.block),
-            "ranks": [dict(numbers) for numbers in self.ranks],
+            "ranks": list(map(dict, self.ranks)),
             "factors": {name: dict(numbers) for name, numbers in self.factors.items()},
             "update": dict(self.update),
             "reasons": list(self.reasons),
@@ -70,6 +69,10 @@ class Explanation:
 
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _listed(numbers: Mapping[str, Any], show: Callable[[object], str] = _short) -> str:
+    return ", ".join(f"{key} {show(value)}" for key, value in numbers.items())
 
 
 def explain(
@@ -92,8 +95,7 @@ def explain(
     folded = statistics.folded.get(block)
     ranks = [_of_rank(block, place, folded, placed.rank)]
     if all_ranks:
-        texts = gather_texts(placed.backend, json.dumps(ranks[0]), "metrics")
-        ranks = [json.loads(text) for text in texts]
+        ranks = gather_json(placed.backend, ranks[0], "metrics")
     measured = metrics["blocks"][name]
     factors: dict[str, dict[str, Any]] = {}
     for factor in block.factors:
@@ -102,7 +104,9 @@ def explain(
             **_scale(block, factor, folded),
             **_kept(measured["factors"][factor.name]),
         }
-    norms = ("gradient_norm", "direction_norm", "weight_norm")
+    update = {"updates": block.record.updates}
+    for norm in NORMS:
+        update[norm] = measured[norm]
     return Explanation(
         name=name,
         block={
@@ -115,10 +119,7 @@ def explain(
         },
         ranks=ranks,
         factors=factors,
-        update={
-            "updates": block.record.updates,
-            **{norm: measured[norm] for norm in norms},
-        },
+        update=update,
         reasons=list(_reasons(block, folded, measured)),
     )
 
@@ -139,13 +140,17 @@ def _of_rank(
             "weight of samples": contribution.input_weight,
             "weight of rows": contribution.output_weight,
         }
-    names = [factor.name for factor in block.factors]
-    indices = range(len(names))
-    numbers["contributes to"] = [
-        names[i] for i in indices if block.factors[i].captured and place.contributes(rank, i)
-    ]
-    numbers["holds"] = [names[i] for i in indices if place.holds(rank, i)]
-    numbers["solves"] = [names[i] for i in indices if place.owners[i] == rank]
+    contributes: list[str] = []
+    holds: list[str] = []
+    solves: list[str] = []
+    for index, factor in enumerate(block.factors):
+        if factor.captured and place.contributes(rank, index):
+            contributes.append(factor.name)
+        if place.holds(rank, index):
+            holds.append(factor.name)
+        if place.owners[index] == rank:
+            solves.append(factor.name)
+    numbers |= {"contributes to": contributes, "holds": holds, "solves": solves}
     numbers["makes the update"] = rank in place.gradient_workers
     return numbers
 
@@ -164,13 +169,11 @@ def _scale(block: Block, factor: FactorSpec, folded: Folded | None) -> dict[str,
     """Return the multiplier of this rank's sum, and the divisor of all ranks' sums."""
     if folded is None or folded.weights is None or not factor.captured:
         return {}
+    multiplier = folded.contribution.multipliers[factor.degree]
     if factor.mean_over == "group rows":
-        return {
-            "multiplier": folded.contribution.multipliers[factor.degree],
-            "divisors": list(folded.weights.groups),
-        }
+        return {"multiplier": multiplier, "divisors": list(folded.weights.groups)}
     divisor = folded.weights.factors[block.captured.index(factor)]
-    return {"multiplier": folded.contribution.multipliers[factor.degree], "divisor": divisor}
+    return {"multiplier": multiplier, "divisor": divisor}
 
 
 def _kept(measured: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ is not yet available, not on this rank, or not measured.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from soframe.blocks.block import Block, unpack
 from soframe.blocks.placed import PlacedBlocks
-from soframe.comm.agreement import gather_texts
+from soframe.comm.agreement import gather_json
 from soframe.diagnostics.norms import Norms, measure
 from soframe.diagnostics.spectra import spectrum
 from soframe.estimate.averages import settled
@@ -165,10 +164,7 @@ def _of_step(taken: Taken | None) -> dict[str, Any]:
 
 
 def _of_block(
-    block: Block,
-    taken: Taken | None,
-    spectra: Mapping[str, dict[str, Any] | None],
-    steps: int,
+    block: Block, taken: Taken | None, spectra: Mapping[str, dict[str, Any] | None], steps: int
 ) -> dict[str, Any]:
     damping, multiple = _damping(block, taken)
     norms = None if taken is None else taken.norms
@@ -189,7 +185,7 @@ def _of_block(
     return {
         "method": describe(block.method),
         "solver": describe(block.solver),
-        "parameters": [*block.parameters],
+        "parameters": list(block.parameters),
         "shape": list(block.shape),
         "auxiliary": block.auxiliary,
         "active": block.active,
@@ -224,11 +220,12 @@ def _damping(block: Block, taken: Taken | None) -> tuple[float | None, float | N
 def _norms(name: str, norms: Norms | None) -> dict[str, float | None]:
     if norms is None:
         return dict.fromkeys(NORMS)
+    of_block: dict[str, float | None] = {}
     kinds = (norms.gradient, norms.direction, norms.weight)
-    return {
-        key: None if name not in known else _finite(float(known[name]))
-        for key, known in zip(NORMS, kinds, strict=True)
-    }
+    for key, known in zip(NORMS, kinds, strict=True):
+        norm = float(known[name]) if name in known else math.nan
+        of_block[key] = norm if math.isfinite(norm) else None
+    return of_block
 
 
 def _sums(placed: PlacedBlocks, all_ranks: bool) -> dict[Block, Mapping[str, Tensor]]:
@@ -252,13 +249,12 @@ def _spectra(
     all_ranks: bool,
 ) -> dict[str, dict[str, Any] | None]:
     """Return the spectra of the factors that this rank holds, or with ``all_ranks`` owns."""
-    return {
-        factor.name: spectrum(
-            unpack(sums[factor.name], factor).to(block.dtype), factor, full=spectra == "full"
-        )
-        for index, factor in enumerate(block.factors)
-        if factor.name in sums and (not all_ranks or place.owners[index] == placed.rank)
-    }
+    spectrums: dict[str, dict[str, Any] | None] = {}
+    for factor, owner in zip(block.factors, place.owners, strict=True):
+        if factor.name in sums and (not all_ranks or owner == placed.rank):
+            matrix = unpack(sums[factor.name], factor).to(block.dtype)
+            spectrums[factor.name] = spectrum(matrix, factor, full=spectra == "full")
+    return spectrums
 
 
 def _phases(
@@ -305,8 +301,8 @@ def _total(blocks: Iterable[Mapping[str, Any]], name: str) -> float | None:
 
 def _fill_in(placed: PlacedBlocks, metrics: dict[str, Any]) -> None:
     """Fill in numbers that only other ranks have; a collective of all ranks."""
-    local = json.dumps({"blocks": metrics["blocks"], "phases": metrics["phases"]})
-    of_ranks = [json.loads(text) for text in gather_texts(placed.backend, local, "metrics")]
+    local = {"blocks": metrics["blocks"], "phases": metrics["phases"]}
+    of_ranks = gather_json(placed.backend, local, "metrics")
     for name, block in metrics["blocks"].items():
         block_of_ranks = [of_rank["blocks"][name] for of_rank in of_ranks]
         _fill(block, block_of_ranks)
@@ -316,13 +312,10 @@ def _fill_in(placed: PlacedBlocks, metrics: dict[str, Any]) -> None:
 
 
 def _fill(metrics: dict[str, Any], of_ranks: list[Mapping[str, Any]]) -> None:
-    for key, value in metrics.items():
-        if value is None:
-            metrics[key] = next((other[key] for other in of_ranks if other[key] is not None), None)
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
+    for other in of_ranks:
+        for key, value in metrics.items():
+            if value is None:
+                metrics[key] = other[key]
 
 
 # -- for loggers ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -48,15 +49,23 @@ def measure(blocks: Sequence[Block], gradients: Gradients, updates: Sequence[Upd
     return Norms(frozenset(used), gradient_norms, direction_norms, weight_norms)
 
 
+def copies(blocks: Sequence[Block]) -> dict[nn.Parameter, Tensor]:
+    """Return copies of the weights of blocks."""
+    weights: dict[nn.Parameter, Tensor] = {}
+    for block in blocks:
+        for parameter in block.parameters.values():
+            weights[parameter] = parameter.detach().clone()
+    return weights
+
+
 def changes(before: Mapping[nn.Parameter, Tensor], blocks: Sequence[Block]) -> dict[str, Tensor]:
     """Return the Frobenius norms of the updates of weights, by block."""
     moved: dict[str, Tensor] = {}
     for block in blocks:
         parameters = list(block.parameters.values())
-        if _is_whole(block) and all(p in before for p in parameters):
-            moved[block.name] = _together(
-                [_norm(p.detach() - before[p]) for p in parameters], block
-            )
+        if _is_whole(block) and before.keys() >= set(parameters):
+            norms = [_norm(p.detach() - before[p]) for p in parameters]
+            moved[block.name] = _together(norms, block)
     return moved
 
 
@@ -67,9 +76,8 @@ def _together(norms: Sequence[Tensor], block: Block) -> Tensor:
 def _is_whole(block: Block) -> bool:
     """Return whether this rank has all elements of a block's parameters."""
     parameters = list(block.parameters.values())
-    groups, out, into = block.shape
-    size = sum(parameter.numel() for parameter in parameters)
-    return size == groups * out * into and not any(map(sharding.is_sharded, parameters))
+    size = sum(map(Tensor.numel, parameters))
+    return size == prod(block.shape) and not any(map(sharding.is_sharded, parameters))
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -53,11 +53,7 @@ class AcceleratedPreconditioner:
     """
 
     def __init__(
-        self,
-        accelerator: Any,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **settings: Any,
+        self, accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any
     ) -> None:
         require_plain(optimizer)
         self._accelerator, self._optimizer = accelerator, optimizer

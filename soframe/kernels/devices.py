@@ -100,3 +100,8 @@ def sent(numbers: Sequence[float], like: Tensor) -> Tensor:
     here = torch.tensor(numbers, dtype=like.dtype, device="cpu")
     # CUDA reads pageable memory before the call returns, so it may be freed at once.
     return here.to(like.device, non_blocking=like.is_cuda)
+
+
+def along_first(numbers: Tensor, like: Tensor) -> Tensor:
+    """Return a view of ``[n]`` with as many dimensions as a tensor ``[n, ...]``."""
+    return numbers.view(-1, *[1] * (like.dim() - 1))

@@ -65,7 +65,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
     if not devices.fast_double(matrix.device):
         reflected: Tensor = torch.linalg.qr(matrix)[0]
         return reflected
-    return torch.cat([_by_cholesky(part) for part in devices.batches(matrix)])
+    return torch.cat(list(map(_by_cholesky, devices.batches(matrix))))
 
 
 def _by_cholesky(matrix: Tensor) -> Tensor:

@@ -85,38 +85,34 @@ class Segment(NamedTuple):
 def segments(axis: Axis) -> tuple[Segment, ...]:
     """Return the segments of an axis by the length of their shift, for shifts of either sign."""
     # Each block's range is the disjoint union of the segments whose run contains its ``k``.
-    stride, runs = axis.stride, []
-    ranges: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for k in range(axis.kernel):
-        origin = axis.dilation * k - axis.before
-        for other in range(axis.kernel):
-            (a, b), (c, d) = axis.inside(k), axis.inside(other)
-            start, stop = max(a, c), min(b, d)
-            if start < stop:
-                # Positions of one residue are counted alike, whichever kernel position meets them.
-                offset = origin // stride
-                key = (other - k, origin % stride)
-                ranges[key].append((start + offset, stop + offset, k))
-    for (other, residue), spans in ranges.items():
-        edges = sorted({start for start, _, _ in spans} | {stop for _, stop, _ in spans})
-        for start, stop in pairwise(edges):
+    runs: list[Segment] = []
+    for (other, residue), spans in _ranges(axis).items():
+        edges: set[int] = set()
+        for start, stop, _ in spans:
+            edges |= {start, stop}
+        for start, stop in pairwise(sorted(edges)):
             ks = sorted(k for a, b, k in spans if a <= start and stop <= b)
             if not ks:
                 continue
             step = ks[1] - ks[0] if len(ks) > 1 else 1
             assert ks == list(range(ks[0], ks[-1] + 1, step))
-            shift = axis.dilation * other
-            segment = Segment(
-                start=start * stride + residue,
-                count=stop - start,
-                shift=shift,
-                first=ks[0],
-                step=step,
-                kernels=len(ks),
-                other=other,
-            )
-            runs.append(segment)
+            position, shift = start * axis.stride + residue, axis.dilation * other
+            runs.append(Segment(position, stop - start, shift, ks[0], step, len(ks), other))
     return tuple(sorted(runs, key=lambda s: (abs(s.shift), s.shift, s.start)))
+
+
+def _ranges(axis: Axis) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+    """Return ``start, stop, k`` of the blocks ``(k, k')``, by ``k' - k`` and the residue."""
+    ranges: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for k in range(axis.kernel):
+        # Positions of one residue are counted alike, whichever kernel position meets them.
+        offset, residue = divmod(axis.dilation * k - axis.before, axis.stride)
+        for other in range(axis.kernel):
+            (a, b), (c, d) = axis.inside(k), axis.inside(other)
+            start, stop = max(a, c), min(b, d)
+            if start < stop:
+                ranges[other - k, residue].append((start + offset, stop + offset, k))
+    return ranges
 
 
 class Blocks(NamedTuple):
@@ -154,7 +150,8 @@ def blocks(rows: Segment, columns: Segment | None, geometry: Geometry) -> Blocks
 
 def patch_sums(x: Tensor, geometry: Geometry) -> Tensor:
     """Return the sum of all patches, ``[groups, features]``: the bias's row of the factor."""
-    rows, columns = (_meets(axis, x.device, x.dtype) for axis in (geometry.rows, geometry.columns))
+    rows = _meets(geometry.rows, x.device, x.dtype)
+    columns = _meets(geometry.columns, x.device, x.dtype)
     sums = rows @ x.sum(0) @ columns.T  # [channels, kernel rows, kernel columns]
     by_group: Tensor = sums.unflatten(0, (geometry.groups, geometry.channels))
     return by_group.permute(0, 2, 3, 1).flatten(1)
@@ -162,7 +159,8 @@ def patch_sums(x: Tensor, geometry: Geometry) -> Tensor:
 
 def patch_means(x: Tensor, geometry: Geometry) -> Tensor:
     """Return the mean patch of every sample, ``[groups, batch, 1, features]``."""
-    rows, columns = (_meets(axis, x.device, x.dtype) for axis in (geometry.rows, geometry.columns))
+    rows = _meets(geometry.rows, x.device, x.dtype)
+    columns = _meets(geometry.columns, x.device, x.dtype)
     sums = rows @ x @ columns.T  # [batch, channels, kernel rows, kernel columns]
     by_group = sums.unflatten(1, (geometry.groups, geometry.channels)).permute(1, 0, 3, 4, 2)
     means: Tensor = by_group.flatten(2).unsqueeze(2) / (geometry.rows.out * geometry.columns.out)

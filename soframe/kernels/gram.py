@@ -11,6 +11,7 @@ torch multiplies the images of a batch into one matrix one after the other there
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import nullcontext
 from functools import lru_cache
 from itertools import pairwise
@@ -42,11 +43,13 @@ def new_sum(groups: int, size: int, like: Tensor, *, zero: bool) -> Tensor:
     """
     count, name = groups * size * size, str(like.dtype).removeprefix("torch.")
     if count < HUGE or devices.on_gpu(like) or name not in ("float32", "float64"):
-        return (like.new_zeros if zero else like.new_empty)(groups, size, size)
+        new = like.new_zeros if zero else like.new_empty
+        return new(groups, size, size)
     # NumPy's allocator uses huge pages; its zeros come from the system and are not written.
     # Its memory is aligned here as torch's is: products into other memory take up to a quarter
     # longer.
-    memory = (np.zeros if zero else np.empty)(count + ALIGNMENT // like.element_size(), name)
+    allocate = np.zeros if zero else np.empty
+    memory = allocate(count + ALIGNMENT // like.element_size(), name)
     skipped = -memory.ctypes.data % ALIGNMENT // like.element_size()
     return torch.from_numpy(memory)[skipped : skipped + count].view(groups, size, size)
 
@@ -54,7 +57,8 @@ def new_sum(groups: int, size: int, like: Tensor, *, zero: bool) -> Tensor:
 @lru_cache(maxsize=256)
 def column_blocks(size: int, *, gpu: bool = False) -> tuple[tuple[int, int], ...]:
     """Return the ranges of the column blocks of a symmetric product, in order."""
-    number = 2 ** (sum(size >= bound for bound in (GPU_BLOCKS if gpu else BLOCKS)) - 1)
+    bounds = GPU_BLOCKS if gpu else BLOCKS
+    number = 2 ** (bisect_right(bounds, size) - 1)
     edges = [size * i // number for i in range(number + 1)]
     return tuple(pairwise(edges))
 
@@ -88,14 +92,15 @@ def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0)
 def add_maps(total: Tensor, maps: Tensor, scale: float = 1.0, beta: float = 1.0) -> None:
     """Add ``scale sum_b maps[b] maps[b]^T``, of images ``[batch, n, positions]``."""
     batch, size, positions = maps.shape
-    if size < SMALL or (devices.on_gpu(maps) and size <= positions):
+    gpu = devices.on_gpu(maps)
+    if size < SMALL or (gpu and size <= positions):
         products = torch.bmm(maps, maps.mT)
-        if devices.on_gpu(maps) and total.is_contiguous():  # by one operator: a product with ones
+        if gpu and total.is_contiguous():  # by one operator: a product with ones
             flat, every = products.flatten(1).T, ones(batch, total.device, total.dtype)
             total.view(-1).addmv_(flat, every, beta=beta, alpha=scale)
         else:
             add(total, products.sum(0), scale, beta)
-    elif positions < size or devices.on_gpu(maps):
+    elif gpu or positions < size:
         # Many short products into one large matrix: its memory traffic costs more than a copy, of
         # whole maps rather than of their transposes.
         rows = maps.transpose(0, 1).reshape(size, batch * positions).T

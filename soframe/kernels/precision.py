@@ -65,8 +65,8 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
     if may_round(left.device):
         lefts = devices.batches(left)
-        rights = right.split([len(part) for part in lefts])
-        return torch.cat([_by_parts(*pair) for pair in zip(lefts, rights, strict=True)])
+        rights = right.split(list(map(len, lefts)))
+        return torch.cat(list(map(_by_parts, lefts, rights)))
     # By torch.set_float32_matmul_precision("medium") in bfloat16, on some processors.
     on_cpu = left.device.type == "cpu"
     if on_cpu and torch.backends.mkldnn.matmul.fp32_precision in ("bf16", "tf32"):  # type: ignore[attr-defined]  # untyped

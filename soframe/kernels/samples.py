@@ -84,10 +84,7 @@ def moments_by_grams(
 
 
 def moments_by_samples(
-    rows: Tensor,
-    output_rows: Tensor,
-    at_once: int = AT_ONCE,
-    diagonal: Diagonal = (False, False),
+    rows: Tensor, output_rows: Tensor, at_once: int = AT_ONCE, diagonal: Diagonal = (False, False)
 ) -> tuple[Tensor, Tensor]:
     """Compute the same from the gradients, some samples at a time: the plain twin."""
     groups, _, _, into = rows.shape

@@ -43,4 +43,5 @@ def copied(x: Tensor, geometry: Geometry) -> Tensor:
 
 def add(total: Tensor, x: Tensor, geometry: Geometry, scale: float) -> None:
     """Add the moment of the patches to ``total``, ``[groups, features, features]``."""
-    add_moment(total, (copied if devices.on_gpu(x) else patches)(x, geometry), scale)
+    rows = copied(x, geometry) if devices.on_gpu(x) else patches(x, geometry)
+    add_moment(total, rows, scale)

@@ -15,7 +15,6 @@ an ``nn.Linear`` for each projection.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from soframe.kernels.devices import sent
-from soframe.layers.base import BlockShape, InnerCall, LayerHelper, Unit
+from soframe.layers.base import BlockShape, InnerCall, Inputs, LayerHelper, Unit
 from soframe.layers.graph import PRODUCTS, products
 from soframe.layers.layout import parameter_of
 from soframe.registry import KINDS
@@ -61,8 +60,8 @@ class AttentionHelper(LayerHelper):
         super().__init__(module, weight=False, bias=False)
         self._weights, self.groups = dict(weights), groups
         self._keys = (weight or "", bias or "")
-        self.weight = parameter_of(module, weight) if weight else None
-        self.bias = parameter_of(module, bias) if bias else None
+        self.weight = parameter_of(module, self._keys[0])
+        self.bias = parameter_of(module, self._keys[1])
         parameter = parameter_of(module, next(iter(self._weights)))
         assert parameter is not None
         self._into = parameter.shape[1]
@@ -87,30 +86,22 @@ class AttentionHelper(LayerHelper):
     def of(
         cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
     ) -> Sequence[LayerHelper]:
-        # A bias whose weight is frozen is in no block.
-        helpers = []
-        biased = "in_proj_bias" in trained and joint
-        if "in_proj_weight" in trained:
-            bias = "in_proj_bias" if biased else None
-            weights = {"in_proj_weight": 0}
-            helpers.append(
-                cls(module, weights=weights, weight="in_proj_weight", bias=bias, groups=3)
-            )
-        helpers += [
-            cls(module, weights={name: 0}, weight=name, bias=None, groups=1)
-            for name in SEPARATE
-            if name in trained
-        ]
-        if biased and set(SEPARATE) <= set(trained):
+        helpers: list[LayerHelper] = []
+
+        def add(weight: str, bias: str, groups: int) -> None:
+            if weight in trained:  # a bias whose weight is frozen is in no block
+                key = bias if joint and bias in trained else None
+                helpers.append(
+                    cls(module, weights={weight: 0}, weight=weight, bias=key, groups=groups)
+                )
+
+        add("in_proj_weight", "in_proj_bias", 3)
+        for name in SEPARATE:
+            add(name, "", 1)
+        if joint and {*SEPARATE, "in_proj_bias"} <= set(trained):
             weights = {name: group for group, name in enumerate(SEPARATE)}
             helpers.append(cls(module, weights=weights, weight=None, bias="in_proj_bias", groups=3))
-        if "out_proj.weight" in trained:
-            is_biased = "out_proj.bias" in trained and joint
-            bias = "out_proj.bias" if is_biased else None
-            weights = {"out_proj.weight": 0}
-            helpers.append(
-                cls(module, weights=weights, weight="out_proj.weight", bias=bias, groups=1)
-            )
+        add("out_proj.weight", "out_proj.bias", 1)
         return helpers
 
     @property
@@ -120,14 +111,11 @@ class AttentionHelper(LayerHelper):
 
     @cached_property
     def shape(self) -> BlockShape:
-        columns = self._into if self.weight is not None else 0
-        return BlockShape(self.groups, self._out, columns + (self.bias is not None))
+        return self._shape(self.groups, self._out, self._into)
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         # The three projections may see different rows.
-        if self.groups > 1 and spec.mean_over == "rows":
-            return replace(spec, mean_over="group rows")
-        return spec
+        return spec.by_group() if self.groups > 1 else spec
 
     # -- rows -----------------------------------------------------------------------------------
 
@@ -152,7 +140,7 @@ class AttentionHelper(LayerHelper):
             for index in range(group, group + size):
                 seen[index] += 1
             calls.append(self._call(node, group, size, batch))
-        if any(times != 1 for times in seen):
+        if seen != [1] * self.groups:
             raise RuntimeError(
                 f"{type(self).__name__} finds the projections {', '.join(self._weights)} "
                 f"{seen} time(s) in the graph of {type(self.module).__name__}, not once each: if "
@@ -173,17 +161,17 @@ class AttentionHelper(LayerHelper):
         reaches = torch.zeros(groups, dtype=torch.bool, device="cpu")
         reaches[group : group + size] = True
 
-        def read() -> tuple[Tensor, ...]:
+        def read() -> Inputs:
             x = getattr(node, name).detach()
             return (x.reshape(positions, batch, x.shape[-1]).transpose(0, 1), reaches)
 
-        def like() -> tuple[Tensor, ...]:
+        def like() -> Inputs:
             element = torch.empty(1, dtype=meta.dtype, device=meta.device)
             return (element.expand(batch, positions, into), reaches)
 
         return InnerCall(
             edge=GradientEdge(node, 0),
-            read=read if self.weight is not None else lambda: (like()[0], reaches),
+            read=like if self.weight is None else read,
             like=like,
             arrange=_arranging(batch, (group * out, (groups - group - size) * out)),
         )
@@ -199,12 +187,12 @@ class AttentionHelper(LayerHelper):
         batch, shared, _ = grad_output.shape
         return grad_output.view(batch, shared, self.groups, self._out).permute(2, 0, 1, 3)
 
-    def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def block_rows(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         # Projections outside the call have no ones for the bias either.
         rows, reaches = super().block_rows(inputs, output_rows), inputs[1]
         return _reached(rows, reaches)
 
-    def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
+    def mask(self, inputs: Inputs, output_rows: Tensor) -> Tensor | None:
         """Exclude projections outside the call."""
         reaches = inputs[1]
         if bool(reaches.all()):
@@ -212,30 +200,24 @@ class AttentionHelper(LayerHelper):
         reached = _mask(reaches, output_rows) != 0
         return reached.view(-1, 1, 1).expand(output_rows.shape[:3])
 
-    def group_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
+    def group_rows(self, inputs: Inputs, output_rows: Tensor) -> Tensor | None:
         # Counted on the host, without a synchronisation.
         reaches = inputs[1]
         _, batch, shared, _ = output_rows.shape
         return None if bool(reaches.all()) else reaches * (batch * shared)
 
-    def take_inputs(
-        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
-    ) -> tuple[Tensor, ...]:
+    def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         x, reaches = inputs
         if unit == "row":
             x = x.reshape(-1, 1, x.shape[-1])
         return x[index], reaches
 
-    def mean_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def mean_rows(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         rows, reaches = super().mean_rows(inputs, output_rows), inputs[1]
         return _reached(rows, reaches)
 
     def input_moment(
-        self,
-        inputs: tuple[Tensor, ...],
-        output_rows: Tensor,
-        total: Tensor | None = None,
-        scale: float = 1.0,
+        self, inputs: Inputs, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
         # Computed once for all projections of the call.
         if self.groups == 1:
@@ -264,7 +246,7 @@ def _reached(rows: Tensor, reaches: Tensor) -> Tensor:
 
 def _mask(reaches: Tensor, like: Tensor) -> Tensor:
     """Convert the mask of a call's projections to another tensor's dtype and device."""
-    return sent([float(reached) for reached in reaches.tolist()], like)
+    return sent(reaches.float().tolist(), like)
 
 
 def _arranging(batch: int, around: tuple[int, int]) -> Callable[[Tensor], Tensor]:

@@ -31,10 +31,13 @@ from soframe.kernels.samples import sample_moments, squared_gradients
 from soframe.layers.layout import BlockShape, WeightAndBias
 from soframe.specs import FactorSpec
 
-__all__ = ["FEW", "BlockShape", "InnerCall", "LayerHelper", "Unit", "moment", "widened"]
+__all__ = ["FEW", "BlockShape", "InnerCall", "Inputs", "LayerHelper", "Unit", "moment", "widened"]
 
 Unit = Literal["row", "sample"]
 """The parts of a call that can be selected: single rows, or whole samples."""
+
+Inputs = tuple[Tensor, ...]
+"""The input tensors of a call."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class InnerCall:
     """
 
     edge: GradientEdge
-    read: Callable[[], tuple[Tensor, ...]]
-    like: Callable[[], tuple[Tensor, ...]]
+    read: Callable[[], Inputs]
+    like: Callable[[], Inputs]
     arrange: Callable[[Tensor], Tensor]
 
 
@@ -194,7 +197,7 @@ class LayerHelper(WeightAndBias, ABC):
         """Whether the moments of its inputs are diagonals, as with indices; see `factor`."""
         return self.factor(FactorSpec("A", "right", 1, 1)).kind == "diagonal"
 
-    def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
+    def mask(self, inputs: Inputs, output_rows: Tensor) -> Tensor | None:
         """Return a mask of the rows that reach the parameters of each group.
 
         Called if `factor` sets ``mean_over="group rows"``. The other rows' gradients are excluded
@@ -206,7 +209,7 @@ class LayerHelper(WeightAndBias, ABC):
         del inputs, output_rows
         return None
 
-    def group_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
+    def group_rows(self, inputs: Inputs, output_rows: Tensor) -> Tensor | None:
         """Count the rows that reach each group.
 
         Returns:
@@ -232,7 +235,7 @@ class LayerHelper(WeightAndBias, ABC):
         del args, kwargs, output
         return None
 
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the input tensors of a call, positional or by keyword.
 
         Args:
@@ -264,7 +267,7 @@ class LayerHelper(WeightAndBias, ABC):
         """
         return batch == 1 < shared and size not in (1, shared)
 
-    def block_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def block_rows(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         """Return the input rows of the block: rows of the weight, with ones appended for the bias.
 
         Returns:
@@ -279,7 +282,7 @@ class LayerHelper(WeightAndBias, ABC):
         rows = self._weight_rows(inputs, output_rows)
         return rows if self.bias is None else torch.cat([rows, ones], dim=3)
 
-    def _weight_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def _weight_rows(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         rows = self.input_rows(*inputs).to(output_rows.dtype)
         if rows.shape[:3] != output_rows.shape[:3]:
             raise ValueError(
@@ -295,7 +298,7 @@ class LayerHelper(WeightAndBias, ABC):
             )
         return rows
 
-    def sample_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def sample_rows(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows whose products over positions are the gradients of samples.
 
         Returns:
@@ -308,9 +311,7 @@ class LayerHelper(WeightAndBias, ABC):
         """
         return output_rows, self.block_rows(inputs, output_rows)
 
-    def take_inputs(
-        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
-    ) -> tuple[Tensor, ...]:
+    def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         """Select samples or rows from the inputs of a call.
 
         Args:
@@ -339,7 +340,7 @@ class LayerHelper(WeightAndBias, ABC):
             return output_rows[:, index]
         return output_rows.flatten(1, 2)[:, index].unsqueeze(2)
 
-    def mean_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def mean_rows(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         """Return the input rows of the block, averaged over the positions of a sample.
 
         Returns:
@@ -351,10 +352,10 @@ class LayerHelper(WeightAndBias, ABC):
         means = self._weight_means(inputs, output_rows)
         return means if self.bias is None else torch.cat([means, ones], dim=3)
 
-    def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def _weight_means(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         return self._weight_rows(inputs, output_rows).mean(2, keepdim=True)
 
-    def squared_gradients(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def squared_gradients(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         """Return the sum over samples of their elementwise squared gradients.
 
         Called if `factor` makes the input factor diagonal, with output rows in any basis; otherwise
@@ -365,9 +366,7 @@ class LayerHelper(WeightAndBias, ABC):
         """
         return squared_gradients(self.block_rows(inputs, output_rows), output_rows)
 
-    def sample_moments(
-        self, inputs: tuple[Tensor, ...], output_rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def sample_moments(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums over samples of ``W W^T`` and ``W^T W``, with the sample's gradient W.
 
         Returns:
@@ -377,7 +376,7 @@ class LayerHelper(WeightAndBias, ABC):
         diagonal = (False, self.counts_inputs)
         return sample_moments(self.block_rows(inputs, output_rows), output_rows, diagonal)
 
-    def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def input_sum(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         """Return the sum of the input rows of the block over batch and positions.
 
         Returns:
@@ -399,11 +398,7 @@ class LayerHelper(WeightAndBias, ABC):
     # -- fast paths: an override needs a test that compares it with the plain version ---------
 
     def input_moment(
-        self,
-        inputs: tuple[Tensor, ...],
-        output_rows: Tensor,
-        total: Tensor | None = None,
-        scale: float = 1.0,
+        self, inputs: Inputs, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
         """Return ``total`` plus ``scale`` times the sum of ``a a^T`` over batch and positions.
 
@@ -438,11 +433,7 @@ class LayerHelper(WeightAndBias, ABC):
         return total
 
     def mean_moment(
-        self,
-        inputs: tuple[Tensor, ...],
-        output_rows: Tensor,
-        total: Tensor | None = None,
-        scale: float = 1.0,
+        self, inputs: Inputs, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
         """Return ``total`` plus ``scale`` times the sum of ``a a^T`` over samples, of `mean_rows`.
 

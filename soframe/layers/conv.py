@@ -31,7 +31,7 @@ from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, new_sum
 from soframe.kernels.unfold import patches
-from soframe.layers.base import BlockShape, LayerHelper, Unit, widened
+from soframe.layers.base import BlockShape, Inputs, LayerHelper, Unit, widened
 from soframe.registry import KINDS, register
 
 
@@ -68,8 +68,9 @@ class Conv2dHelper(LayerHelper):
         return self.module.groups
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        # A view if the weight is in channels_last.
-        return super().to_matrix(weight if weight is None else weight.movedim(1, -1), bias)
+        if weight is not None:
+            weight = weight.movedim(1, -1)  # a view if it is in channels_last
+        return super().to_matrix(weight, bias)
 
     def _weight_of(self, matrix: Tensor) -> Tensor:
         assert self.weight is not None
@@ -78,7 +79,8 @@ class Conv2dHelper(LayerHelper):
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         """Return all patches: the plain twin of the fast paths."""
-        return patches(*self._image(*inputs))
+        x, geometry = self._image(inputs, inputs[0].dtype)
+        return patches(x, geometry)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
         """Return a view, channels first or last."""
@@ -89,17 +91,13 @@ class Conv2dHelper(LayerHelper):
         return g.permute(1, 0, 3, 2)
 
     def input_moment(
-        self,
-        inputs: tuple[Tensor, ...],
-        output_rows: Tensor,
-        total: Tensor | None = None,
-        scale: float = 1.0,
+        self, inputs: Inputs, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
         if self.weight is None:
             return super().input_moment(inputs, output_rows, total, scale)
         if total is None:
             total = new_sum(self.groups, self.shape.in_features, widened(output_rows), zero=True)
-        x, geometry = self._image(inputs[0].to(output_rows.dtype), *inputs[1:])
+        x, geometry = self._image(inputs, output_rows.dtype)
         weights = total
         if self.bias is not None:
             weights = total[:, :-1, :-1]
@@ -110,49 +108,54 @@ class Conv2dHelper(LayerHelper):
         PATHS[path](weights, x, geometry, scale)
         return total
 
-    def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def input_sum(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         # Without materialising patches.
         if self.weight is None:
             return super().input_sum(inputs, output_rows)
-        x, geometry = self._image(inputs[0].to(output_rows.dtype), *inputs[1:])
+        x, geometry = self._image(inputs, output_rows.dtype)
         sums = patch_sums(x, geometry)
         if self.bias is None:
             return sums
         return torch.cat([sums, sums.new_full((len(sums), 1), geometry.positions)], dim=1)
 
-    def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
-        return patch_means(*self._image(inputs[0].to(output_rows.dtype), *inputs[1:]))
+    def _weight_means(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
+        x, geometry = self._image(inputs, output_rows.dtype)
+        return patch_means(x, geometry)
 
     def input_key(self) -> Hashable:
         conv = self.module
         sizes = (conv.kernel_size, conv.stride, conv.dilation, conv.groups)
         padding = (conv.padding, conv.padding_mode, conv.output_padding)
-        return type(self), self.weight is not None, self.bias is not None, *sizes, *padding
+        return type(self), self.weight is not None, self.bias is not None, sizes, padding
 
     def _batched(self, x: Tensor) -> Tensor:
         return x if x.dim() == self.dimensions + 2 else x.unsqueeze(0)
 
-    def _padded(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, list[Axis]]:
+    def _padded(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, list[Axis]]:
         """Apply padding other than zeros to the batch; return it and the geometry of its axes."""
-        del settings
-        conv = self.module
-        x = self._batched(x)
-        if conv.padding == "same":
-            # An odd total leaves the extra position at the end, as torch does.
-            totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-            around = [(total // 2, total - total // 2) for total in totals]
-        else:
-            sizes = [0] * self.dimensions if conv.padding == "valid" else map(int, conv.padding)
-            around = [(size, size) for size in sizes]
+        conv, x = self.module, self._batched(inputs[0].to(dtype))
+        around = list(map(self._around, range(self.dimensions)))
         if conv.padding_mode != "zeros":
             x = F.pad(x, _last_first(around), mode=conv.padding_mode)
-            around = [(0, 0) for _ in around]
-        numbers = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True)
-        return x, [Axis(*axis, *pair) for axis, pair in zip(numbers, around, strict=True)]
+            around = list(itertools.repeat((0, 0), self.dimensions))
+        before, after = zip(*around, strict=True)
+        axes = map(Axis, x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, before, after)
+        return x, list(axes)
 
-    def _image(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, Geometry]:
+    def _around(self, axis: int) -> tuple[int, int]:
+        """Return the padding before and after an axis."""
+        conv = self.module
+        if conv.padding == "valid":
+            return 0, 0
+        if conv.padding == "same":
+            # An odd total leaves the extra position at the end, as torch does.
+            total = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
+            return total // 2, total - total // 2
+        return int(conv.padding[axis]), int(conv.padding[axis])
+
+    def _image(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Geometry]:
         """Return the batch as images, and the geometry of their patches."""
-        x, (rows, columns) = self._padded(x, *settings)
+        x, (rows, columns) = self._padded(inputs, dtype)
         return x, self._geometry(len(x), 1, rows, columns)
 
     def _geometry(self, batch: int, unfolded: int, rows: Axis, columns: Axis) -> Geometry:
@@ -167,8 +170,8 @@ class Conv1dHelper(Conv2dHelper):
 
     dimensions: ClassVar[int] = 1
 
-    def _image(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, Geometry]:
-        x, (axis,) = self._padded(x, *settings)
+    def _image(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Geometry]:
+        x, (axis,) = self._padded(inputs, dtype)
         return x.unsqueeze(2), self._geometry(len(x), 1, Axis(1, 1), axis)
 
 
@@ -185,13 +188,13 @@ class Conv3dHelper(Conv2dHelper):
         by_sample: Tensor = rows.unflatten(1, (batch, -1))
         return by_sample.transpose(2, 3).flatten(2, 3)
 
-    def _weight_means(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def _weight_means(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         of_images = super()._weight_means(inputs, output_rows)
         means: Tensor = of_images.unflatten(1, (output_rows.shape[1], -1)).mean(2)
         return means
 
-    def _image(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, Geometry]:
-        x, (rows, columns, last) = self._padded(x, *settings)
+    def _image(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Geometry]:
+        x, (rows, columns, last) = self._padded(inputs, dtype)
         x = F.pad(x, (last.before, last.after))
         windows = x.unfold(4, last.reach + 1, last.stride)[..., :: last.dilation]
         windows = windows.unflatten(1, (self.groups, -1))
@@ -211,9 +214,8 @@ class _Transposed(Conv2dHelper):
     def shape(self) -> BlockShape:
         """The shape of the matrix; the weight itself is ``[in, out / groups, kernel]``."""
         conv = self.module
-        columns = conv.weight.numel() // conv.out_channels if self.weight is not None else 0
-        out = conv.out_channels // conv.groups
-        return BlockShape(conv.groups, out, columns + (self.bias is not None))
+        out, into = conv.out_channels // conv.groups, conv.weight.numel() // conv.out_channels
+        return self._shape(conv.groups, out, into)
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         # A view of the weight if it has one group.
@@ -226,7 +228,7 @@ class _Transposed(Conv2dHelper):
         weight: Tensor = matrix.unflatten(2, (*self.module.kernel_size, -1))
         return weight.movedim(-1, 1).flatten(0, 1)
 
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the input, and the output padding if the call has ``output_size``."""
         bound = self._signature.bind(*args, **kwargs).arguments
         x, size = bound["input"], bound.get("output_size")
@@ -237,27 +239,24 @@ class _Transposed(Conv2dHelper):
             input=x,
             output_size=list(size),
             stride=list(conv.stride),
-            padding=[int(p) for p in conv.padding],
+            padding=list(map(int, conv.padding)),
             kernel_size=list(conv.kernel_size),
             num_spatial_dims=self.dimensions,
             dilation=list(conv.dilation),
         )
         return x, torch.tensor(padding, device="cpu")
 
-    def take_inputs(
-        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
-    ) -> tuple[Tensor, ...]:
+    def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         # All samples have the same padding.
         return super().take_inputs(inputs[:1], index, unit) + inputs[1:]
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         return super().input_rows(*inputs).flip(2)  # all axes are flipped
 
-    def _padded(self, x: Tensor, *settings: Tensor) -> tuple[Tensor, list[Axis]]:
+    def _padded(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, list[Axis]]:
         """Flip the inputs and insert the zeros of the stride; return them and their axes."""
-        conv = self.module
-        x = self._batched(x)
-        extra = settings[0].tolist() if settings else conv.output_padding
+        conv, x = self.module, self._batched(inputs[0].to(dtype))
+        extra = inputs[1].tolist() if len(inputs) > 1 else conv.output_padding
         sizes = [stride * (n - 1) + 1 for n, stride in zip(x.shape[2:], conv.stride, strict=True)]
         spread = x.new_zeros(*x.shape[:2], *sizes)
         places = spread

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soframe.layers.base import BlockShape, LayerHelper, Unit
+from soframe.layers.base import BlockShape, Inputs, LayerHelper, Unit
 from soframe.registry import KINDS
 from soframe.specs import FactorSpec
 
@@ -74,9 +74,7 @@ class EmbeddingHelper(LayerHelper):
         """Make the input factor diagonal, and exclude padding from means over rows."""
         if spec.captured and spec.side == "right" and spec.kind == "psd":
             return replace(spec, kind="diagonal")
-        if spec.mean_over == "rows" and self.module.padding_idx is not None:
-            return replace(spec, mean_over="group rows")
-        return spec
+        return spec if self.module.padding_idx is None else spec.by_group()
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
         """Return one-hot rows, zeros for padding: the plain twin of the fast paths."""
@@ -92,41 +90,31 @@ class EmbeddingHelper(LayerHelper):
         batch, *positions, features = grad_output.shape
         return grad_output.reshape(1, batch, torch.Size(positions).numel(), features)
 
-    def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor | None:
+    def mask(self, inputs: Inputs, output_rows: Tensor) -> Tensor | None:
         """Exclude padding."""
         if self.module.padding_idx is None:
             return None
         return (_rows(inputs[0]) != self.module.padding_idx).unsqueeze(0)
 
-    def take_inputs(
-        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
-    ) -> tuple[Tensor, ...]:
+    def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         (x,) = inputs
         return (x[index],) if unit == "sample" else (x.flatten()[index],)
 
-    def sample_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def sample_rows(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return output rows, zeros for padding, and the indices of the table."""
         mask = self.mask(inputs, output_rows)
         rows = output_rows if mask is None else output_rows * mask.unsqueeze(3)
         return rows, _rows(inputs[0]).unsqueeze(0).unsqueeze(3)
 
     def input_moment(
-        self,
-        inputs: tuple[Tensor, ...],
-        output_rows: Tensor,
-        total: Tensor | None = None,
-        scale: float = 1.0,
+        self, inputs: Inputs, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
         """Return the diagonal ``[1, num_embeddings]``: the counts of the indices."""
         indices = inputs[0].flatten()
         return self._added(indices, output_rows.new_ones(len(indices)), total, scale)
 
     def mean_moment(
-        self,
-        inputs: tuple[Tensor, ...],
-        output_rows: Tensor,
-        total: Tensor | None = None,
-        scale: float = 1.0,
+        self, inputs: Inputs, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
         """Return the sum over samples of ``(count / positions)^2``, ``[1, num_embeddings]``."""
         indices = _rows(inputs[0])
@@ -136,27 +124,25 @@ class EmbeddingHelper(LayerHelper):
         values = (counts.to(output_rows.dtype) / positions).square()
         return self._added(both % size, values, total, scale)
 
-    def squared_gradients(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def squared_gradients(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         """Square the columns of the indices that occur in each sample, and add them up."""
         indices, sums = self._columns(inputs, output_rows)
         squares = sums.new_zeros(self.module.num_embeddings, sums.shape[1])
         squares.index_add_(0, indices, sums.square())
         return squares.T.unsqueeze(0)
 
-    def sample_moments(
-        self, inputs: tuple[Tensor, ...], output_rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def sample_moments(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``W W^T`` and the diagonal of ``W^T W``, ``[1, num_embeddings]``."""
         indices, sums = self._columns(inputs, output_rows)
         lengths = sums.square().sum(1)
         right = lengths.new_zeros(self.module.num_embeddings).index_add_(0, indices, lengths)
         return (sums.T @ sums).unsqueeze(0), right.unsqueeze(0)
 
-    def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def input_sum(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         # One-hot rows: the sum is the diagonal of the moment.
         return self.input_moment(inputs, output_rows)
 
-    def _columns(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _columns(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of the columns in samples' gradients, and the columns ``[n, out]``."""
         sample, indices, gradients = self._entries(inputs, output_rows)
         size = self.module.num_embeddings
@@ -167,9 +153,7 @@ class EmbeddingHelper(LayerHelper):
             sums = sums * (indices != self.module.padding_idx).unsqueeze(1)
         return indices, sums
 
-    def _entries(
-        self, inputs: tuple[Tensor, ...], output_rows: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _entries(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sample ``[n]``, index ``[n]`` and gradient ``[n, out]`` of each lookup."""
         indices = _rows(inputs[0])
         sample = torch.arange(len(indices), device=indices.device).unsqueeze(1).expand_as(indices)
@@ -213,10 +197,9 @@ class EmbeddingBagHelper(EmbeddingHelper):
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         """Exclude empty bags from means over rows."""
-        spec = super().factor(spec)
-        return replace(spec, mean_over="group rows") if spec.mean_over == "rows" else spec
+        return super().factor(spec).by_group()
 
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return indices, weights and sizes, for all forms in which bags can be passed."""
         arguments = self._signature.bind(*args, **kwargs).arguments
         indices, offsets = arguments["input"], arguments.get("offsets")
@@ -246,16 +229,14 @@ class EmbeddingBagHelper(EmbeddingHelper):
         rows.index_put_((_bags(sizes, len(indices)), indices), weights, accumulate=True)
         return rows.view(1, len(sizes), 1, -1)
 
-    def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def mask(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         """Exclude bags without entries, or with padding only."""
         _, weights, sizes = inputs
         entries = (weights != 0).long()
         counts = entries.new_zeros(len(sizes)).index_add_(0, _bags(sizes, len(entries)), entries)
         return (counts > 0).view(1, -1, 1)
 
-    def take_inputs(
-        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
-    ) -> tuple[Tensor, ...]:
+    def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         indices, weights, sizes = inputs
         taken, starts = sizes[index], sizes.cumsum(0) - sizes
         shift = starts[index] - (taken.cumsum(0) - taken)
@@ -264,11 +245,7 @@ class EmbeddingBagHelper(EmbeddingHelper):
         return indices[entries], weights[entries], taken
 
     def input_moment(
-        self,
-        inputs: tuple[Tensor, ...],
-        output_rows: Tensor,
-        total: Tensor | None = None,
-        scale: float = 1.0,
+        self, inputs: Inputs, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
         """Return the diagonal ``[1, num_embeddings]``."""
         indices, weights, sizes = inputs
@@ -278,24 +255,18 @@ class EmbeddingBagHelper(EmbeddingHelper):
         values.index_add_(0, place, weights.to(output_rows.dtype))
         return self._added(both % size, values.square(), total, scale)
 
-    def input_sum(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def input_sum(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         """Return the sum of the weights of each index, ``[1, num_embeddings]``."""
         indices, weights, _ = inputs
         return self._added(indices, weights.to(output_rows.dtype), None, 1.0)
 
     def mean_moment(
-        self,
-        inputs: tuple[Tensor, ...],
-        output_rows: Tensor,
-        total: Tensor | None = None,
-        scale: float = 1.0,
+        self, inputs: Inputs, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
         # The same: a bag has one position.
         return self.input_moment(inputs, output_rows, total, scale)
 
-    def _entries(
-        self, inputs: tuple[Tensor, ...], output_rows: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _entries(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         indices, weights, sizes = inputs
         bags = _bags(sizes, len(indices))
         weights = weights.to(output_rows.dtype).unsqueeze(1)

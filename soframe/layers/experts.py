@@ -9,13 +9,12 @@ for every layer that sees some of them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from soframe.layers.base import BlockShape, LayerHelper
+from soframe.layers.base import BlockShape, Inputs, LayerHelper
 from soframe.specs import FactorSpec
 
 
@@ -54,9 +53,8 @@ class ExpertsHelper(LayerHelper):
             return f"{cls.__name__} needs a parameter [experts, out, in]: {cls.parameter} is {what}"
         if experts.is_complex():
             return "complex parameters are not supported"
-        extra = sorted(k for k, p in module._parameters.items() if p is not None)
-        if len(extra) > 1:
-            extra.remove(cls.parameter)
+        extra = sorted(set(dict(module.named_parameters(recurse=False))) - {cls.parameter})
+        if extra:
             return f"it has parameters that {cls.__name__} does not know: {', '.join(extra)}"
         return None
 
@@ -90,9 +88,9 @@ class ExpertsHelper(LayerHelper):
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         """Take means over rows for each expert."""
-        return replace(spec, mean_over="group rows") if spec.mean_over == "rows" else spec
+        return spec.by_group()
 
-    def mask(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> Tensor:
+    def mask(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         """Exclude rows of zeros, which are padding."""
         return (self.input_rows(*inputs) != 0).any(3)
 
@@ -103,7 +101,7 @@ class ExpertsHelper(LayerHelper):
     def output_rows(self, grad_output: Tensor) -> Tensor:
         return grad_output.unsqueeze(2)
 
-    def sample_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def sample_rows(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"{type(self).__name__}: the rows of an expert do not show which samples they are of, "
             f"so that these have no gradients of their own: skip the module (skip=[...])"

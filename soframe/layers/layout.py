@@ -85,8 +85,12 @@ class WeightAndBias:
         """The shape of the block's gradient matrix."""
         assert self._full_weight is not None
         rows = self._full_weight.shape[0]
-        columns = self._full_weight.numel() // rows if self.weight is not None else 0
-        return BlockShape(self.groups, rows // self.groups, columns + (self.bias is not None))
+        return self._shape(self.groups, rows // self.groups, self._full_weight.numel() // rows)
+
+    def _shape(self, groups: int, out: int, into: int) -> BlockShape:
+        """Return the shape of a block, with the columns of the weight and the bias that it has."""
+        columns = into if self.weight is not None else 0
+        return BlockShape(groups, out, columns + (self.bias is not None))
 
     @cached_property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -119,10 +123,12 @@ class WeightAndBias:
 
     def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Undo `to_matrix`: return views in the shapes of weight and bias, or None for either."""
-        bias = None
+        weight, bias = None, None
         if self.bias is not None:
             bias, matrix = matrix[:, :, -1].reshape(self.bias.shape), matrix[:, :, :-1]
-        return (None if self.weight is None else self._weight_of(matrix)), bias
+        if self.weight is not None:
+            weight = self._weight_of(matrix)
+        return weight, bias
 
     def _weight_of(self, matrix: Tensor) -> Tensor:
         """Return a matrix without bias column, ``[groups, out, in]``, in the weight's shape."""
@@ -170,7 +176,8 @@ class GroupedLayout(PlainLayout):
 
     def __init__(self, module: nn.Module, name: str, *, vectors: bool = False) -> None:
         super().__init__(module, name)
-        *groups, out, into = (*self._parameter.shape, 1) if vectors else self._parameter.shape
+        shape = [*self._parameter.shape, 1] if vectors else self._parameter.shape
+        *groups, out, into = shape
         self.shape = BlockShape(prod(groups), out, into)
 
 
@@ -213,8 +220,10 @@ def _stacks_vectors(module: nn.Module, name: str, parameter: nn.Parameter) -> bo
     """Return whether a parameter is a bias for each of a stack of matrices."""
     if parameter.dim() != 2 or _BIAS.fullmatch(name) is None:
         return False
-    stacks = [p for n, p in module._parameters.items() if p is not None and _stacks(module, n)]
-    return any(len(parameter) == len(stack) for stack in stacks)
+    for other, stack in module.named_parameters(recurse=False):
+        if len(stack) == len(parameter) and _stacks(module, other):
+            return True
+    return False
 
 
 def _stacks(module: nn.Module, name: str) -> bool:
@@ -262,5 +271,5 @@ class CutLayout:
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
     """Return the current parameter of a module, or of a submodule (``"out_proj.weight"``)."""
     path, _, last = name.rpartition(".")
-    parameters = (module.get_submodule(path) if path else module)._parameters
+    parameters = module.get_submodule(path)._parameters
     return parameters[last] if last in parameters else None  # noqa: SIM401  # TorchScript: no get()

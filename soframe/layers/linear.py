@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from soframe.layers.base import BlockShape, LayerHelper, Unit
+from soframe.layers.base import BlockShape, Inputs, LayerHelper, Unit
 from soframe.registry import KINDS, register
 
 
@@ -34,9 +34,7 @@ class LinearHelper(LayerHelper):
     def output_rows(self, grad_output: Tensor) -> Tensor:
         return _rows(grad_output)
 
-    def take_inputs(
-        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
-    ) -> tuple[Tensor, ...]:
+    def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         (x,) = inputs
         if unit == "sample":
             return (x[index],)
@@ -71,8 +69,7 @@ class TransposedLinearHelper(LinearHelper):
         """The shape of the transposed weight, with the bias column."""
         assert self._full_weight is not None
         into, out = self._full_weight.shape
-        columns = into if self.weight is not None else 0
-        return BlockShape(1, out, columns + (self.bias is not None))
+        return self._shape(1, out, into)
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return super().to_matrix(None if weight is None else weight.T, bias)

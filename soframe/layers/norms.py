@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soframe.layers.base import BlockShape, LayerHelper, Unit
+from soframe.layers.base import BlockShape, Inputs, LayerHelper, Unit
 from soframe.registry import KINDS
 
 
@@ -37,7 +37,7 @@ class NormHelper(LayerHelper):
     @cached_property
     def shape(self) -> BlockShape:
         """The shape ``[features, 1, 1 or 2]``: a scale, a shift or both for each feature."""
-        return BlockShape(self.groups, 1, (self.weight is not None) + (self.bias is not None))
+        return self._shape(self.groups, 1, 1)
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return super().to_matrix(None if weight is None else weight.flatten(), bias)
@@ -58,9 +58,7 @@ class LayerNormHelper(NormHelper):
     def output_rows(self, grad_output: Tensor) -> Tensor:
         return self._rows(grad_output)
 
-    def take_inputs(
-        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
-    ) -> tuple[Tensor, ...]:
+    def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         (x,) = inputs
         if unit == "row":
             x = x.reshape(-1, *self._features)
@@ -92,23 +90,18 @@ class RMSNormHelper(LayerNormHelper):
 
 
 @KINDS["layer"].register_optional(
-    *(
-        f"transformers.models.{name}.modeling_{name}.{kind}"
-        for name, kind in {
-            "granite": "GraniteRMSNorm",
-            "llama": "LlamaRMSNorm",
-            "mamba": "MambaRMSNorm",
-            "mistral": "MistralRMSNorm",
-            "mixtral": "MixtralRMSNorm",
-            "olmo2": "Olmo2RMSNorm",
-            "phi3": "Phi3RMSNorm",
-            "qwen2": "Qwen2RMSNorm",
-            "qwen2_moe": "Qwen2MoeRMSNorm",
-            "qwen3": "Qwen3RMSNorm",
-            "qwen3_moe": "Qwen3MoeRMSNorm",
-            "t5": "T5LayerNorm",
-        }.items()
-    )
+    "transformers.models.granite.modeling_granite.GraniteRMSNorm",
+    "transformers.models.llama.modeling_llama.LlamaRMSNorm",
+    "transformers.models.mamba.modeling_mamba.MambaRMSNorm",
+    "transformers.models.mistral.modeling_mistral.MistralRMSNorm",
+    "transformers.models.mixtral.modeling_mixtral.MixtralRMSNorm",
+    "transformers.models.olmo2.modeling_olmo2.Olmo2RMSNorm",
+    "transformers.models.phi3.modeling_phi3.Phi3RMSNorm",
+    "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeRMSNorm",
+    "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeRMSNorm",
+    "transformers.models.t5.modeling_t5.T5LayerNorm",
 )
 class LanguageModelRMSNormHelper(LayerNormHelper):
     """The RMS norms of language models in transformers.
@@ -164,7 +157,7 @@ class BatchNormHelper(NormHelper):
             return f"{cls.__name__} normalises with the statistics of one rank, not of all of them"
         return super().unsupported(module)
 
-    def inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Tensor, ...]:
+    def inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         """Return the input, with the running statistics in eval mode."""
         inputs = super().inputs(args, kwargs)
         module = self.module
@@ -174,10 +167,10 @@ class BatchNormHelper(NormHelper):
         return (*inputs, module.running_mean, module.running_var)
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        x, *running = inputs
-        x = _wide(x)
-        mean, variance = (r.to(x.dtype) for r in running) if running else (None, None)
-        return _channels(F.batch_norm(x, mean, variance, training=not running, eps=self.module.eps))
+        x = _wide(inputs[0])
+        mean, variance = _running(inputs, x.dtype)
+        training, eps = mean is None, self.module.eps
+        return _channels(F.batch_norm(x, mean, variance, training=training, eps=eps))
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
         return _channels(grad_output)
@@ -191,24 +184,29 @@ class InstanceNormHelper(BatchNormHelper):
     unit: ClassVar[Unit | None] = "sample"
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        x, *running = inputs
-        x = self._batched(_wide(x))
-        mean, variance = (r.to(x.dtype) for r in running) if running else (None, None)
-        eps = self.module.eps
-        return _channels(F.instance_norm(x, mean, variance, use_input_stats=not running, eps=eps))
+        x = self._batched(_wide(inputs[0]))
+        mean, variance = _running(inputs, x.dtype)
+        training, eps = mean is None, self.module.eps
+        return _channels(F.instance_norm(x, mean, variance, use_input_stats=training, eps=eps))
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
         return _channels(self._batched(grad_output))
 
-    def take_inputs(
-        self, inputs: tuple[Tensor, ...], index: Tensor, unit: Unit
-    ) -> tuple[Tensor, ...]:
+    def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         # All samples have the same running statistics.
         return super().take_inputs(inputs[:1], index, unit) + inputs[1:]
 
     def _batched(self, x: Tensor) -> Tensor:
         """Add the batch dimension if the module was called with a single sample."""
         return x.unsqueeze(0) if x.dim() == self.module._get_no_batch_dim() else x
+
+
+def _running(inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return the running mean and variance of a call in eval mode."""
+    if len(inputs) == 1:
+        return None, None
+    _, mean, variance = inputs
+    return mean.to(dtype), variance.to(dtype)
 
 
 def _channels(x: Tensor) -> Tensor:

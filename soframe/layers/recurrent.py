@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from soframe.layers.base import BlockShape, InnerCall, LayerHelper, Unit
+from soframe.layers.base import BlockShape, InnerCall, Inputs, LayerHelper, Unit
 from soframe.layers.graph import PRODUCTS, products
 from soframe.layers.layout import parameter_of
 from soframe.registry import KINDS
@@ -51,18 +51,17 @@ class RecurrentCellHelper(LayerHelper):
 
     @classmethod
     def names(cls, module: nn.Module) -> tuple[str, ...]:
-        return tuple(name for name, p in module._parameters.items() if p is not None)
+        return tuple(dict(module.named_parameters(recurse=False, remove_duplicate=False)))
 
     @classmethod
     def of(
         cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
     ) -> Sequence[LayerHelper]:
-        # A bias whose weight is frozen is in no block.
-        return [
-            cls(module, part=part, bias=joint and f"bias_{part}" in trained)
-            for part in ("ih", "hh")
-            if f"weight_{part}" in trained
-        ]
+        helpers: list[LayerHelper] = []
+        for part in ("ih", "hh"):
+            if f"weight_{part}" in trained:  # a bias whose weight is frozen is in no block
+                helpers.append(cls(module, part=part, bias=joint and f"bias_{part}" in trained))
+        return helpers
 
     @property
     def part(self) -> str:
@@ -84,16 +83,15 @@ class RecurrentCellHelper(LayerHelper):
         weight = parameter_of(self.module, self.part)  # gathered, under fully_shard
         if weight is None or not (first.requires_grad and weight.requires_grad):
             return []
-        inputs = [args[0] if args else kwargs["input"]]
-        state = args[1] if len(args) > 1 else kwargs.get("hx")
+        arguments = dict(zip(("input", "hx"), args, strict=False), **kwargs)
+        inputs, state = [arguments["input"]], arguments.get("hx")
         if isinstance(state, tuple):
             inputs += state
         elif state is not None:
             inputs.append(state)
-        calls = [
-            _call(node, weight.shape[1])
-            for node, _, _ in products(first.grad_fn, {id(weight): 0}, len(weight), inputs)
-        ]
+        calls: list[InnerCall] = []
+        for node, _, _ in products(first.grad_fn, {id(weight): 0}, len(weight), inputs):
+            calls.append(_call(node, weight.shape[1]))
         if len(calls) != 1:
             raise RuntimeError(
                 f"{type(self).__name__} finds the product of weight_{self._part} {len(calls)} "
@@ -125,10 +123,10 @@ def _call(node: Any, into: int) -> InnerCall:
     saved, _ = PRODUCTS[node.name()]
     meta = node._input_metadata[0]
 
-    def read() -> tuple[Tensor, ...]:
+    def read() -> Inputs:
         return (getattr(node, saved).detach(),)
 
-    def like() -> tuple[Tensor, ...]:
+    def like() -> Inputs:
         element = torch.empty(1, dtype=meta.dtype, device=meta.device)
         return (element.expand(meta.shape[0], into),)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from soframe.layers.base import LayerHelper
+from soframe.layers.base import Inputs, LayerHelper
 
 Memory = tuple[StorageWeakRef, ...]
 """Weak references to the storages of tensors."""
@@ -21,12 +21,13 @@ Memory = tuple[StorageWeakRef, ...]
 
 def content(tensors: Sequence[Tensor]) -> tuple[Hashable, Memory]:
     """Return a key of the memory and version of tensors, valid while the references are held."""
-    key = tuple(
-        (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
-        for x in tensors
-    )
-    # So that a freed address is not a cache hit.
-    return key, tuple(StorageWeakRef(x.untyped_storage()) for x in tensors)
+    key: list[Hashable] = []
+    memory: list[StorageWeakRef] = []
+    for x in tensors:
+        storage, place = x.untyped_storage(), (x.storage_offset(), x.shape, x.stride())
+        key.append((storage._cdata, place, x.dtype, x._version))
+        memory.append(StorageWeakRef(storage))  # so that a freed address is not a cache hit
+    return tuple(key), tuple(memory)
 
 
 @dataclass
@@ -49,7 +50,7 @@ class SharedInputs:
     def add(
         self,
         helper: LayerHelper,
-        inputs: tuple[Tensor, ...],
+        inputs: Inputs,
         output_rows: Tensor,
         total: Tensor | None,
         scale: float,

@@ -14,7 +14,7 @@ from functools import cached_property
 from torch import Tensor
 
 from soframe.kernels.samples import sample_moments
-from soframe.layers.base import BlockShape, LayerHelper
+from soframe.layers.base import BlockShape, Inputs, LayerHelper
 from soframe.layers.embedding import EmbeddingHelper
 from soframe.layers.linear import LinearHelper
 from soframe.specs import FactorSpec
@@ -40,12 +40,10 @@ class TiedHeadHelper(LinearHelper):
         """Keep the diagonal of the side of the table's rows, as the embedding does."""
         return replace(spec, kind="diagonal") if spec.side == "right" else spec
 
-    def sample_rows(self, inputs: tuple[Tensor, ...], output_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def sample_rows(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor]:
         return self.input_rows(*inputs).to(output_rows.dtype), output_rows
 
-    def sample_moments(
-        self, inputs: tuple[Tensor, ...], output_rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def sample_moments(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.input_rows(*inputs).to(output_rows.dtype)
         right, left = sample_moments(rows, output_rows, diagonal=(True, False))
         return left, right
@@ -57,4 +55,5 @@ def tables_and_heads(helpers: Sequence[LayerHelper]) -> tuple[LayerHelper, ...]:
     heads = [helper for helper in helpers if type(helper) is LinearHelper and helper.bias is None]
     if not tables or len(tables) + len(heads) < len(helpers):
         return ()
-    return (*tables, *(TiedHeadHelper(helper.module, bias=False) for helper in heads))
+    tied_heads = [TiedHeadHelper(head.module, bias=False) for head in heads]
+    return (*tables, *tied_heads)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from soframe.kernels.devices import along_first
+
 
 class Loss(ABC):
     """The Hessian ``H_n`` of one sample's loss in its output, and its square root."""
@@ -103,9 +105,9 @@ class Loss(ABC):
             ``[N, ...]``: of each sample's own loss, not divided by N.
         """
         total = torch.zeros_like(outputs)
-        per_sample = outputs.new_empty(outputs.shape[0], *(1 for _ in outputs.shape[1:]))
+        like = outputs.new_empty(len(outputs))
         for column in self.half_factor(outputs):
-            total += column * random_signs(per_sample, generator)
+            total += column * along_first(random_signs(like, generator), column)
         return total
 
 

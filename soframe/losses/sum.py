@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.kernels.devices import along_first
 from soframe.losses.base import Loss
 from soframe.registry import KINDS, register
 
@@ -53,8 +54,8 @@ class Term:
         if self.features is None:
             return output
         size = output.shape[1] if output.dim() > 1 else 0
-        asked = [abs(n) for n in (self.features.start, self.features.stop) if n is not None]
-        if not range(size)[self.features] or max(asked, default=0) > size:
+        start, stop = self.features.start or 0, self.features.stop or 0
+        if not range(size)[self.features] or max(abs(start), abs(stop)) > size:
             raise ValueError(f"{self}: the output {tuple(output.shape)} lacks these features")
         return output[:, self.features]
 
@@ -106,11 +107,12 @@ class SumLoss(Loss):
 
     @property
     def floor(self) -> float | None:
-        floors = [term.own.floor for term in self.terms]
-        known = [floor for floor in floors if floor is not None]
-        if len(known) < len(floors):
-            return None
-        return sum(term.weight * floor for term, floor in zip(self.terms, known, strict=True))
+        total = 0.0
+        for term in self.terms:
+            if term.own.floor is None:
+                return None
+            total += term.weight * term.own.floor
+        return total
 
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         return self.hessian_products([outputs], [vectors])[0]
@@ -128,7 +130,7 @@ class SumLoss(Loss):
     ) -> list[Tensor]:
         """Return the Hessian in several outputs, times vectors; no term couples two outputs."""
         self._check(outputs)
-        totals = [torch.zeros_like(vector) for vector in vectors]
+        totals = list(map(torch.zeros_like, vectors))
         for term in self.terms:
             output, vector = outputs[term.output], vectors[term.output]
             product = term.own.hessian_product(term.of(output), term.of(vector))
@@ -150,14 +152,14 @@ class SumLoss(Loss):
     ) -> list[Tensor]:
         """Return the gradients in several outputs at independently drawn targets."""
         self._check(outputs)
-        totals = [torch.zeros_like(output) for output in outputs]
+        totals = list(map(torch.zeros_like, outputs))
         for number, term in enumerate(self.terms):
             output = outputs[term.output]
             sample = math.sqrt(term.weight) * term.own.sample(term.of(output), generator)
             if number:
                 # A loss promises the second moment of its samples, not that their mean is zero.
-                shape = (len(sample), *(1 for _ in sample.shape[1:]))
-                heads = torch.rand(shape, generator=generator, device=sample.device) < 0.5
+                numbers = torch.rand(len(sample), generator=generator, device=sample.device)
+                heads = along_first(numbers < 0.5, sample)
                 sample = torch.where(heads, sample, -sample)
             totals[term.output] += term.embed(sample, output)
         return totals
@@ -169,8 +171,8 @@ class SumLoss(Loss):
                 f"SumLoss has terms of the outputs {sorted(used)}, and the model {len(outputs)}: "
                 f"every output needs a term, and every term an output"
             )
-        if len({len(output) for output in outputs}) > 1:
-            sizes = [len(output) for output in outputs]
+        sizes = list(map(len, outputs))
+        if len(set(sizes)) > 1:
             raise ValueError(
                 f"the outputs are of different batches: {sizes} samples; where they have one loss, "
                 f"let the model return them as one batch (torch.cat), which a closure's loss may "

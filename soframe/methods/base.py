@@ -31,7 +31,7 @@ from soframe.layers.layout import BlockShape, Layout
 from soframe.layers.sharing import SharedInputs
 from soframe.methods.spectrum import Spectrum
 from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 
 MAX_SIZE = 8192
 """The longest side that has a matrix as its factor: 256 MB in float32, and minutes of a CPU."""
@@ -142,7 +142,9 @@ class Call:
         assert self.inputs is not None
         if self.helper.counts_inputs or not any(self._long):
             left, right = self.helper.sample_moments(self.inputs, self.output_rows)
-            return left.diagonal(dim1=-2, dim2=-1) if self._long[0] else left, right
+            if self._long[0]:
+                left = left.diagonal(dim1=-2, dim2=-1)
+            return left, right
         rows = self.helper.block_rows(self.inputs, self.output_rows)
         return sample_moments(rows, self.output_rows, diagonal=self._long)
 
@@ -173,7 +175,7 @@ class Given:
     gradient: Tensor
     incoming: Tensor
     data: SecondOrder
-    state: Mapping[str, Tensor]
+    state: State
     updates: int
     solver: Solver
     damping: float
@@ -192,7 +194,7 @@ class Direction:
     """
 
     matrix: Tensor
-    state: Mapping[str, Tensor] = field(default_factory=dict)
+    state: State = field(default_factory=dict)
     parcel: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -414,9 +416,7 @@ class Method(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has neither direct() nor precondition()")
 
-    def rebase(
-        self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
-    ) -> Mapping[str, Tensor]:
+    def rebase(self, state: State, old: SecondOrder, new: SecondOrder) -> State:
         """Transform the state into the basis of new second-order data, before their first use.
 
         Args:

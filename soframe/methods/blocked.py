@@ -23,7 +23,7 @@ from soframe.methods.base import Candidate, Direction, Given, Method
 from soframe.methods.returned import require_named
 from soframe.registry import KINDS, register
 from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 
 T = TypeVar("T")
 _SHAPES = 4  # the most shapes that the parts of a matrix have
@@ -125,15 +125,16 @@ class Parts(Method):
         observed: dict[str, Tensor] = {}
         for number, region in enumerate(self._regions_of(gradient)):
             of_region = self._method.observe(region.cut(gradient), self._data(number, data))
-            observed |= {_outer(number, name): value for name, value in of_region.items()}
+            observed |= _outer_named(number, of_region)
         return observed
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        specs = {}
+        specs: dict[str, TensorSpec] = {}
         for number, region in enumerate(self._regions(shape)):
-            for name, spec in self._method.state(region.shape(shape.groups)).items():
+            of_region = self._method.state(region.shape(shape.groups))
+            for name in of_region:
                 require_named(self._method, name, self._method.state_names(), "state_names")
-                specs[_outer(number, name)] = spec
+            specs |= _outer_named(number, of_region)
         return specs
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
@@ -153,12 +154,10 @@ class Parts(Method):
             )
             update = self._method.direct(of_region)
             region.put(matrix, update.matrix)
-            state |= {_outer(number, name): value for name, value in update.state.items()}
+            state |= _outer_named(number, update.state)
         return Direction(matrix, state)
 
-    def rebase(
-        self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
-    ) -> Mapping[str, Tensor]:
+    def rebase(self, state: State, old: SecondOrder, new: SecondOrder) -> State:
         rebased: dict[str, Tensor] = {}
         for number in range(self._most):
             of_region = _own(number, self._method.state_names(), state)
@@ -166,7 +165,7 @@ class Parts(Method):
                 region_state = self._method.rebase(
                     of_region, self._data(number, old), self._data(number, new)
                 )
-                rebased |= {_outer(number, name): value for name, value in region_state.items()}
+                rebased |= _outer_named(number, region_state)
         return rebased
 
     def unsuited(self, candidate: Candidate) -> str | None:
@@ -277,6 +276,11 @@ def _of_regions(regions: int, names: Iterable[str]) -> frozenset[str]:
 def _outer(number: int, name: str) -> str:
     """Return the name of a factor or state for one shape of parts; number 0 has no suffix."""
     return f"{name}@{number}" if number else name
+
+
+def _outer_named(number: int, entries: Mapping[str, T]) -> dict[str, T]:
+    """Return entries under the names of factors or states for one shape of parts."""
+    return {_outer(number, name): entry for name, entry in entries.items()}
 
 
 def _inner(outer: str) -> str:

@@ -13,6 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from soframe.methods.base import Addend, Call, Candidate, Direction, Given, Meth
 from soframe.methods.returned import require_named
 from soframe.registry import KINDS
 from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 
 T = TypeVar("T")
 
@@ -32,27 +33,28 @@ class _Names:
 
     def __init__(self, by_stage: Sequence[frozenset[str]]) -> None:
         uses = Counter(itertools.chain.from_iterable(by_stage))
-        self.of: list[dict[str, str]] = []
-        """The names of each stage, mapped to the chain's names."""
+        self._outer: list[dict[str, str]] = []  # of each stage: its names to the chain's
+        self.inner: dict[str, tuple[int, str]] = {}
+        """The stage and its own name, by the chain's name."""
         for stage, names in enumerate(by_stage):
             outer = {name: f"{stage}.{name}" if uses[name] > 1 else name for name in names}
-            self.of.append(outer)
+            self._outer.append(outer)
+            for name, chain_name in outer.items():
+                self.inner[chain_name] = stage, name
 
     def outer(self, stage: int, name: str) -> str:
         """Return the chain's name of a stage's name."""
-        return self.of[stage].get(name, name)
+        return self._outer[stage].get(name, name)
 
-    def inner(self, outer: str) -> tuple[int, str]:
-        """Return the stage and its own name, from the chain's name."""
-        for stage, names in enumerate(self.of):
-            for name, chain_name in names.items():
-                if chain_name == outer:
-                    return stage, name
-        raise KeyError(outer)
+    def of_chain(self, stage: int, entries: Mapping[str, T]) -> dict[str, T]:
+        """Return the entries of a stage under the chain's names."""
+        names = self._outer[stage]
+        return {names.get(name, name): entry for name, entry in entries.items()}
 
-    def every(self) -> frozenset[str]:
-        """Return all names of the chain."""
-        return frozenset(itertools.chain.from_iterable(names.values() for names in self.of))
+    def of_stage(self, stage: int, entries: Mapping[str, T]) -> dict[str, T]:
+        """Select the entries of a stage, under its own names."""
+        names = self._outer[stage].items()
+        return {name: entries[outer] for name, outer in names if outer in entries}
 
 
 @dataclass(frozen=True)
@@ -115,29 +117,30 @@ class Chain(Method):
         for number, stage in enumerate(self.stages):
             if stage.captures:
                 of_stage = stage.statistics(replace(call, data=self._data(number, call.data)))
-                statistics |= {self._factor_names.outer(number, k): v for k, v in of_stage.items()}
+                statistics |= self._factor_names.of_chain(number, of_stage)
         return statistics
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         observed: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
             of_stage = stage.observe(gradient, self._data(number, data))
-            observed |= {self._factor_names.outer(number, k): v for k, v in of_stage.items()}
+            observed |= self._factor_names.of_chain(number, of_stage)
         return observed
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        number, name = self._factor_names.inner(factor.name)
-        needs = tuple(self._factor_names.inner(need)[1] for need in factor.needs)
+        number, name = self._factor_names.inner[factor.name]
+        needs = tuple(self._factor_names.inner[need][1] for need in factor.needs)
         return self.stages[number].solver(replace(factor, name=name, needs=needs), default)
 
     # -- state and direction ----------------------------------------------------------------------
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        specs = {}
+        specs: dict[str, TensorSpec] = {}
         for number, stage in enumerate(self.stages):
-            for name, spec in stage.state(shape).items():
+            of_stage = stage.state(shape)
+            for name in of_stage:
                 require_named(stage, name, stage.state_names(), "state_names")
-                specs[self._state_names.outer(number, name)] = spec
+            specs |= self._state_names.of_chain(number, of_stage)
         return specs
 
     def direct(self, step: Given) -> Direction:
@@ -148,26 +151,26 @@ class Chain(Method):
                 step,
                 incoming=matrix,
                 data=self._data(number, step.data),
-                state=_chosen(step.state, self._state_names.of[number]),
+                state=self._state_names.of_stage(number, step.state),
             )
             if not _is_ready(stage, of_stage):
                 continue
             update = stage.direct(of_stage)
             matrix = update.matrix
-            state |= {self._state_names.outer(number, k): v for k, v in update.state.items()}
-        return Direction(matrix.clone() if matrix is step.incoming else matrix, state)
+            state |= self._state_names.of_chain(number, update.state)
+        if matrix is step.incoming:
+            matrix = matrix.clone()
+        return Direction(matrix, state)
 
-    def rebase(
-        self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
-    ) -> Mapping[str, Tensor]:
+    def rebase(self, state: State, old: SecondOrder, new: SecondOrder) -> State:
         rebased: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
             of_stage = stage.rebase(
-                _chosen(state, self._state_names.of[number]),
+                self._state_names.of_stage(number, state),
                 self._data(number, old),
                 self._data(number, new),
             )
-            rebased |= {self._state_names.outer(number, k): v for k, v in of_stage.items()}
+            rebased |= self._state_names.of_chain(number, of_stage)
         return rebased
 
     # -- declarations -----------------------------------------------------------------------------
@@ -175,19 +178,19 @@ class Chain(Method):
     def settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = {}
         for number, stage in enumerate(self.stages):
-            for name, value in stage.settings().items():
-                settings[self._option_names.outer(number, name)] = value
+            settings |= self._option_names.of_chain(number, stage.settings())
         return settings
 
     def with_settings(self, settings: Mapping[str, Any]) -> Method:
-        names = self._option_names
+        stages: list[Method] = []
+        for number, stage in enumerate(self.stages):
+            of_stage = self._option_names.of_stage(number, settings)
+            stages.append(stage.with_settings(of_stage))
+        if tuple(stages) == self.stages:
+            return self
         new = copy.copy(self)
-        stages = tuple(
-            stage.with_settings(_chosen(settings, names.of[number]))
-            for number, stage in enumerate(self.stages)
-        )
-        object.__setattr__(new, "stages", stages)
-        return self if stages == self.stages else new
+        object.__setattr__(new, "stages", tuple(stages))
+        return new
 
     def unsuited(self, candidate: Candidate) -> str | None:
         for stage in self.stages:
@@ -204,21 +207,16 @@ class Chain(Method):
         return any(stage.rebases for stage in self.stages)
 
     def factor_names(self) -> frozenset[str]:
-        return self._factor_names.every()
+        return frozenset(self._factor_names.inner)
 
     def state_names(self) -> frozenset[str]:
-        return self._state_names.every()
+        return frozenset(self._state_names.inner)
 
     def forward_only(self) -> Method:
         return Chain(tuple(s.forward_only() if s.captures else s for s in self.stages))
 
     def _data(self, stage: int, data: SecondOrder) -> SecondOrder:
-        return _chosen(data, self._factor_names.of[stage])
-
-
-def _chosen(every: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
-    """Select the entries of one stage, under its own names."""
-    return {name: every[outer] for name, outer in names.items() if outer in every}
+        return self._factor_names.of_stage(stage, data)
 
 
 def _common_scalings(stages: Sequence[Method]) -> tuple[str, ...]:
@@ -233,35 +231,30 @@ def _common_scalings(stages: Sequence[Method]) -> tuple[str, ...]:
 
 def _common_declarations(stages: Sequence[Method]) -> dict[str, Any]:
     """Derive a chain's attributes from its stages."""
-    return {
-        "joint": all(stage.joint for stage in stages),
-        "clipped": all(stage.clipped for stage in stages),
-        "damped": any(stage.damped for stage in stages),
-        "starts_at_once": any(stage.starts_at_once for stage in stages),
-        "refreshes_after": _common(
-            [(s, s.refreshes_after) for s in stages if s.factor_names()],
-            "refreshes its factors after the direction, and another one before",
-        ),
-        "reduces": _common(
-            [(stage, stage.reduces) for stage in stages if stage.captures],
-            "takes all positions of a sample as one row, and another one as rows",
-        ),
-        "observes_with_data": any(stage.observes_with_data for stage in stages),
-        "elementwise": all(stage.elementwise for stage in stages),
-        "auxiliary_ratio": min(stage.auxiliary_ratio for stage in stages),
-        "empirical_only": any(stage.empirical_only for stage in stages),
-    }
+    declared: dict[str, Any] = {}
+    for name in ("joint", "clipped", "elementwise"):
+        declared[name] = all(map(attrgetter(name), stages))
+    for name in ("damped", "starts_at_once", "observes_with_data", "empirical_only"):
+        declared[name] = any(map(attrgetter(name), stages))
+    declared["auxiliary_ratio"] = min(map(attrgetter("auxiliary_ratio"), stages))
+    with_factors = [stage for stage in stages if stage.factor_names()]
+    order = "refreshes its factors after the direction, and another one before"
+    declared["refreshes_after"] = _common(with_factors, "refreshes_after", order)
+    capturing = [stage for stage in stages if stage.captures]
+    rows = "takes all positions of a sample as one row, and another one as rows"
+    declared["reduces"] = _common(capturing, "reduces", rows)
+    return declared
 
 
-def _common(declared: Sequence[tuple[Method, bool]], which: str) -> bool:
-    """Return the common value of all stages, False for no stages; raise if they differ."""
-    stages = [stage for stage, value in declared if value]
-    if stages and len(stages) < len(declared):
+def _common(stages: Sequence[Method], name: str, meaning: str) -> bool:
+    """Return an attribute that all stages share, False for no stages; raise if they differ."""
+    declaring = list(filter(attrgetter(name), stages))
+    if declaring and len(declaring) < len(stages):
         raise ValueError(
-            f"Chain: {stages[0]!r} {which}: a block has one order of its step; choose stages that "
-            f"agree"
+            f"Chain: {declaring[0]!r} {meaning}: a block has one order of its step; choose stages "
+            f"that agree"
         )
-    return bool(stages)
+    return bool(declaring)
 
 
 def _is_ready(stage: Method, step: Given) -> bool:

@@ -134,11 +134,11 @@ class KLSOAP(SOAP):
         matrices = super().factors(shape)
         if len(matrices) < len(EIGENVALUES):
             return matrices
-        values = (
-            replace(factor, name=EIGENVALUES[factor.name], kind="vector", start=self.start)
-            for factor in matrices
-        )
-        return (*matrices, *values)
+        factors = list(matrices)
+        for factor in matrices:
+            name = EIGENVALUES[factor.name]
+            factors.append(replace(factor, name=name, kind="vector", start=self.start))
+        return tuple(factors)
 
     def of_kernel(self, positions: int) -> Method:
         del positions  # the statistics are of matrices
@@ -150,14 +150,12 @@ class KLSOAP(SOAP):
         values: dict[str, Tensor] = {}
         if set(EIGENVALUES.values()) <= set(names):
             if "L" in data and "R" in data:
-                scales = {name: self._inverse_root(data, name) for name in EIGENVALUES}
-                roots = {
-                    name: data[name]["vectors"] * scale.unsqueeze(-2)
-                    for name, scale in scales.items()
-                }
+                left, right = self._inverse_root(data, "L"), self._inverse_root(data, "R")
+                roots["L"] = data["L"]["vectors"] * left.unsqueeze(-2)
+                roots["R"] = data["R"]["vectors"] * right.unsqueeze(-2)
                 turned = into_basis(gradient, data)
-                values["L_values"] = (turned * scales["R"].unsqueeze(-2)).square().mean(-1)
-                values["R_values"] = (turned * scales["L"].unsqueeze(-1)).square().mean(-2)
+                values["L_values"] = (turned * right.unsqueeze(-2)).square().mean(-1)
+                values["R_values"] = (turned * left.unsqueeze(-1)).square().mean(-2)
             else:
                 _, out, into = gradient.shape
                 for name, size in (("L_values", out), ("R_values", into)):

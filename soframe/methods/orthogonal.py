@@ -76,11 +76,7 @@ def coefficients(kind: Coefficients, steps: int) -> list[tuple[float, float, flo
 
 
 def nearest_orthogonal(
-    matrix: Tensor,
-    *,
-    kind: Coefficients = "muon",
-    steps: int = 5,
-    dtype: torch.dtype | None = None,
+    matrix: Tensor, *, kind: Coefficients = "muon", steps: int = 5, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Approximate the nearest semi-orthogonal matrix of each ``[out, in]`` by Newton-Schulz."""
     norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from soframe.kernels.devices import memory_of
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Direction, Given, Method
-from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 
 
 def direction_of(method: Method, step: Given) -> Direction:
@@ -23,12 +23,15 @@ def direction_of(method: Method, step: Given) -> Direction:
     # At each step: on one rank alone a tensor of another shape would let the others wait for it.
     check_direction(method, step, update)
     gradients = {memory_of(step.gradient), memory_of(step.incoming)}
-    state = {n: t.clone() if memory_of(t) in gradients else t for n, t in update.state.items()}
+    state: dict[str, Tensor] = {}
+    for name, tensor in update.state.items():
+        state[name] = tensor.clone() if memory_of(tensor) in gradients else tensor
     kept = [*state.values(), *step.state.values()]
     for data in step.data.values():
         kept += data.values()
-    is_shared = memory_of(update.matrix) in gradients.union(map(memory_of, kept))
-    matrix = update.matrix.clone() if is_shared else update.matrix
+    matrix = update.matrix
+    if memory_of(matrix) in gradients.union(map(memory_of, kept)):
+        matrix = matrix.clone()
     return Direction(matrix, state, update.parcel)
 
 
@@ -43,9 +46,7 @@ def check_direction(method: Method, step: Given, update: object) -> None:
     check_state(method, "direct()", update.state, step.state)
 
 
-def check_state(
-    method: Method, source: str, state: Mapping[str, Tensor], before: Mapping[str, Tensor]
-) -> None:
+def check_state(method: Method, source: str, state: State, before: State) -> None:
     """Raise a ValueError if a name, shape or dtype differs from `Method.state`."""
     for name, tensor in state.items():
         if name not in before:
@@ -71,10 +72,7 @@ def parcel_of(
 
 
 def observed_by(
-    method: Method,
-    factors: Sequence[FactorSpec],
-    gradient: Tensor,
-    data: SecondOrder,
+    method: Method, factors: Sequence[FactorSpec], gradient: Tensor, data: SecondOrder
 ) -> Mapping[str, Tensor]:
     """Compute a method's statistics of the gradient ``[groups, out, in]``, in new memory."""
     observed = method.observe(gradient, data)
@@ -84,8 +82,9 @@ def observed_by(
     statistics: dict[str, Tensor] = {}
     for name, tensor in observed.items():
         moment = tensor.to(gradient.dtype)
-        is_shared = memory_of(moment) == memory_of(gradient)
-        statistics[name] = moment.clone() if is_shared else moment
+        if memory_of(moment) == memory_of(gradient):
+            moment = moment.clone()
+        statistics[name] = moment
     return statistics
 
 

@@ -110,19 +110,13 @@ class Scale:
     own_gradients: bool = False  # rows are g, as with targets drawn from the model
 
     def call(
-        self,
-        module: nn.Module,
-        samples: int,
-        batch: int,
-        shared: int,
-        grad_scale: float,
-        users: int = 1,
+        self, module: nn.Module, samples: int, batch: int, shared: int, scale: float, users: int = 1
     ) -> Multipliers:
         """Return the multipliers of one call.
 
-        ``grad_scale`` is the GradScaler's; ``users`` the number of samples that share each row.
+        ``scale`` is the GradScaler's; ``users`` the number of samples that share each row.
         """
-        unscale = 1.0 / grad_scale**2
+        unscale = 1.0 / scale**2
         if self.scaling == "kaisa":
             per_row = 1.0 / (batch * shared)
             if isinstance(module, nn.modules.conv._ConvNd):
@@ -132,10 +126,10 @@ class Scale:
             weight = 1.0 / max(1, samples)
             if self.own_gradients:
                 return weight * users, weight, weight
-            return weight * users, 1.0 / grad_scale, samples * unscale
+            return weight * users, 1.0 / scale, samples * unscale
         if self.own_gradients:
             return users, 1.0, 1.0
-        return users, 1.0 / grad_scale, unscale
+        return users, 1.0 / scale, unscale
 
     def contribution(self, counts: Counts, passes: dict[int, int]) -> Contribution:
         """Return the multipliers and weights of this rank, given the samples of every pass."""
@@ -174,16 +168,10 @@ class OfMeans(Scale):
     """The scale of batches with a mean loss each, whose samples all count alike."""
 
     def call(
-        self,
-        module: nn.Module,
-        samples: int,
-        batch: int,
-        shared: int,
-        grad_scale: float,
-        users: int = 1,
+        self, module: nn.Module, samples: int, batch: int, shared: int, scale: float, users: int = 1
     ) -> Multipliers:
         # The loss of a batch is the sum over its samples, divided by their number.
-        return super().call(module, samples, batch, shared, grad_scale / max(1, samples), users)
+        return super().call(module, samples, batch, shared, scale / max(1, samples), users)
 
 
 def _added_up(lists: Collection[Sequence[float]]) -> tuple[float, ...]:

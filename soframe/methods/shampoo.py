@@ -44,12 +44,14 @@ def gradient_factors(
     """
     groups, out, into = shape
     size = into // positions
-    every = (
-        (left, FactorSpec("L", "left", groups, out, reads="gradient", decay=decay)),
-        (right, FactorSpec("R", "right", groups, size, reads="gradient", decay=decay)),
-        (positions > 1, FactorSpec("P", "right", groups, positions, reads="gradient", decay=decay)),
-    )
-    return tuple(factor for there, factor in every if there)
+    factors: list[FactorSpec] = []
+    if left:
+        factors.append(FactorSpec("L", "left", groups, out, reads="gradient", decay=decay))
+    if right:
+        factors.append(FactorSpec("R", "right", groups, size, reads="gradient", decay=decay))
+    if positions > 1:
+        factors.append(FactorSpec("P", "right", groups, positions, reads="gradient", decay=decay))
+    return tuple(factors)
 
 
 def gradient_moments(

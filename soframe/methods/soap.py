@@ -41,7 +41,7 @@ from soframe.methods.shampoo import gradient_factors, gradient_moments, swapped
 from soframe.registry import register
 from soframe.solvers.base import Solver
 from soframe.solvers.basis import Basis
-from soframe.specs import FactorSpec, SecondOrder, TensorSpec
+from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 
 Carry = Literal["permute", "rotate"]
 
@@ -154,9 +154,7 @@ class SOAP(Method):
             matrix = matrix * (math.sqrt(1 - second**count) / (1 - first**count))
         return Direction(matrix, state)
 
-    def rebase(
-        self, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
-    ) -> Mapping[str, Tensor]:
+    def rebase(self, state: State, old: SecondOrder, new: SecondOrder) -> State:
         moved = {}
         if "rotated_mean" in state:
             moved["rotated_mean"] = into_basis(_out_of(state["rotated_mean"], old), new)

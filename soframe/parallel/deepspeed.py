@@ -66,8 +66,9 @@ class Partitions(GradientHome):
         self._optimizer = optimizer
         self._parameters: list[list[nn.Parameter]] = getattr(optimizer, self.groups_name)
         reasons = {**_unserved(optimizer, self._parameters), **self._unserved()}
-        if why := next((why for why, holds in reasons.items() if holds), None):
-            raise ValueError(why)
+        for why, holds in reasons.items():
+            if holds:
+                raise ValueError(why)
         self.places = self._lay_out()
 
     @abstractmethod
@@ -109,8 +110,9 @@ class Partitions(GradientHome):
         # Gradients accumulated in place exist earlier, but incomplete.
         boundary = getattr(self._optimizer, "is_gradient_accumulation_boundary", True)
         ready = boundary() if callable(boundary) else boundary
-        groups = {place.group for place in self.places.values()}
-        if ready and all(self._optimizer.averaged_gradients.get(g) is not None for g in groups):
+        averaged = self._optimizer.averaged_gradients
+        lacking = [p for p, place in self.places.items() if averaged.get(place.group) is None]
+        if ready and not lacking:
             return None
         return (
             "DeepSpeed's ZeRO has no averaged gradients now: it has them after the last backward "
@@ -136,8 +138,10 @@ class Partitions(GradientHome):
             if gradient is None:
                 return
             raise RuntimeError("DeepSpeed's ZeRO has no averaged gradients now to overwrite")
-        # Zeros for None: DeepSpeed updates all parameters.
-        part.copy_(torch.zeros_like(part) if gradient is None else gradient)
+        if gradient is None:
+            part.zero_()  # DeepSpeed updates all parameters
+        else:
+            part.copy_(gradient)
 
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards:
         place = self.places[parameter]
@@ -153,7 +157,7 @@ class Partitions(GradientHome):
             shape=(max(stop for _, stop in place.ranges),),
             dim=0,
             ranges=tuple(place.ranges[group_ranks.index(rank)] for rank in ranks),
-            copies=tuple(0 for _ in ranks),
+            copies=tuple(itertools.repeat(0, len(ranks))),
             dtype=str(dtype).removeprefix("torch."),
         )
 
@@ -294,14 +298,14 @@ def homes(
     storages: dict[nn.Parameter, GradientHome] = {}
     for optimizer, kind in _optimizers(unknown, sources).items():
         groups = getattr(optimizer, kind.groups_name)
-        parameters = itertools.chain.from_iterable(groups)
-        name = next((unknown[p] for p in parameters if p in unknown), None)
-        if name is None:
+        names = [unknown[p] for p in itertools.chain.from_iterable(groups) if p in unknown]
+        if not names:
             continue
         try:
             partitions = kind(optimizer)
         except ValueError as error:
-            raise ValueError(f"the parameter {name} belongs to DeepSpeed's ZeRO, {error}") from None
+            what = f"the parameter {names[0]} belongs to DeepSpeed's ZeRO"
+            raise ValueError(f"{what}, {error}") from None
         storages.update(dict.fromkeys(partitions.places, partitions))
     if storages or known:
         # Last, since the other homes take precedence for an optimizer's groups.

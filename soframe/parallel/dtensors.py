@@ -146,8 +146,8 @@ def _copies(places: Sequence[tuple[int, tuple[int, ...]]], dims: Sequence[int | 
     numbers: dict[tuple[int, ...], int] = {}
     copies = []
     for number, place in places:
-        copy = (number, *(place[index] for index in uncut))
-        copies.append(numbers.setdefault(copy, len(numbers)))
+        coordinates = [place[index] for index in uncut]
+        copies.append(numbers.setdefault((number, *coordinates), len(numbers)))
     return copies
 
 
@@ -157,10 +157,11 @@ def meshes(parameter: DTensor, ranks: Sequence[int]) -> list[Tensor]:
     mesh: Any = parameter.device_mesh
     # NOTE: no public attribute lists the other slices; torch's own checkpoints and fully_shard read
     # these private ones, too.
-    every = mesh._layout.remap_to_tensor(mesh._rank_map)
-    return [
-        slice_ranks for slice_ranks in every if set(slice_ranks.flatten().tolist()) <= set(ranks)
-    ]
+    slices: list[Tensor] = []
+    for slice_ranks in mesh._layout.remap_to_tensor(mesh._rank_map):
+        if set(slice_ranks.flatten().tolist()) <= set(ranks):
+            slices.append(slice_ranks)
+    return slices
 
 
 def _dim(placement: Any) -> int | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,9 +28,11 @@ from soframe.blocks.heads import heads_of
 from soframe.blocks.registration import Registration, unwrap, warn_unused
 from soframe.comm.agreement import (
     add_over_ranks,
+    by_rank,
     compare_settings,
     describe_error,
     fingerprint,
+    gather_json,
     gather_texts,
     require_common,
     say_failed,
@@ -157,11 +158,11 @@ class Pipeline(Stages):
                     f"one Preconditioner of the modules of all stages of this rank (nn.ModuleList "
                     f"of several)"
                 )
-        captured = next((block for block in blocks if block.captured), None)
-        if captured is not None and _splits(self._schedule):
+        captured = [block for block in blocks if block.captured]
+        if captured and _splits(self._schedule):
             raise ValueError(
                 f"{type(self._schedule).__name__} computes the gradients of inputs and of weights "
-                f"in passes apart (zero bubble), and {captured.method!r} takes its statistics "
+                f"in passes apart (zero bubble), and {captured[0].method!r} takes its statistics "
                 f"where both are computed: choose ScheduleGPipe, Schedule1F1B or "
                 f"ScheduleInterleaved1F1B, or a method of gradients alone, such as 'muon' or "
                 f"'soap'"
@@ -182,20 +183,24 @@ class Pipeline(Stages):
         ranks: dict[float, nn.Module] = {}
         for index, module in modules.items():
             heads = heads_of(model, module)
-            if heads.weights and (heads.tied or index == last):
-                ranks[1 + index + (_TIED if heads.tied else 0)] = module
+            if heads.weights and heads.tied:
+                ranks[_TIED + 1 + index] = module
+            elif heads.weights and index == last:
+                ranks[1 + index] = module
         return ranks.get(self.largest(max(ranks, default=0)))
 
     def look_over(self, registration: Registration) -> None:
-        local = json.dumps([[block.name for block in registration.blocks], registration.unused])
-        every = [json.loads(text) for text in gather_texts(self.backend, local, PHASE)]
-        self._names = [names for names, _ in every]
+        local = [[block.name for block in registration.blocks], registration.unused]
+        self._names, unused_of_ranks = [], list[list[str]]()
+        for names, patterns in gather_json(self.backend, local, PHASE):
+            self._names.append(names)
+            unused_of_ranks.append(patterns)
         if not any(self._names):
             raise ValueError(
                 f"there is nothing to precondition in any stage; in those of this rank:\n"
                 f"{registration.report.reasons()}"
             )
-        unused = set(registration.unused).intersection(*(patterns for _, patterns in every))
+        unused = set(registration.unused).intersection(*unused_of_ranks)
         if unused:
             warn_unused(sorted(unused), stacklevel=6)
 
@@ -269,17 +274,15 @@ class Pipeline(Stages):
         count = len(numbers)
         numbers += fingerprint(common)
         local = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        rows = self._gather(local).tolist()  # a row for each stage
-        reports = [report.with_numbers(row[:count]) for row in rows]
-        columns = zip(*(row[:count] for row in rows), strict=True)
-        reduced = report.with_numbers([max(column) for column in columns])
+        rows = self._gather(local)  # a row for each stage
+        reports = [report.with_numbers(row) for row in rows[:, :count].tolist()]
+        reduced = report.with_numbers(rows[:, :count].amax(0).tolist())
         if reduced.failed:
             return reduced, error
         if error := _differing_samples(reports, reduced.passes):
             return reduced, error
-        sums = [sum(column) for column in zip(*(row[count:] for row in rows), strict=True)]
         try:
-            require_common(self.backend, common, sums)
+            require_common(self.backend, common, rows[:, count:].sum(0).tolist())
         except ValueError as differ:
             text = f"the stages of the pipeline differ (ranks are those of a pipe): {differ}"
             return reduced, ValueError(text)
@@ -289,10 +292,8 @@ class Pipeline(Stages):
         texts = gather_texts(self.backend, describe_error(error), PHASE)
         if error is not None or not any(texts):
             return error
-        errors = [f"rank {rank} of the pipe: {text}" for rank, text in enumerate(texts) if text]
-        return RuntimeError(
-            f"another stage of the pipeline cannot go on, so none does. {'; '.join(errors)}"
-        )
+        errors = by_rank(texts, " of the pipe")
+        return RuntimeError(f"another stage of the pipeline cannot go on, so none does. {errors}")
 
     def raise_on_all_stages(self, error: Exception | None) -> None:
         if self.any(error is not None):
@@ -344,11 +345,11 @@ def _require_untied(model: Any, blocks: Sequence[Block]) -> None:
     module = sys.modules.get(_DEEPSPEED)
     if module is None or not isinstance(model, module.PipelineModule):
         return
-    tied: set[int] = set()
+    tied: set[nn.Parameter] = set()
     for key in model.tied_comms:
-        tied.update(map(id, model.tied_modules[key].parameters()))
+        tied.update(model.tied_modules[key].parameters())
     for block in blocks:
-        if any(id(parameter) in tied for parameter in block.parameters.values()):
+        if not tied.isdisjoint(block.parameters.values()):
             raise ValueError(
                 f"{block.name} belongs to a layer that DeepSpeed ties over stages, and each stage "
                 f"would make another direction of its gradient, so that its copies would part: "
@@ -375,6 +376,6 @@ def _splits(schedule: Any) -> bool:
     kinds: set[str] = set()
     for action in itertools.chain.from_iterable(order.values()):
         if action is not None:
-            inner = getattr(action, "sub_actions", None) or ()
-            kinds.update(part.computation_type.name for part in (action, *inner))
+            for part in (action, *(getattr(action, "sub_actions", None) or ())):
+                kinds.add(part.computation_type.name)
     return not kinds.isdisjoint({"BACKWARD_INPUT", "BACKWARD_WEIGHT"})

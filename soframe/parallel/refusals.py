@@ -6,8 +6,7 @@ refuses to be built, and to step if such a framework came later.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
@@ -43,8 +42,10 @@ _OWNERS = (
 
 def require_served(name: str, parameter: nn.Parameter) -> None:
     """Raise a ValueError if the gradient of a parameter is out of reach."""
-    attributes = parameter.__dict__
-    owner = next((o for m, o in zip(sharding.MARKS, _OWNERS, strict=True) if m in attributes), None)
+    owner: str | None = None
+    for mark, framework in zip(sharding.MARKS, _OWNERS, strict=True):
+        if owner is None and mark in parameter.__dict__:
+            owner = framework
     if owner is None and isinstance(parameter, DTensor) and (why := unserved(parameter)):
         owner = f"several plans at once, or one of a kind that is not known ({why})"
     if owner is not None:
@@ -91,36 +92,29 @@ def require_model(model: nn.Module, distributed: bool, ranks: Sequence[int]) -> 
 
 def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
     """Return the gradients that fully_shard does not average over all ranks, or None."""
-    # Ranks belong together if the mesh of some parameter has both: they share averaged gradients,
-    # or have the same data.
     if not sharding.sharded_modules(model):
         return None
     plans = {id(plan.parameter): plan.dims for plan in planned(model)}
-    together = {rank: {rank} for rank in ranks}
-    averaged: dict[frozenset[int], str] = {}
-    spans: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            continue
-        for mesh_ranks in meshes(parameter, ranks):
-            joined = set().union(*(together[rank] for rank in mesh_ranks.flatten().tolist()))
-            together.update(dict.fromkeys(joined, joined))
+    sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    connected = _connected(sharded.values(), ranks)
+    if connected != set(ranks):
+        return f"the model is sharded over the ranks {sorted(connected)}"
+    spans: dict[str, tuple[set[int], set[int]]] = {}
+    averaged: list[set[int]] = []  # the ranks of parameters without a plan
+    for name, parameter in sharded.items():
         mesh = parameter.device_mesh
         dims, place = plans.get(id(parameter), 0), mesh.get_coordinate()
         assert place is not None
         here: Any = (..., *place[mesh.ndim - dims :])
-        among = frozenset(mesh.mesh[here].flatten().tolist())
-        span = frozenset(mesh.mesh.flatten().tolist())
-        spans[name] = among, span
+        among = set(mesh.mesh[here].flatten().tolist())
+        spans[name] = among, set(mesh.mesh.flatten().tolist())
         if not dims:
-            averaged.setdefault(among, name)
-    connected = together[ranks[0]]
-    if connected != set(ranks):
-        return f"the model is sharded over the ranks {sorted(connected)}"
-    data = next(iter(averaged), next(iter(spans.values()))[0])
+            averaged.append(among)
+    first, _ = next(iter(spans.values()))
+    data = averaged[0] if averaged else first
     for name, (among, span) in spans.items():
         # Experts over ranks: with the ranks of their plan they see the data of all ranks.
-        if among != data and span != data:
+        if data not in (among, span):
             return (
                 f"the gradient of {name} is averaged over the ranks {sorted(among)}, and that of "
                 f"others over the ranks {sorted(data)}"
@@ -128,14 +122,28 @@ def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
     return None
 
 
+def _connected(parameters: Iterable[DTensor], ranks: Sequence[int]) -> set[int]:
+    """Return the ranks that share averaged gradients, or data, with the first by some mesh."""
+    together = {rank: {rank} for rank in ranks}
+    for parameter in parameters:
+        for mesh_ranks in meshes(parameter, ranks):
+            joined: set[int] = set()
+            for rank in mesh_ranks.flatten().tolist():
+                joined |= together[rank]
+            together.update(dict.fromkeys(joined, joined))
+    return together[ranks[0]]
+
+
 def refused_together(
     model: nn.Module, blocks: Sequence[Block], placement: Placement, *, draws: bool
 ) -> str | None:
     """Return an error if ranks of a plan draw their own targets or take no statistics, or None."""
-    parameters = itertools.chain.from_iterable(block.parameters.values() for block in blocks)
+    parameters: list[nn.Parameter] = []
+    for block in blocks:
+        parameters += block.parameters.values()
     if not draws and not any(map(sharding.is_distributed, parameters)):
         return None
-    of_plans = {id(plan.parameter): plan.name for plan in planned(model)}
+    of_plans = {plan.parameter: plan.name for plan in planned(model)}
     if of_plans and draws:
         return (
             f"fisher='monte-carlo' draws other targets on every rank, and the ranks of the "
@@ -143,7 +151,7 @@ def refused_together(
             f"pass Statistics(fisher='type-2'), or 'empirical'"
         )
     for block, place in zip(blocks, placement.blocks, strict=True):
-        in_plan = any(id(p) in of_plans for p in block.parameters.values())
+        in_plan = not of_plans.keys().isdisjoint(block.parameters.values())
         if in_plan and not _all_contribute(block, place):
             return (
                 f"{block.name} belongs to a tensor-parallel plan, all ranks of which bring the "

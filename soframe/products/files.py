@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from soframe import checkpoint
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
-from soframe.comm.agreement import gather_texts
+from soframe.comm.agreement import gather_json
 from soframe.products.fitting import Fit, Progress
 from soframe.registry import describe
 
@@ -81,20 +81,19 @@ def _meaning(curvature: Fitted) -> dict[str, Any]:
     """Return the meaning of the tensors, as in JSON; every rank must call."""
     fitting, backend = curvature.fitting, curvature.placed.backend
     fisher, places = curvature.describe_fit()
-    every = [int(text) for text in gather_texts(backend, str(fitting.progress.batches))]
+    every = gather_json(backend, fitting.progress.batches)
     blocks: dict[str, dict[str, Any]] = {}
     for block in curvature.placed.blocks:
         weights = fitting.weights.get(block.name, {})
-        factors = {
-            factor.name: {
+        factors: dict[str, dict[str, Any]] = {}
+        for factor in block.factors:
+            factors[factor.name] = {
                 "side": factor.side,
                 "kind": str(factor.kind),
                 "degree": factor.degree,
                 "mean over": factor.mean_over,
                 "weight": weights.get(factor.name),
             }
-            for factor in block.factors
-        }
         blocks[block.name] = {
             "parameters": curvature.names[block],
             "shape": list(block.shape),

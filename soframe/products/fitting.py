@@ -254,13 +254,15 @@ class Fit:
         """Return the weights of a factor, ``[groups or 1, 1, ...]``."""
         weights = self.weights[block.name][factor.name]
         tensor = torch.tensor(weights, dtype=block.dtype, device=block.device)
-        return tensor.view(-1, *(1 for _ in factor.shape[1:]))
+        return tensor.view(-1, *[1] * (len(factor.shape) - 1))
 
     def _require_statistics(self, gathering: Gathering) -> None:
         """Raise unless all factors of a pass have statistics now."""
-        blocks = [block for block in self._placed.blocks if block.name in gathering]
-        idle = [b.name for b in blocks if not set(gathering[b.name]) <= b.record.masses.keys()]
-        if len(idle) == len(blocks):
+        idle: list[str] = []
+        for block in self._placed.blocks:
+            if not block.record.masses.keys() >= set(gathering.get(block.name, ())):
+                idle.append(block.name)
+        if len(idle) == len(gathering):
             raise ValueError(
                 "no layer has statistics of these data: the loader is empty, or loss(model, "
                 "batch) calls another model than the one that it is given, or under no_grad()"
@@ -285,12 +287,11 @@ def kept(model: nn.Module) -> Iterator[None]:
     """Leave the gradients and buffers of a model as they were, after an error too."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers.append((module, name, buffer, buffer.detach().clone()))
     for parameter in parameters:
         parameter.grad = None
     try:

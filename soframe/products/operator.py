@@ -118,10 +118,9 @@ class Operator:
     def apply(self, matrices: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
         """Multiply vectors as gradient matrices, ``[..., groups, out, in]``; as `__matmul__`."""
         self._require_alike(matrices)
-        products = {
-            block: spectrum.apply(matrices[block], self._of)
-            for block, spectrum in self.spectra.items()
-        }
+        products: dict[Block, Tensor] = {}
+        for block, spectrum in self.spectra.items():
+            products[block] = spectrum.apply(matrices[block], self._of)
         first = next(iter(matrices.values()))
         return shared(self.placed, products, tuple(first.shape[:-3]))
 

@@ -62,13 +62,11 @@ class Queries:
 
     def dot(self, samples: SampleGradients) -> Tensor:
         """Return inner products with the gradients of samples, ``[queries, samples]``."""
-        products = [queries.dot(samples.blocks[block]) for block, queries in self.blocks.items()]
-        return _total(products)
+        return _total([part.dot(samples.blocks[block]) for block, part in self.blocks.items()])
 
     def own(self, samples: SampleGradients) -> Tensor:
         """Return the inner product of each sample with the query of the same number."""
-        products = [queries.own(samples.blocks[block]) for block, queries in self.blocks.items()]
-        return _total(products)
+        return _total([part.own(samples.blocks[block]) for block, part in self.blocks.items()])
 
 
 def _total(products: list[Tensor]) -> Tensor:

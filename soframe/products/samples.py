@@ -126,9 +126,8 @@ class Sum:
     @property
     def rows(self) -> tuple[int, int]:
         """See `Rows.rows`."""
-        pairs = zip(self.first.rows, self.second.rows, strict=True)
-        left, right = (first + second for first, second in pairs)
-        return left, right
+        (left, right), (more_left, more_right) = self.first.rows, self.second.rows
+        return left + more_left, right + more_right
 
     def rotated(self, left: Tensor | None, right: Tensor | None) -> Sum:
         """Return the gradients ``L^T W R``, with None for the identity."""
@@ -296,7 +295,8 @@ def _joined(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(calls) == 1:
         ((left, right),) = calls
         return left.detach(), right.detach()
-    return torch.cat([left for left, _ in calls], 2), torch.cat([right for _, right in calls], 2)
+    lefts, rights = zip(*calls, strict=True)
+    return torch.cat(lefts, 2), torch.cat(rights, 2)
 
 
 def _require_apart(model: nn.Module) -> None:

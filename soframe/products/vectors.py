@@ -30,31 +30,32 @@ class Coordinates:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], report: Report) -> None:
-        of_parameter = {id(parameter): name for name, parameter in model.named_parameters()}
+        name_of = {parameter: name for name, parameter in model.named_parameters()}
         self.names: dict[Block, dict[str, str]] = {}
-        covered: set[str] = set()
+        covered: set[nn.Parameter] = set()
         for block in blocks:
-            names = {key: of_parameter[id(p)] for key, p in block.parameters.items()}
-            self.names[block] = names
-            covered.update(names.values())
-        self.shapes = {
-            name: parameter.shape for name, parameter in model.named_parameters() if name in covered
-        }
+            self.names[block] = {key: name_of[p] for key, p in block.parameters.items()}
+            covered.update(block.parameters.values())
+        self.shapes = {name: p.shape for p, name in name_of.items() if p in covered}
         self.left_out = {row.parameter: row.reason for row in report if row.block is None}
 
     @property
     def size(self) -> int:
         """The number of entries of a vector."""
-        return sum(shape.numel() for shape in self.shapes.values())
+        return sum(self._sizes)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes.values()]
 
     @property
     def lost(self) -> dict[str, str]:
         """The parameters of `left_out` that are neither frozen nor skipped by the user."""
-        return {
-            name: reason
-            for name, reason in self.left_out.items()
-            if reason != FROZEN and "skipped by " not in reason
-        }
+        lost: dict[str, str] = {}
+        for name, reason in self.left_out.items():
+            if reason != FROZEN and "skipped by " not in reason:
+                lost[name] = reason
+        return lost
 
     def leading(self, vector: Vector) -> torch.Size:
         """Check a vector.
@@ -65,17 +66,8 @@ class Coordinates:
         Raises:
             ValueError: If names are unknown or missing, or shapes do not fit.
         """
-        if unknown := [name for name in vector if name not in self.shapes]:
-            reasons = [f"{name} ({self.left_out.get(name, 'no parameter')})" for name in unknown]
-            raise ValueError(
-                f"the curvature has no block for {', '.join(reasons)}: leave these names out of "
-                f"the vector, or give them a block (layers='all', skip=())"
-            )
-        if missing := [name for name in self.shapes if name not in vector]:
-            raise ValueError(
-                f"the vector lacks {', '.join(missing)}: it has a tensor for each parameter that "
-                f"has a block; pass zeros where it is zero"
-            )
+        if (problem := self._misnamed(vector)) is not None:
+            raise ValueError(problem)
         common: torch.Size | None = None
         for name, shape in self.shapes.items():
             actual = vector[name].shape
@@ -93,6 +85,24 @@ class Coordinates:
             common = leading
         return torch.Size() if common is None else common
 
+    def _misnamed(self, vector: Vector) -> str | None:
+        """Return a problem with the names of a vector, or None."""
+        unknown: list[str] = []
+        for name in vector:
+            if name not in self.shapes:
+                unknown.append(f"{name} ({self.left_out.get(name, 'no parameter')})")
+        if unknown:
+            return (
+                f"the curvature has no block for {', '.join(unknown)}: leave these names out of "
+                f"the vector, or give them a block (layers='all', skip=())"
+            )
+        if missing := [name for name in self.shapes if name not in vector]:
+            return (
+                f"the vector lacks {', '.join(missing)}: it has a tensor for each parameter that "
+                f"has a block; pass zeros where it is zero"
+            )
+        return None
+
     def matrices(self, vector: Vector) -> dict[Block, Tensor]:
         """Return the gradient matrices of a vector in the dtype of their blocks.
 
@@ -102,12 +112,11 @@ class Coordinates:
         leading = self.leading(vector)
         matrices = {}
         for block, names in self.names.items():
-            # [vectors, *shape]
-            flat = {
-                key: sharding.whole(vector[name]).detach().reshape(-1, *self.shapes[name])
-                for key, name in names.items()
-            }
-            packed: Tensor = torch.vmap(block.layout.pack)(flat)
+            tensors: dict[str, Tensor] = {}
+            for key, name in names.items():
+                tensor = sharding.whole(vector[name]).detach()
+                tensors[key] = tensor.reshape(-1, *self.shapes[name])  # [vectors, *shape]
+            packed: Tensor = torch.vmap(block.layout.pack)(tensors)
             matrix = packed.to(device=block.device, dtype=block.dtype)
             matrices[block] = matrix.reshape(*leading, *block.shape)
         return matrices
@@ -136,6 +145,6 @@ class Coordinates:
 
     def unflat(self, entries: Tensor) -> dict[str, Tensor]:
         """Undo `flat`."""
-        parts = entries.split([shape.numel() for shape in self.shapes.values()], -1)
+        parts = entries.split(self._sizes, -1)
         pairs = zip(self.shapes.items(), parts, strict=True)
         return {name: part.reshape(*part.shape[:-1], *shape) for (name, shape), part in pairs}

@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 
 from torch import nn
 from torch.optim import Optimizer
@@ -58,7 +57,8 @@ def averaged_tensors(model: nn.Module, gradients: str) -> str:
 
 def _remedy_without_blocks(named: Sequence[tuple[str, nn.Parameter]], choices: Choices) -> str:
     reads_calls = any(method.captures for method in methods(choices.method))
-    if reads_calls and any(parameter.requires_grad for _, parameter in named):
+    has_trained = any(parameter.requires_grad for _, parameter in named)
+    if reads_calls and has_trained:
         return (
             "\nsoframe.Optimizer(model, method='soap', lr=3e-3) trains these parameters, too: it "
             "reads gradients alone"
@@ -127,13 +127,15 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
     for parameters in home.groups(optimizer):
         optimised.update(map(id, parameters))
     missing: list[str] = []
+    count = 0
     for block in blocks:
+        count += len(block.parameters)
         for name, parameter in block.parameters.items():
             if id(parameter) not in optimised:
                 missing.append(f"{block.name}.{name}")
     if not missing:
         return
-    if len(missing) == sum(len(block.parameters) for block in blocks):
+    if len(missing) == count:
         # An optimizer that shards parameters replaces them, and reads gradients of its own.
         remedy = (
             "It has no parameter of any block: it is another model's, or one that shares "
@@ -148,11 +150,7 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
 
 
 def build(
-    parts: Parts,
-    choices: Choices,
-    strategy: Strategy,
-    capture: Capture,
-    settings: Sequence[object],
+    parts: Parts, choices: Choices, strategy: Strategy, capture: Capture, settings: Sequence[object]
 ) -> tuple[Registration, Placement, Strategy]:
     """Register a model, place its blocks and hook its modules, once all ranks have agreed."""
     model, backend, refresh = parts.model, parts.backend, parts.refresh
@@ -200,8 +198,10 @@ def build(
         placement = placed(settled)
         compare_ranks(backend, placement, described)
     if not parts.keeps_hooks:
-        helpers = chain.from_iterable(block.helpers for block in registration.blocks)
-        take_over(capture, [helper.module for helper in helpers])
+        modules: list[nn.Module] = []
+        for block in registration.blocks:
+            modules += [helper.module for helper in block.helpers]
+        take_over(capture, modules)
     # Process groups are created by all ranks together, so only after they agree.
     backend.prepare(placement.groups())
     return registration, placement, settled

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from soframe.blocks.block import Block
-from soframe.methods.base import Method
 from soframe.registry import describe
 
 
@@ -30,11 +29,13 @@ def text(
     lines = [f"model: {type(model).__name__}, {coverage}"]
     shown = {name: _show(value) for name, value in settings.items()}
     # The components that blocks have, in place of a mapping from patterns.
-    methods: dict[str, list[Method]] = {"method": [], "auxiliary": []}
+    components: dict[str, list[object]] = {"method": [], "auxiliary": [], "solver": []}
     for block in blocks:
-        methods["auxiliary" if block.auxiliary else "method"].append(block.method)
-    shown |= {name: _each(components) for name, components in methods.items()}
-    shown["solver"] = _each(block.solver for block in blocks if block.solved_factors)
+        components["auxiliary" if block.auxiliary else "method"].append(block.method)
+        if block.solved_factors:
+            components["solver"].append(block.solver)
+    for name, of_blocks in components.items():
+        shown[name] = _each(of_blocks)
     for name, value in now.items():
         shown[name] = _with_schedule(value, settings.get(name))
     lines += [f"{name}: {value}" for name, value in shown.items()]

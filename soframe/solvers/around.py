@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from soframe.registry import KINDS
 from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec
+from soframe.specs import Data, FactorSpec
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,14 @@ class Around(Solver):
     def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
         return self.solver.shares(mean_traces, damping)
 
-    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def follow(self, matrix: Tensor, data: Data) -> dict[str, Tensor] | None:
         return self.solver.follow(matrix, data)
 
-    def usable(self, data: Mapping[str, Tensor]) -> bool | Tensor:
+    def usable(self, data: Data) -> bool | Tensor:
         return self.solver.usable(data)
 
-    def apply(
-        self,
-        gradient: Tensor,
-        *,
-        left: Mapping[str, Tensor],
-        right: Mapping[str, Tensor],
-        damping: float,
-    ) -> Tensor:
+    def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         return self.solver.apply(gradient, left=left, right=right, damping=damping)
 
-    def apply_right(
-        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
-    ) -> Tensor:
+    def apply_right(self, gradient: Tensor, *, right: Data, damping: float) -> Tensor:
         return self.solver.apply_right(gradient, right=right, damping=damping)

@@ -8,17 +8,18 @@ names and shapes, and strategies and comm move them by these alone. All matrices
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from soframe.kernels.devices import memory_of
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # untyped
 
@@ -91,9 +92,7 @@ class Solver(ABC):
             torch.linalg.LinAlgError: If the factorisation of a group fails.
         """
 
-    def solve_again(
-        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         """Compute the second-order data of a factor from the data of its last solve.
 
         For warm-started iterations; by default calls `solve`. Owners that are not gradient workers
@@ -110,7 +109,7 @@ class Solver(ABC):
         del last
         return self.solve(matrix, damping)
 
-    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def follow(self, matrix: Tensor, data: Data) -> dict[str, Tensor] | None:
         """Update second-order data from the current factor between two solves.
 
         Called after statistics on every gradient worker, if all of them hold the factor; the result
@@ -127,7 +126,7 @@ class Solver(ABC):
         del matrix, data
         return None
 
-    def usable(self, data: Mapping[str, Tensor]) -> bool | Tensor:
+    def usable(self, data: Data) -> bool | Tensor:
         """Check finite second-order data, for example for underflow, which would zero gradients.
 
         Args:
@@ -141,14 +140,7 @@ class Solver(ABC):
         return True
 
     @abstractmethod
-    def apply(
-        self,
-        gradient: Tensor,
-        *,
-        left: Mapping[str, Tensor],
-        right: Mapping[str, Tensor],
-        damping: float,
-    ) -> Tensor:
+    def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         """Multiply a gradient by ``(left ⊗ right + damping I)^-1``.
 
         Args:
@@ -161,9 +153,7 @@ class Solver(ABC):
             ``[groups, out, in]``, in a new tensor.
         """
 
-    def apply_right(
-        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
-    ) -> Tensor:
+    def apply_right(self, gradient: Tensor, *, right: Data, damping: float) -> Tensor:
         """Multiply a gradient by ``(I ⊗ right + damping I)^-1``: `apply` without a left factor.
 
         By default the identity is solved and applied like any other factor; override this to leave
@@ -202,7 +192,7 @@ def solve_stack(
     solver: Solver,
     matrices: Tensor,
     damping: Tensor,
-    last: Mapping[str, Tensor] | None = None,
+    last: Data | None = None,
     *,
     dtype: torch.dtype | None = None,
     errors: list[str] | None = None,
@@ -231,19 +221,23 @@ def solve_stack(
             solved = solver.solve(matrices, damping)
     except LinAlgError as error:
         solved = _apart(solver, matrices, damping, error, [] if errors is None else errors)
-    # The same layout on every rank: products with other strides round differently.
-    data = {
-        name: tensor.to(dtype or matrices.dtype).contiguous() for name, tensor in solved.items()
-    }
-    # The factor changes in place at the next statistics; its data must not.
-    data = {n: t.clone() if memory_of(t) == memory_of(matrices) else t for n, t in data.items()}
-    # One number for each group and tensor: NaN or infinite where any entry is.
-    largest = [_largest(tensor, len(matrices)) for tensor in data.values()]
+    data: dict[str, Tensor] = {}
+    largest: list[Tensor] = []
+    for name, solution in solved.items():
+        # The same layout on every rank: products with other strides round differently.
+        tensor = solution.to(dtype or matrices.dtype).contiguous()
+        if memory_of(tensor) == memory_of(matrices):
+            tensor = tensor.clone()  # the factor changes in place at the next statistics
+        data[name] = tensor
+        # One number for each group: NaN or infinite where any entry is.
+        largest.append(_largest(tensor, len(matrices)))
     if not (largest and solver.damps_factors):  # else the damping is in the data
         largest.append(damping)
     good = functools.reduce(torch.maximum, largest) < math.inf
     usable = _usable(solver, data, len(matrices))
-    return data, good if usable is True else good & usable
+    if usable is not True:
+        good = good & usable
+    return data, good
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,18 +247,15 @@ class Problem:
     solver: Solver
     matrices: Tensor
     damping: Tensor
-    last: Mapping[str, Tensor] | None = None
+    last: Data = field(default_factory=dict)
 
     def joins(self, other: Problem) -> bool:
         """Return whether both can be solved by one call."""
-        return (
-            self.matrices.shape[1:] == other.matrices.shape[1:]
-            and self.matrices.dtype == other.matrices.dtype
-            and self.matrices.device == other.matrices.device
-            and self.damping.dtype == other.damping.dtype
-            and set(self.last or ()) == set(other.last or ())
-            and self.solver == other.solver
-        )
+        a, b = self.matrices, other.matrices
+        if (a.shape[1:], a.dtype, a.device) != (b.shape[1:], b.dtype, b.device):
+            return False
+        settings = (self.damping.dtype, self.last.keys(), self.solver)
+        return settings == (other.damping.dtype, other.last.keys(), other.solver)
 
 
 def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tensor]]:
@@ -283,12 +274,12 @@ def solve_stacks(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], T
             together.append([number])
     results: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
     for numbers in together:
-        if len(numbers) == 1:
-            problem = problems[numbers[0]]
-            arguments = (problem.solver, problem.matrices, problem.damping, problem.last)
-            results[numbers[0]] = solve_stack(*arguments)
+        alike = [problems[number] for number in numbers]
+        if len(alike) == 1:
+            problem = alike[0]
+            solved = solve_stack(problem.solver, problem.matrices, problem.damping, problem.last)
+            results[numbers[0]] = solved
         else:
-            alike = [problems[number] for number in numbers]
             results.update(zip(numbers, _together(alike), strict=True))
     return [results[number] for number in range(len(problems))]
 
@@ -297,31 +288,30 @@ def _together(problems: Sequence[Problem]) -> list[tuple[dict[str, Tensor], Tens
     """Solve factors of one size by one call."""
     first = problems[0]
     last: dict[str, Tensor] = {}
-    for name in first.last or ():
-        last[name] = torch.cat([problem.last[name] for problem in problems if problem.last])
-    matrices = torch.cat([problem.matrices for problem in problems])
+    for name in first.last:
+        last[name] = torch.cat([problem.last[name] for problem in problems])
+    matrices = [problem.matrices for problem in problems]
     damping = torch.cat([problem.damping for problem in problems])
-    data, good = solve_stack(first.solver, matrices, damping, last)
-    sizes = [len(problem.matrices) for problem in problems]
+    data, good = solve_stack(first.solver, torch.cat(matrices), damping, last)
+    sizes = list(map(len, matrices))
     parts: list[dict[str, Tensor]] = [{} for _ in problems]
     for name, tensor in data.items():
-        # Copies: stacks keep their data for different times. Other lengths fail the shape check.
-        pieces = [tensor for _ in problems]
-        if len(tensor) == len(matrices):
-            # torch's stub of the function returns None.
-            split: Any = torch.split_with_sizes_copy
-            pieces = split(tensor, sizes)
-        for part, piece in zip(parts, pieces, strict=True):
+        for part, piece in zip(parts, _pieces(tensor, sizes), strict=True):
             part[name] = piece
     return list(zip(parts, good.split(sizes), strict=True))
 
 
+def _pieces(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Return copies of parts of a tensor: stacks keep their data for different times."""
+    if len(tensor) != sum(sizes):
+        return list(itertools.repeat(tensor, len(sizes)))  # each fails the check of its shape
+    split: Any = torch.split_with_sizes_copy  # in torch's stub it returns None
+    pieces: Sequence[Tensor] = split(tensor, sizes)
+    return pieces
+
+
 def retry(
-    solver: Solver,
-    matrices: Tensor,
-    damping: Tensor,
-    data: Mapping[str, Tensor],
-    failed: Sequence[int],
+    solver: Solver, matrices: Tensor, damping: Tensor, data: Data, failed: Sequence[int]
 ) -> tuple[dict[str, Tensor], dict[int, str]]:
     """Solve failed groups again in float64, from scratch.
 
@@ -381,7 +371,7 @@ def _largest(tensor: Tensor, groups: int) -> Tensor:
     return norm
 
 
-def _usable(solver: Solver, data: Mapping[str, Tensor], groups: int) -> bool | Tensor:
+def _usable(solver: Solver, data: Data, groups: int) -> bool | Tensor:
     """Call `Solver.usable`; if it returns one False for several groups, call it group by group."""
     usable = solver.usable(data)
     if isinstance(usable, Tensor) or usable or groups == 1:
@@ -393,9 +383,7 @@ def _usable(solver: Solver, data: Mapping[str, Tensor], groups: int) -> bool | T
     return torch.tensor(usable_groups, device=next(iter(data.values())).device)
 
 
-def _reason(
-    data: Mapping[str, Tensor], damping: Tensor, dtype: torch.dtype, errors: Sequence[str]
-) -> str:
+def _reason(data: Data, damping: Tensor, dtype: torch.dtype, errors: Sequence[str]) -> str:
     if errors:
         return errors[-1]
     if not bool(damping.isfinite().all()):
@@ -409,7 +397,7 @@ def _reason(
 
 
 def replace_groups(
-    data: Mapping[str, Tensor], chosen: Tensor, solve: Callable[[Tensor], Mapping[str, Tensor]]
+    data: Data, chosen: Tensor, solve: Callable[[Tensor], Data]
 ) -> dict[str, Tensor]:
     """Replace the data of the groups in a mask ``[groups]``; synchronises with the device once."""
     groups = chosen.nonzero().flatten()

@@ -13,7 +13,7 @@ depend on rounding; in float32 the rounding of the largest eigenvalues may excee
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from soframe.kernels.precision import multiply
 from soframe.registry import register
 from soframe.solvers.base import Solver, mean_trace, symmetric
 from soframe.solvers.eigen import rayleigh
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 GRADE = 1e-4  # relative to the mean eigenvalue
 
@@ -68,9 +68,7 @@ class Basis(Solver):
             data["order"] = order.expand(groups, size).clone()
         return data
 
-    def solve_again(
-        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         del damping
         vectors = last["vectors"]
         product = multiply(_graded(symmetric(matrix)), vectors)
@@ -80,14 +78,7 @@ class Basis(Solver):
         product = product.gather(-1, order.unsqueeze(-2).expand_as(product))
         return {"vectors": orthonormal(product), "order": order.to(matrix.dtype)}
 
-    def apply(
-        self,
-        gradient: Tensor,
-        *,
-        left: Mapping[str, Tensor],
-        right: Mapping[str, Tensor],
-        damping: float,
-    ) -> Tensor:
+    def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         raise NotImplementedError("Basis has no eigenvalues to precondition with: use Eigen")
 
 

@@ -8,7 +8,7 @@ al., 2018). The damping enters when the gradient is preconditioned, so it may ch
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from soframe.kernels.factorisations import eigh
 from soframe.kernels.precision import multiply
 from soframe.registry import register
 from soframe.solvers.base import Solver, symmetric
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 _SIZES = 2.0**20  # assumed bound of l_max(A) l_max(G) over the product of mean traces
 
@@ -55,8 +55,8 @@ class Eigen(Solver):
         if len(mean_traces) == 1:
             return shares
         # Infinite products of eigenvalues would set gradients to zero.
-        traces = [trace.double() for trace in mean_traces]
-        if len({len(trace) for trace in traces}) > 1:
+        traces = list(map(Tensor.double, mean_traces))
+        if len(set(map(len, traces))) > 1:
             traces = [trace.amax(0, keepdim=True) for trace in traces]
         beyond = torch.stack(traces).prod(0) > torch.finfo(mean_traces[0].dtype).max / _SIZES
         return [share.masked_fill(beyond, math.nan) for share in shares]
@@ -67,7 +67,7 @@ class Eigen(Solver):
         values, vectors = eigh(matrix)
         return {"vectors": vectors, "values": values.clamp_(min=0)}
 
-    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def follow(self, matrix: Tensor, data: Data) -> dict[str, Tensor] | None:
         if not self.follows:
             return None
         if matrix.dim() == 2:
@@ -75,14 +75,7 @@ class Eigen(Solver):
         vectors = data["vectors"]
         return {"values": rayleigh(vectors, multiply(symmetric(matrix), vectors)).clamp_(min=0)}
 
-    def apply(
-        self,
-        gradient: Tensor,
-        *,
-        left: Mapping[str, Tensor],
-        right: Mapping[str, Tensor],
-        damping: float,
-    ) -> Tensor:
+    def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         rotated = turned(gradient, left, right, back=False)
         curvature = left["values"].unsqueeze(-1) * right["values"].unsqueeze(-2) + damping
         if damping == 0:
@@ -93,9 +86,7 @@ class Eigen(Solver):
         out = curvature if curvature.shape == rotated.shape else None
         return turned(torch.div(rotated, curvature, out=out), left, right, back=True)
 
-    def apply_right(
-        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
-    ) -> Tensor:
+    def apply_right(self, gradient: Tensor, *, right: Data, damping: float) -> Tensor:
         curvature = right["values"].unsqueeze(-2) + damping
         # Zero curvature and zero damping: the pseudo-inverse gives no step.
         inverse = torch.where(curvature > 0, 1 / curvature, 0.0)
@@ -103,9 +94,7 @@ class Eigen(Solver):
         return turned(scaled, {}, right, back=True)
 
 
-def turned(
-    gradient: Tensor, left: Mapping[str, Tensor], right: Mapping[str, Tensor], *, back: bool
-) -> Tensor:
+def turned(gradient: Tensor, left: Data, right: Data, *, back: bool) -> Tensor:
     """Rotate ``[groups, out, in]`` into the eigenbases of two factors, or back."""
     # A diagonal factor has no vectors; if both are diagonal this returns the gradient itself.
     if "vectors" in left:

@@ -16,7 +16,7 @@ The limit is a factor that has underflowed to zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -27,7 +27,7 @@ from soframe.kernels import devices
 from soframe.kernels.factorisations import cholesky, half_inverse
 from soframe.registry import register
 from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 FRAMED = 512  # the size from which matrices are enlarged for LAPACK
 
@@ -55,9 +55,8 @@ class Inverse(Solver):
             raise ValueError(f"Inverse: split must be 'pi', 'sqrt' or 'full', not {self.split!r}")
 
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
-        if self.split == "full" or len(factors) == 1:
-            return super().unsupported(factors)
-        if len(factors) == 2 and factors[0].groups == factors[1].groups:
+        is_pair = len(factors) == 2 and factors[0].groups == factors[1].groups
+        if is_pair or self.split == "full" or len(factors) == 1:
             return super().unsupported(factors)
         listed = ", ".join(f"{f.name} of {f.groups} group(s)" for f in factors)
         return (
@@ -79,19 +78,21 @@ class Inverse(Solver):
             )
         like = mean_traces[0]
         limits = torch.finfo(like.dtype)
-        first, second = (trace.double() for trace in mean_traces)
+        first, second = map(Tensor.double, mean_traces)
         both = torch.ones_like(first) * damping
-        pi = pi_of(first, second, both, limits.eps) if self.split == "pi" else both.new_ones(())
-        shares = share(both, pi, largest=limits.max**0.94)
-        return [side.to(like.dtype) for side in shares]
+        pi = both.new_ones(())
+        if self.split == "pi":
+            pi = pi_of(first, second, both, limits.eps)
+        first_share, second_share = share(both, pi, largest=limits.max**0.94)
+        return [first_share.to(like.dtype), second_share.to(like.dtype)]
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         if matrix.dim() == 2:
             return {"inverse": 1 / (matrix.clamp(min=0) + damping.unsqueeze(-1))}
         if devices.on_gpu(matrix):
             parts = devices.batches(matrix)
-            shares = damping.split([len(part) for part in parts])
-            inverses = [_inverse(*pair) for pair in zip(parts, shares, strict=True)]
+            shares = damping.split(list(map(len, parts)))
+            inverses = list(map(_inverse, parts, shares))
             return {"inverse": inverses[0] if len(inverses) == 1 else torch.cat(inverses)}
         size = matrix.shape[-1]
         lower, info = torch.linalg.cholesky_ex(damped(matrix, damping, frame(size)))
@@ -100,27 +101,18 @@ class Inverse(Solver):
         # LAPACK's inverse is symmetric to the last bit and column-major: its transpose is a view.
         return {"inverse": torch.cholesky_inverse(lower).mT[..., :size, :size].contiguous()}
 
-    def usable(self, data: Mapping[str, Tensor]) -> Tensor:
+    def usable(self, data: Data) -> Tensor:
         # A zero on the diagonal is an underflow: the factor was too large.
         inverse = data["inverse"]
         diagonal = inverse if inverse.dim() == 2 else inverse.diagonal(dim1=-2, dim2=-1)
         return diagonal.amin(-1) > 0
 
-    def apply(
-        self,
-        gradient: Tensor,
-        *,
-        left: Mapping[str, Tensor],
-        right: Mapping[str, Tensor],
-        damping: float,
-    ) -> Tensor:
+    def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         inverse = left["inverse"]
         halved = inverse.unsqueeze(2) * gradient if inverse.dim() == 2 else inverse @ gradient
         return self.apply_right(halved, right=right, damping=damping)
 
-    def apply_right(
-        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
-    ) -> Tensor:
+    def apply_right(self, gradient: Tensor, *, right: Data, damping: float) -> Tensor:
         inverse = right["inverse"]
         return gradient * inverse.unsqueeze(1) if inverse.dim() == 2 else gradient @ inverse
 
@@ -175,7 +167,8 @@ def frame(size: int) -> int:
     # Rows of a multiple of 1024 bytes collide in the cache, and odd lengths are unaligned.
     if size < FRAMED:
         return 0
-    return -size % 16 if (size + -size % 16) % 256 else -size % 16 + 16
+    rows = -size % 16
+    return rows if (size + rows) % 256 else rows + 16
 
 
 def damped(matrix: Tensor, damping: Tensor, extra: int = 0) -> Tensor:

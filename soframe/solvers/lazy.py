@@ -8,7 +8,6 @@ factorisation. The sketch of the last solve is second-order data, and is sent an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from soframe.solvers.around import Around
 from soframe.solvers.base import replace_groups, symmetric
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 _COLUMNS = 8
 
@@ -53,9 +52,7 @@ class Lazy(Around):
         reference = {"sketch": sketch(matrix), "share": damping.clone()}
         return {**self.solver.solve(matrix, damping), **reference}
 
-    def solve_again(
-        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         now, before = sketch(matrix), last["sketch"]
         # Scaled to at most one, so that squares neither underflow nor overflow.
         scale = before.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(now.dtype).tiny)

@@ -13,7 +13,6 @@ three digits or fewer, which no further iteration recovers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +22,7 @@ from soframe.kernels.precision import multiply
 from soframe.registry import register
 from soframe.solvers.base import replace_groups, symmetric
 from soframe.solvers.inverse import Inverse, damped
+from soframe.specs import Data
 
 _CHUNK = 3  # iterations between two tests of the residual; each test synchronises
 
@@ -63,9 +63,7 @@ class NewtonSchulz(Inverse):
             lambda groups: cholesky(matrix[groups], damping[groups]),
         )
 
-    def solve_again(
-        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         if matrix.dim() == 2:
             return super().solve(matrix, damping)
         full = damped(symmetric(matrix), damping)

@@ -9,7 +9,6 @@ in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +18,7 @@ from soframe.kernels.precision import multiply
 from soframe.registry import register
 from soframe.solvers.base import replace_groups, symmetric
 from soframe.solvers.eigen import Eigen, rayleigh
+from soframe.specs import Data
 
 
 @register("solver", "orthogonal-iteration")
@@ -54,9 +54,7 @@ class OrthogonalIteration(Eigen):
             return data
         return {"vectors": data["vectors"].flip(-1), "values": data["values"].flip(-1)}
 
-    def solve_again(
-        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         if matrix.dim() == 2:
             return self.solve(matrix, damping)
         factor, vectors = symmetric(matrix), last["vectors"]

@@ -12,15 +12,16 @@ mean traces of the solve are part of the second-order data.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from soframe.kernels.devices import along_first
 from soframe.solvers.around import Around
 from soframe.solvers.base import mean_trace
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,11 @@ class Relative(Around):
         product = torch.stack(traces).prod(0)
         shares = self.solver.shares(traces, damping * product)
         # With zero curvature the damping is zero too: any share that can be solved will do.
-        return [
-            torch.where(product > 0, share / trace, 1.0).to(mean_traces[0].dtype)
-            for share, trace in zip(shares, traces, strict=True)
-        ]
+        scaled: list[Tensor] = []
+        for share, trace in zip(shares, traces, strict=True):
+            factor_share = torch.where(product > 0, share / trace, 1.0)
+            scaled.append(factor_share.to(mean_traces[0].dtype))
+        return scaled
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         scaled, trace = _scaled(matrix)
@@ -66,31 +68,20 @@ class Relative(Around):
     def continues(self) -> bool:
         return self.solver.continues
 
-    def solve_again(
-        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         scaled, trace = _scaled(matrix)
         return {**self.solver.solve_again(scaled, damping, last), "mean_trace": trace}
 
-    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def follow(self, matrix: Tensor, data: Data) -> dict[str, Tensor] | None:
         scaled, trace = _scaled(matrix)
         followed = self.solver.follow(scaled, data)
         return None if followed is None else {**followed, "mean_trace": trace}
 
-    def apply(
-        self,
-        gradient: Tensor,
-        *,
-        left: Mapping[str, Tensor],
-        right: Mapping[str, Tensor],
-        damping: float,
-    ) -> Tensor:
+    def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         result = super().apply(gradient, left=left, right=right, damping=damping)
         return _divide(_divide(result, left["mean_trace"]), right["mean_trace"])
 
-    def apply_right(
-        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
-    ) -> Tensor:
+    def apply_right(self, gradient: Tensor, *, right: Data, damping: float) -> Tensor:
         result = super().apply_right(gradient, right=right, damping=damping)
         return _divide(result, right["mean_trace"])
 
@@ -106,4 +97,4 @@ def _scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Scale a factor to mean eigenvalue one; also return its mean trace ``[groups]``."""
     trace = mean_trace(matrix)
     positive = torch.where(trace > 0, trace, 1.0)
-    return matrix / positive.view(-1, *(1 for _ in matrix.shape[1:])), trace
+    return matrix / along_first(positive, matrix), trace

@@ -7,7 +7,7 @@ that the result scales like an exact power: ``(c F)^p = c^p F^p``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from soframe.kernels.gram import mirror
 from soframe.kernels.precision import multiply
 from soframe.registry import register
 from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 
 @register("solver", "root")
@@ -69,19 +69,10 @@ class Root(Solver):
         powers = values.where(values > 0, 1.0).pow(self.power).where(values > 0, 0.0)
         return {"root": mirror(multiply(vectors * powers.unsqueeze(-2), vectors.mT))}
 
-    def apply(
-        self,
-        gradient: Tensor,
-        *,
-        left: Mapping[str, Tensor],
-        right: Mapping[str, Tensor],
-        damping: float,
-    ) -> Tensor:
+    def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         del damping
         return left["root"] @ gradient @ right["root"]
 
-    def apply_right(
-        self, gradient: Tensor, *, right: Mapping[str, Tensor], damping: float
-    ) -> Tensor:
+    def apply_right(self, gradient: Tensor, *, right: Data, damping: float) -> Tensor:
         del damping
         return gradient @ right["root"]

@@ -7,15 +7,16 @@ its mean trace the block is a plain product, which the inner solver damps and ap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from soframe.kernels.devices import along_first
 from soframe.solvers.around import Around
 from soframe.solvers.base import mean_trace
-from soframe.specs import FactorSpec, TensorSpec
+from soframe.specs import Data, FactorSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,14 @@ class Rooted(Around):
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         return self.solver.solve(_rooted(matrix), damping)
 
-    def solve_again(
-        self, matrix: Tensor, damping: Tensor, last: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
         return self.solver.solve_again(_rooted(matrix), damping, last)
 
-    def follow(self, matrix: Tensor, data: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def follow(self, matrix: Tensor, data: Data) -> dict[str, Tensor] | None:
         return self.solver.follow(_rooted(matrix), data)
 
 
 def _rooted(matrix: Tensor) -> Tensor:
     """Divide matrices, or diagonals ``[groups, n]``, by the roots of their mean traces."""
     root = mean_trace(matrix).sqrt()
-    return matrix / torch.where(root > 0, root, 1.0).view(-1, *(1 for _ in matrix.shape[1:]))
+    return matrix / along_first(torch.where(root > 0, root, 1.0), matrix)

@@ -59,10 +59,7 @@ class _Grid(Strategy):
 
 
 def _assign_blocks(
-    owners: list[list[int]],
-    totals: Sequence[float],
-    blocks: Sequence[int],
-    workers: Sequence[int],
+    owners: list[list[int]], totals: Sequence[float], blocks: Sequence[int], workers: Sequence[int]
 ) -> None:
     """Write the owner of all factors of each of some blocks, by the blocks' costs."""
     rows = assign([totals[block] for block in blocks], [0.0] * len(workers))

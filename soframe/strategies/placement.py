@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
+from operator import attrgetter
 
 from soframe.specs import FactorSpec
 from soframe.strategies import plan
@@ -110,9 +111,10 @@ class Placement:
         left_out = {"second_order", "dtype", "device", "parameters", "state", "parcel"}
         left_out |= {"after", "kind", "name", "state_dtype", "factor_dtype", "elementwise"}
         names = [field.name for field in fields(BlockWork) if field.name not in left_out]
+        properties = attrgetter(*names)
         text_of = {}
         for kind, (work, block) in zip(self.kinds, self._firsts, strict=True):
-            text = repr([[getattr(work, name) for name in names], UNNAMED_PLACE(block)])
+            text = repr([list(properties(work)), UNNAMED_PLACE(block)])
             text_of.update(dict.fromkeys(kind, text))
         blocks = [(work.name, text_of[index]) for index, work in enumerate(self.work)]
         everything = [self.strategy, self.world_size, blocks, self.notes]
@@ -130,7 +132,7 @@ class Placement:
             groups.update(block.exchanges.values())
             for way in block.reductions:
                 # The group of all ranks always exists.
-                groups.update(g for g in (way.group, way.spread) if g != block.everyone)
+                groups |= {way.group, way.spread} - {block.everyone}
         return sorted(group for group in groups if len(group) > 1)
 
     def memory(self, rank: int, *, used: Collection[str] | None = None) -> dict[str, int]:
@@ -236,12 +238,15 @@ class Placement:
 def _cells(work: BlockWork, block: BlockPlacement) -> tuple[str, ...]:
     """Return the cells of a block: shape, owners, gradient workers, exchange and statistics."""
     owners = zip(work.factors, block.owners, strict=True)
-    sends = [(w, _ranks(_receivers(w, block))) for w in block.gradient_workers]
+    sends: list[str] = []
+    for worker in block.gradient_workers:
+        if receivers := _receivers(worker, block):
+            sends.append(f"{worker}->{_ranks(receivers)}")
     return (
-        "x".join(str(size) for size in work.shape),
+        "x".join(map(str, work.shape)),
         " ".join(f"{factor.name}:{owner}" for factor, owner in owners),
         _ranks(block.gradient_workers),
-        " ".join(f"{worker}->{ranks}" for worker, ranks in sends if ranks) or "-",
+        " ".join(sends) or "-",
         _statistics(work, block),
     )
 
@@ -280,16 +285,16 @@ Checks = Iterator[tuple[bool, str]]
 
 def _workers(block: BlockPlacement, world_size: int) -> Checks:
     """Yield conditions on owners, gradient workers and sources, each with its problem."""
-    ranks, workers = range(world_size), block.gradient_workers
-    yield all(r in ranks for r in block.owners), "an owner is not a rank"
+    ranks, workers = set(range(world_size)), block.gradient_workers
+    yield ranks.issuperset(block.owners), "an owner is not a rank"
     yield bool(workers), "no gradient worker"
-    yield all(r in ranks for r in workers), "a worker is not a rank"
+    yield ranks.issuperset(workers), "a worker is not a rank"
     yield len(set(workers)) == len(workers), "a worker is named twice"
     yield len(block.sources) == world_size, "one source per rank"
     known = set(workers)
-    strangers = [rank for rank, source in enumerate(block.sources) if source not in known]
-    for rank in strangers[:1]:
-        yield False, f"source of rank {rank} is no worker"
+    for rank, source in enumerate(block.sources):
+        if source not in known:
+            yield False, f"source of rank {rank} is no worker"
     for worker in workers:
         source = block.sources[worker]
         yield source == worker, f"gradient worker {worker} must be its own source, not {source}"
@@ -297,13 +302,13 @@ def _workers(block: BlockPlacement, world_size: int) -> Checks:
 
 def _statistics_places(work: BlockWork, block: BlockPlacement, world_size: int) -> Checks:
     """Yield conditions on contributors, holders and dtypes of statistics, with their problems."""
-    ranks = range(world_size)
+    ranks = set(range(world_size))
     yield len(block.owners) == len(work.factors), "one owner per factor"
     for name, sets in (("contributors", block.contributors), ("holders", block.holders)):
         yield len(sets) in (0, len(work.factors)), f"{name} of every factor or of none"
         for members in sets:
             yield bool(members), f"a factor without {name}"
-            yield all(r in ranks for r in members), f"{name}: not all are ranks"
+            yield ranks.issuperset(members), f"{name}: not all are ranks"
             ordered = list(members) == sorted(set(members))
             yield ordered, f"{name} must be sorted, each named once"
     for index, owner in enumerate(block.owners):
@@ -316,9 +321,9 @@ def _residents(work: BlockWork, block: BlockPlacement) -> Checks:
     """Yield conditions on factors of averaged gradients, unsolved factors and readers."""
     workers, names = block.gradient_workers, [factor.name for factor in work.factors]
     for index, factor in enumerate(work.factors):
-        is_made = bool(block.made) and block.made[index]
+        is_made = block.makes(index)
         yield is_made != factor.captured, f"factor {factor.name}: made or reduced"
-        if work.resident and work.resident[index]:
+        if work.is_resident(index):
             owned = block.owners[index] in workers
             yield owned, f"factor {factor.name} must be owned by a gradient worker"
         if is_made:
@@ -375,8 +380,7 @@ def _of_factor(
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Return the owner, the contributors and the holders of a factor."""
     factor, owner, holders = work.factors[index], block.owners[index], set(block.holding(index))
-    is_resident = bool(work.resident) and work.resident[index]
-    if is_resident and owner not in workers:
+    if work.is_resident(index) and owner not in workers:
         owner = block.gradient_workers[0]
         holders.add(owner)
     if not factor.captured:

@@ -156,7 +156,7 @@ class Step:
 
     def phases(self) -> list[tuple[str, list[Message]]]:
         """Return the collectives in the order of the step, with their phases."""
-        active = [(w, p) for w, p in self.pairs if self.used is None or w.name in self.used]
+        active = _named(self.pairs, True if self.used is None else self.used)
         due = _named(active, self.solve)
         before = [(w, p) for w, p in due if not w.after]
         after = [(w, p) for w, p in due if w.after]
@@ -266,8 +266,9 @@ class Step:
         everyone = self.pairs[0][1].everyone
 
         def buffer(parcel: Message) -> Message:
-            shares = parcel.route.group == everyone
-            return parcel._replace(route=parcel.route._replace(root=None)) if shares else parcel
+            if parcel.route.group != everyone:
+                return parcel
+            return parcel._replace(route=parcel.route._replace(root=None))
 
         return list(map(self._gathered, in_buckets(parcels, buffer)))
 
@@ -329,7 +330,7 @@ class Step:
         jobs, traces = 0, 0
         for work, place in pairs:
             solved = [factor for factor in work.factors if factor.name not in work.unsolved]
-            jobs += len(work.factors) - len(work.unsolved)
+            jobs += len(solved)
             if place.traces_travel:
                 traces += sum(factor.groups for factor in solved)
         if not jobs:

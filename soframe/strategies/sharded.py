@@ -50,22 +50,15 @@ class _Sharded(Strategy):
         deferred: bool = False,
         wire: str | None = None,
     ) -> Placement:
-        groups, notes = _groups(ranks, ranks if group is None else group)
+        groups, notes = _groups(ranks, group or ranks)
         totals = [block.elements + sum(map(self.cost, block.factors)) for block in work]
-        chosen = assign(totals, [0.0] * len(groups), [len(members) for members in groups])
+        chosen = assign(totals, [0.0] * len(groups), list(map(len, groups)))
         workers, owners = [0] * len(work), [0] * len(work)
         for number, members in enumerate(groups):
             indices = [index for index, group_number in enumerate(chosen) if group_number == number]
-            loads = [0.0] * len(members)
-            # Place second-order data first: the step waits for its exchange. Running factors, half
-            # as large, then go to the ranks with the least load.
-            places = assign([totals[index] for index in indices], loads)
-            for place, index in zip(places, indices, strict=True):
-                workers[index] = members[place]
-            for index in sorted(indices, key=lambda index: (-totals[index], index)):
-                holder = self._holder(members.index(workers[index]), totals[index] / 2, loads)
-                loads[holder] += totals[index] / 2
-                owners[index] = members[holder]
+            places = self._places([totals[index] for index in indices], len(members))
+            for index, (worker, holder) in zip(indices, places, strict=True):
+                workers[index], owners[index] = members[worker], members[holder]
         blocks = []
         for index, block in enumerate(work):
             owner, worker, members = owners[index], workers[index], groups[chosen[index]]
@@ -84,6 +77,19 @@ class _Sharded(Strategy):
             )
             blocks.append(placed)
         return Placement(name, ranks, work=tuple(work), blocks=tuple(blocks), notes=tuple(notes))
+
+    def _places(self, totals: Sequence[float], ranks: int) -> list[tuple[int, int]]:
+        """Return the worker and the holder of each block of a group, by number in the group."""
+        loads = [0.0] * ranks
+        # Place second-order data first: the step waits for its exchange. Running factors, half
+        # as large, then go to the ranks with the least load.
+        workers = assign(totals, loads)
+        holders = [0] * len(totals)
+        for block in sorted(range(len(totals)), key=lambda block: (-totals[block], block)):
+            holder = self._holder(workers[block], totals[block] / 2, loads)
+            loads[holder] += totals[block] / 2
+            holders[block] = holder
+        return list(zip(workers, holders, strict=True))
 
     def _holder(self, worker: int, size: float, loads: Sequence[float]) -> int:
         """Return the holder of running factors, by its number in the group, given the worker's."""

@@ -104,10 +104,10 @@ class BlockWork:
             return False
         if self.elementwise:
             return True
-        specs = itertools.chain(self.state, self.parcel, *self.second_order)
-        return all(factor.groups == groups for factor in self.factors) and all(
-            spec.shape and spec.shape[0] == groups for spec in specs
-        )
+        for spec in itertools.chain(self.state, self.parcel, *self.second_order):
+            if spec.shape[:1] != (groups,):
+                return False
+        return all(factor.groups == groups for factor in self.factors)
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -129,6 +129,10 @@ class BlockWork:
     def captured(self) -> bool:
         """Whether hooks capture statistics for some factor."""
         return any(factor.captured for factor in self.factors)
+
+    def is_resident(self, factor: int) -> bool:
+        """Return whether a gradient worker must own a factor."""
+        return bool(self.resident) and self.resident[factor]
 
     @property
     def plain(self) -> bool:
@@ -210,6 +214,10 @@ class BlockPlacement:
         """Return whether a rank holds a running factor."""
         return not self.holders or rank in self.holders[factor]
 
+    def makes(self, factor: int) -> bool:
+        """Return whether holders make the statistics of a factor from the averaged gradient."""
+        return bool(self.made) and self.made[factor]
+
     def needing(self, factor: int) -> tuple[int, ...]:
         """Return the ranks that need the second-order data of a factor."""
         return self.gradient_workers + (self.readers[factor] if self.readers else ())
@@ -233,7 +241,7 @@ class BlockPlacement:
 
     def _reduction(self, factor: int) -> Reduction:
         holders = self.holding(factor)
-        if self.made and self.made[factor]:
+        if self.makes(factor):
             return Reduction((), None, ())
         group = tuple(sorted({*self.contributing(factor), *holders}))
         if holders == self.everyone:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from soframe.comm.agreement import add_over_ranks, gather_texts
+from soframe.comm.agreement import add_over_ranks, gather_json
 from soframe.comm.base import Backend, Handle
 from soframe.setup.choosing import choose_backend
 from soframe.state import checksums
@@ -201,7 +200,7 @@ def compare_weights(model: nn.Module, backend: Backend | None = None) -> None:
     """
     backend = choose_backend(backend)
     local_sums = {name: checksums.of_tensor(p) for name, p in model.named_parameters()}
-    sums_of_ranks = [json.loads(text) for text in gather_texts(backend, json.dumps(local_sums))]
+    sums_of_ranks = gather_json(backend, local_sums)
     names = []
     for name, checksum in local_sums.items():
         if any(sums.get(name) != checksum for sums in sums_of_ranks):

@@ -20,18 +20,19 @@ from torch import Tensor, nn
 
 from soframe.capture.hooks import Capture, LayerCall
 from soframe.comm.recording import Event, Recording
-from soframe.layers.base import BlockShape, LayerHelper, Unit, moment
+from soframe.layers.base import BlockShape, Inputs, LayerHelper, Unit, moment
 from soframe.layers.layout import parameter_of
 from soframe.methods.base import Method
 from soframe.preconditioner import Preconditioner
 from soframe.registry import KINDS
 from soframe.settings import Distribution, Statistics
 from soframe.solvers.base import LinAlgError, Solver, mean_trace
-from soframe.specs import FactorSpec
+from soframe.specs import Data, FactorSpec
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import complete
 from soframe.strategies.work import BlockWork
 from soframe.testing.compare import compare, kron
+from soframe.testing.dense import flat
 
 
 def check_layer_helper(
@@ -72,7 +73,8 @@ def check_layer_helper(
     names = chosen.names(module)
     assert names, f"{name}: names() gives no parameter"
     call = _Case(chosen, module, inputs=doubles, batch_dim=batch_dim, settings=dict(settings or {}))
-    for trained in dict.fromkeys([tuple(names), *((key,) for key in names)]):
+    singles = [(key,) for key in names]
+    for trained in dict.fromkeys([tuple(names), *singles]):
         call.check(trained, f"{name} ({', '.join(trained)})", every=trained == tuple(names))
     call.check(tuple(names), f"{name} (each alone)", every=False, joint=False)
     call.check_statistics(name)
@@ -84,7 +86,7 @@ class _Case:
 
     helper: type[LayerHelper]
     module: nn.Module
-    inputs: tuple[Tensor, ...]
+    inputs: Inputs
     batch_dim: int
     settings: dict[str, Any]
 
@@ -94,8 +96,9 @@ class _Case:
             parameter.requires_grad_(name in trained)
         return copied
 
-    def _call(self, module: nn.Module, inputs: Sequence[Tensor] | None = None) -> Tensor:
-        output = module(*(self.inputs if inputs is None else inputs), **self.settings)
+    def _call(self, module: nn.Module, inputs: Inputs | None = None) -> Tensor:
+        arguments = self.inputs if inputs is None else inputs
+        output = module(*arguments, **self.settings)
         first: Tensor = output[0] if isinstance(output, tuple) else output
         return first
 
@@ -140,15 +143,15 @@ class _Case:
     ) -> None:
         """Compare each sample's gradient from rows with the exact one."""
         for helper in helpers:
-            seen = calls[helper]
-            assert seen, f"{name}: no call was seen"
-            by_rows = sum(_samples(helper, inputs, g, exact[helper], name) for inputs, g in seen)
-            assert isinstance(by_rows, Tensor)
+            assert calls[helper], f"{name}: no call was seen"
+            by_rows = torch.zeros(len(exact[helper]), *helper.shape, dtype=torch.float64)
+            for inputs, gradient in calls[helper]:
+                by_rows += _samples(helper, inputs, gradient, exact[helper], name)
             for n, gradient in enumerate(exact[helper]):
                 compare(by_rows[n], gradient, f"{name}: gradient of sample {n} made of its rows")
 
     def _calls_of(
-        self, module: nn.Module, helpers: Sequence[LayerHelper], inputs: Sequence[Sequence[Tensor]]
+        self, module: nn.Module, helpers: Sequence[LayerHelper], inputs: Sequence[Inputs]
     ) -> list[tuple[_Calls, _Exact]]:
         """Return the captured calls of several forward passes, and their samples' gradients."""
         calls_of: list[_Calls] = []  # of each forward pass
@@ -172,11 +175,7 @@ class _Case:
         ]
 
     def _exact(
-        self,
-        module: nn.Module,
-        helpers: Sequence[LayerHelper],
-        inputs: Sequence[Tensor],
-        start: Tensor,
+        self, module: nn.Module, helpers: Sequence[LayerHelper], inputs: Inputs, start: Tensor
     ) -> _Exact:
         output = self._call(module, inputs)
         exact: _Exact = {helper: [] for helper in helpers}
@@ -233,18 +232,18 @@ class _Case:
             compare(running["G"], g, f"{name}: G of a Preconditioner")
 
 
-_Seen = tuple[tuple[Tensor, ...], Tensor]
+_Seen = tuple[Inputs, Tensor]
 _Calls = dict[LayerHelper, list[_Seen]]
 _Exact = dict[LayerHelper, list[Tensor]]
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the parameters' gradients by name."""
-    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
-    return {name: grad.clone() for name, grad in grads.items() if grad is not None}
+    named = module.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
-def _other(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _other(inputs: Inputs) -> Inputs:
     """Return inputs of another call: the same numbers in another order."""
     # Keep ascending integers, which may be offsets, and masks as they are.
     other = []
@@ -260,11 +259,7 @@ def _other(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _samples(
-    helper: LayerHelper,
-    inputs: tuple[Tensor, ...],
-    gradient: Tensor,
-    exact: Sequence[Tensor],
-    name: str,
+    helper: LayerHelper, inputs: Inputs, gradient: Tensor, exact: Sequence[Tensor], name: str
 ) -> Tensor:
     """Return the gradient of each sample, from the rows of a call: ``[N, groups, out, in]``."""
     rows = helper.output_rows(gradient)
@@ -276,9 +271,7 @@ def _samples(
     return torch.einsum("gnto,gnti->ngoi", rows, a)
 
 
-def _check_moments(
-    helper: LayerHelper, inputs: tuple[Tensor, ...], rows: Tensor, name: str
-) -> None:
+def _check_moments(helper: LayerHelper, inputs: Inputs, rows: Tensor, name: str) -> None:
     """Compare fast moments with plain ones."""
     a = helper.block_rows(inputs, rows)
     diagonal = _spec(helper, "right").kind == "diagonal"
@@ -301,11 +294,12 @@ def _check_moments(
         f"{name}: fast sample_moments, left",
     )
     plain = (sample_gradients.mT @ sample_gradients).sum(1)
-    plain = plain.diagonal(dim1=1, dim2=2) if diagonal else plain
+    if diagonal:
+        plain = plain.diagonal(dim1=1, dim2=2)
     compare(right_moment, plain, f"{name}: fast sample_moments, right")
 
 
-def _check_taking(helper: LayerHelper, inputs: tuple[Tensor, ...], rows: Tensor, name: str) -> None:
+def _check_taking(helper: LayerHelper, inputs: Inputs, rows: Tensor, name: str) -> None:
     """Compare rows sampled from a call with the same rows of the whole call."""
     a = helper.block_rows(inputs, rows)
     units: dict[Unit | None, tuple[Unit, ...]] = {"sample": ("sample",), "row": ("sample", "row")}
@@ -369,7 +363,7 @@ def _check_packing(helper: LayerHelper, name: str) -> None:
     invented = set(back) - set(tensors)
     assert not invented, f"{name}: unpack invents {invented}"
     # Norms, and bounds on steps, apply to the matrix.
-    squares = torch.stack([tensor.square().sum() for tensor in tensors.values()]).sum()
+    squares = flat(tensors.values()).square().sum()
     compare(matrix.square().sum(), squares, f"{name}: the sum of squares after pack")
 
 
@@ -491,7 +485,7 @@ class _Bound(NamedTuple):
 
 
 def _check_solution(
-    solver: Solver, factors: Mapping[str, Tensor], damping: float, name: str, bound: _Bound
+    solver: Solver, factors: Data, damping: float, name: str, bound: _Bound
 ) -> None:
     """Compare the solver with a dense solve; factors are matrices, or diagonals of them."""
     shares = _shares(solver, factors, damping)
@@ -524,7 +518,7 @@ def _check_solution(
     assert low.dtype == torch.float32, f"{name}: apply turns float32 into {low.dtype}"
 
 
-def _shares(solver: Solver, factors: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
+def _shares(solver: Solver, factors: Data, damping: float) -> dict[str, Tensor]:
     """Return each side's share of the damping."""
     # The inputs' factor comes first, as in K-FAC's (A, G).
     sides = ("right", "left")
@@ -544,7 +538,7 @@ def _check_shares(solver: Solver) -> None:
     # damping to each factor is enough.
     for damping in (1e2, 1.0, 1e-3, 1e-6):
         for scales in ((1.0, 1.0), (100.0, 1.0), (1.0, 100.0), (0.01, 100.0), (100.0, 0.01)):
-            a, g = (torch.full((2,), scale, dtype=torch.float64) for scale in scales)
+            a, g = torch.tensor(scales, dtype=torch.float64).view(2, 1).repeat(1, 2)
             first, second = solver.shares([a, g], damping)
             added = float((a * second + g * first + first * second).min())
             assert added >= damping * (1 - 1e-6), (
@@ -553,9 +547,7 @@ def _check_shares(solver: Solver) -> None:
             )
 
 
-def _check_announced(
-    solver: Solver, side: str, matrix: Tensor, data: Mapping[str, Tensor], name: str
-) -> None:
+def _check_announced(solver: Solver, side: str, matrix: Tensor, data: Data, name: str) -> None:
     """Compare the tensors of a factor with the announced ones."""
     kind: Literal["psd", "diagonal"] = "psd" if matrix.dim() == 3 else "diagonal"
     spec = solver.tensors(FactorSpec(side, side, *matrix.shape[:2], kind=kind))  # type: ignore[arg-type]
@@ -573,7 +565,7 @@ def _followed(
     """Return the data after `Solver.follow` of the very factor that was solved."""
     # The result of `follow` is defined for an unchanged factor only: the data must remain as good
     # as they were.
-    factor, data_before = matrix.clone(), {key: tensor.clone() for key, tensor in data.items()}
+    factor, data_before = matrix.clone(), copy.deepcopy(data)
     followed = solver.follow(matrix, data)
     assert torch.equal(matrix, factor), f"{name}: follow changes the factor"
     assert _equal(data, data_before), f"{name}: follow changes the data that it is given"
@@ -589,21 +581,21 @@ def _followed(
     return changed
 
 
-def _problem(solver: Solver, factors: Mapping[str, Tensor], damping: float) -> _Problem:
+def _problem(solver: Solver, factors: Data, damping: float) -> _Problem:
     """Return a gradient and its dense solution."""
-    sizes = [factors[side].shape[1] for side in ("left", "right")]
-    gradient = torch.randn(
-        len(factors["left"]), *sizes, dtype=torch.float64, generator=_generator()
-    )
+    groups, out = factors["left"].shape[:2]
+    into = factors["right"].shape[1]
+    gradient = torch.randn(groups, out, into, dtype=torch.float64, generator=_generator())
     if solver.damps_factors:
         shares = _shares(solver, factors, damping)
-        left, right = (_damped(factors[side], shares[side]) for side in ("left", "right"))
+        left = _damped(factors["left"], shares["left"])
+        right = _damped(factors["right"], shares["right"])
         # Solve one factor at a time: the product's condition is the product of conditions.
         half = torch.linalg.solve(left, gradient)
         solution = torch.linalg.solve(right, half.mT).mT
         return _Problem(gradient, solution, lambda x: left @ x @ right)
-    left, right = (_damped(factors[side], 0.0) for side in ("left", "right"))
-    dense = torch.stack([kron(*both) for both in zip(left, right, strict=True)])
+    left, right = _damped(factors["left"], 0.0), _damped(factors["right"], 0.0)
+    dense = torch.stack(list(map(kron, left, right)))
     solution = torch.linalg.solve(_damped(dense, damping), gradient.flatten(1)).view_as(gradient)
     return _Problem(gradient, solution, lambda x: left @ x @ right + damping * x)
 
@@ -613,8 +605,8 @@ _SETTLES = 50  # solves of one matrix within which a warm-started iteration has 
 
 def _check_again(
     solver: Solver,
-    before: Mapping[str, Tensor],
-    now: Mapping[str, Tensor],
+    before: Data,
+    now: Data,
     damping: float,
     name: str,
     bound: _Bound,
@@ -633,7 +625,7 @@ def _check_again(
         last, data, kept = data, {}, False
         for side, matrix in now.items():
             factor = matrix.clone()
-            data_before = {key: tensor.clone() for key, tensor in last[side].items()}
+            data_before = copy.deepcopy(last[side])
             data[side] = solver.solve_again(matrix, shares[side], last[side])
             assert torch.equal(matrix, factor), f"{name}: solve_again changes the factor"
             assert _equal(last[side], data_before), f"{name}: solve_again changes the last data"
@@ -648,7 +640,7 @@ def _check_again(
     bound.compare(result, problem, name)
 
 
-def _equal(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+def _equal(tensors: Data, expected: Data) -> bool:
     return all(torch.equal(tensor, expected[key]) for key, tensor in tensors.items())
 
 
@@ -713,10 +705,9 @@ def _works(method: Method | str) -> list[list[BlockWork]]:
     models = [[(5, 10), (10, 2)], [*uneven, (4, 2)], list(itertools.repeat((8, 8), 12))]
     works: list[list[BlockWork]] = [[]]
     for sizes in models:
-        layers = [nn.Linear(into, out) for into, out in sizes]
         backend = Recording(rank=0, world_size=1)
         preconditioner = Preconditioner(
-            nn.Sequential(*layers),
+            nn.Sequential(*itertools.starmap(nn.Linear, sizes)),
             method,
             kl_clip=None,
             distribution=Distribution(backend=backend),
@@ -775,10 +766,12 @@ def _check_plan(preconditioner: Preconditioner, rank: int, name: str) -> None:
         )
         for phase, count in phases.items():
             total = expected.setdefault(phase, {"bytes": 0, "calls": 0})
-            expected[phase] = {key: total[key] + n for key, n in count.items()}
+            total["bytes"] += count["bytes"]
+            total["calls"] += count["calls"]
     traffic = preconditioner.traffic()
     start = traffic.pop("start", {"bytes": 0, "calls": 0})
-    traffic["total"] = {key: n - start[key] for key, n in traffic["total"].items()}
+    traffic["total"]["bytes"] -= start["bytes"]
+    traffic["total"]["calls"] -= start["calls"]
     assert traffic == expected, f"{name}: rank {rank} sends {traffic}, its plan is {expected}"
     held, planned = preconditioner.memory_usage(), placement.memory(rank)
     assert held == planned, f"{name}: rank {rank} holds {held}, its plan is {planned}"

@@ -81,21 +81,19 @@ def trace_ratio(actual: Tensor, expected: Tensor) -> float:
     Returns:
         The ratio; one if both traces are zero, infinite if only the expected one is.
     """
-    top, bottom = (
-        float((t.diagonal() if t.ndim == 2 else t).double().sum()) for t in (actual, expected)
-    )
-    if not bottom:
-        return float("inf") if top else 1.0
-    return top / bottom
+    trace, expected_trace = _trace(actual), _trace(expected)
+    if not expected_trace:
+        return float("inf") if trace else 1.0
+    return trace / expected_trace
+
+
+def _trace(matrix: Tensor) -> float:
+    diagonal = matrix.diagonal() if matrix.ndim == 2 else matrix
+    return float(diagonal.double().sum())
 
 
 def compare(
-    actual: Tensor,
-    expected: Tensor,
-    name: str,
-    *,
-    rtol: float | None = None,
-    atol: float = 1e-12,
+    actual: Tensor, expected: Tensor, name: str, *, rtol: float | None = None, atol: float = 1e-12
 ) -> float:
     """Assert that two tensors agree; the error reports the factor between them.
 
@@ -122,8 +120,9 @@ def compare(
             f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
         )
     if rtol is None:
-        rtol = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (actual, expected))
-    got, want = (t.detach().cpu().double().flatten() for t in (actual, expected))
+        rtol = max(_TOLERANCE.get(actual.dtype, 1e-9), _TOLERANCE.get(expected.dtype, 1e-9))
+    got = actual.detach().cpu().double().flatten()
+    want = expected.detach().cpu().double().flatten()
     if got.numel() == 0:
         return 0.0
     largest = float((got - want).abs().max())

@@ -116,7 +116,7 @@ def _run(policy: DampingPolicy, ratios: Sequence[float]) -> None:
 
 
 def _dampings(policy: DampingPolicy) -> list[float]:
-    return [policy.at(step) for step in range(STEPS)]
+    return list(map(policy.at, range(STEPS)))
 
 
 def _seen(policy: DampingPolicy) -> tuple[list[float], dict[str, str]]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -230,9 +230,13 @@ def _value(loss: Loss, output: Any, target: Any) -> Tensor:
 def _flat_gradient(scalar: Tensor, leaves: Sequence[Tensor]) -> Tensor:
     """Return d scalar / d leaves as one vector; zero for leaves outside the scalar's graph."""
     if not scalar.requires_grad:
-        return torch.cat([torch.zeros_like(leaf).flatten() for leaf in leaves])
-    gradients = torch.autograd.grad(scalar, leaves, retain_graph=True, materialize_grads=True)
-    return torch.cat([gradient.flatten() for gradient in gradients])
+        return flat(map(torch.zeros_like, leaves))
+    return flat(torch.autograd.grad(scalar, leaves, retain_graph=True, materialize_grads=True))
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the entries of tensors in one vector."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _output_hessian(loss: Loss, output: Tensor, target: Any) -> tuple[Tensor, Tensor]:

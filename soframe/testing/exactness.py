@@ -24,7 +24,7 @@ from soframe.blocks.block import Block
 from soframe.methods.base import Given
 from soframe.preconditioner import Preconditioner
 from soframe.solvers.base import LinAlgError
-from soframe.testing.dense import Kind, Loss, Reduction, dense_fisher, sample_gradients
+from soframe.testing.dense import Kind, Loss, Reduction, dense_fisher, flat, sample_gradients
 
 _LINEAR = 1e-6
 """The largest relative deviation of a method's map from a linear one."""
@@ -80,8 +80,7 @@ def implied_curvature(preconditioner: Preconditioner, name: str) -> Tensor:
             ranks, its damping is not a number, or the method's map is not linear, or singular.
     """
     block = _block(preconditioner, name)
-    sizes = [parameter.numel() for parameter in block.parameters.values()]
-    units = torch.eye(sum(sizes), dtype=block.dtype, device=block.device)
+    units = torch.eye(sum(_sizes(block)), dtype=block.dtype, device=block.device)
     columns = torch.stack([_directed(preconditioner, block, unit) for unit in units], 1)
     columns = columns.double()
     generator = torch.Generator().manual_seed(0)
@@ -142,13 +141,12 @@ def block_errors(
             reduction=reduction,
         )
         error, size = float((curvature - fisher).norm()), float(fisher.norm())
-        none = 0.0 if error == 0 else float("inf")
-        traces = float(curvature.trace()), float(fisher.trace())
-        errors[block.name] = BlockError(
-            frobenius=error,
-            relative=error / size if size > 0 else none,
-            trace_ratio=traces[0] / traces[1] if traces[1] != 0 else float("nan"),
-        )
+        relative = float("inf") if error else 0.0
+        if size > 0:
+            relative = error / size
+        trace, exact_trace = float(curvature.trace()), float(fisher.trace())
+        trace_ratio = trace / exact_trace if exact_trace != 0 else float("nan")
+        errors[block.name] = BlockError(error, relative, trace_ratio)
     return errors
 
 
@@ -194,7 +192,7 @@ def natural_gradient_cosines(
         if last_damping is None:
             raise ValueError("there is no direction yet: call step() before")
         directions += [_gradient(block, p) for p in block.parameters.values()]
-        sizes.append(sum(parameter.numel() for parameter in block.parameters.values()))
+        sizes.append(sum(_sizes(block)))
         block_damping = last_damping if damping is None else damping
         dampings.append(fisher.new_full((sizes[-1],), block_damping))
     direction = torch.cat(directions).to(fisher)
@@ -239,17 +237,23 @@ def _require_alone(preconditioner: Preconditioner, block: Block) -> None:
 
 def _names(model: nn.Module, block: Block) -> list[str]:
     """Return the names of a block's parameters in a model, in the block's order."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    if not all(id(parameter) in names for parameter in block.parameters.values()):
+    names = {p: name for name, p in model.named_parameters()}
+    if not names.keys() >= set(block.parameters.values()):
         raise ValueError("the preconditioner is of another model: pass the model that it was given")
-    return [names[id(parameter)] for parameter in block.parameters.values()]
+    return [names[parameter] for parameter in block.parameters.values()]
+
+
+def _sizes(block: Block) -> list[int]:
+    return [parameter.numel() for parameter in block.parameters.values()]
 
 
 def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> Tensor:
     """Return a block's update for a gradient, both flattened over its parameters."""
-    sizes = [parameter.numel() for parameter in block.parameters.values()]
-    parts = zip(block.parameters.items(), vector.split(sizes), strict=True)
-    matrix = block.layout.pack({name: part.view_as(p) for (name, p), part in parts})
+    parts: dict[str, Tensor] = {}
+    vectors = vector.split(_sizes(block))
+    for (name, parameter), part in zip(block.parameters.items(), vectors, strict=True):
+        parts[name] = part.view_as(parameter)
+    matrix = block.layout.pack(parts)
     step = Given(
         gradient=matrix,
         incoming=matrix,
@@ -260,7 +264,7 @@ def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> T
         damping=block.damped_with(preconditioner.damping),
     )
     direction = block.layout.unpack(block.method.direct(step).matrix)
-    return torch.cat([direction[name].flatten() for name in block.parameters])
+    return flat(direction[name] for name in block.parameters)
 
 
 def _gradient(block: Block, parameter: nn.Parameter) -> Tensor:

@@ -26,9 +26,10 @@ def layer_parameters(model: nn.Module, layer: str) -> tuple[str, ...]:
     Returns:
         Qualified names, of the weight, the bias, then any others in the order of registration.
     """
-    parameters = {k: p for k, p in model.get_submodule(layer)._parameters.items() if p is not None}
-    order = sorted(parameters, key=lambda k: {"weight": 0, "bias": 1}.get(k, 2))
-    return tuple(f"{layer}.{k}" if layer else k for k in order if parameters[k].requires_grad)
+    parameters = dict(model.get_submodule(layer).named_parameters(recurse=False))
+    prefix = f"{layer}." if layer else ""
+    order = sorted(parameters, key=lambda name: {"weight": 0, "bias": 1}.get(name, 2))
+    return tuple(f"{prefix}{name}" for name in order if parameters[name].requires_grad)
 
 
 def dense_blocks(
@@ -126,5 +127,8 @@ def layer_fisher(
     block = dense_fisher(
         model, inputs, loss, targets, parameters=names, kind=kind, reduction=reduction
     )
-    orders = [group.flatten().to(block.device) for group in basis]
-    return [block[order][:, order] for order in orders]
+    blocks: list[Tensor] = []
+    for group in basis:
+        order = group.flatten().to(block.device)
+        blocks.append(block[order][:, order])
+    return blocks

@@ -12,16 +12,15 @@ from soframe.losses import Loss
 from soframe.registry import KINDS
 from soframe.testing.compare import compare
 
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""The loss of outputs and targets, a scalar."""
 DRAWS = 4000
 """Samples for each second moment."""
 RTOL = 1e-6
 
 
 def check_loss(
-    loss: str | type[Loss] | Loss,
-    outputs: Tensor,
-    criterion: Callable[[Tensor, Tensor], Tensor],
-    targets: Tensor,
+    loss: str | type[Loss] | Loss, outputs: Tensor, criterion: Criterion, targets: Tensor
 ) -> None:
     """Check a loss against the Hessian that autograd computes of it, in float64.
 
@@ -80,11 +79,7 @@ def check_loss(
     if checked.expected:
         _compare_counts(checked, outputs, leaf, values, name)
     else:
-        for n, hessian in enumerate(hessians):
-            output, target = outputs[n : n + 1], targets[n : n + 1]
-            exact = torch.func.hessian(lambda f, y=target: criterion(f, y))(output)
-            exact = exact.reshape(hessian.shape)
-            compare(hessian, exact, f"{name}: Hessian of sample {n}", rtol=RTOL)
+        _compare_hessians(hessians, outputs, criterion, targets, name)
     _compare_samples(checked, outputs, hessians, name)
     single = outputs.float()
     for which, result in (
@@ -94,6 +89,16 @@ def check_loss(
     ):
         assert result.dtype == torch.float32, f"{name}: {which} turns float32 into {result.dtype}"
     assert torch.equal(outputs, outputs_before), f"{name}: the outputs have changed"
+
+
+def _compare_hessians(
+    hessians: Tensor, outputs: Tensor, criterion: Criterion, targets: Tensor, name: str
+) -> None:
+    """Compare Hessians of samples with autograd's."""
+    for n, hessian in enumerate(hessians):
+        output, target = outputs[n : n + 1], targets[n : n + 1]
+        exact = torch.func.hessian(lambda f, y=target: criterion(f, y))(output)
+        compare(hessian, exact.reshape(hessian.shape), f"{name}: Hessian of sample {n}", rtol=RTOL)
 
 
 def _compare_counts(loss: Loss, outputs: Tensor, leaf: Tensor, values: Tensor, name: str) -> None:
@@ -111,7 +116,7 @@ def _compare_counts(loss: Loss, outputs: Tensor, leaf: Tensor, values: Tensor, n
 def _compare_samples(loss: Loss, outputs: Tensor, hessians: Tensor, name: str) -> None:
     """Compare the second moments of samples with the Hessians, by their standard errors."""
     many = outputs.repeat_interleave(DRAWS, 0)
-    drawn, again = (loss.sample(many, _generator()) for _ in range(2))
+    drawn, again = loss.sample(many, _generator()), loss.sample(many, _generator())
     assert torch.equal(drawn, again), f"{name}: sample() does not draw from its generator"
     for v, hessian in zip(drawn.reshape(len(outputs), DRAWS, -1), hessians, strict=True):
         products = v.unsqueeze(2) * v.unsqueeze(1)

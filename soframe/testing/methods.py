@@ -24,7 +24,7 @@ from soframe.methods.returned import check_direction, check_state
 from soframe.optimizer import Optimizer
 from soframe.registry import KINDS
 from soframe.settings import grouped
-from soframe.specs import SecondOrder
+from soframe.specs import SecondOrder, State
 from soframe.strategies.base import Strategy
 from soframe.strategies.sharded import Sharded
 from soframe.testing.compare import compare
@@ -104,7 +104,7 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
         optimizer.zero_grad()
         _backward(model, optimizer if observes else None, rank, ranks, training, step)
         if ranks > 1:
-            _average([parameter.grad for parameter in model.parameters()], ranks)
+            _average(model, ranks)
         optimizer.step()
     if training.folder is not None:
         sharded = {
@@ -152,22 +152,18 @@ def _resume(model: nn.Module, optimizer: Optimizer, training: Training) -> None:
 
 
 def _backward(
-    model: nn.Module,
-    observing: Optimizer | None,
-    rank: int,
-    ranks: int,
-    training: Training,
-    step: int,
+    model: nn.Module, observing: Optimizer | None, rank: int, ranks: int, run: Training, step: int
 ) -> None:
     """Add the gradients of a rank's part of a batch; ``observing`` gets the outputs."""
-    x, y = (rows.repeat(training.copies, 1) for rows in _batch(step))
+    x, y = _batch(step)
+    x, y = x.repeat(run.copies, 1), y.repeat(run.copies, 1)
     part = slice(rank * len(x) // ranks, (rank + 1) * len(x) // ranks)
-    size = len(x) // ranks // training.passes
+    size = len(x) // ranks // run.passes
     for inputs, targets in zip(x[part].split(size), y[part].split(size), strict=True):
         outputs = model(inputs)
         if observing is not None:
             observing.observe(outputs)
-        (0.5 * (outputs - targets).square().sum(1).mean() / training.passes).backward()
+        (0.5 * (outputs - targets).square().sum(1).mean() / run.passes).backward()
 
 
 def check_method(
@@ -215,14 +211,14 @@ def check_method(
     chosen: Method = KINDS["method"].build(method, Method)
     launch = spawn if launch is None else launch
     read = {factor.reads for factor in chosen.factors(BlockShape(1, 2, 2)) if factor.captured}
-    one_fisher = read <= {"inputs"} or chosen.empirical_only
-    for fisher in ("empirical",) if one_fisher else fishers:
+    if read <= {"inputs"} or chosen.empirical_only:
+        fishers = ("empirical",)
+    for fisher in fishers:
         name = f"{chosen!r}, fisher={fisher!r}"
         training = Training(chosen, fisher=fisher, options=options)
         reference = _compare_alone(training, name, rtol)
         # Statistics do not depend on the strategy: two strategies are enough for other Fishers.
-        is_first = one_fisher or fisher == fishers[0]
-        here = strategies if is_first else strategies[1:3]
+        here = strategies if fisher == fishers[0] else strategies[1:3]
         compare_ranks = _RankComparison(training, reference, name, ranks, launch, rtol)
         compare_ranks.under(here)
         if len(ranks) > 1:
@@ -283,7 +279,8 @@ class _RankComparison:
             half = replace(self.training, strategy=strategies[-1], end=MIDDLE, folder=folder)
             before = self.launch(_train_each, most, [half])
             second_half = replace(self.training, strategy=strategies[0], begin=MIDDLE)
-            runs = [replace(second_half, state=state) for state in (before[0][0].state, folder)]
+            of_state = replace(second_half, state=before[0][0].state)
+            runs = [of_state, replace(second_half, state=folder)]
             after = self.launch(_train_each, fewest, runs)
         for trained, form in zip(after[0], ("a state", "a sharded checkpoint"), strict=True):
             where = f"{self.name}, resumed from {form} on {fewest} of {most} ranks"
@@ -298,9 +295,10 @@ def spawn(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """Run a function on new processes that form one Gloo group."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_run, args=(ranks, folder, function, args), nprocs=ranks)
-        return [
-            torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(ranks)
-        ]
+        results: list[Any] = []
+        for rank in range(ranks):
+            results.append(torch.load(Path(folder) / f"{rank}.pt", weights_only=False))
+        return results
 
 
 def _run(rank: int, ranks: int, folder: str, function: Callable[..., Any], args: Any) -> None:
@@ -328,9 +326,11 @@ def _checked(method: Method) -> Method:
 
     def direct(self: Method, step: Given) -> Direction:
         tensors = {"the gradient": step.gradient, "the incoming gradient": step.incoming}
-        tensors |= {f"the state {name!r}": tensor for name, tensor in step.state.items()}
+        for name, tensor in step.state.items():
+            tensors[f"the state {name!r}"] = tensor
         for factor, data in step.data.items():
-            tensors |= {f"the data of {factor!r}, {name!r},": t for name, t in data.items()}
+            for name, tensor in data.items():
+                tensors[f"the data of {factor!r}, {name!r},"] = tensor
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         update = kind.direct(self, step)
         check_direction(method, step, update)
@@ -341,9 +341,7 @@ def _checked(method: Method) -> Method:
             )
         return update
 
-    def rebase(
-        self: Method, state: Mapping[str, Tensor], old: SecondOrder, new: SecondOrder
-    ) -> Mapping[str, Tensor]:
+    def rebase(self: Method, state: State, old: SecondOrder, new: SecondOrder) -> State:
         rebased = kind.rebase(self, state, old, new)
         check_state(method, "rebase()", rebased, state)
         return rebased
@@ -351,14 +349,12 @@ def _checked(method: Method) -> Method:
     return _variant(method, direct=direct, rebase=rebase, elementwise=method.elementwise)
 
 
-def _average(gradients: Sequence[Tensor | None], ranks: int) -> None:
-    """Average the gradients of all parameters, in place, by one collective."""
-    tensors = [gradient for gradient in gradients if gradient is not None]
-    assert len(tensors) == len(gradients)
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat)
-    for tensor, mean in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(mean.view_as(tensor) / ranks)
+def _average(model: nn.Module, ranks: int) -> None:
+    """Average the gradients of all parameters, in place."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= ranks
 
 
 def _batch(step: int) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ gradients (Martens, 2010). Nothing larger than vectors and the graph of the batc
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -23,7 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks.registration import unwrap
+from soframe.products.vectors import Vector
+from soframe.testing.dense import flat
 from soframe.trust_region.forward import Closure, first_pass
+from soframe.trust_region.layer_groups import layers_of
 from soframe.trust_region.twice import Direction
 
 Blocks = Literal["layers", "all"] | Sequence[Collection[str]]
@@ -68,7 +72,7 @@ class GaussNewton:
         self.loss = value.detach()
         self.gradient = self._pulled_back(self._forward.gradients, list(self._parameters))
 
-    def __matmul__(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def __matmul__(self, vector: Vector) -> dict[str, Tensor]:
         """Multiply a vector.
 
         Args:
@@ -83,12 +87,7 @@ class GaussNewton:
         return self._joined(self._products(self._parts(vector)))
 
     def solve(
-        self,
-        vector: Mapping[str, Tensor],
-        damping: float,
-        *,
-        tolerance: float = 1e-6,
-        iterations: int = 1000,
+        self, vector: Vector, damping: float, *, tolerance: float = 1e-6, iterations: int = 1000
     ) -> dict[str, Tensor]:
         """Return ``(G + damping I)^-1`` times a vector, by conjugate gradients in each block.
 
@@ -137,20 +136,19 @@ class GaussNewton:
         for number, tangent in zip(parts, tangents, strict=True):
             cotangents = self._forward.hessian_product(tangent)
             pulled_back = self._pulled_back(cotangents, self._blocks[number])
-            products[number] = torch.cat([tensor.flatten() for tensor in pulled_back.values()])
+            products[number] = flat(pulled_back.values())
         return products
 
     def _pulled_back(self, cotangents: Sequence[Tensor], names: Sequence[str]) -> dict[str, Tensor]:
         """Multiply cotangents of the outputs by the transposed Jacobian of some parameters."""
-        pairs = zip(self._forward.outputs, cotangents, strict=True)
-        ends = [cotangent for output, cotangent in pairs if output.requires_grad]
+        of_ends: list[Tensor] = []
+        for output, cotangent in zip(self._forward.outputs, cotangents, strict=True):
+            if output.requires_grad:
+                of_ends.append(cotangent)
+        inputs = [self._parameters[name] for name in names]
         with self._forward.kernels.again():
             gradients = torch.autograd.grad(
-                self._ends,
-                [self._parameters[name] for name in names],
-                ends,
-                retain_graph=True,
-                materialize_grads=True,
+                self._ends, inputs, of_ends, retain_graph=True, materialize_grads=True
             )
         return dict(zip(names, gradients, strict=True))
 
@@ -158,7 +156,7 @@ class GaussNewton:
         tensors = self._split(number, part)
         return [tensors.get(name) for name in self._parameters]
 
-    def _parts(self, vector: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    def _parts(self, vector: Vector) -> dict[int, Tensor]:
         """Return the entries of a vector by block, ``[size]``; raise if it does not fit."""
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         entries = {name: tensor.shape for name, tensor in vector.items()}
@@ -170,15 +168,17 @@ class GaussNewton:
             )
         parts = {}
         for number, names in enumerate(self._blocks):
-            parts[number] = torch.cat([vector[name].detach().flatten() for name in names])
+            parts[number] = flat(vector[name].detach() for name in names)
         return parts
 
     def _split(self, number: int, part: Tensor) -> dict[str, Tensor]:
         """Return the tensors by name of the entries of a block."""
         names = self._blocks[number]
         sizes = [self._parameters[name].numel() for name in names]
-        pairs = zip(names, part.split(sizes), strict=True)
-        return {name: flat.view(self._parameters[name].shape) for name, flat in pairs}
+        tensors: dict[str, Tensor] = {}
+        for name, entries in zip(names, part.split(sizes), strict=True):
+            tensors[name] = entries.view(self._parameters[name].shape)
+        return tensors
 
     def _joined(self, parts: Mapping[int, Tensor]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -232,10 +232,7 @@ class Oracle(torch.optim.SGD):
         """
         matrix = GaussNewton(self._model, closure, self._blocks)
         update = matrix.solve(
-            matrix.gradient,
-            self._damping,
-            tolerance=self._tolerance,
-            iterations=self._iterations,
+            matrix.gradient, self._damping, tolerance=self._tolerance, iterations=self._iterations
         )
         for name, parameter in self._model.named_parameters():
             parameter.grad = update.get(name)
@@ -256,22 +253,21 @@ def _divided(
     if blocks == "layers":
         return _by_layer(model, parameters)
     division = [list(block) for block in blocks]
-    counts = Counter(name for block in division for name in block)
-    wrong = sorted(n for n in parameters.keys() | counts.keys() if counts[n] != (n in parameters))
+    counts = Counter(itertools.chain.from_iterable(division))
+    wrong = counts.keys() - parameters.keys()
+    wrong |= {name for name in parameters if counts[name] != 1}
     if wrong:
         raise ValueError(
-            f"blocks must have each trained parameter once, and {', '.join(wrong)} is missing, "
-            f"there twice, or not trained"
+            f"blocks must have each trained parameter once, and {', '.join(sorted(wrong))} is "
+            f"missing, there twice, or not trained"
         )
     return division
 
 
 def _by_layer(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
     """Return the names of the parameters of each layer; a shared one belongs to its first."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = {parameter: name for name, parameter in parameters.items()}
     layers: list[list[str]] = []
-    for module in model.modules():
-        direct = [p for p in module.parameters(recurse=False) if id(p) in names]
-        if direct:
-            layers.append([names.pop(id(p)) for p in direct])
+    for layer in layers_of(model, names):
+        layers.append([names[parameter] for parameter in layer])
     return layers

@@ -9,6 +9,7 @@ layers). `soframe.trust_region.proposals` runs a trial.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -57,10 +58,10 @@ class AdaptiveDamping:
 
     def at(self, start: float, count: int | None = None) -> list[float]:
         """Return the dampings."""
-        if len(self._now) != (count or len(self._now) or 1):
+        count = count or len(self._now) or 1
+        if len(self._now) != count:
             first = self._middle() if self._now else self._within(start)
-            self._now = [first for _ in range(count or 1)]
-            self._ways = [-1] * len(self._now)
+            self._now, self._ways = list(itertools.repeat(first, count)), [-1] * count
         return list(self._now)
 
     def trial(self, step: int) -> list[float]:
@@ -71,7 +72,9 @@ class AdaptiveDamping:
         """Raise all dampings if some factor cannot be solved with its own."""
         if any(unsolved):
             self._now = [self._within(damping * self.ratio) for damping in self._now]
-            self._ways = [1 if bad else way for bad, way in zip(unsolved, self._ways, strict=True)]
+            for number, bad in enumerate(unsolved):
+                if bad:
+                    self._ways[number] = 1
 
     def choose(self, taken: Sequence[bool], step: int) -> None:
         """Keep the tried dampings that were taken."""
@@ -82,15 +85,19 @@ class AdaptiveDamping:
                 self._now[number] = tried
         low, high = self._middle() / self.spread, self._middle() * self.spread
         self._now = [self._within(min(high, max(low, damping))) for damping in self._now]
-        longer = min(self.longest, self._wait * 2)
-        self._wait = max(self.interval, self._wait // 2) if any(taken) else longer
+        if any(taken):
+            self._wait = max(self.interval, self._wait // 2)
+        else:
+            self._wait = min(self.longest, self._wait * 2)
         self._due = step + self._wait
 
     def _neighbours(self) -> list[float]:
         neighbours = []
         for damping, way in zip(self._now, self._ways, strict=True):
-            ahead, back = (self._within(damping * self.ratio**w) for w in (way, -way))
-            neighbours.append(back if ahead == damping else ahead)
+            neighbour = self._within(damping * self.ratio**way)
+            if neighbour == damping:  # at an end
+                neighbour = self._within(damping * self.ratio**-way)
+            neighbours.append(neighbour)
         return neighbours
 
     def _middle(self) -> float:
@@ -111,5 +118,5 @@ class AdaptiveDamping:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; without entries, from the start."""
         self.restart()
-        self._now, self._ways = [*state.get("now", ())], [*state.get("ways", ())]
+        self._now, self._ways = list(state.get("now", ())), list(state.get("ways", ()))
         self._wait, self._due = state.get("wait", self._wait), state.get("due", self._due)

@@ -57,10 +57,8 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
     ) -> None:
         check_model(model)
         self._model = unwrap(model)
-        super().__init__(
-            self._model.parameters() if params is None else params,
-            {"lr": lr, "weight_decay": weight_decay},
-        )
+        chosen = self._model.parameters() if params is None else params
+        super().__init__(chosen, {"lr": lr, "weight_decay": weight_decay})
         param_groups.check_all(self._model, self.param_groups)
         self.damping = settings.policy_of(damping)
         self._on_step = on_step
@@ -159,13 +157,15 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
         try:
             common = self._common()
             if backend.world_size > 1 and not backend.on_paper:
-                bits = (g.contiguous().view(_INTEGERS[g.itemsize]) for g in gradients)
-                total = sum(int(tensor_bits.sum(dtype=torch.int64)) for tensor_bits in bits)
+                total = 0
+                for gradient in gradients:
+                    bits = gradient.contiguous().view(_INTEGERS[gradient.itemsize])
+                    total += int(bits.sum(dtype=torch.int64))
                 common["the sum of the bits of all gradients"] = total
         except Exception as raised:  # the other ranks wait in the all-reduce below
             error = error or raised
         if backend.world_size == 1 and error is None:
-            return loss, [*further]
+            return loss, list(further)
         status = [loss, float(error is not None), *fingerprint(common)]
         sums = add_over_ranks(backend, [*status, *further])
         require_no_failure(backend, error, sums[1])
@@ -210,7 +210,8 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checked state."""
-        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        of_torch = {"state": state["state"], "param_groups": state["param_groups"]}
+        super().load_state_dict(of_torch)
         saved = state["trust_region"]
         self._steps, self.counters = saved["steps"], dict(saved["counters"])
         self.damping.load(saved["damping"])

@@ -98,14 +98,18 @@ def _fit_of_curvature(
     for a, b in zip(measured, declared_curvature, strict=True):
         off = (a - times * b).abs() > times * (4 * tolerance * b.abs() + sure)
         if bool(off.any()):
-            problem = (
-                f"the closure's loss is not the mean of loss={declared!r} over its samples: "
-                f"samples have from {float((a / b).min()):.3g} to {float((a / b).max()):.3g} "
-                f"times its curvature. Weights of classes, samples and ignored targets are not "
-                f"supported; declare the loss that the closure returns"
-            )
-            return replace(result, problem=problem)
+            return replace(result, problem=_uneven(declared, a / b))
     return result
+
+
+def _uneven(declared: Loss, ratios: Tensor) -> str:
+    """Describe a loss whose samples have different multiples of the declared curvature."""
+    return (
+        f"the closure's loss is not the mean of loss={declared!r} over its samples: samples have "
+        f"from {float(ratios.min()):.3g} to {float(ratios.max()):.3g} times its curvature. "
+        f"Weights of classes, samples and ignored targets are not supported; declare the loss "
+        f"that the closure returns"
+    )
 
 
 def _of_samples(
@@ -127,7 +131,7 @@ def _fit_of_gradients(
     (output,) = outputs
     samples = len(output)
     counts = declared.counts(output, forward.gradients[0].detach()) * samples
-    least, most = (float(end) for end in counts.aminmax())
+    least, most = map(float, counts.aminmax())
     if not math.isfinite(most):
         return Fit(samples, 1 / closures, mute=True)
     tolerance = max(1e-3, 64 * torch.finfo(output.dtype).eps)
@@ -161,13 +165,14 @@ def error_of(fits: Sequence[Fit], loss: float) -> ValueError | None:
 
 def numbers(fits: Sequence[Fit]) -> list[float]:
     """Return this rank's part of the sums for `require_agreement`."""
-    return [
-        sum(closure_fit.times for closure_fit in fits),
-        float(any(not closure_fit.plain for closure_fit in fits)),
-        float(any(closure_fit.mute for closure_fit in fits)),
-        float(sum(closure_fit.samples for closure_fit in fits)),
-        sum(closure_fit.times**2 / max(1, closure_fit.samples) for closure_fit in fits),
-    ]
+    times, odd, mute, samples, squares = 0.0, 0.0, 0.0, 0.0, 0.0
+    for closure_fit in fits:
+        times += closure_fit.times
+        odd = max(odd, float(not closure_fit.plain))
+        mute = max(mute, float(closure_fit.mute))
+        samples += closure_fit.samples
+        squares += closure_fit.times**2 / max(1, closure_fit.samples)
+    return [times, odd, mute, samples, squares]
 
 
 def require_agreement(

@@ -44,9 +44,8 @@ class Forward:
     def backward(self) -> None:
         """Accumulate the gradients of the loss in the parameters'; the graph stays."""
         with self.kernels.again():
-            torch.autograd.backward(
-                self.outputs, [gradient.detach() for gradient in self.gradients], retain_graph=True
-            )
+            gradients = list(map(Tensor.detach, self.gradients))
+            torch.autograd.backward(self.outputs, gradients, retain_graph=True)
 
     def jacobian_products(
         self, parameters: Sequence[nn.Parameter], directions: Sequence[Direction]
@@ -58,15 +57,20 @@ class Forward:
     @cached_property
     def _counts(self) -> list[Tensor]:
         assert self.expected is not None
-        counts, rows = self.expected.counts, zip(self.outputs, self.gradients, strict=True)
-        return [counts(output.detach(), g.detach()).to(output.dtype) for output, g in rows]
+        counts: list[Tensor] = []
+        for output, gradient in zip(self.outputs, self.gradients, strict=True):
+            output_counts = self.expected.counts(output.detach(), gradient.detach())
+            counts.append(output_counts.to(output.dtype))
+        return counts
 
     def hessian_product(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the Hessian of the loss in the outputs times a tangent, in the outputs' shapes."""
         if self.expected is not None:
-            product = self.expected.hessian_product
-            triples = zip(self._counts, self.outputs, tangents, strict=True)
-            return tuple(count * product(output.detach(), v) for count, output, v in triples)
+            expected: list[Tensor] = []
+            for count, output, tangent in zip(self._counts, self.outputs, tangents, strict=True):
+                product = self.expected.hessian_product(output.detach(), tangent)
+                expected.append(count * product)
+            return tuple(expected)
         gradients: list[Tensor] = []
         vectors: list[Tensor] = []
         for gradient, tangent in zip(self.gradients, tangents, strict=True):
@@ -74,7 +78,7 @@ class Forward:
                 gradients.append(gradient)
                 vectors.append(tangent)
         if not gradients:
-            return tuple(torch.zeros_like(tangent) for tangent in tangents)
+            return tuple(map(torch.zeros_like, tangents))
         products: tuple[Tensor, ...] = torch.autograd.grad(
             gradients, self.outputs, vectors, retain_graph=True, materialize_grads=True
         )
@@ -124,10 +128,7 @@ def run(
 
 
 def first_pass(
-    model: nn.Module,
-    closure: Closure,
-    parameters: Sequence[nn.Parameter],
-    loss: Loss | None = None,
+    model: nn.Module, closure: Closure, parameters: Sequence[nn.Parameter], loss: Loss | None = None
 ) -> tuple[Forward, Tensor]:
     """Run a closure and differentiate its loss in the outputs; ``loss`` is the declared one."""
     replay, kernels = Replay(model), PlainKernels()
@@ -140,8 +141,7 @@ def first_pass(
         )
     gradients = torch.autograd.grad(value, outputs, create_graph=True, materialize_grads=True)
     _require_only_through(calls, value, parameters)
-    has_expected = loss is not None and loss.expected
-    expected = loss if has_expected else None
+    expected = loss if loss is not None and loss.expected else None
     return Forward(closure, replay, outputs, gradients, kernels, len(calls), expected), value
 
 
@@ -160,7 +160,8 @@ def moved(
     parameters: Sequence[nn.Parameter], update: Sequence[Tensor]
 ) -> AbstractContextManager[None]:
     """A context with updated parameters in new storage: the graphs of earlier passes stay valid."""
-    return placed(parameters, [p.data + more for p, more in zip(parameters, update, strict=True)])
+    values = [p.data + difference for p, difference in zip(parameters, update, strict=True)]
+    return placed(parameters, values)
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def _require_only_through(
     calls: Sequence[Sequence[Tensor]], loss: Tensor, parameters: Sequence[nn.Parameter]
 ) -> None:
     """Check that loss and parameters are connected by outputs, each of one call of the model."""
-    ids = {id(parameter) for parameter in parameters}
+    ids = set(map(id, parameters))
     ends: set[_Edge] = set()
     for call in calls:
         edges = {(output.grad_fn, output.output_nr) for output in call}

@@ -7,9 +7,9 @@ as a direction of its own, its minimum has a length for each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from soframe.trust_region.twice import Direction
 
@@ -22,8 +22,16 @@ def group_of_each(
         raise ValueError(f"layer_groups must be a positive integer, not {count!r}")
     if count == 1:
         return dict.fromkeys(parameters, 0)
-    # Layers are the modules with parameters of their own, in the model's order. A shared parameter
-    # belongs to its first layer; with fewer layers than groups every layer is a group.
+    # With fewer layers than groups every layer is a group.
+    *inner, last = layers_of(model, parameters)
+    numbers: dict[nn.Parameter, int] = {}
+    for number, layer in enumerate(inner):
+        numbers.update(dict.fromkeys(layer, number * (count - 1) // len(inner)))
+    return numbers | dict.fromkeys(last, count - 1)
+
+
+def layers_of(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters of each module, in the model's order; a shared one is in its first."""
     remaining = set(parameters)
     layers: list[list[nn.Parameter]] = []
     for module in model.modules():
@@ -31,11 +39,7 @@ def group_of_each(
         remaining.difference_update(layer)
         if layer:
             layers.append(layer)
-    *inner, last = layers
-    numbers: dict[nn.Parameter, int] = {}
-    for number, layer in enumerate(inner):
-        numbers.update(dict.fromkeys(layer, number * (count - 1) // len(inner)))
-    return numbers | dict.fromkeys(last, count - 1)
+    return layers
 
 
 class LayerGroups:
@@ -52,11 +56,9 @@ class LayerGroups:
 
     def split(self, parameters: Sequence[nn.Parameter], direction: Direction) -> list[Direction]:
         """Return the nonzero parts of a direction, one for each layer group."""
-        numbers = [self.numbers[p] for p in parameters]
-        parts: list[Direction] = []
-        for number in sorted(set(numbers)):
-            rows = zip(direction, numbers, strict=True)
-            part = [tensor if of_tensor == number else None for tensor, of_tensor in rows]
-            if any(tensor is not None for tensor in part):
-                parts.append(part)
-        return parts
+        parts: dict[int, list[Tensor | None]] = {}
+        for index, (parameter, tensor) in enumerate(zip(parameters, direction, strict=True)):
+            if tensor is not None:
+                part = parts.setdefault(self.numbers[parameter], [None] * len(parameters))
+                part[index] = tensor
+        return [parts[number] for number in sorted(parts)]

@@ -14,9 +14,9 @@ model. So it has no learning rate to tune::
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -245,7 +245,7 @@ class TrustRegion(ClosureOptimizer):
                 fits.append(self._compare(forward, len(closures)))
 
         forwards, total = self._passes(closures, self._loss, compare)
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = param_groups.gradients(parameters)
         mean, sums = self._agree(
             total, error_of(fits, total), further=numbers(fits), gradients=gradients
         )
@@ -287,23 +287,23 @@ class TrustRegion(ClosureOptimizer):
         """Move to the minimum of the model along all directions; return the readout's numbers."""
         proposer = self._proposer
         shares, lr = param_groups.shares(self.param_groups)
-        usual = self._steepest(batch, shares)
-        names = [STEEPEST for _ in usual]
+        steepest = self._steepest(batch, shares)
         if self._steps == 0 and self.damping.to_be_measured():
-            self._begin_damping(batch, usual, shares, lr)
+            self._begin_damping(batch, steepest, shares, lr)
+        directions: list[Direction] = []
         proposals = proposer.propose(batch, shares, self._steps)
-        if self._momentum:
-            last_updates = self._last_updates(batch.parameters, shares)
-            usual += last_updates
-            names += [LAST for _ in last_updates]
-        tried = itertools.chain.from_iterable(proposal.parts for proposal in proposals)
+        for proposal in proposals:
+            directions += proposal.parts
+        usual = [*steepest, *self._last_updates(batch.parameters, shares)]
         damping = self.damping.at(self._steps)
-        quadratic = exact_model(self._backend, batch, [*tried, *usual], damping)
+        quadratic = exact_model(self._backend, batch, [*directions, *usual], damping)
         chosen, quadratic = proposer.choose(proposals, quadratic, self._steps)
         if not quadratic.finite():
             self._step_back("the model of the loss is not finite")
             return {}
-        names = [*(PRECONDITIONED for _ in chosen), *names]
+        counts = {PRECONDITIONED: len(chosen), STEEPEST: len(steepest)}
+        counts[LAST] = len(usual) - len(steepest)
+        names = list(Counter(counts).elements())
         return self._move(batch, [*chosen, *usual], names, quadratic, lr)
 
     def _steepest(self, batch: Batch, shares: Sequence[float]) -> list[Direction]:
@@ -319,11 +319,16 @@ class TrustRegion(ClosureOptimizer):
     def _last_updates(
         self, parameters: Sequence[nn.Parameter], shares: Sequence[float]
     ) -> list[Direction]:
-        """Return the last update of each layer group."""
-        # It keeps its length, except for parameters with `lr` 0.
-        last = [self.state[p].get("update") for p in parameters]
-        moving = param_groups.scaled(last, [float(share != 0) for share in shares])
-        return self._layer_groups.split(parameters, moving)
+        """Return the last update of each layer group; none without momentum."""
+        if not self._momentum:
+            return []
+        last: list[Tensor | None] = []
+        for parameter, share in zip(parameters, shares, strict=True):
+            update = self.state[parameter].get("update")
+            if update is not None and share == 0:
+                update = update * 0.0  # otherwise it keeps its length
+            last.append(update)
+        return self._layer_groups.split(parameters, last)
 
     def _begin_damping(
         self, batch: Batch, usual: Sequence[Direction], shares: Sequence[float], lr: float
@@ -358,7 +363,7 @@ class TrustRegion(ClosureOptimizer):
             self._step_back("the step is not finite")  # it would not be rejected
             return {}
         update = combine(parameters, directions, coefficients)
-        before = [p.detach().clone() for p in parameters] if measure else []
+        before = param_groups.copies(parameters) if measure else []
         for frozen in set(self.state) - set(parameters):
             self.state[frozen].pop("update", None)  # outdated once it is thawed
         with torch.no_grad():

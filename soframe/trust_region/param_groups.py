@@ -41,8 +41,10 @@ def check_all(model: nn.Module, groups: Sequence[Group]) -> None:
     """Check that the groups have all trained parameters of the model, whole, and no others."""
     named = list(model.named_parameters())
     sharding.require_whole(named, "TrustRegion")
-    grouped = set(itertools.chain.from_iterable(group["params"] for group in groups))
-    _require_own([parameter for _, parameter in named], grouped)
+    grouped: set[nn.Parameter] = set()
+    for group in groups:
+        grouped.update(group["params"])
+    _require_own(model.parameters(), grouped)
     for name, parameter in named:
         if parameter.requires_grad and parameter not in grouped:
             raise ValueError(
@@ -68,16 +70,28 @@ def numbers(groups: Sequence[Group]) -> list[tuple[float, float]]:
 
 def trainable(groups: Sequence[Group]) -> list[nn.Parameter]:
     """Return the parameters that need a gradient, group by group."""
-    parameters = itertools.chain.from_iterable(group["params"] for group in groups)
-    return [parameter for parameter in parameters if parameter.requires_grad]
+    parameters: list[nn.Parameter] = []
+    for group in groups:
+        parameters += [parameter for parameter in group["params"] if parameter.requires_grad]
+    return parameters
 
 
 def setting(groups: Sequence[Group], name: str) -> list[float]:
     """Return a setting of each parameter of `trainable`."""
     values: list[float] = []
     for group in groups:
-        values += [float(group[name]) for p in group["params"] if p.requires_grad]
+        values += itertools.repeat(float(group[name]), len(trainable([group])))
     return values
+
+
+def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of the parameters that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def copies(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return copies of the values of parameters."""
+    return [parameter.detach().clone() for parameter in parameters]
 
 
 def mean_decay(groups: Sequence[Group]) -> float:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -79,19 +80,24 @@ class Proposer:
         usual = quadratic.along([*range(count), *range(2 * count, len(quadratic.slope))])
         finite = quadratic.finite_directions()[count : 2 * count]
         if usual.finite():
-            barred = [bad or not good for bad, good in zip(trial.failed, finite, strict=True)]
+            barred = list(trial.failed)
+            for number, is_finite in enumerate(finite):
+                barred[number] |= not is_finite
             taken, model = quadratic.best_of(count, barred)
         else:  # no choice was made, and the same trial is not repeated at once
             taken, model = [False] * count, usual
         self._damping.choose(taken, step)
-        second = self._of_blocks(taken)
-        solved = {}
-        for name, is_second in second.items():
-            solved[name] = (trial if is_second else usual_proposal).solved[name]
+        solved = dict(usual_proposal.solved)
+        for name, is_taken in self._of_blocks(taken).items():
+            if is_taken:
+                solved[name] = trial.solved[name]
         self._preconditioner.restore(solved)
         self._damp(self._dampings())  # in force from now on
-        pairs = zip(taken, usual_proposal.parts, trial.parts, strict=True)
-        return [second if change else first for change, first, second in pairs], model
+        parts = list(usual_proposal.parts)
+        for number, is_taken in enumerate(taken):
+            if is_taken:
+                parts[number] = trial.parts[number]
+        return parts, model
 
     def covered(self) -> set[nn.Parameter]:
         """Return the parameters that have a block."""
@@ -128,14 +134,13 @@ class Proposer:
         count = len(set(self._group_of_blocks().values()))
         if isinstance(self._damping, AdaptiveDamping):
             return self._damping.at(self._start, count) if count else []
-        return [self._damping * self._start for _ in range(count)]
+        return list(itertools.repeat(self._damping * self._start, count))
 
     def _group_of_blocks(self) -> dict[str, int]:
-        numbers = self._groups.numbers
-        return {
-            block.name: numbers[next(iter(block.parameters.values()))]
-            for block in self._preconditioner.blocks
-        }
+        numbers: dict[str, int] = {}
+        for block in self._preconditioner.blocks:
+            numbers[block.name] = self._groups.numbers[next(iter(block.parameters.values()))]
+        return numbers
 
     def _of_blocks(self, values: Sequence[T]) -> dict[str, T]:
         """Return the value of each block, given one for each layer group with blocks."""

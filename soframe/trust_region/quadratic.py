@@ -47,7 +47,9 @@ class Quadratic:
         # search begins with all first or all second ones, and exchanges one pair after another.
 
         def model(taken: Sequence[bool]) -> Quadratic:
-            chosen = [number + count * second for number, second in enumerate(taken)]
+            chosen: list[int] = []
+            for number, is_second in enumerate(taken):
+                chosen.append(number + count if is_second else number)
             return self.along([*chosen, *range(2 * count, len(self.slope))])
 
         def promised(taken: Sequence[bool]) -> float:
@@ -58,10 +60,10 @@ class Quadratic:
         # Ties go to the first, so the present one stays.
         best = min(([False] * count, free), key=promised)
         for number in range(count):
-            if not free[number]:
-                continue
-            other = [second != (at == number) for at, second in enumerate(best)]
-            best = min((best, other), key=promised)
+            if free[number]:
+                other = [*best]
+                other[number] = not best[number]
+                best = min((best, other), key=promised)
         return best, model(best)
 
     def along(self, which: Sequence[int]) -> Quadratic:
@@ -106,9 +108,7 @@ class Quadratic:
 
 
 def curvature_along(
-    forwards: Sequence[Forward],
-    parameters: Sequence[nn.Parameter],
-    directions: Sequence[Direction],
+    forwards: Sequence[Forward], parameters: Sequence[nn.Parameter], directions: Sequence[Direction]
 ) -> Tensor:
     """Return ``d_i^T F d_j`` of the sum of this rank's losses, ``[k, k]``, float64, on the CPU."""
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
@@ -120,7 +120,7 @@ def curvature_along(
             # One by one: copies of outputs into one matrix would cost more than the products.
             for product, *vectors in zip(products, *precise[: i + 1], strict=True):
                 flat = _at_least_single(product).flatten()
-                row = torch.stack([flat @ other.flatten() for other in vectors]).double().cpu()
+                row = torch.stack([flat @ vector.flatten() for vector in vectors]).double().cpu()
                 total[i, : i + 1] += row
                 total[:i, i] += row[:i]
     return total
@@ -140,9 +140,12 @@ def inner_products(directions: Sequence[Direction]) -> Tensor:
     for tensors in zip(*directions, strict=True):
         present = {i: t.reshape(-1) for i, t in enumerate(tensors) if t is not None}
         if present:
-            rows = torch.stack([*present.values()])
-            product, key = rows @ rows.T, ((*present,), rows.device)
-            products[key] = products[key].add_(product) if key in products else product.double()
+            rows = torch.stack(list(present.values()))
+            product, key = rows @ rows.T, (tuple(present), rows.device)
+            if key in products:
+                products[key].add_(product)
+            else:
+                products[key] = product.double()
     for (which, _), product in products.items():
         at = torch.tensor(which, device="cpu")
         total[at.unsqueeze(1), at] += product.cpu()
@@ -153,10 +156,14 @@ def combine(
     parameters: Sequence[Tensor], directions: Sequence[Direction], coefficients: Tensor
 ) -> list[Tensor]:
     """Return a linear combination of directions, in new tensors of the parameters' shapes."""
-    total = [torch.zeros_like(parameter) for parameter in parameters]
+    total = list(map(torch.zeros_like, parameters))
     for direction, coefficient in zip(directions, coefficients, strict=True):
-        rows = [(t, d) for t, d in zip(total, direction, strict=True) if d is not None]
-        if rows:
-            into, added = zip(*rows, strict=True)
-            torch._foreach_add_(list(into), list(added), alpha=float(coefficient))
+        sums: list[Tensor] = []
+        addends: list[Tensor] = []
+        for tensor, addend in zip(total, direction, strict=True):
+            if addend is not None:
+                sums.append(tensor)
+                addends.append(addend)
+        if sums:
+            torch._foreach_add_(sums, addends, alpha=float(coefficient))
     return total

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,11 @@ class Readout:
     def line(self) -> str:
         """Return the readout in one line, for a log."""
         numbers = {"change": self.change, "predicted": self.predicted, "ratio": self.ratio}
-        shown = [f"{name} {value:.3g}" for name, value in numbers.items() if value is not None]
-        parts = [f"step {self.step}: loss {self.loss:.6g}", *shown, f"damping {self.damping:.3g}"]
+        parts = [f"step {self.step}: loss {self.loss:.6g}"]
+        for name, value in numbers.items():
+            if value is not None:
+                parts.append(f"{name} {value:.3g}")
+        parts.append(f"damping {self.damping:.3g}")
         if self.undone:
             parts.append(f"undone: {self.undone}")
         return ", ".join([*parts, *self.notes])
@@ -96,11 +99,11 @@ class History(list[Readout]):
         figure = figures.Figure(figsize=(7, 7.5), layout="constrained")
         loss, damping, ratio = figure.subplots(3, sharex=True)
         self._plot_losses(loss)
-        damping.plot([n.step for n in self], [n.damping for n in self], label="of the model")
+        _plot(damping, self, "damping", label="of the model")
         self._plot_dampings(damping)
         damping.set(ylabel="damping", yscale="log")
         judged = [n for n in self if n.ratio is not None and math.isfinite(n.ratio)]
-        ratio.plot([n.step for n in judged], [n.ratio for n in judged], ".")
+        _plot(ratio, judged, "ratio", ".")
         ratio.set(ylabel="reduction ratio", xlabel="step", ylim=(-1.0, 3.0))
         for axes in (loss, damping):
             axes.legend(fontsize="small")
@@ -109,19 +112,28 @@ class History(list[Readout]):
     def _plot_losses(self, axes: Any) -> None:
         undone = [readout for readout in self if readout.undone is not None]
         is_positive = all(readout.loss > 0 for readout in self)
-        axes.plot([n.step for n in self], [n.loss for n in self])
-        axes.plot([n.step for n in undone], [n.loss for n in undone], "rx", label="undone")
+        _plot(axes, self, "loss")
+        _plot(axes, undone, "loss", "rx", label="undone")
         axes.set(ylabel="loss", yscale="log" if is_positive else "linear")
 
     def _plot_dampings(self, axes: Any) -> None:
         """Draw the preconditioner's dampings, a curve for each layer group."""
-        groups = max((len(readout.preconditioner_dampings) for readout in self), default=0)
-        for number in range(groups):
-            readouts = [r for r in self if number < len(r.preconditioner_dampings)]
-            steps = [readout.step for readout in readouts]
-            values = [readout.preconditioner_dampings[number] for readout in readouts]
-            label = f"of the preconditioner, layer group {number}"
-            axes.plot(steps, values, "--", label=label)
+        curves: list[tuple[list[int], list[float]]] = []
+        for readout in self:
+            for number, damping in enumerate(readout.preconditioner_dampings):
+                if number == len(curves):
+                    curves.append(([], []))
+                steps, dampings = curves[number]
+                steps.append(readout.step)
+                dampings.append(damping)
+        for number, curve in enumerate(curves):
+            axes.plot(*curve, "--", label=f"of the preconditioner, layer group {number}")
+
+
+def _plot(axes: Any, readouts: Sequence[Readout], name: str, *style: str, **options: str) -> None:
+    """Draw an attribute of readouts over the steps."""
+    values = [getattr(readout, name) for readout in readouts]
+    axes.plot([readout.step for readout in readouts], values, *style, **options)
 
 
 class Scalars:
@@ -137,14 +149,13 @@ class Scalars:
 
     def __call__(self, readout: Readout) -> None:
         """Write the numbers of a step, and 1 as ``undone`` if an update was undone."""
-        scalars: dict[str, float | None] = {
-            name: getattr(readout, name)
-            for name in ("loss", "damping", "predicted", "change", "ratio")
-        }
+        scalars: dict[str, float | None] = {}
+        for name in ("loss", "damping", "predicted", "change", "ratio"):
+            scalars[name] = getattr(readout, name)
         scalars["undone"] = float(readout.undone is not None)
         for name in ("preconditioner_dampings", "coefficients"):
-            values: tuple[float, ...] = getattr(readout, name)
-            scalars |= {f"{name}/{number}": value for number, value in enumerate(values)}
+            for number, value in enumerate(getattr(readout, name)):
+                scalars[f"{name}/{number}"] = value
         for name, value in scalars.items():
             if value is not None and math.isfinite(value):
                 self._writer.add_scalar(self._prefix + name, value, readout.step)

@@ -63,7 +63,9 @@ class Reduction:
     def due(self, step: int) -> bool:
         """Return whether a step is measured."""
         interval = self._damping.interval
-        return self.told(step) or (interval > 0 and (self._every or step < min(interval, FIRST)))
+        if interval <= 0:
+            return False
+        return self._every or step < min(interval, FIRST) or self.told(step)
 
     def told(self, step: int) -> bool:
         """Return whether the policy receives the ratio of a step."""

@@ -27,12 +27,12 @@ class Replay:
     def __init__(self, model: nn.Module) -> None:
         self._devices: list[int] = []
         if torch.cuda.is_initialized():
-            places = (p.device for p in model.parameters())
-            self._devices = sorted({place.index or 0 for place in places if place.type == "cuda"})
+            devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}
+            self._devices = sorted(devices)
         self._cpu = torch.get_rng_state()
         self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
         self._places = [module._buffers for module in model.modules()]
-        self._tensors = [dict(place) for place in self._places]
+        self._tensors = list(map(dict, self._places))
         self._buffers = _copies(self._places)
 
     def restore(self) -> None:
@@ -55,7 +55,7 @@ class Replay:
     @contextmanager
     def again(self) -> Iterator[None]:
         """A context with the first run's random state and buffers; it restores both."""
-        before = [dict(place) for place in self._places]
+        before = list(map(dict, self._places))
         with torch.random.fork_rng(self._devices):
             try:
                 for place, kept in zip(self._places, _copies(self._buffers), strict=True):

@@ -25,7 +25,6 @@ and Zhang, 2013, section 4), so that the weight of the beginning falls::
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -174,7 +173,7 @@ class StochasticTrustRegion(ClosureOptimizer):
         if due:
             forwards, total = self._passes(closures)
             # Comparing gradients takes time, and differing ranks differ at steps with a model, too.
-            compared = [p.grad for p in parameters if p.grad is not None]
+            compared = param_groups.gradients(parameters)
         else:
             total = self._backward(closures)
         loss = self._agree(total, None, gradients=compared)[0]
@@ -230,12 +229,12 @@ class StochasticTrustRegion(ClosureOptimizer):
         states = [self.state[p] for p in batch.parameters]
         notes: tuple[str, ...] = ()
         if self._trend.begin(self._steps):
-            at_average = []
+            objectives: dict[str, float] = {}
             for name in ("average", EARLIER):
                 with placed(batch.parameters, [state[name] for state in states]):
-                    at_average.append(self._objective(batch))
-            now, earlier = at_average
-            notes = (SAID,) if self._trend.learn(now, earlier, self._eps) else ()
+                    objectives[name] = self._objective(batch)
+            if self._trend.learn(objectives["average"], objectives[EARLIER], self._eps):
+                notes = (SAID,)
         for state in states:
             state[EARLIER].copy_(state["average"])
         return notes
@@ -249,12 +248,13 @@ class StochasticTrustRegion(ClosureOptimizer):
         parameters = batch.parameters
         self._adam(0.0)  # its averages include this gradient
         shares, largest = param_groups.shares(self.param_groups)
-        directions = map(self._direction, parameters)
-        direction = [d * s if s != 1 else d for d, s in zip(directions, shares, strict=True)]
+        direction: list[Tensor] = []
+        for parameter, share in zip(parameters, shares, strict=True):
+            direction.append(self._direction(parameter) * share)
 
         def update_with(damping: float) -> list[Tensor]:
             length = self._length(damping) * largest
-            return [length * d for d in direction]
+            return [length * tensor for tensor in direction]
 
         model = exact_model(self._backend, batch, [direction], 0.0)
         if not model.finite():
@@ -271,7 +271,7 @@ class StochasticTrustRegion(ClosureOptimizer):
         update = update_with(damping)
         start = batch.loss + batch.penalty
         judged = self._reduction.due(self._steps)
-        before = [p.detach().clone() for p in parameters] if judged else []
+        before = param_groups.copies(parameters) if judged else []
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         self._since = 0
@@ -299,14 +299,14 @@ class StochasticTrustRegion(ClosureOptimizer):
     def _adam(self, length: float) -> None:
         """Update Adam's averages, and move along its direction by a length."""
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.requires_grad]
+            parameters: list[Tensor] = list(param_groups.trainable([group]))
             if not parameters:
                 continue
             states = [self.state[p] for p in parameters]
             with torch.no_grad():
                 adam(
                     parameters,
-                    [p.grad for p in parameters],
+                    param_groups.gradients(parameters),
                     [state["mean"] for state in states],
                     [state["square"] for state in states],
                     [],
@@ -361,9 +361,10 @@ class StochasticTrustRegion(ClosureOptimizer):
     def _go_back(self, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
         """Go back to the average: this batch, or the last steps, made a non-finite value."""
         self.counters["skipped_steps"] += 1
-        averages: dict[Tensor, Tensor] = {
-            p: self.state[p]["average"] for p in parameters if p in self.state
-        }
+        averages: dict[Tensor, Tensor] = {}
+        for parameter in parameters:
+            if parameter in self.state:
+                averages[parameter] = self.state[parameter]["average"]
         self._put(averages)
         self._since = self._every
         self.damping.observe(-math.inf)
@@ -415,11 +416,12 @@ class StochasticTrustRegion(ClosureOptimizer):
 
         def check() -> None:
             self._check_state(state_dict)
-            groups = (group["params"] for group in self.param_groups)
-            parameters = list(itertools.chain.from_iterable(groups))
+            parameters: list[nn.Parameter] = []
+            for group in self.param_groups:
+                parameters += group["params"]
             for number, kept in state_dict["state"].items():
                 shape = parameters[number].shape
-                if any(kept[name].shape != shape for name in (*MOMENTS, "average")):
+                if {kept[name].shape for name in (*MOMENTS, "average")} != {shape}:
                     raise ValueError(
                         f"the state is of another model: parameter {number} has shape {list(shape)}"
                     )
@@ -445,9 +447,9 @@ class StochasticTrustRegion(ClosureOptimizer):
 def _begun(parameter: nn.Parameter, *, earlier: bool) -> dict[str, Tensor]:
     """Return the state of a parameter before its first update."""
     like = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    averages = ("average", EARLIER) if earlier else ("average",)
-    return {
-        **{name: like.clone() for name in MOMENTS},
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        **{name: parameter.detach().clone() for name in averages},
-    }
+    state = {name: like.clone() for name in MOMENTS}
+    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    state["average"] = parameter.detach().clone()
+    if earlier:
+        state[EARLIER] = parameter.detach().clone()
+    return state

@@ -7,6 +7,8 @@ does not detect that; the next loss does, at no cost.
 
 from __future__ import annotations
 
+import math
+
 WINDOW = 10
 """The number of remembered losses."""
 
@@ -18,9 +20,9 @@ class LossWatch:
     """Compares each loss with the last ones; ``limit`` times their largest is too much."""
 
     def __init__(self, limit: float | None) -> None:
-        if limit is not None and not limit > 1:
+        self._limit = math.inf if limit is None else limit
+        if not self._limit > 1:
             raise ValueError(f"max_increase must be above 1, or None, not {limit!r}")
-        self._limit = limit
         self.losses: list[float] = []
 
     def load(self, losses: list[float]) -> None:
@@ -33,7 +35,7 @@ class LossWatch:
         # than one update.
         most = max(self.losses, default=0.0)
         wider = 1.0 if len(self.losses) == WINDOW else EARLY
-        if undoable and self._limit is not None and 0 < most * self._limit * wider < loss:
+        if undoable and 0 < most * self._limit * wider < loss:
             return True
         self.losses = [*self.losses, loss][-WINDOW:]
         return False
