@@ -110,6 +110,12 @@ class _Keep(torch.autograd.Function):
         raise RuntimeError("never part of a loss")  # pragma: no cover
 
 
+# `Function.apply` without its wrapper, which looks for transformations of torch.func: `_take_call`
+# has returned within one.
+_keep: Callable[..., Tensor] = super(torch.autograd.Function, _Keep).apply
+_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
 class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
@@ -154,7 +160,10 @@ class _Hook:
                     f"DistributedDataParallel with a process for each device, or a method that "
                     f"reads gradients alone, such as 'muon'"
                 )
-            self._take_call(capture, helper, args, kwargs or {}, output, self._layers)
+            # Between compiled frames a call is exempt; a plain one does not pay for that.
+            is_plain = not torch.compiler.is_compiling() and _compiler() is None
+            take_call = _take_call if is_plain else self._take_call
+            take_call(capture, helper, args, kwargs or {}, output, self._layers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model is another model, perhaps of a machine without soframe: its
@@ -499,12 +508,10 @@ class Capture:
         is_reached = bool(inner)
         if inner is None:
             is_reached = self._reaches(helper, output)
-        # A parameter may have been frozen since; the rest of the block still needs the call.
-        names = [name for name, parameter in computing.items() if parameter.requires_grad]
-        if not names or not is_reached:
+        if not computing or not is_reached:
             return
-        self.calls.called[helper] = helper.parameters[names[0]]._version
-        trained = [computing[name] for name in names]
+        self.calls.called[helper] = helper.parameters[next(iter(computing))]._version
+        trained = list(computing.values())
         # For a bias alone, inputs show which of several groups a call reaches.
         reads = helper.multiplies or helper.groups > 1 or helper in self.rereading
         keeps = reads and helper not in self.without_inputs
@@ -599,7 +606,7 @@ class Capture:
         return True
 
     def _tensors_of_call(self, helper: LayerHelper) -> dict[str, nn.Parameter] | None:
-        """Return the tensors with which a call computes, by the name of their parameter.
+        """Return the trained tensors with which a call computes, by the name of their parameter.
 
         None if a tensor has nothing to do with its parameter, so that the call is not captured.
         Else it is the parameter itself; the one that fully_shard has gathered for this pass; or
@@ -607,15 +614,18 @@ class Capture:
         that gathers its rows: such a model is an error at the step.
         """
         computing: dict[str, nn.Parameter] = {}
+        own = helper.module._parameters
         for name, registered in helper.parameters.items():
-            parameter = parameter_of(helper.module, name)
+            parameter = own[name] if name in own else parameter_of(helper.module, name)
             if parameter is not registered:
                 if sharding.is_distributed(parameter) and not self.alike:
                     return None
                 if not sharding.stands_for(parameter, registered, self.model):
                     return None
             assert parameter is not None
-            computing[name] = parameter
+            # It may have been frozen since; the rest of the block still needs the call.
+            if parameter.requires_grad:
+                computing[name] = parameter
         return computing
 
     def _begin_call(self) -> bool:
@@ -647,9 +657,7 @@ class Capture:
         view: Callable[[Tensor], Tensor] | None,
     ) -> _Pending:
         """Return the gradient hook of a call, which keeps the inputs that are needed."""
-        keeper = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            len(trained), *trained, *needed
-        )
+        keeper = _keep(len(trained), *trained, *needed)
         # They tell whether a backward pass adds to the parameters' gradients.
         accumulators = [node for node, _ in keeper.grad_fn.next_functions[: len(trained)]]
         kept = keeper if needed else None
