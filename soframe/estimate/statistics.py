@@ -43,33 +43,21 @@ from soframe.specs import FactorSpec
 
 
 class Weights(NamedTuple):
-    """The weights of one block's sums, of all ranks.
+    """The weights of one block's sums, of all ranks."""
 
-    Attributes:
-        factors: The divisor of each factor that calls make, in order.
-        inputs: The weight of means over samples.
-        groups: The weights of means over the rows of each group; empty where all rows reach all.
-    """
-
-    factors: Sequence[float]
-    inputs: float
+    factors: Sequence[float]  # the divisor of each factor that calls make, in order
+    inputs: float  # the weight of means over samples
+    # The weights of means over the rows of each group; empty where all rows reach all.
     groups: Sequence[float]
 
 
 class Folded(NamedTuple):
-    """The numbers of one block in the last window whose statistics entered the factors.
+    """The numbers of one block in the last window whose statistics entered the factors."""
 
-    Attributes:
-        step: Completed steps before it.
-        counts: The counts of this rank.
-        contribution: The multipliers and weights of this rank.
-        weights: The weights of all ranks; None if no rank used the block.
-    """
-
-    step: int
-    counts: Counts
-    contribution: Contribution
-    weights: Weights | None
+    step: int  # completed steps before it
+    counts: Counts  # the counts of this rank
+    contribution: Contribution  # the multipliers and weights of this rank
+    weights: Weights | None  # the weights of all ranks; None if no rank used the block
 
 
 class Accumulator:

@@ -44,17 +44,12 @@ class Mark(NamedTuple):
 
 @dataclass
 class Tally:
-    """The numbers of one block in a window.
+    """The numbers of one block in a window."""
 
-    Attributes:
-        gathered: The factors that take statistics, the same on every rank.
-        counts: The counts of its calls on this rank.
-        mark: The gradient of a parameter after the last backward pass. None before any pass, and
-            after a pass without counted calls or without a gradient.
-    """
-
-    gathered: frozenset[str]
-    counts: Counts = field(default_factory=Counts)
+    gathered: frozenset[str]  # the factors that take statistics, the same on every rank
+    counts: Counts = field(default_factory=Counts)  # the counts of its calls on this rank
+    # The gradient of a parameter after the last backward pass. None before any pass, and after a
+    # pass without counted calls or without a gradient.
     mark: Mark | None = None
 
 
@@ -177,31 +172,21 @@ class Sums:
 
 @dataclass(eq=False)
 class Window:
-    """The records of the passes between two steps, on this rank.
+    """The records of the passes between two steps, on this rank."""
 
-    Attributes:
-        due: The blocks that take statistics, the same on every rank.
-        passes: The backward passes, and their samples.
-        draw: Takes some of the rows of each call.
-        tallies: The numbers of each block; empty if no block takes statistics.
-        calls: The records of the hooks.
-        sums: The sums of statistics by stack.
-        contributions: The multipliers and weights that this rank sent last, by block.
-        shared: The input moments that layers share.
-        weight: The multiplier of statistics that are added from now on.
-        of_model: The passes, and the samples, of the stage of the whole model that has the most;
-            zeros until ranks agree.
-    """
-
-    due: frozenset[Block]
-    passes: Passes
-    draw: Draw
-    tallies: dict[Block, Tally]
-    calls: Calls = field(default_factory=Calls)
-    sums: dict[Stack, Sums] = field(default_factory=dict)
+    due: frozenset[Block]  # the blocks that take statistics, the same on every rank
+    passes: Passes  # the backward passes, and their samples
+    draw: Draw  # takes some of the rows of each call
+    tallies: dict[Block, Tally]  # the numbers of each block; empty if no block takes statistics
+    calls: Calls = field(default_factory=Calls)  # the records of the hooks
+    sums: dict[Stack, Sums] = field(default_factory=dict)  # the sums of statistics by stack
+    # The multipliers and weights that this rank sent last, by block.
     contributions: dict[Block, Contribution] = field(default_factory=dict)
+    # The input moments that layers share.
     shared: SharedInputs = field(default_factory=SharedInputs)
-    weight: float = 1.0
+    weight: float = 1.0  # the multiplier of statistics that are added from now on
+    # The passes, and the samples, of the stage of the whole model that has the most; zeros until
+    # ranks agree.
     of_model: tuple[int, int] = (0, 0)
 
     def weigh(self, weight: float) -> None:
