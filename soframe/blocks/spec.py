@@ -107,6 +107,11 @@ class BlockSpec:
         return tuple(factor for factor in self.factors if factor.captured)
 
     @cached_property
+    def captured_names(self) -> frozenset[str]:
+        """The names of `captured` factors."""
+        return frozenset(factor.name for factor in self.captured)
+
+    @cached_property
     def observes(self) -> bool:
         """Whether a factor takes statistics of the averaged gradient."""
         return len(self.captured) < len(self.factors)
@@ -207,7 +212,7 @@ class BlockSpec:
             shards_of[name] = shards or Shards.none(tuple(parameter.shape), len(self.ranks), dtype)
         return shards_of if is_sharded else {}
 
-    @property
+    @cached_property
     def follows(self) -> bool:
         """Whether second-order data follow the factors between solves."""
         return any(solver.follows for _, _, solver in self.solved_factors)

@@ -49,41 +49,28 @@ from soframe.layers.layout import parameter_of
 
 @dataclass(frozen=True)
 class Probe:
-    """A backward pass for curvature alone: one column of a half-factor, or one drawn target.
+    """A backward pass for curvature alone: one column of a half-factor, or one drawn target."""
 
-    Attributes:
-        weight: The weight of its ``g g^T``.
-        first: Whether it is the first of its forward pass, the only one that counts the inputs.
-        samples: The number of terms that the loss is a mean of; None for the layers' batch size.
-    """
-
-    weight: float
-    first: bool
+    weight: float  # the weight of its ``g g^T``
+    first: bool  # whether it is the first of its forward pass, the only one that counts the inputs
+    # The number of terms that the loss is a mean of; None for the layers' batch size.
     samples: int | None = None
 
 
 class LayerCall(NamedTuple):
-    """One complete call of a layer.
+    """One complete call of a layer."""
 
-    Attributes:
-        helper: The helper of the module that was called.
-        inputs: The tensors of the call; empty where the window does not need them.
-        gradient: The gradient of the output.
-        number: The number of the backward pass within the window.
-        probe: The probe that brought the gradient; None for the loss's own backward pass.
-        batch: The declaration of the forward pass (`Preconditioner.count`).
-        earlier: The number of another backward pass of the window through the same call, or None.
-        is_ragged: Whether the call was of a nested tensor: ``gradient`` and ``inputs`` are its
-            values, the rows of all samples, ``[rows, ...]``.
-    """
-
-    helper: LayerHelper
-    inputs: tuple[Tensor, ...]
-    gradient: Tensor
-    number: int
+    helper: LayerHelper  # the helper of the module that was called
+    inputs: tuple[Tensor, ...]  # the tensors of the call; empty where the window does not need them
+    gradient: Tensor  # the gradient of the output
+    number: int  # the number of the backward pass within the window
+    # The probe that brought the gradient; None for the loss's own backward pass.
     probe: Probe | None
-    batch: Batch
+    batch: Batch  # the declaration of the forward pass (`Preconditioner.count`)
+    # The number of another backward pass of the window through the same call, or None.
     earlier: int | None
+    # Whether the call was of a nested tensor: ``gradient`` and ``inputs`` are its values, the rows
+    # of all samples, ``[rows, ...]``.
     is_ragged: bool = False
 
 
@@ -108,6 +95,12 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         raise RuntimeError("never part of a loss")  # pragma: no cover
+
+
+# `Function.apply` without its wrapper, which looks for transformations of torch.func: `_take_call`
+# has returned within one.
+_keep: Callable[..., Tensor] = super(torch.autograd.Function, _Keep).apply
+_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 class _Hook:
@@ -154,7 +147,10 @@ class _Hook:
                     f"DistributedDataParallel with a process for each device, or a method that "
                     f"reads gradients alone, such as 'muon'"
                 )
-            self._take_call(capture, helper, args, kwargs or {}, output, self._layers)
+            # Between compiled frames a call is exempt; a plain one does not pay for that.
+            is_plain = not torch.compiler.is_compiling() and _compiler() is None
+            take_call = _take_call if is_plain else self._take_call
+            take_call(capture, helper, args, kwargs or {}, output, self._layers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model is another model, perhaps of a machine without soframe: its
@@ -207,34 +203,24 @@ class _LatestPass(NamedTuple):
 
 @dataclass(eq=False)
 class Calls:
-    """The records of the hooks in one window; the next begins empty.
+    """The records of the hooks in one window; the next begins empty."""
 
-    Attributes:
-        batch: The declaration of the forward passes under way.
-        called: The helpers whose modules were called with outputs to differentiate, with the
-            version of a parameter then: an optimizer that steps changes it.
-        reached: The helpers that the backward pass of the loss under way has reached.
-        watched: The ends of the next probe.
-        waiting: The batches of forward passes that no backward pass has reached.
-        latest: The last backward pass that has reached a call; None before the first.
-        current: The number of the backward pass under way, at its outermost level.
-        count: The number of backward passes.
-        shares: Whether a layer was called without the batch since the last probe.
-        half: Whether a layer with float32 parameters had a float16 gradient.
-        failure: The error that the step raises on every rank.
-    """
-
-    batch: Batch = field(default_factory=Batch)
+    batch: Batch = field(default_factory=Batch)  # the declaration of the forward passes under way
+    # The helpers whose modules were called with outputs to differentiate, with the version of a
+    # parameter then: an optimizer that steps changes it.
     called: dict[LayerHelper, int] = field(default_factory=dict)
+    # The helpers that the backward pass of the loss under way has reached.
     reached: set[LayerHelper] = field(default_factory=set)
-    watched: list[_Watched] = field(default_factory=list)
+    watched: list[_Watched] = field(default_factory=list)  # the ends of the next probe
+    # The batches of forward passes that no backward pass has reached.
     waiting: list[Batch] = field(default_factory=list)
+    # The last backward pass that has reached a call; None before the first.
     latest: _LatestPass | None = None
-    current: int | None = None
-    count: int = 0
-    shares: bool = False
-    half: bool = False
-    failure: Exception | None = None
+    current: int | None = None  # the number of the backward pass under way, at its outermost level
+    count: int = 0  # the number of backward passes
+    shares: bool = False  # whether a layer was called without the batch since the last probe
+    half: bool = False  # whether a layer with float32 parameters had a float16 gradient
+    failure: Exception | None = None  # the error that the step raises on every rank
 
     def enter(self, ended: Callable[[], None]) -> int:
         """Return the number of the pass under way; the first caller opens it, ``ended`` closes."""
@@ -265,43 +251,29 @@ class Calls:
 
 @dataclass
 class Capture:
-    """The hooks on a model's layers.
+    """The hooks on a model's layers."""
 
-    Attributes:
-        sink: Receives the complete calls.
-        ended: Receives the layers of each backward pass of the loss.
-        names: The qualified name of each helper's module, for errors.
-        enabled: Whether calls are captured; off between statistics steps.
-        probing: Whether only probes are captured, and not the loss's own backward passes.
-        model: The model that has the layers.
-        without_inputs: The helpers whose inputs this rank does not need in this window; none are
-            kept.
-        no_statistics: The helpers whose calls are only counted in this window, the same on every
-            rank: their tensor-parallel gradients are not gathered.
-        rereading: The helpers whose inputs every probe needs, not the first alone.
-        alike: Whether all ranks take statistics of the same calls.
-        counts: Whether `Preconditioner.count` was ever called.
-        alone: Whether no other rank waits for this one.
-        calls: The calls of the window under way.
-        precision: The precision of products of float32.
-        closed: Whether `close` was called.
-    """
-
-    sink: Sink | None = None
-    ended: Ended | None = None
+    sink: Sink | None = None  # receives the complete calls
+    ended: Ended | None = None  # receives the layers of each backward pass of the loss
+    # The qualified name of each helper's module, for errors.
     names: dict[LayerHelper, str] = field(default_factory=dict)
-    enabled: bool = True
+    enabled: bool = True  # whether calls are captured; off between statistics steps
+    # Whether only probes are captured, and not the loss's own backward passes.
     probing: bool = False
-    model: nn.Module | None = None
+    model: nn.Module | None = None  # the model that has the layers
+    # The helpers whose inputs this rank does not need in this window; none are kept.
     without_inputs: frozenset[LayerHelper] = frozenset()
+    # The helpers whose calls are only counted in this window, the same on every rank: their tensor-
+    # parallel gradients are not gathered.
     no_statistics: frozenset[LayerHelper] = frozenset()
+    # The helpers whose inputs every probe needs, not the first alone.
     rereading: frozenset[LayerHelper] = frozenset()
-    alike: bool = True
-    counts: bool = False
-    alone: bool = True
-    calls: Calls = field(default_factory=Calls)
-    precision: Precision = "fast"
-    closed: bool = False
+    alike: bool = True  # whether all ranks take statistics of the same calls
+    counts: bool = False  # whether `Preconditioner.count` was ever called
+    alone: bool = True  # whether no other rank waits for this one
+    calls: Calls = field(default_factory=Calls)  # the calls of the window under way
+    precision: Precision = "fast"  # the precision of products of float32
+    closed: bool = False  # whether `close` was called
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -499,12 +471,10 @@ class Capture:
         is_reached = bool(inner)
         if inner is None:
             is_reached = self._reaches(helper, output)
-        # A parameter may have been frozen since; the rest of the block still needs the call.
-        names = [name for name, parameter in computing.items() if parameter.requires_grad]
-        if not names or not is_reached:
+        if not computing or not is_reached:
             return
-        self.calls.called[helper] = helper.parameters[names[0]]._version
-        trained = [computing[name] for name in names]
+        self.calls.called[helper] = helper.parameters[next(iter(computing))]._version
+        trained = list(computing.values())
         # For a bias alone, inputs show which of several groups a call reaches.
         reads = helper.multiplies or helper.groups > 1 or helper in self.rereading
         keeps = reads and helper not in self.without_inputs
@@ -599,7 +569,7 @@ class Capture:
         return True
 
     def _tensors_of_call(self, helper: LayerHelper) -> dict[str, nn.Parameter] | None:
-        """Return the tensors with which a call computes, by the name of their parameter.
+        """Return the trained tensors with which a call computes, by the name of their parameter.
 
         None if a tensor has nothing to do with its parameter, so that the call is not captured.
         Else it is the parameter itself; the one that fully_shard has gathered for this pass; or
@@ -607,15 +577,18 @@ class Capture:
         that gathers its rows: such a model is an error at the step.
         """
         computing: dict[str, nn.Parameter] = {}
+        own = helper.module._parameters
         for name, registered in helper.parameters.items():
-            parameter = parameter_of(helper.module, name)
+            parameter = own[name] if name in own else parameter_of(helper.module, name)
             if parameter is not registered:
                 if sharding.is_distributed(parameter) and not self.alike:
                     return None
                 if not sharding.stands_for(parameter, registered, self.model):
                     return None
             assert parameter is not None
-            computing[name] = parameter
+            # It may have been frozen since; the rest of the block still needs the call.
+            if parameter.requires_grad:
+                computing[name] = parameter
         return computing
 
     def _begin_call(self) -> bool:
@@ -647,9 +620,7 @@ class Capture:
         view: Callable[[Tensor], Tensor] | None,
     ) -> _Pending:
         """Return the gradient hook of a call, which keeps the inputs that are needed."""
-        keeper = _Keep.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            len(trained), *trained, *needed
-        )
+        keeper = _keep(len(trained), *trained, *needed)
         # They tell whether a backward pass adds to the parameters' gradients.
         accumulators = [node for node, _ in keeper.grad_fn.next_functions[: len(trained)]]
         kept = keeper if needed else None

@@ -43,33 +43,21 @@ from soframe.specs import FactorSpec
 
 
 class Weights(NamedTuple):
-    """The weights of one block's sums, of all ranks.
+    """The weights of one block's sums, of all ranks."""
 
-    Attributes:
-        factors: The divisor of each factor that calls make, in order.
-        inputs: The weight of means over samples.
-        groups: The weights of means over the rows of each group; empty where all rows reach all.
-    """
-
-    factors: Sequence[float]
-    inputs: float
+    factors: Sequence[float]  # the divisor of each factor that calls make, in order
+    inputs: float  # the weight of means over samples
+    # The weights of means over the rows of each group; empty where all rows reach all.
     groups: Sequence[float]
 
 
 class Folded(NamedTuple):
-    """The numbers of one block in the last window whose statistics entered the factors.
+    """The numbers of one block in the last window whose statistics entered the factors."""
 
-    Attributes:
-        step: Completed steps before it.
-        counts: The counts of this rank.
-        contribution: The multipliers and weights of this rank.
-        weights: The weights of all ranks; None if no rank used the block.
-    """
-
-    step: int
-    counts: Counts
-    contribution: Contribution
-    weights: Weights | None
+    step: int  # completed steps before it
+    counts: Counts  # the counts of this rank
+    contribution: Contribution  # the multipliers and weights of this rank
+    weights: Weights | None  # the weights of all ranks; None if no rank used the block
 
 
 class Accumulator:
@@ -138,6 +126,8 @@ class Accumulator:
         self._stage_of = {block: stage_of(block) for block in blocks}
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
         self.folded: dict[Block, Folded] = {}
+        # A pipeline stage with the counts of a block, and what they contribute: see `weights`.
+        self._counted: tuple[int, Counts, Contribution] | None = None
 
     def listen(self, roots: Sequence[nn.Module]) -> None:
         """Take the calls that the capture records from now on; ``roots`` show their batches."""
@@ -200,8 +190,10 @@ class Accumulator:
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
         helper, probe, block = call.helper, call.probe, self._block_of[call.helper]
-        self._pass_once(block, call)
-        call = _by_sample(block, call)
+        if call.earlier is not None:
+            self._pass_once(block, call.earlier)
+        if block.takes_samples or call.is_ragged:
+            call = _by_sample(block, call)
         rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
@@ -260,12 +252,12 @@ class Accumulator:
         # A single sample of a layer that gets a part of the batch at other times is no table.
         return lacks and block not in self._routed
 
-    def _pass_once(self, block: Block, call: LayerCall) -> None:
-        """Refuse a second backward pass through a call, unless gradients of the first are gone."""
+    def _pass_once(self, block: Block, number: int) -> None:
+        """Refuse to pass through a call again after a pass, unless gradients of that are gone."""
         window = self.window
-        if call.earlier is None or call.earlier < window.tallies[block].counts.since:
+        if number < window.tallies[block].counts.since:
             return
-        earlier = window.passes.by_number.get(call.earlier)
+        earlier = window.passes.by_number.get(number)
         twice = earlier is not None and earlier.loss_scale is not None
         if twice and any(factor.reads != "inputs" for factor in block.captured):
             self.window.passes.fail(
@@ -305,7 +297,6 @@ class Accumulator:
             _call(block, helper, inputs if reads else None, rows, self.window.shared, is_first)
         )
         sums = self.window.sums_of(block.stack)
-        sums.allocate(factors)
         for factor in factors:
             if not _is_added(factor, reads=reads, is_repeated=is_repeated):
                 continue
@@ -376,6 +367,7 @@ class Accumulator:
         rows differ.
         """
         numbers: list[float] = []
+        self._counted = None
         for block, place in self._placed:
             if block not in self.window.due:
                 continue
@@ -396,12 +388,16 @@ class Accumulator:
 
     def _contribution(self, block: Block) -> Contribution:
         """Return the multipliers and weights of this rank for a block."""
-        counts = self.window.tallies[block].counts
+        counts, stage = self.window.tallies[block].counts, self._stage_of[block]
         if counts.calls and not self._capture.probing and not block.has_gradient:
             return Contribution()  # zeroed since its backward passes
-        passes = self.window.samples_by_pass(self._stage_of[block])
+        if self._counted is not None and self._counted[:2] == (stage, counts):
+            return self._counted[2]  # most layers have the counts of the one before
+        passes = self.window.samples_by_pass(stage)
         passes = {n: samples for n, samples in passes.items() if not 0 <= n < counts.since}
-        return self._scale.contribution(counts, passes)
+        contribution = self._scale.contribution(counts, passes)
+        self._counted = stage, counts, contribution
+        return contribution
 
     def fold(self, weights: Sequence[float], decay: float, step: int) -> None:
         """Reduce the sums with the ``weights`` of all ranks, and average them into the factors."""
@@ -441,7 +437,9 @@ class Accumulator:
     ) -> Term:
         """Return this rank's sums of a factor, to be multiplied by `Term.scale`."""
         factor, multipliers, reached = stack.like.factors[index], [], []
-        for block in (stack.blocks[member] for member in members):
+        position = stack.like.captured.index(factor)
+        for member in members:
+            block = stack.blocks[member]
             weights = used[block]
             multiplier = self.window.contributions[block].multipliers[factor.degree]
             multiplier *= self._scale.gradient_scale(factor, weights.inputs)
@@ -449,7 +447,7 @@ class Accumulator:
                 multipliers += [multiplier / rows if rows > 0 else 0.0 for rows in weights.groups]
                 reached.append(weights.groups)
             else:
-                divisor = weights.factors[block.captured.index(factor)]
+                divisor = weights.factors[position]
                 multipliers += itertools.repeat(multiplier / divisor, factor.groups)
         total, scale = self.window.sums_of(stack).totals.get(factor.name), 1.0
         if total is not None:
@@ -476,13 +474,13 @@ class Accumulator:
 
 def weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool) -> Weights | None:
     """Take a block's part of the sums of `Accumulator.weights`; None if no rank used the block."""
-    divisors = [next(numbers) for _ in block.captured] if some_contribute else []
+    factors = block.captured
+    divisors = [next(numbers) for _ in factors] if some_contribute else []
     inputs, outputs = next(numbers), next(numbers)
-    groups = [next(numbers) for _ in range(block.shape.groups if block.unequal else 0)]
+    groups = [next(numbers) for _ in range(block.shape.groups)] if block.unequal else []
     if not some_contribute:
-        both = Contribution(input_weight=inputs, output_weight=outputs)
-        divisors = [both.weight(factor) for factor in block.captured]
-    used = outputs > 0 and all(divisor > 0 for divisor in divisors)
+        divisors = [inputs if f.mean_over == "samples" else outputs for f in factors]
+    used = outputs > 0 and all([divisor > 0 for divisor in divisors])
     return Weights(divisors, inputs, groups) if used else None
 
 
@@ -619,8 +617,10 @@ def _call(
     first: bool,
 ) -> Call:
     """Return a call as methods see it."""
-    # Not inherited: a subclass may override the moments, and has to declare this itself.
-    declares_widening = vars(type(helper)).get("widens", False)
+    is_widened = False
+    if rows.dtype != block.dtype and rows.shape[0] == 1 and widens(rows, block.dtype):
+        # Not inherited: a subclass may override the moments, and has to declare this itself.
+        is_widened = vars(type(helper)).get("widens", False)
     return Call(
         helper=helper,
         inputs=inputs,
@@ -628,7 +628,7 @@ def _call(
         dtype=block.dtype,
         shared=shared,
         data=block.second_order if block.dependent else {},
-        widens=declares_widening and rows.shape[0] == 1 and widens(rows, block.dtype),
+        widens=is_widened,
         first=first,
     )
 

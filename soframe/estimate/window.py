@@ -7,7 +7,7 @@ adds calls to the window under way; the step folds its sums into running factors
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from soframe.capture.counting import Pass, Passes
 from soframe.capture.hooks import Calls, LayerCall
 from soframe.capture.sampling import Draw
 from soframe.layers.sharing import SharedInputs
-from soframe.methods.base import Addend
+from soframe.methods.base import Addend, few_rows
 from soframe.methods.scaling import Contribution, Counts
 from soframe.specs import FactorSpec
 
@@ -44,65 +44,60 @@ class Mark(NamedTuple):
 
 @dataclass
 class Tally:
-    """The numbers of one block in a window.
+    """The numbers of one block in a window."""
 
-    Attributes:
-        gathered: The factors that take statistics, the same on every rank.
-        counts: The counts of its calls on this rank.
-        mark: The gradient of a parameter after the last backward pass. None before any pass, and
-            after a pass without counted calls or without a gradient.
-    """
-
-    gathered: frozenset[str]
-    counts: Counts = field(default_factory=Counts)
+    gathered: frozenset[str]  # the factors that take statistics, the same on every rank
+    counts: Counts = field(default_factory=Counts)  # the counts of its calls on this rank
+    # The gradient of a parameter after the last backward pass. None before any pass, and after a
+    # pass without counted calls or without a gradient.
     mark: Mark | None = None
+
+
+@dataclass(eq=False)
+class _Rows:
+    """Rows of a factor whose moments are not in its sum yet, of one call of each block."""
+
+    matrices: Tensor  # of all blocks, with ones for a bias: ``[blocks * groups, rows, n]``
+    parts: Sequence[Tensor]  # by block, for ``[groups, batch, shared, n]`` without ones
+    scale: float  # the multiplier of their moments
+    members: set[int] = field(default_factory=set)  # the blocks that have rows
 
 
 @dataclass(eq=False)
 class Sums:
     """The sums of a stack's statistics: by factor ``[blocks * groups, ...]``.
 
-    Attributes:
-        stack: The stack.
-        totals: The sums of all blocks; of matrices the lower triangles.
+    A few rows of a call are copied, and one product adds the moments of all blocks (`multiply`).
     """
 
     stack: Stack
-    totals: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _totals: dict[str, Tensor] = field(default_factory=dict, init=False)
     _parts: dict[str, Sequence[Tensor]] = field(default_factory=dict, init=False)  # by block
+    _rows: dict[str, _Rows] = field(default_factory=dict, init=False)
 
-    def allocate(self, factors: Sequence[FactorSpec]) -> None:
-        """Allocate zeros for the sums of a stack of several blocks, by one call for all factors.
-
-        In a stack of one block the first moment becomes the sum, see `add`.
-        """
-        like, blocks = self.stack.like, len(self.stack.blocks)
-        if blocks == 1:
-            return
-        new: dict[str, Tensor] = {}
-        for factor in factors:
-            if factor.name not in self.totals:
-                shape = (blocks * factor.groups, *factor.shape[1:])
-                new[factor.name] = torch.empty(shape, dtype=like.dtype, device=like.device)
-        if new:
-            torch._foreach_zero_(list(new.values()))
-            self.totals |= new
-            self._parts |= {name: total.chunk(blocks) for name, total in new.items()}
+    @property
+    def totals(self) -> dict[str, Tensor]:
+        """The sums of all blocks; of matrices the lower triangles."""
+        self.multiply()
+        return self._totals
 
     def add(
         self, factor: FactorSpec, member: int, moment: Tensor | Addend, multiplier: float
     ) -> bool:
         """Add a multiple of a call's statistics to a block's sum; False if shapes differ."""
         # The moment is a tensor, or a function that adds to a sum in place: see `Addend`.
-        name = factor.name
+        name, is_alone = factor.name, len(self.stack.blocks) == 1
         if isinstance(moment, Tensor) and moment.shape != factor.shape:
             return False
-        if name not in self.totals:  # of a single block; see `allocate`
+        if is_alone and name not in self._totals:  # the first moment becomes the sum
             new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
             if new.shape != factor.shape:
                 return False
-            self.totals[name], self._parts[name] = new, (new,)
+            self._totals[name], self._parts[name] = new, (new,)
             return True
+        if not is_alone and self._keep(factor, member, few_rows(moment, factor), multiplier):
+            return True
+        self._allocate(factor, torch.zeros)
         total = self._parts[name][member]
         if isinstance(moment, Tensor):
             total.add_(moment, alpha=multiplier)
@@ -118,38 +113,80 @@ class Sums:
 
     def zero(self, member: int, names: Iterable[str]) -> None:
         """Set a block's sums of some factors to zero."""
+        self.multiply()
         for name in names:
             if name in self._parts:
                 self._parts[name][member].zero_()
 
+    def multiply(self) -> None:
+        """Add the moments of the rows that were copied, by one product if all blocks have some."""
+        copied, self._rows = self._rows, {}
+        for factor in self.stack.like.factors if copied else ():
+            if (rows := copied.get(factor.name)) is None:
+                continue
+            blocks, matrices = len(self.stack.blocks), rows.matrices
+            if len(rows.members) == blocks:
+                beta = float(factor.name in self._totals)
+                self._allocate(factor, torch.empty)
+                total = self._totals[factor.name]
+                total.baddbmm_(matrices.mT, matrices, beta=beta, alpha=rows.scale)
+                continue
+            self._allocate(factor, torch.zeros)
+            for member in rows.members:
+                part, matrix = self._parts[factor.name][member], matrices.chunk(blocks)[member]
+                part.baddbmm_(matrix.mT, matrix, alpha=rows.scale)
+
+    def _keep(
+        self, factor: FactorSpec, member: int, few: Tensor | None, scale: float
+    ) -> bool:
+        """Copy the few rows of a call, unless they differ in shape or scale from those here."""
+        if few is None:
+            return False
+        rows = self._rows.get(factor.name)
+        if rows is not None and member in rows.members:
+            self.multiply()
+            rows = None
+        if rows is None:
+            groups, batch, shared, width = few.shape
+            space = few.new_empty((len(self.stack.blocks), groups, batch, shared, factor.size))
+            matrices, parts = space.view(-1, batch * shared, factor.size), space
+            if factor.reads == "inputs" and width < factor.size:
+                parts = space[..., :-1]
+                space[..., -1].fill_(1.0)
+            rows = self._rows[factor.name] = _Rows(matrices, parts.unbind(), scale)
+        part = rows.parts[member]
+        if part.shape != few.shape or rows.scale != scale:
+            return False
+        part.copy_(few)
+        rows.members.add(member)
+        return True
+
+    def _allocate(self, factor: FactorSpec, make: Callable[..., Tensor]) -> None:
+        """Allocate the sum of a stack of several blocks, by ``torch.zeros`` or ``torch.empty``."""
+        name, like, blocks = factor.name, self.stack.like, len(self.stack.blocks)
+        if name not in self._totals:
+            shape = (blocks * factor.groups, *factor.shape[1:])
+            self._totals[name] = make(shape, dtype=like.dtype, device=like.device)
+            self._parts[name] = self._totals[name].chunk(blocks)
+
 
 @dataclass(eq=False)
 class Window:
-    """The records of the passes between two steps, on this rank.
+    """The records of the passes between two steps, on this rank."""
 
-    Attributes:
-        due: The blocks that take statistics, the same on every rank.
-        passes: The backward passes, and their samples.
-        draw: Takes some of the rows of each call.
-        tallies: The numbers of each block; empty if no block takes statistics.
-        calls: The records of the hooks.
-        sums: The sums of statistics by stack.
-        contributions: The multipliers and weights that this rank sent last, by block.
-        shared: The input moments that layers share.
-        weight: The multiplier of statistics that are added from now on.
-        of_model: The passes, and the samples, of the stage of the whole model that has the most;
-            zeros until ranks agree.
-    """
-
-    due: frozenset[Block]
-    passes: Passes
-    draw: Draw
-    tallies: dict[Block, Tally]
-    calls: Calls = field(default_factory=Calls)
-    sums: dict[Stack, Sums] = field(default_factory=dict)
+    due: frozenset[Block]  # the blocks that take statistics, the same on every rank
+    passes: Passes  # the backward passes, and their samples
+    draw: Draw  # takes some of the rows of each call
+    tallies: dict[Block, Tally]  # the numbers of each block; empty if no block takes statistics
+    calls: Calls = field(default_factory=Calls)  # the records of the hooks
+    sums: dict[Stack, Sums] = field(default_factory=dict)  # the sums of statistics by stack
+    # The multipliers and weights that this rank sent last, by block.
     contributions: dict[Block, Contribution] = field(default_factory=dict)
+    # The input moments that layers share.
     shared: SharedInputs = field(default_factory=SharedInputs)
-    weight: float = 1.0
+    weight: float = 1.0  # the multiplier of statistics that are added from now on
+    # The passes, and the samples, of the stage of the whole model that has the most; zeros until
+    # ranks agree.
     of_model: tuple[int, int] = (0, 0)
 
     def weigh(self, weight: float) -> None:

@@ -279,10 +279,11 @@ class LayerHelper(WeightAndBias, ABC):
         ones = output_rows.new_ones(()).expand(*output_rows.shape[:3], 1)
         if not self.multiplies:
             return ones
-        rows = self._weight_rows(inputs, output_rows)
+        rows = self.weight_rows(inputs, output_rows)
         return rows if self.bias is None else torch.cat([rows, ones], dim=3)
 
-    def _weight_rows(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
+    def weight_rows(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
+        """Return the rows of `block_rows` that the weight multiplies; it raises the same errors."""
         rows = self.input_rows(*inputs).to(output_rows.dtype)
         if rows.shape[:3] != output_rows.shape[:3]:
             raise ValueError(
@@ -353,7 +354,7 @@ class LayerHelper(WeightAndBias, ABC):
         return means if self.bias is None else torch.cat([means, ones], dim=3)
 
     def _weight_means(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
-        return self._weight_rows(inputs, output_rows).mean(2, keepdim=True)
+        return self.weight_rows(inputs, output_rows).mean(2, keepdim=True)
 
     def squared_gradients(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         """Return the sum over samples of their elementwise squared gradients.
@@ -422,7 +423,7 @@ class LayerHelper(WeightAndBias, ABC):
         if not self.multiplies:
             add_bias(total, total.new_zeros(groups, 0), batch * shared, scale, beta)
             return total
-        rows = self._weight_rows(inputs, output_rows)
+        rows = self.weight_rows(inputs, output_rows)
         if self.bias is None:
             add_moment(total, rows, scale, beta)
         elif rows.numel() <= FEW or devices.on_gpu(rows):

@@ -36,6 +36,9 @@ from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 MAX_SIZE = 8192
 """The longest side that has a matrix as its factor: 256 MB in float32, and minutes of a CPU."""
 
+FEW = 2**12
+"""Up to so many numbers, rows are few even if the matrix of their moment has fewer."""
+
 SMALL = (BlockShape(1, 1, 1), BlockShape(1, 1, 2), BlockShape(1, 2, 1), BlockShape(1, 2, 2))
 """Shapes from which the names of factors and states are read by default."""
 
@@ -81,7 +84,8 @@ class Call:
 
     def up_to(self, max_size: float) -> Call:
         """Return this call with another ``max_size``: itself where that makes no difference."""
-        alike = max(self.helper.shape) <= min(max_size, self.max_size)
+        longest = max(self.helper.shape)
+        alike = longest <= max_size and longest <= self.max_size
         return self if alike else replace(self, max_size=max_size)
 
     @property
@@ -147,6 +151,26 @@ class Call:
             return left, right
         rows = self.helper.block_rows(self.inputs, self.output_rows)
         return sample_moments(rows, self.output_rows, diagonal=self._long)
+
+
+def few_rows(addend: Tensor | Addend, factor: FactorSpec) -> Tensor | None:
+    """Return the rows of whose plain moment an addend is, without ones for a bias.
+
+    ``[groups, batch, shared, n]``; None for many rows, and for other statistics.
+    """
+    call, function = getattr(addend, "__self__", None), getattr(addend, "__func__", None)
+    if not isinstance(call, Call) or call.widens or factor.kind != "psd":
+        return None
+    _, batch, shared, _ = call.rows.shape
+    if batch * shared * factor.groups * factor.size > max(prod(factor.shape), FEW):
+        return None
+    helper, kind = call.helper, type(call.helper)
+    if function is Call.output_moment and kind.output_moment is LayerHelper.output_moment:
+        return call.output_rows
+    is_plain = function is Call.input_moment and kind.input_moment is LayerHelper.input_moment
+    if is_plain and helper.multiplies and call.inputs is not None:
+        return helper.weight_rows(call.inputs, call.output_rows)
+    return None
 
 
 def _no_weights() -> Tensor:

@@ -79,7 +79,6 @@ def _move_window(
     for factor in block.captured:
         if factor.name in totals:
             part = keep(factor.name, old.stack.take(totals[factor.name], (old.member,)))
-            sums.allocate([factor])
             sums.add(factor, block.member, part, 1.0)
 
 

@@ -1,0 +1,206 @@
+"""A few rows of alike layers are multiplied together; alone, each layer's are, as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import soframe
+from soframe.estimate import window
+from soframe.estimate.window import Sums
+from soframe.methods import base
+from soframe.methods.base import few_rows
+from tests.calls import operators
+
+Model = nn.Sequential
+
+
+def linear() -> Model:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(5, 5), nn.Tanh())]
+    return Model(*layers, nn.Linear(5, 3, bias=False), nn.Linear(3, 3, bias=False))
+
+
+def grouped() -> Model:
+    def conv() -> nn.Module:
+        return nn.Conv2d(4, 4, 1, groups=2)
+
+    return Model(nn.Unflatten(1, (4, 1, 1)), conv(), nn.Tanh(), conv(), nn.Flatten())
+
+
+def batch(number: int, width: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(number, width, generator=generator)
+
+
+def one_pass(model: Model, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def micro_batches(model: Model, x: Tensor) -> None:
+    for part in (x[:3], x[3:6], x[6:], x[:3]):
+        model(part).square().mean().backward()
+
+
+def several_calls(model: Model, x: Tensor) -> None:
+    (model(x).square().mean() + model[:2](model[:2](x)).square().mean()).backward()
+
+
+def some_layers(model: Model, x: Tensor) -> None:
+    model[:4](x).square().mean().backward()
+
+
+def zeroed_between(model: Model, x: Tensor) -> None:
+    model(x).sum().backward()
+    model.zero_grad()
+    model(x[:4]).square().mean().backward()
+
+
+def raised_between(model: Model, x: Tensor) -> None:
+    def fail(gradient: Tensor) -> None:
+        raise KeyError("in the middle")
+
+    middle = model[:4](x)
+    middle.register_hook(fail)
+    with pytest.raises(KeyError):
+        model[4:](middle).sum().backward()
+    model(x).square().mean().backward()
+
+
+def positions(model: Model, x: Tensor) -> None:
+    model(x.view(2, 4, -1)).square().mean().backward()
+
+
+def unequal_rows(model: Model, x: Tensor) -> None:
+    model[4:](model[:4](x)[:5]).square().mean().backward()
+
+
+def retained(model: Model, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward()
+
+
+def declared(model: Model, x: Tensor) -> None:
+    model(x).square().mean().backward(inputs=list(model.parameters()))
+
+
+def observed(model: Model, x: Tensor) -> None:
+    outputs = model(x)
+    vars(model)["observe"](outputs)
+    outputs.square().sum().div(2 * len(x)).backward()
+
+
+PASSES = [one_pass, micro_batches, several_calls, some_layers, zeroed_between, raised_between]
+PASSES += [positions, unequal_rows, retained, declared]
+
+
+def factors_after(
+    passes: Callable[[Model, Tensor], None], make: Callable[[], Model], x: Tensor, **settings: Any
+) -> dict[str, Tensor]:
+    """Return all running factors after two steps."""
+    torch.manual_seed(0)
+    model = make().to(x.dtype)
+    preconditioner = soframe.Preconditioner(model, statistics_every=1, **settings)
+    vars(model)["observe"] = preconditioner.observe
+    for number in range(2):
+        model.zero_grad()
+        passes(model, x + number)
+        preconditioner.step()
+    found: dict[str, Tensor] = {}
+    for block in preconditioner.curvature.blocks:
+        for name, factor in block.running.items():
+            found[f"{block.name} {name}"] = factor
+    preconditioner.close()
+    return found
+
+
+def compared(
+    monkeypatch: pytest.MonkeyPatch, *given: Any, rtol: float = 1e-12, **settings: Any
+) -> int:
+    """Compare factors with those of products alone; return how often rows were multiplied."""
+    products = 0
+    multiply = Sums.multiply
+
+    def counted(self: Sums) -> None:
+        nonlocal products
+        products += len(self._rows)
+        multiply(self)
+
+    monkeypatch.setattr(Sums, "multiply", counted)
+    together = factors_after(*given, **settings)
+    made = products
+    monkeypatch.setattr(window, "few_rows", lambda moment, factor: None)
+    alone = factors_after(*given, **settings)
+    assert products == made
+    assert together.keys() == alone.keys()
+    for name, factor in alone.items():
+        torch.testing.assert_close(together[name], factor, rtol=rtol, atol=rtol)
+    return made
+
+
+@pytest.mark.parametrize("passes", PASSES, ids=lambda passes: passes.__name__)
+def test_factors_are_those_of_layers_alone(
+    passes: Callable[[Model, Tensor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compared(monkeypatch, passes, linear, batch(8, 5).double()) > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "ekfac"},
+        {"method": "foof"},
+        {"statistics": soframe.Statistics(scaling="kaisa")},
+        {"statistics": soframe.Statistics(rows=0.5)},
+        {"statistics": soframe.Statistics(loss_average="global")},
+    ],
+    ids=["ekfac", "foof", "kaisa", "rows", "global"],
+)
+def test_so_they_are_under_other_settings(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compared(monkeypatch, micro_batches, linear, batch(8, 5).double(), **settings) > 0
+
+
+def test_so_they_are_of_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics = soframe.Statistics(fisher="type-2", loss="squared-error")
+    x = batch(8, 5).double()
+    assert compared(monkeypatch, observed, linear, x, statistics=statistics) > 0
+
+
+def test_so_they_are_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = batch(8, 4).double()
+    assert compared(monkeypatch, one_pass, grouped, x) > 0
+
+
+def test_so_they_are_in_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compared(monkeypatch, one_pass, linear, batch(8, 5), rtol=1e-5) > 0
+
+
+def test_many_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = batch(8, 5).double()
+    monkeypatch.setattr(base, "FEW", 0)  # fewer numbers than the matrix has
+    assert compared(monkeypatch, one_pass, linear, x) == 0
+
+
+def test_a_step_takes_a_product_for_each_factor_of_a_stack() -> None:
+    def each(layers: int) -> float:
+        torch.manual_seed(0)
+        deep = [layer for _ in range(layers) for layer in (nn.Linear(4, 4), nn.Tanh())]
+        model, x = Model(*deep), batch(8, 4)
+        preconditioner = soframe.Preconditioner(model, statistics_every=1, solve_every=1000)
+
+        def step() -> None:
+            model.zero_grad()
+            one_pass(model, x)
+            preconditioner.step()
+
+        step()
+        return operators(step, steps=2)
+
+    # Forward, backward and step take 16 and 3 for a layer; its rows are viewed and copied.
+    assert (each(8) - each(4)) / 4 <= 26
