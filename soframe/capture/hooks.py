@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -669,8 +669,9 @@ class Capture:
         if gradient.dtype == torch.float16 and not calls.half:
             calls.half = any(p.dtype == torch.float32 for p in helper.parameters.values())
         try:
-            without_casts, without_graph = _without_casts_and_graph(gradient.device.type)
-            with without_casts, without_graph, within(self.precision):
+            # A context takes a while, even without effect.
+            without_graph = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+            with without_graph, within(self.precision):
                 inputs = self._kept_inputs(helper, kept)
                 if type(gradient) is not Tensor:
                     gradient = sharding.whole(gradient, read=helper not in self.no_statistics)
@@ -803,20 +804,7 @@ def _tensor_to_hook(
     return base, of_output
 
 
-Context = AbstractContextManager[Any]
 _NOTHING = nullcontext()
-
-
-def _without_casts_and_graph(device: str) -> tuple[Context, Context]:
-    """Return a context without autocast, and one without a graph."""
-    without_casts: Context = _NOTHING
-    without_graph: Context = _NOTHING
-    # Contexts take a while, even without effect.
-    if torch.is_autocast_enabled(device):
-        without_casts = torch.autocast(device, enabled=False)
-    if torch.is_grad_enabled():
-        without_graph = torch.no_grad()
-    return without_casts, without_graph
 
 
 def _values(tensor: Tensor) -> Tensor:

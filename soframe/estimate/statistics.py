@@ -480,7 +480,7 @@ def weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool)
     groups = [next(numbers) for _ in range(block.shape.groups)] if block.unequal else []
     if not some_contribute:
         divisors = [inputs if f.mean_over == "samples" else outputs for f in factors]
-    used = outputs > 0 and all([divisor > 0 for divisor in divisors])
+    used = outputs > 0 and all(divisor > 0 for divisor in divisors)
     return Weights(divisors, inputs, groups) if used else None
 
 

@@ -136,9 +136,7 @@ class Sums:
                 part, matrix = self._parts[factor.name][member], matrices.chunk(blocks)[member]
                 part.baddbmm_(matrix.mT, matrix, alpha=rows.scale)
 
-    def _keep(
-        self, factor: FactorSpec, member: int, few: Tensor | None, scale: float
-    ) -> bool:
+    def _keep(self, factor: FactorSpec, member: int, few: Tensor | None, scale: float) -> bool:
         """Copy the few rows of a call, unless they differ in shape or scale from those here."""
         if few is None:
             return False

@@ -1,5 +1,7 @@
 """The precision of float32 products: TF32 where it is safe, and full float32 where it is not.
 
+Neither is changed by ``torch.autocast``, under which a whole loop may run, with its steps.
+
 TensorFloat-32 rounds operands to 10 bits of mantissa; NVIDIA's GPUs from Ampere on multiply in it
 several times faster. torch has one setting for the whole process, and other threads multiply at the
 same time: `within` changes it for a phase of the step, and `multiply` does not depend on it.
@@ -8,7 +10,7 @@ same time: `within` changes it for a phase of the step, and `multiply` does not 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import Lock
 from typing import Any, Literal
 
@@ -21,13 +23,25 @@ Precision = Literal["fast", "full"]
 _VALUES = {"fast": "tf32", "full": "ieee"}
 _matmul: Any = torch.backends.cuda.matmul
 _lock, _inside, _before = Lock(), list[str](), ""
+_CASTING = ("cpu", "cuda", "mps", "xpu")
+_NOTHING = nullcontext()
 
 
 def within(precision: Precision) -> AbstractContextManager[None]:
-    """Return a context in which NVIDIA's GPUs multiply float32 in TF32, or not; then as before."""
-    if torch.version.hip is not None or not torch.cuda.is_initialized():
-        return nullcontext()
-    return _set(_VALUES[precision])
+    """Return a context without autocast, in which NVIDIA's GPUs multiply float32 in TF32 or not."""
+    context: AbstractContextManager[None] = _NOTHING
+    if torch.version.hip is None and torch.cuda.is_initialized():
+        context = _set(_VALUES[precision])
+    return _without_casts(context) if any(map(torch.is_autocast_enabled, _CASTING)) else context
+
+
+@contextmanager
+def _without_casts(context: AbstractContextManager[None]) -> Iterator[None]:
+    with ExitStack() as contexts:
+        for device in filter(torch.is_autocast_enabled, _CASTING):
+            contexts.enter_context(torch.autocast(device, enabled=False))
+        contexts.enter_context(context)
+        yield
 
 
 @contextmanager

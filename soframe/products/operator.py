@@ -18,6 +18,7 @@ from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import add_over_ranks, fingerprint, require_common
 from soframe.comm.fused import Parcel, deliver
+from soframe.kernels.precision import within
 from soframe.methods.spectrum import Spectrum
 from soframe.products.vectors import Coordinates, Vector
 from soframe.solvers.eigen import Eigen
@@ -119,8 +120,9 @@ class Operator:
         """Multiply vectors as gradient matrices, ``[..., groups, out, in]``; as `__matmul__`."""
         self._require_alike(matrices)
         products: dict[Block, Tensor] = {}
-        for block, spectrum in self.spectra.items():
-            products[block] = spectrum.apply(matrices[block], self._of)
+        with within("full"):
+            for block, spectrum in self.spectra.items():
+                products[block] = spectrum.apply(matrices[block], self._of)
         first = next(iter(matrices.values()))
         return shared(self.placed, products, tuple(first.shape[:-3]))
 

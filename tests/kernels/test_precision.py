@@ -295,3 +295,54 @@ def test_contexts_of_two_threads_that_overlap(gpu: None) -> None:
     left.set()
     thread.join()
     assert MATMUL.fp32_precision == "ieee"
+
+
+# -- under autocast ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["kfac", "ekfac", "shampoo", "soap", "muon", "adamw"])
+def test_a_step_within_autocast_is_a_step_after_it(method: str) -> None:
+    """Loops that run under autocast as a whole step there, too."""
+
+    def trained(*, within_autocast: bool) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+        for number, parameter in enumerate(model.parameters()):
+            parameter.data = randn(*parameter.shape, seed=number).float()
+        optimizer = soframe.Optimizer(model, method, auxiliary="adamw", lr=0.01)
+        for number in range(3):
+            optimizer.zero_grad()
+            x = randn(8, 6, seed=10 + number).float()
+            with torch.autocast("cpu", torch.bfloat16):
+                model(x).square().mean().backward()
+                if within_autocast:
+                    optimizer.step()
+            if not within_autocast:
+                optimizer.step()
+        assert torch.is_autocast_enabled("cpu") is False
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for inside, after in zip(
+        *(trained(within_autocast=flag) for flag in (True, False)), strict=True
+    ):
+        assert torch.equal(inside, after)
+
+
+def test_autocast_goes_on_after_a_step() -> None:
+    model = nn.Linear(3, 2)
+    preconditioner = soframe.Preconditioner(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(4, 3)).square().mean().backward()
+        preconditioner.step()
+        assert model(torch.ones(4, 3)).dtype == torch.bfloat16
+
+
+def test_products_with_a_curvature_are_not_cast() -> None:
+    model, x = nn.Linear(6, 3), randn(20, 6).float()
+    curvature = soframe.Curvature(model, "kfac")
+    curvature.fit([x], lambda model, batch: (outputs := model(batch), outputs.square().mean()))
+    vector = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
+    expected = curvature.inverse(0.1) @ vector
+    with torch.autocast("cpu", torch.bfloat16):
+        products = curvature.inverse(0.1) @ vector
+    for name, product in products.items():
+        assert torch.equal(product, expected[name])
