@@ -79,9 +79,6 @@ class Owner(Protocol):
     def land(self, call: str) -> None:
         """Install all background solves."""
 
-    def header(self) -> dict[str, Any]:
-        """Return the state without its tensors."""
-
     def load_checked(
         self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
     ) -> object:
@@ -103,7 +100,7 @@ def part(preconditioner: Owner) -> dict[str, Any]:
     preconditioner.land("soframe.checkpoint.part()")
     if any(block.record.pending > 0 for block in placed.blocks):
         backend.meet("soframe.checkpoint.part()")
-    header = preconditioner.header()
+    header = curvature.header()
     tensors: dict[str, Tensor] = {}
     for block, place in placed:
         header["blocks"][block.name]["solved"] = block.solved

@@ -559,10 +559,7 @@ class Curvature(OfModel):
     def load_checked(
         self, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
     ) -> Mapping[str, Any]:
-        """Continue from a state; every rank must call.
-
-        Args:
-            check: Returns the header and the tensors of the state, or raises.
+        """Continue from a state that ``check`` returns, or raises; every rank must call.
 
         Returns:
             The header.

@@ -397,11 +397,6 @@ class Preconditioner(OfModel):
         placed = self.curvature.placed
         return checksums.seal(state.save(placed, self.curvature.header()))
 
-    def header(self) -> dict[str, Any]:
-        """Return the state without its tensors: numbers and strings, the same on every rank."""
-        self.engine.verdict.settle()
-        return self.curvature.header()
-
     def land(self, call: str) -> None:
         """Install all background solves; every rank must call. ``call`` names it in errors."""
         self.engine.verdict.settle()

@@ -80,10 +80,6 @@ class Block(BlockSpec):
 
     # -- state ------------------------------------------------------------------------------------
 
-    def join(self, stack: Stack, member: int) -> None:
-        """Become a member of a stack, which keeps the block's tensors from now on."""
-        self.stack, self.member = stack, member
-
     @property
     def running(self) -> RunningFactors:
         """The running factors that this rank holds."""
@@ -229,7 +225,7 @@ class Stack(Arrangement[Block]):
         # The specs of statistics of gradients, by the shape of the gradient.
         self.specs: dict[torch.Size, tuple[FactorSpec, ...]] = {}
         for index, block in enumerate(self.blocks):
-            block.join(self, index)
+            block.stack, block.member = self, index
 
     def __repr__(self) -> str:
         shapes = Counter(" x ".join(map(str, block.shape)) for block in self.blocks)

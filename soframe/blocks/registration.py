@@ -583,10 +583,8 @@ class Registration:
         method, layout = self._cut(name, full, method, layout)
         if (reason := self._unsuited(full, method, layout)) is not None:
             return reason
-        groups, out, into = layout.shape
-        if parameter.dim() > 2 and min(out, into) > 1:
-            matrices = f"taken as {groups} matrices" if groups > 1 else "flattened to a matrix"
-            self._notes.setdefault(full, f"{matrices} {out}x{into}")
+        if note := _flattened(parameter, layout):
+            self._notes.setdefault(full, note)
         sharers = dict.fromkeys(name for name, _ in self._sharers[id(parameter)])
         if len(sharers) > 1:
             self._notes[full] = f"shared by {', '.join(sharers)}"
@@ -664,14 +662,7 @@ class Registration:
         if parts is None:
             return method, layout
         try:
-            if isinstance(parts, int):
-                layout = CutLayout(layout, parts)
-            elif sum(parts) != out:
-                raise ValueError(f"they add up to {sum(parts)}, and it has {out} outputs")
-            elif len(set(parts)) == 1:
-                layout = CutLayout(layout, groups * len(parts))
-            else:
-                method = CutRows(method, tuple(parts))
+            method, layout = _cut_into(parts, method, layout)
         except ValueError as error:
             raise ValueError(f"{full}: {source}={parts}: {error}") from None
         self._notes[full] = f"cut into {parts}{note}"
@@ -714,6 +705,27 @@ class Registration:
             note = "; ".join(filter(None, notes))
             rows.append(ReportRow(name, shape, block.name, method, note=note))
         return Report(tuple(rows), solver=solver)
+
+
+def _flattened(parameter: nn.Parameter, layout: Layout) -> str:
+    """Return the matrices that a parameter of more dimensions is taken as; empty for others."""
+    groups, out, into = layout.shape
+    if parameter.dim() <= 2 or min(out, into) <= 1:
+        return ""
+    matrices = f"taken as {groups} matrices" if groups > 1 else "flattened to a matrix"
+    return f"{matrices} {out}x{into}"
+
+
+def _cut_into(parts: int | Sequence[int], method: Method, layout: Layout) -> tuple[Method, Layout]:
+    """Return the method and the layout of a matrix that is cut into parts of its outputs."""
+    groups, out, _ = layout.shape
+    if isinstance(parts, int):
+        return method, CutLayout(layout, parts)
+    if sum(parts) != out:
+        raise ValueError(f"they add up to {sum(parts)}, and it has {out} outputs")
+    if len(set(parts)) == 1:
+        return method, CutLayout(layout, groups * len(parts))
+    return CutRows(method, tuple(parts)), layout
 
 
 class _PerLayer:

@@ -113,13 +113,17 @@ def declare(terms: object, rows: Tensor | None) -> Batch:
     """Check and return the declaration of `Preconditioner.count`."""
     if terms is None and rows is None:
         raise ValueError("count() says terms=, rows= or both")
-    masked = None if rows is None else Rows(_mask("rows", rows))
-    if terms is None:
-        return Batch(rows=masked, declared=True)
+    batch = Batch(rows=None if rows is None else Rows(_mask("rows", rows)), declared=True)
+    if isinstance(terms, Tensor) and terms.dtype == torch.bool and terms.dim() > 0:
+        batch.terms, batch.mask = int(terms.sum()), terms.detach()
+    elif terms is not None:
+        batch.terms = _number(terms)
+    return batch
+
+
+def _number(terms: object) -> int:
+    """Return a declared number of terms."""
     if isinstance(terms, Tensor):
-        if terms.dtype == torch.bool and terms.dim() > 0:
-            number = int(terms.sum())
-            return Batch(number, terms.detach(), masked, declared=True)
         if terms.dim() > 0 or terms.dtype == torch.bool or terms.is_floating_point():
             raise TypeError(
                 f"count: terms is a number, or a bool mask such as labels != -100, not a tensor of "
@@ -130,7 +134,7 @@ def declare(terms: object, rows: Tensor | None) -> Batch:
         raise TypeError(f"count: terms is a number of terms or a bool mask, not {terms!r}")
     if terms < 0:
         raise ValueError(f"count: terms must not be negative, not {terms}")
-    return Batch(int(terms), None, masked, declared=True)
+    return int(terms)
 
 
 def _mask(name: str, mask: object) -> Tensor:
@@ -419,7 +423,7 @@ class Passes:
             question = self._question_of(batch.root, samples)
             if question is not None:
                 return question
-        batch_size = max((size for size in sizes if size is not None), default=0)
+        batch_size = max(filter(None, sizes), default=0)
         partial = [number for number in backward.reached if number < batch_size]
         if samples == 1 and max(partial, default=0) > 1:
             return (

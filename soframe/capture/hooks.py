@@ -110,11 +110,9 @@ class _Hook:
     call, when the output is an ellipsis, and after it.
     """
 
-    def __init__(
-        self, capture: Capture, helper: LayerHelper | None, layers: Layers | None = None
-    ) -> None:
+    def __init__(self, capture: Capture, helper: LayerHelper | None, layers: Layers) -> None:
         self._capture = weakref.ref(capture)
-        self._layers = layers or Layers()
+        self._layers = layers  # of the root module
         self._root = helper is None
         self._helper = None if helper is None else weakref.ref(helper)
         self._take_call = _take_call_uncompiled()
@@ -304,7 +302,7 @@ class Capture:
         self._roots, self._after = {}, []
         self.names = dict(names)
         for helper in names:
-            hook = _Hook(self, helper)
+            hook = _Hook(self, helper, Layers())
             self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
         for root in roots if names else ():
             hook = _Hook(self, None, Layers.of(root))
@@ -381,11 +379,8 @@ class Capture:
         """Send vectors backward from the model's outputs, to the layers and no further.
 
         No parameter's gradient is touched, and the graph stays for the loss's own backward pass.
-
-        Args:
-            outputs: The outputs of the forward pass just run.
-            vectors: A gradient for each output (None for zeros), with their weights.
-            samples: The number of terms of the loss; None for the layers' batch size.
+        ``vectors`` have a gradient for each output (None for zeros), and a weight; ``samples`` are
+        the terms of the loss, None for the layers' batch size.
 
         Raises:
             RuntimeError: If no layer was called since the last probe.
@@ -402,15 +397,8 @@ class Capture:
             for index, (vector, weight) in enumerate(vectors):
                 is_first = index == 0
                 self._probe = Probe(weight, is_first, samples)
-                starts: list[Tensor] = []
-                gradients: list[Tensor] = []
-                for output, gradient in zip(outputs, vector, strict=True):
-                    if gradient is not None:
-                        starts.append(output)
-                        gradients.append(gradient)
-                    elif is_first:  # which has to reach every layer, since it counts the inputs
-                        starts.append(output)
-                        gradients.append(torch.zeros_like(output))
+                # The first has to reach every layer, since it counts the inputs.
+                starts, gradients = _starts(outputs, vector, with_zeros=is_first)
                 reached: Sequence[Tensor | None] = torch.autograd.grad(
                     starts,
                     [end.edge for end in watched],
@@ -802,6 +790,22 @@ def _tensor_to_hook(
         return gradient.as_strided(size, stride, gradient.storage_offset() + offset)
 
     return base, of_output
+
+
+def _starts(
+    outputs: Sequence[Tensor], vector: Sequence[Tensor | None], *, with_zeros: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outputs that a probe starts from, and their gradients: of None perhaps zeros."""
+    starts: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for output, gradient in zip(outputs, vector, strict=True):
+        if gradient is not None:
+            starts.append(output)
+            gradients.append(gradient)
+        elif with_zeros:
+            starts.append(output)
+            gradients.append(torch.zeros_like(output))
+    return starts, gradients
 
 
 _NOTHING = nullcontext()

@@ -180,18 +180,16 @@ class Sight:
 def look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sight:
     """Return the batch that the inputs of a forward pass show."""
     tensors = list(tensors_in((args, kwargs)))
-    integers = [entries(t) for t in tensors if t.dim() == 2 and t.dtype in INTEGERS]
     question = ""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
     if any(isinstance(value, Tensor) for value in itertools.chain.from_iterable(lists)):
         question = f"it takes a list of tensors {_shapes(tensors)}"
-    regions = (Region.of(tensor) for tensor in tensors)
     lengths = {len(tensor) for tensor in tensors}
     return Sight(
         size=common(lengths),
         is_empty=lengths == {0},
-        tokens=common(set(integers)),
-        inputs=[region for region in regions if region is not None],
+        tokens=common(set(map(entries, _tables(tensors)))),
+        inputs=list(filter(None, map(Region.of, tensors))),
         question=question,
     )
 
@@ -207,7 +205,7 @@ def look_at_outputs(
     """Return the batch that inputs and outputs show; ``terms`` are the declared ones."""
     inputs = list(tensors_in((args, kwargs)))
     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    integers = _integers(inputs)
+    integers = [t for t in _tables(inputs) if entries(t) > len(t)]  # more than one in a row
     if not outputs:
         return _without_outputs(sight, integers)
     lengths = {len(tensor) for tensor in outputs}
@@ -231,10 +229,9 @@ def look_at_outputs(
     return _with_tokens(seen, integers, inputs, outputs, layers.rows)
 
 
-def _integers(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inputs ``[N, T]`` of integers, with more than one in a row."""
-    tables = [tensor for tensor in inputs if tensor.dim() == 2 and tensor.dtype in INTEGERS]
-    return [tensor for tensor in tables if entries(tensor) > len(tensor)]
+def _tables(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the inputs ``[N, T]`` of integers."""
+    return [tensor for tensor in inputs if tensor.dim() == 2 and tensor.dtype in INTEGERS]
 
 
 def _without_outputs(sight: Sight, integers: Sequence[Tensor]) -> Sight:

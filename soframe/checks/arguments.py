@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,18 +41,21 @@ def check(
             )
     if isinstance(skip, str):
         raise TypeError(f"skip is a sequence of patterns: pass [{skip!r}]")
-    chosen = {
-        name: tuple(mapping) for name, mapping in mappings.items() if isinstance(mapping, Mapping)
-    }
-    for name, patterns in {"skip": tuple(skip), **chosen}.items():
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    f"{name}: the pattern {pattern!r} is no regular expression ({error}); "
-                    f"re.escape() makes one of a name"
-                ) from None
+    _compile_patterns("skip", skip)
+    for name, mapping in mappings.items():
+        if isinstance(mapping, Mapping):
+            _compile_patterns(name, mapping)
+
+
+def _compile_patterns(name: str, patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"{name}: the pattern {pattern!r} is no regular expression ({error}); "
+                f"re.escape() makes one of a name"
+            ) from None
 
 
 def check_model(model: object) -> None:

@@ -103,7 +103,13 @@ def enter(placed: PlacedBlocks, terms: Sequence[Term], decay: float, *, identity
     # All deferred factors of a block share this number: once per block.
     for block in deferred:
         block.record.pending = decay * block.record.pending + (1 - decay)
-    sums = {_sum(term): term for term in eager}
+    _reduce(placed, eager)
+
+
+def _reduce(placed: PlacedBlocks, terms: Iterable[Term]) -> None:
+    """Begin to sum terms over ranks; those of one rank alone are averaged at once."""
+    backend = placed.backend
+    sums = {_sum(term): term for term in terms}
     for pending in add_up(backend, list(sums), "reduce"):
         held: list[tuple[Term, Sum]] = []
         waiting: dict[Stack, None] = {}
@@ -135,7 +141,7 @@ def _entry(placed: PlacedBlocks, pending: Pending, held: Sequence[tuple[Term, Su
 
 
 def _gain(term: Term, decay: float) -> None:
-    """Increase the EMA weights of a factor, and set the rates of the new statistics.
+    """Increase the EMA weights of a factor, and set the rates and the step of the new statistics.
 
     Dividing by the weight removes the start-up bias, as in Adam. Groups that no row reached keep
     their average.
@@ -144,6 +150,7 @@ def _gain(term: Term, decay: float) -> None:
     keep = decay if factor.decay is None else factor.decay
     for number, block in enumerate(term.blocks):
         masses = block.record.masses
+        block.record.statistics_at[factor.name] = term.turn
         if factor.mean_over != "group rows":
             mass = keep * masses.get(factor.name, (0.0,))[0] + (1 - keep)
             masses[factor.name] = (mass,)
@@ -295,17 +302,26 @@ def observe(placed: PlacedBlocks, gradients: Gradients, plan: Plan, *, after: bo
             _mark_missed(stack, gradient)
         if gradient is None:
             continue
-        # These statistics need second-order data: a block that lost its own is solved first.
-        members = [m for m in gradient.members if not stack.blocks[m].lost]
-        if not plan.observes:
-            members = [m for m in members if stack.blocks[m].waits]
-        for chosen in stack.alike(members):
+        for chosen in stack.alike(_observed(stack, gradient, plan)):
             matrix = gradient.of(stack, chosen)
             factors: Mapping[str, Tensor] = {}
             with placed.backend.phases("observe"):
                 if matrix is not None and placed.rank in stack.place.gradient_workers:
                     factors = _statistics(placed, stack, chosen, matrix)
                 _observe(placed, stack, chosen, factors, plan)
+
+
+def _observed(stack: Stack, gradient: Gradient, plan: Plan) -> list[int]:
+    """Return the blocks whose gradients give statistics in this step."""
+    members: list[int] = []
+    for member in gradient.members:
+        block = stack.blocks[member]
+        # These statistics need second-order data: a block that lost its own is solved first.
+        if block.lost:
+            continue
+        if plan.observes or block.waits:
+            members.append(member)
+    return members
 
 
 def _mark_missed(stack: Stack, gradient: Gradient | None) -> None:
@@ -349,9 +365,8 @@ def _observe(
             _start(stack, members, index, placed.rank)
         term = Term(stack, members, index, None, turn=plan.step)
         _gain(term, plan.decay)
-        for block in term.blocks:
-            block.record.statistics_at[factor.name] = plan.step
-            if not stack.like.captured:
+        if not stack.like.captured:
+            for block in term.blocks:
                 block.record.missed = 0
         # EMA weights grow on all ranks; only holders have the factor.
         if stack.place.holds(placed.rank, index):

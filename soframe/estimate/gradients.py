@@ -72,12 +72,6 @@ class AveragedGradients:
         can_leave: Whether gradients are whole and averaged where they are, so that some may stay.
         left_to_optimizer: The stacks whose gradients stay where they are in this step: they get no
             update, and the optimizer moves their weights.
-        flags: The flags of `present`, summed over ranks.
-
-    Args:
-        model: The model.
-        placed: Its blocks, with their places.
-        home: Where gradients live.
     """
 
     divided = False
@@ -87,7 +81,6 @@ class AveragedGradients:
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
         self._backend, self._home = placed.backend, home
         self.left_to_optimizer: Sequence[Stack] = ()
-        self.flags: Sequence[float] = ()
         self._gathered: Gradients | None = None
         self._stacks = placed.stacks
         self._blocks = placed.blocks
@@ -140,10 +133,6 @@ class AveragedGradients:
         """Leave the gradients of stacks to the optimizer in this step."""
         self.left_to_optimizer = stacks
 
-    def set_present(self, flags: Sequence[float]) -> None:
-        """Keep the flags of `present`, summed over ranks."""
-        self.flags = flags
-
     def present(self) -> list[float]:
         """Return the flags that are summed over ranks before `collect`."""
         return []
@@ -154,6 +143,8 @@ class AveragedGradients:
 
     def own(self) -> list[Tensor]:
         """Return all gradients of this rank, before `collect`, in few tensors."""
+        if self.divided:  # of each parameter by itself
+            return self._home.of(self._parameters)
         self._gathered = self.now()
         matrices = [gradient.matrix for gradient in self._gathered.values()]
         rest: list[nn.Parameter] = []
@@ -161,8 +152,11 @@ class AveragedGradients:
             rest += stack.parameters
         return [*(m for m in matrices if m is not None), *self._home.of(rest + self._rest)]
 
-    def collect(self) -> Gradients:
-        """Average or gather the gradients, and return them for all blocks that have any."""
+    def collect(self, present: Sequence[float]) -> Gradients:
+        """Average or gather the gradients, and return them for all blocks that have any.
+
+        ``present`` are the flags of `present`, summed over ranks.
+        """
         gathered, self._gathered = self._gathered, None
         return self.now() if gathered is None else gathered
 
@@ -234,10 +228,6 @@ class LocalGradients(AveragedGradients):
         if any(map(self._home.is_sparse, self._parameters)):
             raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
 
-    def own(self) -> list[Tensor]:
-        """See `AveragedGradients.own`; of each parameter by itself."""
-        return self._home.of(self._parameters)
-
     def alike(self) -> tuple[str, ...]:
         """Return nothing: ranks agree on the gradients of any rank, see `present`."""
         return ()
@@ -250,37 +240,40 @@ class LocalGradients(AveragedGradients):
         """See `AveragedGradients.none_present`."""
         return [0.0] * len(self._parameters)
 
-    def collect(self) -> dict[Stack, Gradient]:
+    def collect(self, present: Sequence[float]) -> dict[Stack, Gradient]:
         """Average every gradient that any rank has; on ranks without it, it counts as zero.
 
         Gradients of other parameters and of blocks that are not solved yet are averaged in place.
         """
-        known = self._known()
-        used = self._used(known)
-        apart: dict[Stack, tuple[int, ...]] = {}
+        known = self._known(present)
+        solved: dict[Stack, tuple[int, ...]] = {}
+        unsolved: dict[Stack, tuple[int, ...]] = {}
         parameters = list(self._rest)
+        used = self._used(known)
         for stack, members in used.items():
             blocks = [stack.blocks[member] for member in members]
             if all(block.active for block in blocks):
-                apart[stack] = members
-            else:
-                # Without an update to receive, every rank needs the averaged gradient itself.
-                parameters += itertools.chain.from_iterable(b.parameters.values() for b in blocks)
-        averaged = _gathered(apart)
-        addends = [_addend(stack, matrix) for stack, matrix in averaged.items()]
-        everywhere = self._home.of(p for p in parameters if p in known)
+                solved[stack] = members
+                continue
+            # Without an update to receive, every rank needs the averaged gradient itself.
+            unsolved[stack] = members
+            for block in blocks:
+                parameters += block.parameters.values()
+        averaged = _gathered(solved)
+        addends = list(itertools.starmap(_addend, averaged.items()))
+        everywhere = self._home.of(filter(known.__contains__, parameters))
         addends += [_Addend(None, gradient) for gradient in everywhere]
         _average(self._backend, addends)
-        matrices = _gathered({s: members for s, members in used.items() if s not in apart})
+        matrices = _gathered(unsolved)
         for stack, matrix in averaged.items():
             if self._backend.rank in stack.place.gradient_workers:
                 matrices[stack] = matrix
         return {stack: Gradient(members, matrices.get(stack)) for stack, members in used.items()}
 
-    def _known(self) -> set[nn.Parameter]:
+    def _known(self, present: Sequence[float]) -> set[nn.Parameter]:
         """Return the parameters that have a gradient on any rank; on other ranks it is zero."""
         known = set()
-        for parameter, ranks in zip(self._parameters, self.flags, strict=True):
+        for parameter, ranks in zip(self._parameters, present, strict=True):
             if ranks > 0:
                 known.add(parameter)
                 # Zeros, if this rank has none: every rank must take part in the reduction.
@@ -359,10 +352,6 @@ class ShardedGradients(AveragedGradients):
     divided = updates_divided = True
     can_leave = False
 
-    def own(self) -> list[Tensor]:
-        """See `AveragedGradients.own`; of each parameter by itself."""
-        return self._home.of(self._parameters)
-
     def alike(self) -> tuple[str, ...]:
         """Return all blocks with gradients, since ranks exchange the parts of each."""
         names: list[str] = []
@@ -375,17 +364,20 @@ class ShardedGradients(AveragedGradients):
             names += [f"{block.name}, a sum over ranks" for _ in partial]
         return tuple(names)
 
-    def collect(self) -> dict[Stack, Gradient]:
+    def collect(self, present: Sequence[float]) -> dict[Stack, Gradient]:
         """Gather the parts of every gradient on its gradient workers."""
+        return self.now()
+
+    def now(self) -> dict[Stack, Gradient]:
+        """Gather the present gradients, as `collect` does; every rank must call."""
         splits: dict[Block, dict[str, Split]] = {}
         every: list[Split] = []
         used: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
-            members = tuple(i for i, block in enumerate(stack.blocks) if block.has_gradient)
+            members = stack.used()
             if members:
                 used[stack] = members
-            for member in members:
-                block = stack.blocks[member]
+            for block in (stack.blocks[member] for member in members):
                 splits[block] = self._splits(block, stack.place.gradient_workers)
                 every += splits[block].values()
         gather(self._backend, every, "gradients")
@@ -394,8 +386,7 @@ class ShardedGradients(AveragedGradients):
         for stack, members in used.items():
             matrix = unsharded.get(stack)
             if stack.like.shards and self._backend.rank in stack.place.gradient_workers:
-                blocks = [stack.blocks[member] for member in members]
-                matrix = stack.join([_assembled(block, splits[block]) for block in blocks])
+                matrix = _joined(stack, members, splits)
             gradients[stack] = Gradient(members, matrix)
         return gradients
 
@@ -416,18 +407,19 @@ class ShardedGradients(AveragedGradients):
             )
         return splits
 
-    def now(self) -> dict[Stack, Gradient]:
-        """Gather the present gradients, as `collect` does; every rank must call."""
-        return self.collect()
 
-
-def _assembled(block: Block, splits: Mapping[str, Split]) -> Tensor:
-    """Return the gradient of a block from its gathered parameters, ``[groups, out, in]``."""
-    gradients: dict[str, Tensor] = {}
-    for name, split in splits.items():
-        if split.whole is not None:
-            gradients[name] = split.whole
-    return block.assemble(gradients)
+def _joined(
+    stack: Stack, members: Sequence[int], splits: Mapping[Block, Mapping[str, Split]]
+) -> Tensor:
+    """Return the gradient of some blocks from their gathered parameters; see `Gradient.matrix`."""
+    matrices: list[Tensor] = []
+    for block in (stack.blocks[member] for member in members):
+        gradients: dict[str, Tensor] = {}
+        for name, split in splits[block].items():
+            if split.whole is not None:
+                gradients[name] = split.whole
+        matrices.append(block.assemble(gradients))  # [groups, out, in]
+    return stack.join(matrices)
 
 
 def source_of(

@@ -23,6 +23,7 @@ class Plan:
         statistics_every: The interval of statistics of calls, in the window after this step.
         solve_every: The interval of solves.
         observes: Whether averaged gradients enter running factors at this step.
+        present: By parameter the number of ranks with its gradient, where ranks may differ.
         weights: The weights of the statistics of all ranks; None if statistics are not used.
         finite: Whether the gradients of all ranks are finite; None if that is read later.
         careful: Whether gradients are so large, or the damping so small, that inner products, or
@@ -38,6 +39,7 @@ class Plan:
     statistics_every: int = 1
     solve_every: int = 1
     observes: bool = False
+    present: Sequence[float] = ()
     weights: Sequence[float] | None = None
     finite: bool | None = None
     careful: bool = False

@@ -122,12 +122,8 @@ class Refresh:
         Layers that alternate, such as heads of several tasks, may be used between the turns alone.
         From the first gradient between turns on they are due at every step, until they have taken
         statistics. A gradient without statistics at a turn waits for none: hooks do not see it.
-
-        Args:
-            placed: All blocks.
-            due: The blocks that were to take statistics in this step.
-            gradients: The gradients of this step.
-            step: The step, which `Record.statistics_at` has for blocks that did.
+        The blocks ``due`` were to take statistics in this step, which `Record.statistics_at` has
+        for blocks that did.
         """
         if not due and not any(block.record.missed for block in placed.captured):
             return

@@ -274,33 +274,27 @@ def _attempts(
 
 def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
     """Return the damping of each run's factors; equal runs share the computation."""
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for number, run in enumerate(runs):
+    alike: dict[tuple[object, ...], list[Run]] = {}
+    for run in runs:
         first = run.traces[0]
-        key: tuple[object, ...] = (number,)
-        if len({len(trace) for trace in run.traces}) == 1:
+        key: tuple[object, ...] = (run,)
+        if len(set(map(len, run.traces))) == 1:
             solvers = tuple((repr(solver), *numbers) for solver, numbers in run.stack.like.solvers)
             key = (solvers, run.damping, first.dtype, first.device)
-        alike.setdefault(key, []).append(number)
-    shares: dict[int, list[Tensor]] = {}
-    for numbers in alike.values():
-        same = [runs[number] for number in numbers]
+        alike.setdefault(key, []).append(run)
+    shares: dict[Run, list[Tensor]] = {}
+    for same in alike.values():
         like, damping = same[0].stack.like, same[0].damping
         if len(same) == 1:
-            shares[numbers[0]] = like.shares(same[0].traces, damping)
+            shares[same[0]] = like.shares(same[0].traces, damping)
             continue
         # One tensor for each factor, [groups of all runs]: first the traces, then the shares.
-        traces: list[Tensor] = []
-        for factor in range(len(like.solved_factors)):
-            traces_of_runs = [run.traces[factor] for run in same]
-            traces.append(torch.cat(traces_of_runs))
-        joint_shares = like.shares(traces, damping)
-        start = 0
-        for number, run in zip(numbers, same, strict=True):
-            stop = start + len(run.traces[0])
-            shares[number] = [share[start:stop] for share in joint_shares]
-            start = stop
-    return [shares[number] for number in range(len(runs))]
+        traces_of_factors = zip(*[run.traces for run in same], strict=True)
+        joint_shares = like.shares(list(map(torch.cat, traces_of_factors)), damping)
+        groups = [len(run.traces[0]) for run in same]
+        shares_of_runs = zip(*[share.split(groups) for share in joint_shares], strict=True)
+        shares.update(zip(same, map(list, shares_of_runs), strict=True))
+    return [shares[run] for run in runs]
 
 
 class SolveRound:
@@ -471,14 +465,14 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
             specs = like.tensors[factor.name]
             parcel = Parcel(
                 source=place.owners[index],
-                group=place.sharing(index),
+                group=place.sharing[index],
                 specs=times(specs.values(), len(chosen)),
                 dtype=like.dtype,
                 device=like.device,
                 # If the solve fails, NaN is sent: the other ranks wait for a tensor.
                 missing=math.nan,
             )
-            needed = rank in place.needing(index)
+            needed = rank in place.needing[index]
             # An owner that is no gradient worker has no last data, and solves from scratch.
             last: dict[str, Tensor] = {}
             if solved and solver.continues:
@@ -571,9 +565,8 @@ def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
     for number, job in enumerate(jobs):
         if job.needed:
             stack.set_data(job.factor.name, chosen, _joined(runs, number, order))
-    for job in jobs:
-        # Statistics that were taken with the old data are dropped.
-        stack.drop_dependent(chosen, job.factor.name)
+        if stack.like.dependent:  # statistics that were taken with the old data are dropped
+            stack.drop_dependent(chosen, job.factor.name)
     for block in blocks:
         block.record.solved = True
         if step is not None:

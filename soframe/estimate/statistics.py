@@ -40,6 +40,7 @@ from soframe.methods.base import Call
 from soframe.methods.returned import require_statistics
 from soframe.methods.scaling import Contribution, Counts, Multipliers, Scale
 from soframe.specs import FactorSpec
+from soframe.strategies.work import BlockPlacement
 
 
 class Weights(NamedTuple):
@@ -98,21 +99,14 @@ class Accumulator:
         # By block: the factors to which this rank contributes, and those that read inputs.
         self._contributed: dict[Block, list[FactorSpec]] = {}
         self._readers: dict[Block, set[str]] = {}
-        for block, place in placed:
-            if not block.captured:
-                continue
-            factors = self._contributed[block] = []
-            readers = self._readers[block] = set()
-            for index, factor in enumerate(block.factors):
-                if not factor.captured or not place.contributes(backend.rank, index):
-                    continue
-                factors.append(factor)
-                if factor.reads_inputs or factor.mean_over == "group rows":
-                    readers.add(factor.name)
         # Layers whose inputs are needed along with every probe's rows.
         both: list[LayerHelper] = []
         self._block_of: dict[LayerHelper, Block] = {}
-        for block in blocks:
+        for block, place in placed:
+            if block.captured:
+                factors = self._contributed[block] = _contributed(block, place, backend.rank)
+                readers = [f for f in factors if f.reads_inputs or f.mean_over == "group rows"]
+                self._readers[block] = {factor.name for factor in readers}
             self._block_of.update(dict.fromkeys(block.helpers, block))
             if block.unequal or any(factor.reads == "both" for factor in block.factors):
                 both += block.helpers
@@ -123,7 +117,7 @@ class Accumulator:
         self._samples = samples
         self._scale_reader = scale_reader
         self._warned = False  # of samples whose number is in doubt
-        self._stage_of = {block: stage_of(block) for block in blocks}
+        self._stage_of = dict(zip(blocks, map(stage_of, blocks), strict=True))
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
         self.folded: dict[Block, Folded] = {}
         # A pipeline stage with the counts of a block, and what they contribute: see `weights`.
@@ -157,8 +151,7 @@ class Accumulator:
         passes = Passes(self._samples, self._scale_reader)
         window = Window(taking, passes, Draw(self._sampler, step), tallies)
         if former is not None:
-            passes, calls = former.passes, former.calls
-            window = replace(window, passes=passes, calls=calls, of_model=former.of_model)
+            window = replace(window, passes=former.passes, calls=former.calls)
         self.window = window
         without_inputs: set[LayerHelper] = set()
         no_statistics: set[LayerHelper] = set()
@@ -359,8 +352,10 @@ class Accumulator:
             self._warned = True
             warnings.warn(f"soframe: {doubt}", stacklevel=7)
 
-    def weights(self) -> list[float]:
+    def weights(self, of_model: tuple[int, int] = (0, 0)) -> list[float]:
         """Return the weights of this rank's sums, of all due blocks; ranks add them up.
+
+        For ``of_model`` see `Window.samples_by_pass`.
 
         By block: the divisors of its factors, if some ranks contribute to some factors only; the
         weight of means over samples; the weight of means over rows; and of each group, if their
@@ -373,7 +368,7 @@ class Accumulator:
                 continue
             # With ranks on paper only, this one stands for the contributors.
             factors = block.captured if self._backend.on_paper else self._contributed[block]
-            weights = self.window.contributions[block] = self._contribution(block)
+            weights = self.window.contributions[block] = self._contribution(block, of_model)
             # If every rank contributes to all factors, the other weights give their divisors.
             if place.contributors:
                 numbers += [weights.weight(f) if f in factors else 0.0 for f in block.captured]
@@ -386,14 +381,14 @@ class Accumulator:
                 numbers += group_weights or [0.0] * block.shape.groups
         return numbers
 
-    def _contribution(self, block: Block) -> Contribution:
+    def _contribution(self, block: Block, of_model: tuple[int, int]) -> Contribution:
         """Return the multipliers and weights of this rank for a block."""
         counts, stage = self.window.tallies[block].counts, self._stage_of[block]
         if counts.calls and not self._capture.probing and not block.has_gradient:
             return Contribution()  # zeroed since its backward passes
         if self._counted is not None and self._counted[:2] == (stage, counts):
             return self._counted[2]  # most layers have the counts of the one before
-        passes = self.window.samples_by_pass(stage)
+        passes = self.window.samples_by_pass(stage, of_model)
         passes = {n: samples for n, samples in passes.items() if not 0 <= n < counts.since}
         contribution = self._scale.contribution(counts, passes)
         self._counted = stage, counts, contribution
@@ -422,9 +417,6 @@ class Accumulator:
                     terms.append(self._term(stack, gathered, index, used, step))
         _multiply(terms)
         enter(self._placed, terms, decay, identity=self._scale.scaling == "kaisa")
-        for term in terms:
-            for block in term.blocks:
-                block.record.statistics_at[term.factor.name] = step
         window.sums.clear()  # before anything is solved, for its memory
 
     def _term(
@@ -470,6 +462,15 @@ class Accumulator:
             if block.lacks and not is_gathered:
                 names.append(block.name)
         return names
+
+
+def _contributed(block: Block, place: BlockPlacement, rank: int) -> list[FactorSpec]:
+    """Return the factors of a block to which a rank contributes statistics of calls."""
+    contributed: list[FactorSpec] = []
+    for index, factor in enumerate(block.factors):
+        if factor.captured and place.contributes(rank, index):
+            contributed.append(factor)
+    return contributed
 
 
 def weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool) -> Weights | None:

@@ -183,9 +183,6 @@ class Window:
     # The input moments that layers share.
     shared: SharedInputs = field(default_factory=SharedInputs)
     weight: float = 1.0  # the multiplier of statistics that are added from now on
-    # The passes, and the samples, of the stage of the whole model that has the most; zeros until
-    # ranks agree.
-    of_model: tuple[int, int] = (0, 0)
 
     def weigh(self, weight: float) -> None:
         """Set the weight of statistics from now on, until the next call or the next window.
@@ -212,10 +209,6 @@ class Window:
             self.tallies[block].mark = Mark(next(iter(block.parameters.values())))
         terms = call.batch.terms if call.probe is None else call.probe.samples
         return self.passes.enter(call.number, sizes, terms, call.batch, batches, stage)
-
-    def set_model_counts(self, passes: int, samples: int) -> None:
-        """Set the passes and samples of the whole model; this stage may see fewer."""
-        self.of_model = passes, samples
 
     def end_pass(self, reached: Iterable[Block]) -> None:
         """Record the gradients of the blocks that a backward pass of the loss has reached."""
@@ -316,9 +309,12 @@ class Window:
         totals = [sum(samples) for samples in samples_of_stages if len(samples) == most]
         return most, max(totals, default=0), min(totals, default=0)
 
-    def samples_by_pass(self, stage: int) -> dict[int, int]:
-        """Return the samples of the backward passes of a stage, by their numbers."""
-        passes, samples = self.of_model
+    def samples_by_pass(self, stage: int, of_model: tuple[int, int] = (0, 0)) -> dict[int, int]:
+        """Return the samples of the backward passes of a stage, by their numbers.
+
+        ``of_model`` are the most passes of a stage of the whole model, and their samples.
+        """
+        passes, samples = of_model
         samples_by_number: dict[int, int] = {}
         for number, backward in self.passes.by_number.items():
             if backward.stage == stage:

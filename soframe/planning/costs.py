@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -295,15 +295,13 @@ class Costs:
             gradients += ITEM_BYTES[self.work[members[0]].dtype] * prod(self.shape(members))
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
-            statistics=self._with_host(
-                sum(call.host for call in gathered), sum(call.seconds for call in gathered)
-            ),
+            statistics=self._with_host(sum(call.host for call in gathered), _seconds(gathered)),
             # Zeros and multiplied sums, which are added to the averages.
             average=6 * factors / bandwidth + launch * len(part.holds),
-            observe=sum(update.seconds for update in observes),
+            observe=_seconds(observes),
             # A triangle is read, and the matrix written.
             solve=solve.seconds + 1.5 * matrices / bandwidth,
-            direct=sum(update.seconds for update in directs),
+            direct=_seconds(directs),
             write=self._with_host(self.hardware.host * len(self.work), 4 * gradients / bandwidth),
         )
 
@@ -323,6 +321,10 @@ class Costs:
     def _with_host(self, host: float, device: float) -> float:
         """Return the seconds of both: a GPU works while the host goes on, a CPU does not."""
         return host + device if self.hardware.device == "cpu" else max(host, device)
+
+
+def _seconds(costs: Iterable[Priced]) -> float:
+    return sum(cost.seconds for cost in costs)
 
 
 def _times(shape: Sequence[int], blocks: int) -> tuple[int, ...]:

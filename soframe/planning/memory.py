@@ -193,7 +193,7 @@ def _received(placement: Placement, stack: _Stack, rank: int) -> tuple[int, int]
     received: list[TensorSpec] = []
     for member in stack.members:
         for index, specs in enumerate(stack.work.second_order):
-            group = placement.blocks[member].sharing(index)
+            group = placement.blocks[member].sharing[index]
             if len(group) > 1 and rank in group:
                 received += specs
     arrived = sum(prod(tensor.shape) for tensor in received)

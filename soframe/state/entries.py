@@ -56,7 +56,7 @@ def entries(
             yield Entry(("factors", factor.name), spec, owner, holders)
         if factor.name in solved:
             source = owner if owner in workers else workers[0]
-            holders = frozenset(place.needing(index))
+            holders = frozenset(place.needing[index])
             for name, spec in block.tensors[factor.name].items():
                 yield Entry(("second_order", factor.name, name), spec, source, holders)
     if updates:

@@ -39,11 +39,8 @@ class Effect:
     """The gradients and statistics of this rank's blocks in their first windows with statistics.
 
     Args:
-        model: The model.
-        blocks: Its blocks, in the placement's order.
+        blocks: The blocks of the model, in the placement's order.
         others: Its parameters without a block.
-        capture: Its hooks.
-        home: Where gradients live.
         partial: A window in which the model changed, so that the hooks may have missed calls.
     """
 

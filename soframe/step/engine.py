@@ -162,9 +162,6 @@ class Engine:
         # Reports are reduced over the stages of a model first.
         of_stages = {name: common.get(name) for name in OF_ALL_STAGES}
         report, error = parts.stages.put_together(report, of_stages, error)
-        # The weights below need the samples of the whole model: passes that did not reach a stage
-        # count there, too.
-        window.set_model_counts(int(report.passes), int(report.samples))
         bad_here = report.bad_gradient > 0
         # Then over the copies of each stage, with the weights, which need the passes of all stages.
         failed = error is not None or report.failed > 0
@@ -174,18 +171,19 @@ class Engine:
             report,
             failed=float(failed),
             bad_statistics=float(bad_statistics),
-            weights=statistics.weights(),
+            # Of the whole model: passes that did not reach a stage count there, too.
+            weights=statistics.weights((int(report.passes), int(report.samples))),
         ).over_ranks(parts.backend)
         # An error of one rank is raised on all, before anything is written.
         if total.failed > 0:
             require_no_failure(parts.backend, parts.stages.spread(error), total.failed)
         parts.stages.raise_on_all_stages(self._disagreement(total, common))
-        self._gradients.set_present(total.present)
         parts.solves.land_if_finished(total.waits)
         # A changed model is registered anew, and the ranks agree once more.
         if total.changed + sum(total.changed_anywhere) > 0:
             self._rebuild(changed=total.changed > 0)
             return self._agree()
+        plan = replace(plan, present=total.present)
         # Statistics that are not finite on some rank are dropped on all.
         if total.bad_statistics > 0:
             curvature.counts[SKIPPED_STATISTICS] += 1
@@ -252,7 +250,7 @@ class Engine:
         # NaN is a bad gradient: it stays if an error comes before the gradients are read.
         magnitude, statistics_finite = math.nan, True
         parameters = curvature.watch.parameters()
-        self.verdict.begin()
+        unread: Magnitude | None = None
         try:
             statistics = window.magnitudes()
             # With statistics, gradients are gathered in phase *average*, when sums are freed.
@@ -260,7 +258,7 @@ class Engine:
             sizes = Magnitude(parameters, gradients, statistics, self._gradients.remembers)
             if sizes.queues and self._reads_later(plan):
                 magnitude = 0.0  # until phase *agree* reads it
-                self.verdict.leave_unread(sizes)
+                unread = sizes
             else:
                 magnitude, statistics_finite = sizes.read()
             present, reached = self._gradients.present(), self._effect.said(window)
@@ -268,6 +266,7 @@ class Engine:
             error = error or raised
             # All ranks must reduce equally many numbers.
             present, reached = self._gradients.none_present(), self._effect.nothing_said(window)
+        self.verdict.leave_unread(unread)
         is_large = magnitude > 0  # zero for moderate gradients, see `Magnitude.read`
         passes, most, fewest = window.largest_counts()
         counted = parts.scaling == "fisher"

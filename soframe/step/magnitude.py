@@ -23,10 +23,6 @@ class Flags:
 
     Attributes:
         moderate: Whether all are moderate: a bool scalar on the device.
-
-    Args:
-        magnitude: The sum of this rank's magnitudes, a scalar.
-        backend: The backend.
     """
 
     def __init__(self, magnitude: Tensor, backend: Backend) -> None:
@@ -50,8 +46,6 @@ class Magnitude:
         queues: Whether the parameters are on a GPU, the same on every rank.
 
     Args:
-        parameters: The parameters.
-        gradients: Their gradients, in any tensors.
         statistics: Scalars that are to be finite, too.
         squared: Whether a method keeps squares of gradients: the sum of all squares is then to be
             finite, too, or the gradients count as infinite.

@@ -118,7 +118,7 @@ class Phase:
 def average(step: Step) -> None:
     """Read the averaged gradients, and note the blocks that missed their turn for statistics."""
     curvature, plan = step.curvature, step.plan
-    step.gradients = curvature.averaged_gradients.collect()
+    step.gradients = curvature.averaged_gradients.collect(plan.present)
     due = curvature.statistics.window.due
     is_dropped = plan.weights is None and bool(due)
     if curvature.placed.captured and not is_dropped:

@@ -47,10 +47,6 @@ class Verdict:
 
     # -- the last step ------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._queued = None
-
     @property
     def taken(self) -> bool:
         """Whether the update of the last step counts."""
@@ -76,8 +72,8 @@ class Verdict:
 
     # -- flags of gradients -------------------------------------------------------------------
 
-    def leave_unread(self, sizes: Magnitude) -> None:
-        """Let the magnitudes of this step be read behind its work."""
+    def leave_unread(self, sizes: Magnitude | None) -> None:
+        """Let the magnitudes of this step be read behind its work; None if they are known."""
         self._queued = sizes
 
     def with_flags(self, plan: Plan, *, bad: float, large: float, local: bool) -> Plan:

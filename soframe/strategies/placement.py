@@ -128,7 +128,7 @@ class Placement:
         """
         groups: set[tuple[int, ...]] = set()
         for _, block in self._firsts:
-            groups.update(map(block.sharing, range(len(block.owners))))
+            groups.update(block.sharing)
             groups.update(block.exchanges.values())
             for way in block.reductions:
                 # The group of all ranks always exists.
@@ -333,7 +333,7 @@ def _residents(work: BlockWork, block: BlockPlacement) -> Checks:
             holding = set(workers) <= set(block.holding(index))
             yield holding, f"factor {factor.name} is not held where it is used"
         for needed in factor.needs:
-            ranks = block.needing(names.index(needed))
+            ranks = block.needing[names.index(needed)]
             reached = set(block.contributing(index)) <= set(ranks)
             yield reached, f"contributors to {factor.name} lack the data of {needed}"
 

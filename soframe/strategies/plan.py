@@ -97,7 +97,7 @@ def _held(work: BlockWork, place: BlockPlacement, rank: int) -> Iterator[tuple[s
         if place.deferred and factor.captured and place.contributes(rank, index):
             yield "accumulators", item * factor.packed_numel
     for index, specs in enumerate(work.second_order):
-        if rank in place.needing(index):
+        if rank in place.needing[index]:
             yield "second_order", item * _numel(specs)
     if rank in place.gradient_workers and work.state:
         yield "state", ITEM_BYTES[work.state_dtype] * _numel(work.state)
@@ -238,7 +238,7 @@ class Step:
         for group in self._stacked(pairs, owners=True):
             work, place = group.work, group.place
             for index, specs in enumerate(work.second_order):
-                owner, ranks = place.owners[index], place.sharing(index)
+                owner, ranks = place.owners[index], place.sharing[index]
                 if work.factors[index].name in work.unsolved:
                     continue
                 if self.rank in ranks and len(ranks) > 1:

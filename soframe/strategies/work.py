@@ -218,13 +218,18 @@ class BlockPlacement:
         """Return whether holders make the statistics of a factor from the averaged gradient."""
         return bool(self.made) and self.made[factor]
 
-    def needing(self, factor: int) -> tuple[int, ...]:
-        """Return the ranks that need the second-order data of a factor."""
-        return self.gradient_workers + (self.readers[factor] if self.readers else ())
+    @cached_property
+    def needing(self) -> tuple[tuple[int, ...], ...]:
+        """For each factor, the ranks that need its second-order data."""
+        if not self.readers:
+            return tuple(self.gradient_workers for _ in self.owners)
+        return tuple(self.gradient_workers + ranks for ranks in self.readers)
 
-    def sharing(self, factor: int) -> tuple[int, ...]:
-        """Return the sorted ranks among which the second-order data of a factor travel."""
-        return tuple(sorted({self.owners[factor], *self.needing(factor)}))
+    @cached_property
+    def sharing(self) -> tuple[tuple[int, ...], ...]:
+        """For each factor, the sorted ranks among which its second-order data travel."""
+        pairs = zip(self.owners, self.needing, strict=True)
+        return tuple(tuple(sorted({owner, *needing})) for owner, needing in pairs)
 
     @cached_property
     def exchanges(self) -> dict[int, tuple[int, ...]]:

@@ -308,12 +308,12 @@ def test_who_asks_after_a_bad_step_gets_the_answer() -> None:
         assert own.metrics()["updated"] is False
         train(1)  # reads at once, behind a bad step
         assert own.preconditioner.updated
-        state = own.preconditioner.header()
+        state = own.preconditioner.state_dict()
         assert {block["updates"] for block in state["blocks"].values()} == {3}
         spoil.bad = {6: math.nan}
-        train(3)  # the last one is bad, and read by the header
+        train(3)  # the last one is bad, and read by state_dict()
         before = reads.next
-        state = own.preconditioner.header()
+        state = own.preconditioner.state_dict()
         assert reads.next == before + 1
         assert {block["updates"] for block in state["blocks"].values()} == {5}
         assert state["counters"]["skipped_updates"] == 2
