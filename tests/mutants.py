@@ -4,7 +4,8 @@
 
 `mutants.toml` maps each source file that holds mathematics or agreement between ranks to the tests
 that must notice, and lists the accepted survivors with their reasons. Each mutant is applied,
-alone, to a copy of the project, where its tests run until the first failure.
+alone, to a copy of the project, where its tests run until the first failure. The test that fails
+then runs without the mutant, where it has to pass.
 
 Neither mutmut nor cosmic-ray does this: mutmut replaces each method by a trampoline, which breaks
 code that asks whether a subclass overrides a method, and needs a recorded run of the whole suite;
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("torch", "torch.distributed", "torch._dynamo", "scipy.linalg")
 NOT_COPIED = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "_build", "build", "runs")
 PASSED, FAILED, ENDLESS, NO_VERDICT = 0, 1, -1, 9  # of pytest, and two of ours
+LIMIT = 1800  # seconds of a run; a test that hangs fails before, by pytest's own limit
 
 SWAPPED: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"),
@@ -102,20 +104,25 @@ Change = tuple[int, int, str]  # the bytes from start to end become this text
 
 def generate(file: str, text: str) -> list[Mutant]:
     """Return the mutants of a file that compile, in the order of the text."""
-    data = text.encode()
-    lines = data.splitlines(keepends=True)
-    starts = list(itertools.accumulate(map(len, lines), initial=0))
     mutants = []
-    for start, end, new in sorted(set(_changes(ast.parse(text), data, starts))):
-        line = bisect.bisect(starts, start)
-        source = lines[line - 1].decode().strip()
-        mutant = Mutant(file, line, start, end, data[start:end].decode(), new, source)
-        if mutant.old == new:  # an empty list or dict
-            continue
+    for mutant in candidates(file, text):
         with suppress(SyntaxError):
             compile(mutant.apply(text), file, "exec", ast.PyCF_ONLY_AST)
             mutants.append(mutant)
     return mutants
+
+
+def candidates(file: str, text: str) -> Iterator[Mutant]:
+    """Yield the mutants of a file, some of which may not compile, in the order of the text."""
+    data = text.encode()
+    lines = data.splitlines(keepends=True)
+    starts = list(itertools.accumulate(map(len, lines), initial=0))
+    for start, end, new in sorted(set(_changes(ast.parse(text), data, starts))):
+        line = bisect.bisect(starts, start)
+        source = lines[line - 1].decode().strip()
+        mutant = Mutant(file, line, start, end, data[start:end].decode(), new, source)
+        if mutant.old != new:  # not an empty list or dict
+            yield mutant
 
 
 def _changes(node: ast.AST, data: bytes, starts: list[int]) -> Iterator[Change]:
@@ -194,13 +201,30 @@ def load() -> tuple[dict[str, list[str]], list[dict[str, str]]]:
     return table["tests"], table.get("accepted", [])
 
 
-def run(root: Path, module: str, tests: Sequence[str], timeout: float) -> int:
+class Noticed:
+    """A plugin of pytest that writes the name of a test that fails beside the project."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.path.write_text(report.nodeid, encoding="utf-8")
+
+
+def arguments_of(tests: Sequence[str]) -> list[str]:
+    """Return pytest's arguments for tests: those that start processes only of folders for them."""
+    processes = any("distributed" in test for test in tests)
+    return ["-m", "not thorough" if processes else "not thorough and not distributed", *tests]
+
+
+def run(root: Path, module: str, arguments: Sequence[str], timeout: float = LIMIT) -> int:
     """Run tests of the project at `root` in a forked process, and return pytest's exit code."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         try:
-            os._exit(_pytest(root, module, tests))
+            os._exit(_pytest(root, module, arguments))
         except BaseException:
             traceback.print_exc()
         os._exit(NO_VERDICT)
@@ -215,7 +239,7 @@ def run(root: Path, module: str, tests: Sequence[str], timeout: float) -> int:
     return ENDLESS
 
 
-def _pytest(root: Path, module: str, tests: Sequence[str]) -> int:
+def _pytest(root: Path, module: str, arguments: Sequence[str]) -> int:
     """Run pytest in this process, its output in the file `output` beside the project."""
     os.setsid()
     output = os.open(root.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -234,9 +258,8 @@ def _pytest(root: Path, module: str, tests: Sequence[str]) -> int:
         raise ImportError(f"{module} would be imported from {spec}, not from {root}")
     import pytest
 
-    processes = any("distributed" in test for test in tests)
-    selected = "not thorough" if processes else "not thorough and not distributed"
-    return int(pytest.main(["-xq", "-p", "no:cacheprovider", "-n0", "-m", selected, *tests]))
+    plugins = [Noticed(root.parent / "noticed")]
+    return int(pytest.main(["-xq", "-p", "no:cacheprovider", "-n0", *arguments], plugins=plugins))
 
 
 def try_all(
@@ -247,23 +270,19 @@ def try_all(
 ) -> list[Mutant]:
     """Try each mutant on a copy of the project, print the verdicts, return those not accepted."""
     survivors = []
-    limits = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         copy = Path(scratch).resolve() / "project"
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
         for mutant in mutants:
             file, module = mutant.file, Path(mutant.file).with_suffix("").parts[0]
-            if file not in limits:
-                start = time.monotonic()
-                if run(copy, module, tests[file], 1800) != PASSED:
-                    print((copy.parent / "output").read_text(encoding="utf-8"))
-                    raise SystemExit(f"the tests of {file} fail without a mutant: {tests[file]}")
-                limits[file] = 60 + 5 * (time.monotonic() - start)
             original = (copy / file).read_text(encoding="utf-8")
             (copy / file).write_text(mutant.apply(original), encoding="utf-8")
             start = time.monotonic()
-            code = run(copy, module, tests[file], limits[file])
+            arguments = arguments_of(tests[file])
+            code = run(copy, module, arguments)
             (copy / file).write_text(original, encoding="utf-8")
+            if code != PASSED:
+                _require_health(copy, module, arguments, code)
             verdict = {PASSED: "SURVIVED", FAILED: "killed", ENDLESS: "killed (endless)"}.get(
                 code, "killed (at import)"
             )
@@ -278,6 +297,17 @@ def try_all(
     rate = killed / max(len(mutants), 1)
     print(f"{killed} of {len(mutants)} mutants killed or accepted: {rate:.0%}")
     return survivors
+
+
+def _require_health(copy: Path, module: str, arguments: Sequence[str], code: int) -> None:
+    """Leave with an error if what fails with a mutant fails without it, too."""
+    if code == FAILED:
+        arguments = [(copy.parent / "noticed").read_text(encoding="utf-8")]
+    elif code != ENDLESS:
+        arguments = ["--collect-only", *arguments]
+    if run(copy, module, arguments) != PASSED:
+        print((copy.parent / "output").read_text(encoding="utf-8"))
+        raise SystemExit(f"the tests fail without a mutant: {arguments}")
 
 
 def matches(entry: dict[str, str], mutant: Mutant) -> bool:

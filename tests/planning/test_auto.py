@@ -53,6 +53,24 @@ def test_the_choice_is_one_of_the_named_strategies_with_a_note(profile: Path) ->
 
 
 @pytest.mark.slow
+def test_the_note_has_the_choice_and_three_runners_up(
+    profile: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="soframe"):
+        own = on_paper(soframe.Auto(hardware=profile))
+    (note,) = own.placement.notes
+    assert f"soframe: {note}" in caplog.messages
+    prices, rest = note.partition(": ")[2].split("; "), []
+    options = [text.partition(" ms, ")[0].rpartition(" ")[0] for text in prices if " ms, " in text]
+    rest = [text for text in prices if " ms, " not in text]
+    assert len(options) == len(set(options)) == 4
+    assert rest[0].startswith("it is the fastest")
+    # Averaged by others, all strategies but the ones of local gradients.
+    assert ", of 6: " in note
+    assert not any("local" in option for option in options)
+
+
+@pytest.mark.slow
 def test_a_limit_changes_the_choice_and_is_kept(profile: Path) -> None:
     limits = [None, *range(60_000, 400_000, 60_000)]
     chosen = set()

@@ -16,7 +16,7 @@ import soframe
 from soframe.comm import Recording
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
-from soframe.planning.memory import transients
+from soframe.planning.memory import Transients, _peak, transients
 from soframe.planning.planner import (
     Option,
     Plan,
@@ -28,7 +28,7 @@ from soframe.planning.planner import (
     usual,
     varied,
 )
-from soframe.planning.pricing import Pricing
+from soframe.planning.pricing import Priced, Pricing
 from soframe.planning.schedule import Timing
 from soframe.planning.task import Task
 from soframe.solvers import Eigen
@@ -703,3 +703,102 @@ def test_solves_in_the_background_are_in_a_plan_s_memory(method: str) -> None:
     without, planned = sorted(row.memory["total"] for row in made.rows)
     assert recorded <= planned <= 1.5 * recorded
     assert without < planned
+
+
+# -- memory, by hand -------------------------------------------------------------------------------
+
+
+def short_of(
+    strategy: Any, sizes: tuple[int, ...], world: int, rank: int, *, background: bool = False
+) -> tuple[Transients, int, int]:
+    """Return the transients of a rank under K-FAC with inverses; its solves' results and peak."""
+    task = Task.of(dense(*sizes), method="kfac", solver="inverse")
+    costs, placement = Costs(task, CPU), complete(strategy.place(task.work, world))
+    (part,) = [part for part, ranks in parts(placement).items() if rank in ranks]
+    solve = costs.solve([(placement.stacks[s], i, n) for s, i, n in part.solves])
+    short = transients(costs, placement, part, rank, background=background)
+    return short, solve.results, solve.peak
+
+
+# A layer of 3 inputs and 2 outputs, without a bias, in float32.
+MATRICES, TRIANGLES, GRADIENT = 4 * (3**2 + 2**2), 4 * (6 + 3), 4 * 3 * 2
+CORNER = 4 + 1  # one number and its mask
+
+
+def test_one_rank_needs_sums_of_matrices_and_two_products() -> None:
+    short, results, peak = short_of(CommOpt(), (3, 2), 1, 0)
+    assert results == MATRICES + 2  # and a flag of each
+    # Its gradient is read in place; the update is the second of two products.
+    assert short == Transients(MATRICES, max(peak, 2 * GRADIENT), 2 * GRADIENT)
+    assert short.most == max(MATRICES, peak, 2 * GRADIENT)
+
+
+def test_gradients_of_a_stack_are_copied() -> None:
+    """Two layers of 2 x 2 in one stack; a layer of 3 outputs with a bias."""
+    for sizes, gradient, matrices, factors in (
+        ((2, 2, 2), 2 * 4 * 4, 2 * 4 * (4 + 4), 4),
+        ((2, 3), 4 * 3 * 3, 4 * (9 + 9), 2),
+    ):
+        short, results, peak = short_of(CommOpt(), sizes, 1, 0)
+        assert results == matrices + factors
+        updating = gradient + 2 * gradient
+        assert short == Transients(matrices, max(gradient + peak, updating), updating)
+
+
+def test_sums_on_their_way_are_triangles_beside_matrices() -> None:
+    """One rank of two works for the layer, and sends the update."""
+    worker, results, peak = short_of(MemOpt(), (3, 2), 2, 0)
+    # The update, the buffer in which it travels, and what arrives.
+    updating = TRIANGLES + 3 * GRADIENT
+    solving = max(MATRICES + peak, results)  # factors are unpacked first
+    window = MATRICES + TRIANGLES + CORNER
+    assert worker == Transients(window, max(updating, solving), updating)
+    other, results, peak = short_of(MemOpt(), (3, 2), 2, 1)
+    assert (results, peak) == (0, 0)
+    updating = TRIANGLES + 2 * GRADIENT
+    assert other == Transients(window, updating, updating)
+
+
+def test_results_of_other_ranks_arrive_as_triangles() -> None:
+    owner, results, peak = short_of(CommOpt(), (3, 2), 2, 0)
+    updating = TRIANGLES + 2 * GRADIENT
+    # Data of several owners are joined once more.
+    installing = results + MATRICES + MATRICES
+    solving = max(MATRICES + peak + TRIANGLES, installing)
+    window = MATRICES + TRIANGLES + CORNER
+    assert owner == Transients(window, max(updating, solving), updating)
+    other, results, peak = short_of(CommOpt(), (3, 2), 2, 1)
+    assert (results, peak) == (0, 0)
+    assert other == Transients(window, max(updating, 2 * MATRICES), updating)
+
+
+def test_deferred_sums_are_reduced_one_by_one() -> None:
+    strategy = Sharded(group=None, deferred=True, colocate=True)
+    short, results, peak = short_of(strategy, (3, 2), 2, 0)
+    largest = 4 * 6  # the triangle of three inputs
+    updating = 3 * GRADIENT
+    solving = largest + max(MATRICES + peak, results)
+    window = MATRICES + largest + CORNER
+    assert short == Transients(window, max(updating, solving), updating)
+
+
+def test_solves_of_triangles_in_the_background_unpack_one_at_a_time() -> None:
+    plain, *_ = short_of(MemOpt(), (3, 2), 2, 0)
+    beside, *_ = short_of(MemOpt(), (3, 2), 2, 0, background=True)
+    task = Task.of(dense(3, 2), method="kfac", solver="inverse")
+    costs, placement = Costs(task, CPU), complete(MemOpt().place(task.work, 2))
+    working = []
+    for index, side in ((0, 3), (1, 2)):
+        solve = costs.solve([(placement.stacks[0], index, 1)])
+        assert solve.results == 4 * side**2 + 1
+        working.append(solve.peak - solve.results + 4 * side**2)
+    running = max(MATRICES + 2, TRIANGLES) + max(working)
+    assert beside.window == plain.window + running
+    assert beside.updating == plain.updating + running
+    assert beside.solving == max(plain.solving, beside.updating)
+
+
+def test_calls_hold_the_results_of_those_before() -> None:
+    calls = [Priced(peak=5, results=2), Priced(peak=4, results=3), Priced(peak=1, results=1)]
+    assert _peak(calls) == 2 + 4
+    assert _peak([]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from soframe.planning.costs import Costs
 from soframe.planning.hardware import Hardware
 from soframe.planning.measure import OF_LINEAR
 from soframe.planning.planner import plan
-from soframe.planning.pricing import Paper, Pricing
+from soframe.planning.pricing import Paper, Priced, Pricing
 from soframe.planning.task import Task
 from soframe.solvers import Eigen, Inverse, NewtonSchulz
 from soframe.specs import VALUE
@@ -54,6 +55,60 @@ def test_other_operators_take_the_memory_s_time() -> None:
         assert paper.price(lambda: x + 1).seconds == pytest.approx(8e6 / CPU.bandwidth)
         assert paper.price(lambda: x.mT[:2].view(2, -1)).seconds == 0
         assert paper.price(lambda: x[:2, :2] + 1).seconds == CPU.launch
+
+
+FACTORISED: dict[str, Callable[[Tensor], object]] = {
+    "cholesky": torch.linalg.cholesky_ex,
+    "eigh": torch.linalg.eigh,
+    "qr": torch.linalg.qr,
+    "inverse": torch.cholesky_inverse,
+    "triangular": lambda x: torch.linalg.solve_triangular(x, x, upper=False),
+}
+
+
+@pytest.mark.parametrize("operator", FACTORISED)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_factorisation_has_the_price_of_its_side(operator: str, batch: int) -> None:
+    with Paper(CPU) as paper:
+        matrix = paper.new((batch, 300, 300))
+        priced = paper.price(lambda: FACTORISED[operator](matrix))
+    assert priced.seconds == pytest.approx(CPU.factorisation(operator, 300, batch, "float32"))
+    assert priced.flops == 0
+
+
+def test_numbers_that_code_reads_are_one() -> None:
+    with Paper(CPU) as paper:
+        x, numbers = paper.new((3, 4)), paper.new((5,), torch.long)
+        read: list[object] = []
+
+        def code() -> None:
+            read.extend([x.sum().item(), numbers.sum().item(), (x > 0).any().item()])
+            read.extend([bool((x > 0).any()), torch.equal(x, x + 1)])
+            read.extend([tuple(x.nonzero().shape), x.nonzero().dtype])
+            values, places, counts = numbers.unique(return_inverse=True, return_counts=True)
+            read.extend([tuple(values.shape), tuple(places.shape), tuple(counts.shape)])
+
+        paper.price(code)
+    assert read == [1.0, 1, True, True, True, (12, 2), torch.long, (5,), (5,), (5,)]
+    assert [type(one) for one in read[:3]] == [float, int, bool]
+
+
+def test_nothing_costs_nothing() -> None:
+    assert Priced() == Priced(0.0, 0, 0.0, 0, 0, 0.0)
+    with Paper(CPU) as paper:
+        x = paper.new((2, 3))
+        free = paper.price(lambda: (x.view(6), x.t(), torch.empty_like(x).detach()))
+    assert (free.seconds, free.operators) == (0.0, 0)
+
+
+def test_storages_are_counted_once() -> None:
+    """An operator that writes into its argument allocates nothing; two results of one, one."""
+    with Paper(CPU) as paper:
+        x = paper.new((10, 10))
+        in_place = paper.price(lambda: x.add_(1))
+        split = paper.price(lambda: (x + 1).chunk(2))
+    assert (in_place.peak, in_place.results) == (0, 0)
+    assert (split.peak, split.results) == (400, 400)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

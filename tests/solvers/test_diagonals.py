@@ -150,6 +150,23 @@ def test_a_failure_is_that_of_its_group(as_matrices: bool) -> None:
     assert data["inverse"].dtype == torch.float32
 
 
+class Half(Eigen):
+    """Has no values of the second group, but vectors."""
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        data = super().solve(matrix, damping)
+        data["values"][-1] = torch.nan
+        return data
+
+
+def test_data_that_are_not_finite_in_part_are_not_finite() -> None:
+    matrices, damping = torch.diag_embed(diagonal(3)), torch.ones(2).double()
+    data, good = solve_stack(Half(), matrices, damping)
+    assert good.tolist() == [True, False]
+    _, reasons = retry(Half(), matrices, damping, data, [1])
+    assert reasons == {1: "the result is not finite: the damped factor is not positive-definite"}
+
+
 def test_problems_that_differ_are_solved_apart() -> None:
     """By size, dtype, solver, and the data that they continue from."""
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = []

@@ -18,6 +18,7 @@ from soframe.solvers import (
     OrthogonalIteration,
     Relative,
     Solver,
+    newton_schulz,
 )
 from soframe.solvers.newton_schulz import invert
 from soframe.testing import compare
@@ -176,6 +177,30 @@ def test_a_start_that_does_not_converge_is_left() -> None:
     bad = {"inverse": 100 * torch.eye(4).double()[None]}
     found = NewtonSchulz().solve_again(matrix, full(0.1, 1), bad)["inverse"]
     compare(found, torch.linalg.inv(matrix + 0.1 * torch.eye(4).double()), "inverse", rtol=1e-10)
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3, 4])
+def test_each_iteration_squares_what_is_left(iterations: int) -> None:
+    """Of a number, from a half of its inverse; the last step comes in addition."""
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    found, _ = invert(one, 0.5 * one, iterations)
+    assert found.item() == pytest.approx(1 - 0.5**2 ** (iterations + 1), rel=1e-15)
+
+
+@pytest.mark.parametrize(("start", "iterations"), [(0.5, 6), (100.0, 3), (1.0, 3)])
+def test_every_third_iteration_looks_at_what_is_left(
+    start: float, iterations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After five squarings a half is no more visible; what grows is left at once."""
+    products: list[int] = []
+    multiply = newton_schulz.multiply
+    monkeypatch.setattr(
+        newton_schulz, "multiply", lambda *both: products.append(1) or multiply(*both)
+    )
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    _, converged = invert(one, start * one, 40)
+    assert len(products) == 1 + 2 * iterations + 1
+    assert converged.tolist() == [start <= 1]
 
 
 @pytest.mark.parametrize("value", [0, -1])

@@ -86,6 +86,15 @@ def test_slow_changes_add_up() -> None:
     assert 2 <= solves <= 5
 
 
+def test_a_factor_of_a_wide_range_has_not_changed() -> None:
+    """The ratio of its entries is beyond float32, and no number is divided by the least of them."""
+    Counting.solves.clear()
+    lazy, matrix = Lazy(Counting()), torch.diag(torch.tensor([1e20, 1.0, 1e-20]))[None]
+    last = lazy.solve(matrix, torch.ones(1))
+    lazy.solve_again(matrix.clone(), torch.ones(1), last)
+    assert len(Counting.solves) == 1
+
+
 @pytest.mark.parametrize("value", [-0.1, float("nan")])
 def test_a_tolerance_out_of_range(value: float) -> None:
     with pytest.raises(ValueError, match="tolerance must not be negative"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from soframe.solvers import Eigen, Inverse, Solver
 from soframe.solvers.inverse import frame, pi_of, share
+from soframe.specs import FactorSpec
 
 PRECISION = 2.0**-20
 
@@ -111,6 +113,21 @@ def test_the_only_factor_has_the_whole_damping(solver: Solver) -> None:
     else:
         with pytest.raises(ValueError, match="between two factors, not 3"):
             solver.shares([vector(5.0)] * 3, 0.25)
+
+
+@pytest.mark.parametrize("split", ["pi", "sqrt", "full"])
+def test_the_damping_is_shared_between_two_factors_of_as_many_groups(split: Any) -> None:
+    solver = Inverse(split=split)
+    one, two = (FactorSpec("A", "right", groups, 3) for groups in (1, 2))
+    for factors, is_supported in (
+        ([one], True),
+        ([one, one], True),
+        ([two, two], True),
+        ([one, two], split == "full"),
+        ([one, one, one], split == "full"),
+    ):
+        why = solver.unsupported(factors)
+        assert why is None if is_supported else "pass split='full'" in str(why)
 
 
 @pytest.mark.parametrize(
