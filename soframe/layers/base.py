@@ -422,7 +422,7 @@ class LayerHelper(WeightAndBias, ABC):
         if self.counts_inputs:
             return add_squares(total, self.block_rows(inputs, output_rows), scale, like.dtype)
         if total is None:
-            total, beta = new_sum(self.groups, self.shape[2], like, zero=False), 0.0
+            total, beta = new_sum(self.shape[0], self.shape[2], like, zero=False), 0.0
         groups, batch, shared, _ = output_rows.shape
         if not self.multiplies:
             add_bias(total, total.new_zeros(groups, 0), batch * shared, scale, beta)

@@ -77,7 +77,7 @@ class WeightAndBias:
 
     @cached_property
     def groups(self) -> int:
-        """The number of independent sub-layers."""
+        """The number of equal parts of the outputs, for the default `shape` and packing."""
         return 1
 
     @cached_property
