@@ -83,7 +83,8 @@ class WeightAndBias:
     @cached_property
     def shape(self) -> BlockShape:
         """The shape of the block's gradient matrix."""
-        assert self._full_weight is not None
+        no_weight = f"{type(self).__name__}: pass the weight's name to keys=, or override shape"
+        assert self._full_weight is not None, no_weight
         rows = self._full_weight.shape[0]
         columns = self._full_weight.numel() // rows if self.weight is not None else 0
         return BlockShape(self.groups, rows // self.groups, columns + (self.bias is not None))

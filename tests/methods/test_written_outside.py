@@ -365,3 +365,49 @@ class GainsHelper(LayerHelper):
 
 def test_the_groups_of_a_helper_are_those_of_its_shape() -> None:
     check_layer_helper(Gains(), torch.randn(5, 4), helper=GainsHelper)
+
+
+class Kernel(nn.Module):
+    """A parameter of another name and layout, ``[in, out]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.bias = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kernel + self.bias
+
+
+class Unnamed(soframe.layers.LinearHelper):
+    unsupported = LayerHelper.unsupported
+
+
+class Weightless(Unnamed):
+    @classmethod
+    def unsupported(cls, module):
+        return None
+
+
+class Flat(Weightless):
+    @classmethod
+    def names(cls, module):
+        return ("kernel",)
+
+    @classmethod
+    def of(cls, module, trained, *, joint=True):
+        return [cls(module, bias=False, keys=("kernel", "bias"))]
+
+
+@pytest.mark.parametrize(
+    ("helper", "message"),
+    [
+        (Unnamed, r"no weight; for other names override unsupported\(\), names\(\) and of\(\)"),
+        (Weightless, "pass the weight's name to keys="),
+        (Flat, r"override shape, to_matrix, from_matrix if it is not \[out, in\]"),
+    ],
+)
+def test_a_helper_of_another_layout_says_what_to_override(
+    helper: type[LayerHelper], message: str
+) -> None:
+    with pytest.raises((AssertionError, ValueError), match=message):
+        check_layer_helper(Kernel(), torch.randn(5, 3), helper=helper)
