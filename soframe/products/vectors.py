@@ -63,8 +63,11 @@ class Coordinates:
             Its leading dimensions.
 
         Raises:
+            TypeError: If it is no mapping.
             ValueError: If names are unknown or missing, or shapes do not fit.
         """
+        if not isinstance(vector, Mapping):
+            raise TypeError(f"a vector is a dict of tensors by name, not a {type(vector).__name__}")
         if unknown := [name for name in vector if name not in self.shapes]:
             reasons = [f"{name} ({self.left_out.get(name, 'no parameter')})" for name in unknown]
             raise ValueError(
