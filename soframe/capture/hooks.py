@@ -464,7 +464,7 @@ class Capture:
         self.calls.called[helper] = helper.parameters[next(iter(computing))]._version
         trained = list(computing.values())
         # For a bias alone, inputs show which of several groups a call reaches.
-        reads = helper.multiplies or helper.groups > 1 or helper in self.rereading
+        reads = helper.multiplies or helper.shape[0] > 1 or helper in self.rereading
         keeps = reads and helper not in self.without_inputs
         if inner is None:
             self._watch(

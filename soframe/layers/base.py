@@ -139,6 +139,8 @@ class LayerHelper(WeightAndBias, ABC):
             The reason, for the registration report.
         """
         if not isinstance(module._parameters.get("weight"), nn.Parameter):
+            if not hasattr(module, "weight"):
+                return "it has no weight; for other names override unsupported(), names() and of()"
             return "its weight is not a parameter of its own (parametrised or computed)"
         if any(p is not None and p.is_complex() for p in module._parameters.values()):
             return "complex parameters are not supported"
@@ -294,8 +296,8 @@ class LayerHelper(WeightAndBias, ABC):
         if rows.ndim != 4 or rows.shape[3] != self._row_entries:
             raise ValueError(
                 f"{type(self).__name__}: input_rows gives rows {tuple(rows.shape)}, and a row of "
-                f"the weight has {self._row_entries} entries (where a weight has changed its "
-                f"shape, put a new nn.Parameter in its place, not other .data)"
+                f"the weight has {self._row_entries}: override shape, to_matrix, from_matrix if it "
+                f"is not [out, in]; if its shape changed, put a new nn.Parameter in its place"
             )
         return rows
 
@@ -418,7 +420,7 @@ class LayerHelper(WeightAndBias, ABC):
         if self.counts_inputs:
             return add_squares(total, self.block_rows(inputs, output_rows), scale, like.dtype)
         if total is None:
-            total, beta = new_sum(self.groups, self.shape[2], like, zero=False), 0.0
+            total, beta = new_sum(self.shape[0], self.shape[2], like, zero=False), 0.0
         groups, batch, shared, _ = output_rows.shape
         if not self.multiplies:
             add_bias(total, total.new_zeros(groups, 0), batch * shared, scale, beta)

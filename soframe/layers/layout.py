@@ -77,13 +77,14 @@ class WeightAndBias:
 
     @cached_property
     def groups(self) -> int:
-        """The number of independent sub-layers."""
+        """The number of equal parts of the outputs, for the default `shape` and packing."""
         return 1
 
     @cached_property
     def shape(self) -> BlockShape:
         """The shape of the block's gradient matrix."""
-        assert self._full_weight is not None
+        no_weight = f"{type(self).__name__}: pass the weight's name to keys=, or override shape"
+        assert self._full_weight is not None, no_weight
         rows = self._full_weight.shape[0]
         return self._shape(self.groups, rows // self.groups, self._full_weight.numel() // rows)
 

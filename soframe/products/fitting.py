@@ -187,9 +187,10 @@ class Fit:
         losses: list[Tensor] = []
         first = self.progress.batches
         for batch in islice(batches, every):
-            outputs, value = loss(self._model, batch)
-            if value.numel() != 1:
-                raise TypeError("loss(model, batch) returns (outputs, the mean loss, a scalar)")
+            pair = loss(self._model, batch)
+            if isinstance(pair, Tensor) or pair[1].numel() != 1:
+                raise TypeError("loss(model, batch) must return (outputs, the mean loss, a scalar)")
+            outputs, value = pair
             self._fisher.observe(outputs, self._capture, self._samples, first + len(losses))
             if not self._fisher.probed:
                 value.backward()

@@ -64,8 +64,11 @@ class Coordinates:
             Its leading dimensions.
 
         Raises:
+            TypeError: If it is no mapping.
             ValueError: If names are unknown or missing, or shapes do not fit.
         """
+        if not isinstance(vector, Mapping):
+            raise TypeError(f"a vector is a dict of tensors by name, not a {type(vector).__name__}")
         if (problem := self._misnamed(vector)) is not None:
             raise ValueError(problem)
         common: torch.Size | None = None

@@ -340,7 +340,7 @@ def _spec(helper: LayerHelper, side: Literal["left", "right"]) -> FactorSpec:
     """Return the spec of one of K-FAC's factors for a helper."""
     _, out, into = helper.shape
     size = into if side == "right" else out
-    return helper.factor(FactorSpec(side, side, helper.groups, size))
+    return helper.factor(FactorSpec(side, side, helper.shape[0], size))
 
 
 def _moment(rows: Tensor, diagonal: bool) -> Tensor:

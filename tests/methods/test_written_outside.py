@@ -330,3 +330,84 @@ def test_what_a_helper_leaves_out_is_in_no_block(helper: type[LayerHelper]) -> N
 
 def test_the_kit_trains_what_a_helper_leaves_out() -> None:
     check_layer_helper(Gate(), torch.randn(5, 3), helper=GateHelper)
+
+
+class Gains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x + self.bias
+
+
+class GainsHelper(LayerHelper):
+    """Each feature is a layer, by ``shape`` and the packing alone."""
+
+    @property
+    def shape(self) -> BlockShape:
+        return BlockShape(4, 1, (self.weight is not None) + (self.bias is not None))
+
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        columns = [tensor for tensor in (weight, bias) if tensor is not None]
+        return torch.stack(columns, dim=1).unsqueeze(1)  # [4, 1, columns]
+
+    def from_matrix(self, matrix: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weight = None if self.weight is None else matrix[:, 0, 0]
+        return weight, None if self.bias is None else matrix[:, 0, -1]
+
+    def input_rows(self, x: Tensor) -> Tensor:
+        return x.mT.unsqueeze(2).unsqueeze(3)  # [4, batch, 1, 1]
+
+    def output_rows(self, grad_output: Tensor) -> Tensor:
+        return grad_output.mT.unsqueeze(2).unsqueeze(3)
+
+
+def test_the_groups_of_a_helper_are_those_of_its_shape() -> None:
+    check_layer_helper(Gains(), torch.randn(5, 4), helper=GainsHelper)
+
+
+class Kernel(nn.Module):
+    """A parameter of another name and layout, ``[in, out]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.bias = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kernel + self.bias
+
+
+class Unnamed(soframe.layers.LinearHelper):
+    unsupported = LayerHelper.unsupported
+
+
+class Weightless(Unnamed):
+    @classmethod
+    def unsupported(cls, module):
+        return None
+
+
+class Flat(Weightless):
+    @classmethod
+    def names(cls, module):
+        return ("kernel",)
+
+    @classmethod
+    def of(cls, module, trained, *, joint=True):
+        return [cls(module, bias=False, keys=("kernel", "bias"))]
+
+
+@pytest.mark.parametrize(
+    ("helper", "message"),
+    [
+        (Unnamed, r"no weight; for other names override unsupported\(\), names\(\) and of\(\)"),
+        (Weightless, "pass the weight's name to keys="),
+        (Flat, r"override shape, to_matrix, from_matrix if it is not \[out, in\]"),
+    ],
+)
+def test_a_helper_of_another_layout_says_what_to_override(
+    helper: type[LayerHelper], message: str
+) -> None:
+    with pytest.raises((AssertionError, ValueError), match=message):
+        check_layer_helper(Kernel(), torch.randn(5, 3), helper=helper)

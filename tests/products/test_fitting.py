@@ -352,6 +352,19 @@ def test_names_and_shapes_of_vectors_are_checked() -> None:
     del vector["0.weight"]
     with pytest.raises(ValueError, match=r"lacks 0.weight.*zeros"):
         curvature @ vector
+    with pytest.raises(TypeError, match="a dict of tensors by name, not a Tensor"):
+        curvature @ randn(4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_loss_returns_outputs_and_a_mean(reduction: str) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Any:
+        value = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
+        return value if reduction == "mean" else (model(batch[0]), value)
+
+    curvature = soframe.Curvature(network(), layers="all")
+    with pytest.raises(TypeError, match=r"must return \(outputs, the mean loss, a scalar\)"):
+        curvature.fit(batches(3), loss)
 
 
 def test_samples_that_cannot_be_told_apart_are_refused() -> None:
