@@ -127,15 +127,13 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
     for parameters in home.groups(optimizer):
         optimised.update(map(id, parameters))
     missing: list[str] = []
-    count = 0
     for block in blocks:
-        count += len(block.parameters)
         for name, parameter in block.parameters.items():
             if id(parameter) not in optimised:
                 missing.append(f"{block.name}.{name}")
     if not missing:
         return
-    if len(missing) == count:
+    if len(missing) == sum(len(block.parameters) for block in blocks):
         # An optimizer that shards parameters replaces them, and reads gradients of its own.
         remedy = (
             "It has no parameter of any block: it is another model's, or one that shares "
