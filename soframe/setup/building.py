@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 
 from torch import nn
 from torch.optim import Optimizer
@@ -122,14 +123,11 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
         return
     if (groups := grouping(optimizer)) is not None:
         groups.group(blocks)
-    home = blocks[0].home
-    optimised: set[int] = set()
-    for parameters in home.groups(optimizer):
-        optimised.update(map(id, parameters))
+    optimised = set(chain.from_iterable(blocks[0].home.groups(optimizer)))
     missing: list[str] = []
     for block in blocks:
         for name, parameter in block.parameters.items():
-            if id(parameter) not in optimised:
+            if parameter not in optimised:
                 missing.append(f"{block.name}.{name}")
     if not missing:
         return
