@@ -199,7 +199,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
 
     def _find_names(self) -> None:
         """Read the names of parameters, and take replaced ones out of the param groups."""
-        former, named = self._names, self._named()
+        former, named = self._names, _named(self._model)
         self._names = {id(p): name for name, p in named.items()}
         for group in (*self.param_groups, *self._given):
             parameters: list[nn.Parameter] = []
@@ -209,10 +209,6 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 if present is not None:
                     parameters.append(present)
             group["params"] = parameters
-
-    def _named(self) -> dict[str, nn.Parameter]:
-        """Return the present parameters of the model by name."""
-        return {plain_name(name): p for name, p in self._model.named_parameters()}
 
     def _join(self, blocks: Sequence[Block]) -> None:
         """Put the trained parameters of blocks that are in no param group into one."""
@@ -548,7 +544,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         Raises:
             ValueError: If it is not of this optimizer, or damaged; nothing has changed then.
         """
-        named = self._named()
+        named = _named(self._model)
         balls = {ball.key: ball for ball in self._balls}
         saved: dict[str, Any] = {}
 
@@ -661,6 +657,11 @@ def _require_known(names: Iterable[str]) -> None:
 def _ratio(method: Choice) -> float:
     """Return the auxiliary learning rate over the method's; the least of several methods."""
     return min(component.auxiliary_ratio for component in methods(method))
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the present parameters of a model by name."""
+    return {plain_name(name): p for name, p in model.named_parameters()}
 
 
 def _parameters(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:

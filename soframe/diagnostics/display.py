@@ -67,9 +67,9 @@ def tables(metrics: Mapping[str, Any]) -> list[Table]:
         COLUMNS,
     )
     for name, block in metrics["blocks"].items():
-        norms = [block[f"{kind}_norm"] for kind in ("gradient", "direction", "weight")]
-        of_block = [name, "", *map(_show, (block["damping"], *norms)), "", "", "", "", ""]
-        blocks.add_row(*of_block)
+        numbers = ("damping", "gradient_norm", "direction_norm", "weight_norm")
+        shown = [_show(block[number]) for number in numbers]
+        blocks.add_row(name, "", *shown, "", "", "", "", "")
         for factor, of_factor in block["factors"].items():
             spectrum = of_factor["spectrum"] or {}
             cells = [
@@ -81,19 +81,15 @@ def tables(metrics: Mapping[str, Any]) -> list[Table]:
             ]
             blocks.add_row("", f"{factor} ({of_factor['size']})", "", "", "", "", *cells)
     steps = metrics["timed_steps"]
-    phases = _table(
-        f"phases, {steps} step(s) timed" if steps else "phases, not timed",
-        ("phase", "ms per step", "share", "bytes", "collectives"),
-    )
+    timed = f"{steps} step(s) timed" if steps else "not timed"
+    phases = _table(f"phases, {timed}", ("phase", "ms per step", "share", "bytes", "collectives"))
     for name, phase in metrics["phases"].items():
-        is_timed = phase["seconds"] is not None and steps
-        phases.add_row(
-            name,
-            f"{1e3 * phase['seconds'] / steps:.3g}" if is_timed else "-",
-            f"{phase['share']:.1%}" if phase["share"] is not None else "-",
-            bytes_text(phase["bytes"]),
-            str(phase["calls"]),
-        )
+        time, share = "-", "-"
+        if phase["seconds"] is not None and steps:
+            time = f"{1e3 * phase['seconds'] / steps:.3g}"
+        if phase["share"] is not None:
+            share = f"{phase['share']:.1%}"
+        phases.add_row(name, time, share, bytes_text(phase["bytes"]), str(phase["calls"]))
     return [blocks, phases]
 
 

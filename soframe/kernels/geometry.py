@@ -97,7 +97,10 @@ def segments(axis: Axis) -> tuple[Segment, ...]:
             step = ks[1] - ks[0] if len(ks) > 1 else 1
             assert ks == list(range(ks[0], ks[-1] + 1, step))
             position, shift = start * axis.stride + residue, axis.dilation * other
-            runs.append(Segment(position, stop - start, shift, ks[0], step, len(ks), other))
+            segment = Segment(
+                position, stop - start, shift, first=ks[0], step=step, kernels=len(ks), other=other
+            )
+            runs.append(segment)
     return tuple(sorted(runs, key=lambda s: (abs(s.shift), s.shift, s.start)))
 
 

@@ -51,7 +51,8 @@ def sample_moments(
         inputs, outputs = rows.squeeze(2), output_rows.squeeze(2)
         left = _weighted(outputs, inputs, diagonal[0])
         return left, _weighted(inputs, outputs, diagonal[1])
-    last_out, last_in = (1 if diagonal[0] else out), (1 if diagonal[1] else into)
+    last_out = 1 if diagonal[0] else out
+    last_in = 1 if diagonal[1] else into
     grams = 2 * shared**2 * (into + out) + shared * (into * last_in + out * last_out)
     if grams <= out * into * (shared + last_in + last_out):
         return moments_by_grams(rows, output_rows, diagonal)
@@ -89,8 +90,9 @@ def moments_by_samples(
     """Compute the same from the gradients, some samples at a time: the plain twin."""
     groups, _, _, into = rows.shape
     out = output_rows.shape[3]
-    left = rows.new_zeros((groups, out) if diagonal[0] else (groups, out, out))
-    right = rows.new_zeros((groups, into) if diagonal[1] else (groups, into, into))
+    left_shape = (groups, out) if diagonal[0] else (groups, out, out)
+    right_shape = (groups, into) if diagonal[1] else (groups, into, into)
+    left, right = rows.new_zeros(left_shape), rows.new_zeros(right_shape)
     samples = max(1, at_once // (groups * out * into))
     for inputs, gradients in zip(
         rows.split(samples, 1), output_rows.split(samples, 1), strict=True

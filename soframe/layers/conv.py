@@ -134,24 +134,21 @@ class Conv2dHelper(LayerHelper):
     def _padded(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, list[Axis]]:
         """Apply padding other than zeros to the batch; return it and the geometry of its axes."""
         conv, x = self.module, self._batched(inputs[0].to(dtype))
-        around = list(map(self._around, range(self.dimensions)))
+        around: list[tuple[int, int]] = []
+        for axis in range(self.dimensions):
+            if conv.padding == "same":
+                # An odd total leaves the extra position at the end, as torch does.
+                total = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
+                around.append((total // 2, total - total // 2))
+            else:
+                size = 0 if conv.padding == "valid" else int(conv.padding[axis])
+                around.append((size, size))
         if conv.padding_mode != "zeros":
             x = F.pad(x, _last_first(around), mode=conv.padding_mode)
             around = list(itertools.repeat((0, 0), self.dimensions))
         before, after = zip(*around, strict=True)
         axes = map(Axis, x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, before, after)
         return x, list(axes)
-
-    def _around(self, axis: int) -> tuple[int, int]:
-        """Return the padding before and after an axis."""
-        conv = self.module
-        if conv.padding == "valid":
-            return 0, 0
-        if conv.padding == "same":
-            # An odd total leaves the extra position at the end, as torch does.
-            total = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
-            return total // 2, total - total // 2
-        return int(conv.padding[axis]), int(conv.padding[axis])
 
     def _image(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Geometry]:
         """Return the batch as images, and the geometry of their patches."""

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 
 from torch import nn
 from torch.optim import Optimizer
@@ -122,20 +123,15 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
         return
     if (groups := grouping(optimizer)) is not None:
         groups.group(blocks)
-    home = blocks[0].home
-    optimised: set[int] = set()
-    for parameters in home.groups(optimizer):
-        optimised.update(map(id, parameters))
+    optimised = set(chain.from_iterable(blocks[0].home.groups(optimizer)))
     missing: list[str] = []
-    count = 0
     for block in blocks:
-        count += len(block.parameters)
         for name, parameter in block.parameters.items():
-            if id(parameter) not in optimised:
+            if parameter not in optimised:
                 missing.append(f"{block.name}.{name}")
     if not missing:
         return
-    if len(missing) == count:
+    if len(missing) == sum(len(block.parameters) for block in blocks):
         # An optimizer that shards parameters replaces them, and reads gradients of its own.
         remedy = (
             "It has no parameter of any block: it is another model's, or one that shares "

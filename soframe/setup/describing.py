@@ -31,7 +31,8 @@ def text(
     # The components that blocks have, in place of a mapping from patterns.
     components: dict[str, list[object]] = {"method": [], "auxiliary": [], "solver": []}
     for block in blocks:
-        components["auxiliary" if block.auxiliary else "method"].append(block.method)
+        kind = "auxiliary" if block.auxiliary else "method"
+        components[kind].append(block.method)
         if block.solved_factors:
             components["solver"].append(block.solver)
     for name, of_blocks in components.items():

@@ -54,11 +54,8 @@ class Relative(Around):
         product = torch.stack(traces).prod(0)
         shares = self.solver.shares(traces, damping * product)
         # With zero curvature the damping is zero too: any share that can be solved will do.
-        scaled: list[Tensor] = []
-        for share, trace in zip(shares, traces, strict=True):
-            factor_share = torch.where(product > 0, share / trace, 1.0)
-            scaled.append(factor_share.to(mean_traces[0].dtype))
-        return scaled
+        dtype, scaled = mean_traces[0].dtype, map(torch.div, shares, traces)
+        return [torch.where(product > 0, share, 1.0).to(dtype) for share in scaled]
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         scaled, trace = _scaled(matrix)

@@ -156,7 +156,7 @@ class Step:
 
     def phases(self) -> list[tuple[str, list[Message]]]:
         """Return the collectives in the order of the step, with their phases."""
-        active = _named(self.pairs, True if self.used is None else self.used)
+        active = _named(self.pairs, self.used)
         due = _named(active, self.solve)
         before = [(w, p) for w, p in due if not w.after]
         after = [(w, p) for w, p in due if w.after]
@@ -339,9 +339,12 @@ class Step:
         return self._agreed(*sizes, _OUTCOME_BYTES * _OUTCOMES * jobs)
 
 
-def _named(pairs: Pairs, names: bool | Collection[str]) -> Pairs:
-    if isinstance(names, bool):
-        return pairs if names else []
+def _named(pairs: Pairs, names: bool | Collection[str] | None) -> Pairs:
+    """Return the blocks with some names: all for True or None, none for False."""
+    if names is None or names is True:
+        return pairs
+    if names is False:
+        return []
     return [(work, place) for work, place in pairs if work.name in names]
 
 

@@ -100,9 +100,10 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
     method = copy.deepcopy(training.method)
     optimizer = Optimizer(model, method, strategy=training.strategy, **grouped(settings))
     _resume(model, optimizer, training)
+    observing = optimizer if observes else None
     for step in range(training.begin, training.end):
         optimizer.zero_grad()
-        _backward(model, optimizer if observes else None, rank, ranks, training, step)
+        _backward(model, observing, rank, ranks, training, step)
         if ranks > 1:
             _average(model, ranks)
         optimizer.step()

@@ -209,7 +209,7 @@ class StochasticTrustRegion(ClosureOptimizer):
         averages = [self.state[p]["average"] for p in batch.parameters]
         with torch.no_grad():
             share = (self._eta + 1) / (self._steps + self._eta)
-            torch._foreach_lerp_(averages, [p.detach() for p in batch.parameters], share)
+            torch._foreach_lerp_(averages, list(map(Tensor.detach, batch.parameters)), share)
         return {**numbers, "notes": notes, "directions": ("AdamW",)}
 
     def _backward(self, closures: Sequence[Closure]) -> float:

@@ -103,7 +103,8 @@ class Trend:
             return False
         error = ERRORS * math.sqrt(self.squares / (self.count * (self.count - 1)))
         if abs(self.mean) > error:
-            return self._judge(SHORTER if self.mean > 0 else LONGER)
+            factor = SHORTER if self.mean > 0 else LONGER
+            return self._judge(factor)
         return self._judge(STALLED) if self.count == MOST else False
 
     def _judge(self, factor: float) -> bool:
