@@ -13,7 +13,6 @@ import soframe
 from soframe.estimate import window
 from soframe.estimate.window import Sums
 from soframe.methods import base
-from soframe.methods.base import few_rows
 from tests.calls import operators
 
 Model = nn.Sequential

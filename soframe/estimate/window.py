@@ -67,38 +67,28 @@ class _Rows:
 class Sums:
     """The sums of a stack's statistics: by factor ``[blocks * groups, ...]``.
 
-    A few rows of a call are copied, and one product adds the moments of all blocks (`multiply`).
+    A few rows of a call are copied, and one product adds the moments of all blocks to the totals
+    (`multiply`), of which matrices are valid in the lower triangles.
     """
 
     stack: Stack
-    _totals: dict[str, Tensor] = field(default_factory=dict, init=False)
+    totals: dict[str, Tensor] = field(default_factory=dict, init=False)
     _parts: dict[str, Sequence[Tensor]] = field(default_factory=dict, init=False)  # by block
     _rows: dict[str, _Rows] = field(default_factory=dict, init=False)
-
-    @property
-    def totals(self) -> dict[str, Tensor]:
-        """The sums of all blocks; of matrices the lower triangles."""
-        self.multiply()
-        return self._totals
 
     def add(
         self, factor: FactorSpec, member: int, moment: Tensor | Addend, multiplier: float
     ) -> bool:
         """Add a multiple of a call's statistics to a block's sum; False if shapes differ."""
         # The moment is a tensor, or a function that adds to a sum in place: see `Addend`.
-        name, is_alone = factor.name, len(self.stack.blocks) == 1
         if isinstance(moment, Tensor) and moment.shape != factor.shape:
             return False
-        if is_alone and name not in self._totals:  # the first moment becomes the sum
-            new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
-            if new.shape != factor.shape:
-                return False
-            self._totals[name], self._parts[name] = new, (new,)
-            return True
-        if not is_alone and self._keep(factor, member, few_rows(moment, factor), multiplier):
+        if len(self.stack.blocks) == 1 and factor.name not in self.totals:
+            return self._begin(factor, moment, multiplier)
+        if self._keep(factor, member, moment, multiplier):
             return True
         self._allocate(factor, torch.zeros)
-        total = self._parts[name][member]
+        total = self._parts[factor.name][member]
         if isinstance(moment, Tensor):
             total.add_(moment, alpha=multiplier)
             return True
@@ -126,9 +116,9 @@ class Sums:
                 continue
             blocks, matrices = len(self.stack.blocks), rows.matrices
             if len(rows.members) == blocks:
-                beta = float(factor.name in self._totals)
+                beta = float(factor.name in self.totals)
                 self._allocate(factor, torch.empty)
-                total = self._totals[factor.name]
+                total = self.totals[factor.name]
                 total.baddbmm_(matrices.mT, matrices, beta=beta, alpha=rows.scale)
                 continue
             self._allocate(factor, torch.zeros)
@@ -136,10 +126,17 @@ class Sums:
                 part, matrix = self._parts[factor.name][member], matrices.chunk(blocks)[member]
                 part.baddbmm_(matrix.mT, matrix, alpha=rows.scale)
 
-    def _keep(
-        self, factor: FactorSpec, member: int, few: Tensor | None, scale: float
-    ) -> bool:
-        """Copy the few rows of a call, unless they differ in shape or scale from those here."""
+    def _begin(self, factor: FactorSpec, moment: Tensor | Addend, multiplier: float) -> bool:
+        """Make the first moment of a single block the sum; False if shapes differ."""
+        new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
+        if new.shape != factor.shape:
+            return False
+        self.totals[factor.name], self._parts[factor.name] = new, (new,)
+        return True
+
+    def _keep(self, factor: FactorSpec, member: int, moment: Tensor | Addend, scale: float) -> bool:
+        """Copy the rows of a call, if they are few, and in shape and scale like those here."""
+        few = few_rows(moment, factor) if len(self.stack.blocks) > 1 else None
         if few is None:
             return False
         rows = self._rows.get(factor.name)
@@ -155,7 +152,7 @@ class Sums:
                 space[..., -1].fill_(1.0)
             rows = self._rows[factor.name] = _Rows(matrices, parts.unbind(), scale)
         part = rows.parts[member]
-        if part.shape != few.shape or rows.scale != scale:
+        if (part.shape, rows.scale) != (few.shape, scale):
             return False
         part.copy_(few)
         rows.members.add(member)
@@ -164,10 +161,10 @@ class Sums:
     def _allocate(self, factor: FactorSpec, make: Callable[..., Tensor]) -> None:
         """Allocate the sum of a stack of several blocks, by ``torch.zeros`` or ``torch.empty``."""
         name, like, blocks = factor.name, self.stack.like, len(self.stack.blocks)
-        if name not in self._totals:
+        if name not in self.totals:
             shape = (blocks * factor.groups, *factor.shape[1:])
-            self._totals[name] = make(shape, dtype=like.dtype, device=like.device)
-            self._parts[name] = self._totals[name].chunk(blocks)
+            self.totals[name] = make(shape, dtype=like.dtype, device=like.device)
+            self._parts[name] = self.totals[name].chunk(blocks)
 
 
 @dataclass(eq=False)
@@ -294,6 +291,7 @@ class Window:
             for stack, sums in self.sums.items():
                 if stack.like.device != device:
                     continue
+                sums.multiply()
                 for name, total in sums.totals.items():
                     if name in stack.like.psd:
                         diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
