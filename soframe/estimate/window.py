@@ -20,6 +20,7 @@ from soframe.blocks.home import any_nonzero
 from soframe.capture.counting import Pass, Passes
 from soframe.capture.hooks import Calls, LayerCall
 from soframe.capture.sampling import Draw
+from soframe.kernels.precision import Precision, within
 from soframe.layers.sharing import SharedInputs
 from soframe.methods.base import Addend, few_rows
 from soframe.methods.scaling import Contribution, Counts
@@ -37,9 +38,9 @@ class Mark(NamedTuple):
         """Return whether a gradient is the marked one, unchanged."""
         if gradient._version != self.version:
             return False
-        if self.storage is None or gradient.is_sparse:
-            return self.storage is None and gradient.is_sparse
-        return bool(self.storage == StorageWeakRef(gradient.untyped_storage()))
+        if self.storage is None:
+            return gradient.is_sparse
+        return not gradient.is_sparse and self.storage == StorageWeakRef(gradient.untyped_storage())
 
 
 @dataclass
@@ -122,9 +123,10 @@ class Sums:
                 total.baddbmm_(matrices.mT, matrices, beta=beta, alpha=rows.scale)
                 continue
             self._allocate(factor, torch.zeros)
+            parts, of_blocks = self._parts[factor.name], matrices.chunk(blocks)
             for member in rows.members:
-                part, matrix = self._parts[factor.name][member], matrices.chunk(blocks)[member]
-                part.baddbmm_(matrix.mT, matrix, alpha=rows.scale)
+                matrix = of_blocks[member]
+                parts[member].baddbmm_(matrix.mT, matrix, alpha=rows.scale)
 
     def _begin(self, factor: FactorSpec, moment: Tensor | Addend, multiplier: float) -> bool:
         """Make the first moment of a single block the sum; False if shapes differ."""
@@ -145,11 +147,11 @@ class Sums:
             rows = None
         if rows is None:
             groups, batch, shared, width = few.shape
-            space = few.new_empty((len(self.stack.blocks), groups, batch, shared, factor.size))
-            matrices, parts = space.view(-1, batch * shared, factor.size), space
+            parts = few.new_empty((len(self.stack.blocks), groups, batch, shared, factor.size))
+            matrices = parts.view(-1, batch * shared, factor.size)
             if factor.reads == "inputs" and width < factor.size:
-                parts = space[..., :-1]
-                space[..., -1].fill_(1.0)
+                parts[..., -1].fill_(1.0)
+                parts = parts[..., :-1]
             rows = self._rows[factor.name] = _Rows(matrices, parts.unbind(), scale)
         part = rows.parts[member]
         if (part.shape, rows.scale) != (few.shape, scale):
@@ -280,10 +282,10 @@ class Window:
                 if block.stack in self.sums:
                     self.sums[block.stack].zero(block.member, needing)
 
-    def magnitudes(self) -> list[Tensor]:
+    def magnitudes(self, precision: Precision) -> list[Tensor]:
         """Return infinity norms of the sums, as scalars: not finite where a sum is not.
 
-        Of matrices that are psd the norms of the diagonals are enough.
+        Of matrices that are psd the norms of the diagonals are enough. Rows are multiplied first.
         """
         scalars: list[Tensor] = []
         for device in {stack.like.device for stack in self.sums}:
@@ -291,7 +293,8 @@ class Window:
             for stack, sums in self.sums.items():
                 if stack.like.device != device:
                     continue
-                sums.multiply()
+                with within(precision):
+                    sums.multiply()
                 for name, total in sums.totals.items():
                     if name in stack.like.psd:
                         diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
@@ -334,9 +337,9 @@ def _mark(block: Block) -> Mark | None:
     """Mark the gradient of a parameter of a block that has one."""
     parameters = list(block.parameters.values())
     for parameter, gradient in zip(parameters, block.home.each(parameters), strict=True):
-        if gradient is not None and gradient.is_sparse:
-            return Mark(parameter, gradient._version)
         if gradient is not None:
-            storage = StorageWeakRef(gradient.untyped_storage())
+            storage = None
+            if not gradient.is_sparse:
+                storage = StorageWeakRef(gradient.untyped_storage())
             return Mark(parameter, gradient._version, storage)
     return None

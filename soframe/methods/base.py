@@ -24,7 +24,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from soframe.kernels.gram import add_squares
+from soframe.kernels.gram import add_squares, takes_one_product
 from soframe.kernels.samples import sample_moments
 from soframe.layers.base import LayerHelper, widened
 from soframe.layers.layout import BlockShape, Layout
@@ -159,10 +159,11 @@ def few_rows(addend: Tensor | Addend, factor: FactorSpec) -> Tensor | None:
     if function not in (Call.input_moment, Call.output_moment) or factor.kind != "psd":
         return None
     call: Call = addend.__self__  # type: ignore[union-attr]  # of a bound method
-    helper, name, (_, batch, shared, _) = call.helper, function.__name__, call.rows.shape
+    helper, name, (groups, batch, shared, _) = call.helper, function.__name__, call.rows.shape
     is_plain = getattr(type(helper), name) is getattr(LayerHelper, name)
-    are_many = batch * shared * factor.groups * factor.size > max(prod(factor.shape), FEW)
-    if call.widens or are_many or not is_plain:
+    numbers = batch * shared * factor.size  # of a group
+    are_few = numbers * groups <= max(prod(factor.shape), FEW)
+    if call.widens or not (is_plain and are_few and takes_one_product(factor.size, numbers)):
         return None
     if function is Call.output_moment:
         return call.output_rows
