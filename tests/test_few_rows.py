@@ -13,7 +13,6 @@ import soframe
 from soframe.estimate import window
 from soframe.estimate.window import Sums
 from soframe.methods import base
-from soframe.methods.base import few_rows
 from tests.calls import operators
 
 Model = nn.Sequential
@@ -182,9 +181,16 @@ def test_so_they_are_in_single_precision(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_many_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = batch(8, 5).double()
-    monkeypatch.setattr(base, "FEW", 0)  # fewer numbers than the matrix has
-    assert compared(monkeypatch, one_pass, linear, x) == 0
+    monkeypatch.setattr(base, "FEW", 0)  # they have fewer numbers than the matrix
+    assert compared(monkeypatch, one_pass, linear, batch(8, 5).double()) == 0
+
+
+def test_rows_of_large_factors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def large() -> Model:
+        return Model(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+
+    # Products by blocks of columns leave out most of the upper triangle.
+    assert compared(monkeypatch, one_pass, large, batch(2, 256).double()) == 0
 
 
 def test_a_step_takes_a_product_for_each_factor_of_a_stack() -> None:

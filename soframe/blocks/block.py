@@ -131,9 +131,14 @@ class Block(BlockSpec):
 
         ``late`` means that the data are there, and these factors take statistics a window later.
         """
-        if not self.dependent or (self.solved and not late):
-            return self.captured_names
-        return frozenset(f.name for f in self.captured if not f.needs)
+        if not self.dependent:
+            return self._captured_names
+        ready = self.solved and not late
+        return frozenset(f.name for f in self.captured if ready or not f.needs)
+
+    @cached_property
+    def _captured_names(self) -> frozenset[str]:
+        return frozenset(factor.name for factor in self.captured)
 
     def damped_with(self, damping: float) -> float:
         """Return the block's damping, given the preconditioner's."""

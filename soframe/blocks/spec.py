@@ -107,11 +107,6 @@ class BlockSpec:
         return tuple(factor for factor in self.factors if factor.captured)
 
     @cached_property
-    def captured_names(self) -> frozenset[str]:
-        """The names of `captured` factors."""
-        return frozenset(factor.name for factor in self.captured)
-
-    @cached_property
     def observes(self) -> bool:
         """Whether a factor takes statistics of the averaged gradient."""
         return len(self.captured) < len(self.factors)

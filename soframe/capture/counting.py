@@ -274,21 +274,17 @@ class Pass:
 
 @dataclass(eq=False)
 class Passes:
-    """The backward passes of a window, and the number of samples of each.
+    """The backward passes of a window, and the number of samples of each."""
 
-    Attributes:
-        samples: The terms that the loss averages over, where nothing is declared.
-        scale_reader: Returns a function for the factor by which the loss of the pass under way is
-            multiplied, the same function for all passes of these.
-        by_number: The passes by their numbers.
-        failure: The first error: the step raises it, on every rank.
-        scale_failure: The first error of `loss_scale`, which is raised once.
-    """
-
-    samples: Samples
+    samples: Samples  # the terms that the loss averages over, where nothing is declared
+    # Returns a function for the factor by which the loss of the pass under way is multiplied, the
+    # same function for all passes of these.
     scale_reader: Callable[[], Callable[[], float]]
+    # The passes by their numbers.
     by_number: dict[int, Pass] = field(default_factory=dict, init=False)
+    # The first error: the step raises it, on every rank.
     failure: Exception | None = field(default=None, init=False)
+    # The first error of `loss_scale`, which is raised once.
     scale_failure: Exception | None = field(default=None, init=False)
     _read_scale: Callable[[], float] | None = field(default=None, init=False)
 

@@ -137,18 +137,10 @@ class _Hook:
         helper = None if self._helper is None else self._helper()
         # torch.compile traces this much: only at statistics steps do layers break the graph.
         if capture is not None and (self._root or helper is not None) and capture.enabled:
-            is_copy = helper is not None and module is not helper.module
-            if is_copy and getattr(module, "_is_replica", False):
-                raise RuntimeError(
-                    f"torch.nn.DataParallel runs copies of a {type(module).__name__}, each on a "
-                    f"part of the batch, and statistics need the whole batch: use "
-                    f"DistributedDataParallel with a process for each device, or a method that "
-                    f"reads gradients alone, such as 'muon'"
-                )
             # Between compiled frames a call is exempt; a plain one does not pay for that.
             is_plain = not torch.compiler.is_compiling() and _compiler() is None
             take_call = _take_call if is_plain else self._take_call
-            take_call(capture, helper, args, kwargs or {}, output, self._layers)
+            take_call(capture, helper, module, args, kwargs or {}, output, self._layers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model is another model, perhaps of a machine without soframe: its
@@ -159,6 +151,7 @@ class _Hook:
 def _take_call(
     capture: Capture,
     helper: LayerHelper | None,
+    module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
@@ -173,6 +166,13 @@ def _take_call(
         if helper is None:
             capture._on_root(args, kwargs, output, layers)
             return
+        if module is not helper.module and getattr(module, "_is_replica", False):
+            raise RuntimeError(
+                f"torch.nn.DataParallel runs copies of a {type(module).__name__}, each on a part "
+                f"of the batch, and statistics need the whole batch: use DistributedDataParallel "
+                f"with a process for each device, or a method that reads gradients alone, such as "
+                f"'muon'"
+            )
         try:
             capture._on_forward(helper, args, kwargs, output)
         except Exception as error:  # of any kind: all ranks raise together
@@ -261,8 +261,8 @@ class Capture:
     model: nn.Module | None = None  # the model that has the layers
     # The helpers whose inputs this rank does not need in this window; none are kept.
     without_inputs: frozenset[LayerHelper] = frozenset()
-    # The helpers whose calls are only counted in this window, the same on every rank: their tensor-
-    # parallel gradients are not gathered.
+    # The helpers whose calls are only counted in this window, the same on every rank: their
+    # tensor-parallel gradients are not gathered.
     no_statistics: frozenset[LayerHelper] = frozenset()
     # The helpers whose inputs every probe needs, not the first alone.
     rereading: frozenset[LayerHelper] = frozenset()
@@ -368,7 +368,7 @@ class Capture:
     def close(self) -> None:
         """Remove every hook; calls made before are dropped."""
         self._finalizer()
-        self.sink, self.closed = None, True
+        self.sink, self.names, self.closed = None, {}, True
 
     def probe(
         self,
@@ -565,9 +565,9 @@ class Capture:
         that gathers its rows: such a model is an error at the step.
         """
         computing: dict[str, nn.Parameter] = {}
-        own = helper.module._parameters
+        present = helper.module._parameters
         for name, registered in helper.parameters.items():
-            parameter = own[name] if name in own else parameter_of(helper.module, name)
+            parameter = present[name] if name in present else parameter_of(helper.module, name)
             if parameter is not registered:
                 if sharding.is_distributed(parameter) and not self.alike:
                     return None
@@ -608,7 +608,7 @@ class Capture:
         view: Callable[[Tensor], Tensor] | None,
     ) -> _Pending:
         """Return the gradient hook of a call, which keeps the inputs that are needed."""
-        keeper = _keep(len(trained), *trained, *needed)
+        keeper: Any = _keep(len(trained), *trained, *needed)
         # They tell whether a backward pass adds to the parameters' gradients.
         accumulators = [node for node, _ in keeper.grad_fn.next_functions[: len(trained)]]
         kept = keeper if needed else None
@@ -630,7 +630,7 @@ class Capture:
 
     def _on_loss(self, helper: LayerHelper) -> None:
         """Record that a backward pass of the loss has reached a layer."""
-        if self.sink is not None and self.enabled and helper in self.names:
+        if self.enabled and helper in self.names:
             self.calls.enter(self._on_end)
             self.calls.reached.add(helper)
 
@@ -644,7 +644,7 @@ class Capture:
     def _on_gradient(self, call: _Pending, kept: Tensor | None, gradient: Tensor) -> None:
         helper, batch = call.helper, call.batch
         # A layer that was frozen, thawed or replaced since its forward has another helper now.
-        if self.sink is None or not self.enabled or helper not in self.names:
+        if not self.enabled or helper not in self.names:
             return
         if call.without_inputs != self.without_inputs:
             return  # called in a window of other turns: some layers' inputs were not kept
@@ -669,10 +669,11 @@ class Capture:
                 complete = LayerCall(
                     helper, inputs, gradient, number, self._probe, batch, earlier, is_ragged
                 )
+                assert self.sink is not None
                 with sharding.shaped(helper.module._parameters.values()):
                     self.sink(complete)
         except Exception as error:  # of any kind: all ranks raise together
-            error.add_note(f"soframe: in the statistics of {self.names[helper]!r}")
+            error.add_note(f"soframe: in the statistics of {self.names.get(helper)!r}")
             self.raise_or_defer(error, helper)
 
     def _kept_inputs(self, helper: LayerHelper, kept: Tensor | None) -> tuple[Tensor, ...]:

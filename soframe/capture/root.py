@@ -51,14 +51,10 @@ def entries(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a model that show its batch.
+    """The layers of a model that show its batch."""
 
-    Attributes:
-        rows: The numbers of rows of its embeddings.
-        sequences_first: Whether one of them takes ``[T, N, features]`` (``batch_first=False``).
-    """
-
-    rows: frozenset[int] = frozenset()
+    rows: frozenset[int] = frozenset()  # the numbers of rows of its embeddings
+    # Whether one of them takes ``[T, N, features]`` (``batch_first=False``).
     sequences_first: bool = False
 
     @staticmethod
@@ -127,31 +123,19 @@ class Region:
 
 @dataclass(frozen=True)
 class Sight:
-    """The tensors of a forward pass of the root.
+    """The tensors of a forward pass of the root."""
 
-    Attributes:
-        size: The number of samples N; None if unknown.
-        terms: The number of rows of the outputs, if they are several for each sample.
-        tokens: The number of tokens of the integer inputs, or of the outputs.
-        by_token: Whether each token has a term.
-        is_empty: Whether the batch has no samples.
-        dim: The dimension of the inputs that is the batch.
-        inputs: The regions of the inputs.
-        outputs: The regions of the outputs; empty before they are computed.
-        question: The alternatives, if the number of terms is uncertain.
-        asks_of_tokens: Whether the question is of tokens or samples alone.
-    """
-
-    size: int | None = None
+    size: int | None = None  # the number of samples N; None if unknown
+    # The number of rows of the outputs, if they are several for each sample.
     terms: int | None = None
-    tokens: int | None = None
-    by_token: bool = False
-    is_empty: bool = False
-    dim: int = 0
-    inputs: Sequence[Region] = ()
-    outputs: Sequence[Region] = ()
-    question: str = ""
-    asks_of_tokens: bool = False
+    tokens: int | None = None  # the number of tokens of the integer inputs, or of the outputs
+    by_token: bool = False  # whether each token has a term
+    is_empty: bool = False  # whether the batch has no samples
+    dim: int = 0  # the dimension of the inputs that is the batch
+    inputs: Sequence[Region] = ()  # the regions of the inputs
+    outputs: Sequence[Region] = ()  # the regions of the outputs; empty before they are computed
+    question: str = ""  # the alternatives, if the number of terms is uncertain
+    asks_of_tokens: bool = False  # whether the question is of tokens or samples alone
 
     def has_samples_of(self, other: Sight) -> bool | None:
         """Return whether two forward passes are of the same samples; None if unknown."""

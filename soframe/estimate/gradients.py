@@ -32,15 +32,11 @@ from soframe.strategies.buckets import fill
 
 @dataclass(frozen=True)
 class Gradient:
-    """The averaged gradient of the blocks of a stack that have one.
+    """The averaged gradient of the blocks of a stack that have one."""
 
-    Attributes:
-        members: The blocks, the same on every rank.
-        matrix: ``[groups, out, in]`` in the factors' dtype, of a stack of an elementwise method
-            ``[entries, 1, 1]``; None if this rank does not have it.
-    """
-
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # the blocks, the same on every rank
+    # ``[groups, out, in]`` in the factors' dtype, or ``[entries, 1, 1]`` of an elementwise method;
+    # None if this rank does not have it.
     matrix: Tensor | None
 
     def of(self, stack: Stack, members: Sequence[int]) -> Tensor | None:

@@ -42,28 +42,19 @@ FAILED, RAISED = 1, 2
 
 @dataclass(eq=False)
 class Job:
-    """One factor of a run.
+    """One factor of a run."""
 
-    Attributes:
-        names: The names of the tensors that the solver makes.
-        factor: The factor.
-        solver: Its solver.
-        parcel: Sends the results from the owner to the ranks that need them.
-        needed: Whether this rank needs them.
-        copy: A copy of the running factor, for a solve in the background.
-        last: The data of the last solve, for a solver that continues from them.
-        outcomes: By block: 0, `FAILED` or `RAISED`, at first on the owner alone.
-        retried: By block whether it was solved again in float64, on its owner.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the names of the tensors that the solver makes
     factor: FactorSpec
     solver: Solver
-    parcel: Parcel
-    needed: bool
-    copy: Tensor | None = None
+    parcel: Parcel  # sends the results from the owner to the ranks that need them
+    needed: bool  # whether this rank needs the results
+    copy: Tensor | None = None  # a copy of the running factor, for a solve in the background
+    # The data of the last solve, for a solver that continues from them.
     last: dict[str, Tensor] = field(default_factory=dict)
+    # By block: 0, `FAILED` or `RAISED`, at first on the owner alone.
     outcomes: list[int] = field(default_factory=list)
+    # By block whether it was solved again in float64, on its owner.
     retried: list[int] = field(default_factory=list)
 
 

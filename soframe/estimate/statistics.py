@@ -61,6 +61,9 @@ class Folded(NamedTuple):
     weights: Weights | None  # the weights of all ranks; None if no rank used the block
 
 
+_NOTHING_COUNTED = -1, Counts(), Contribution()
+
+
 class Accumulator:
     """Adds calls to the window under way, and folds its sums into running factors.
 
@@ -121,7 +124,7 @@ class Accumulator:
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
         self.folded: dict[Block, Folded] = {}
         # A pipeline stage with the counts of a block, and what they contribute: see `weights`.
-        self._counted: tuple[int, Counts, Contribution] | None = None
+        self._counted = _NOTHING_COUNTED
 
     def listen(self, roots: Sequence[nn.Module]) -> None:
         """Take the calls that the capture records from now on; ``roots`` show their batches."""
@@ -183,10 +186,8 @@ class Accumulator:
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
         helper, probe, block = call.helper, call.probe, self._block_of[call.helper]
-        if call.earlier is not None:
-            self._pass_once(block, call.earlier)
-        if block.takes_samples or call.is_ragged:
-            call = _by_sample(block, call)
+        self._pass_once(block, call)
+        call = _by_sample(block, call)
         rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
@@ -245,12 +246,12 @@ class Accumulator:
         # A single sample of a layer that gets a part of the batch at other times is no table.
         return lacks and block not in self._routed
 
-    def _pass_once(self, block: Block, number: int) -> None:
-        """Refuse to pass through a call again after a pass, unless gradients of that are gone."""
+    def _pass_once(self, block: Block, call: LayerCall) -> None:
+        """Refuse a second backward pass through a call, unless gradients of the first are gone."""
         window = self.window
-        if number < window.tallies[block].counts.since:
+        if call.earlier is None or call.earlier < window.tallies[block].counts.since:
             return
-        earlier = window.passes.by_number.get(number)
+        earlier = window.passes.by_number.get(call.earlier)
         twice = earlier is not None and earlier.loss_scale is not None
         if twice and any(factor.reads != "inputs" for factor in block.captured):
             self.window.passes.fail(
@@ -362,7 +363,7 @@ class Accumulator:
         rows differ.
         """
         numbers: list[float] = []
-        self._counted = None
+        self._counted = _NOTHING_COUNTED
         for block, place in self._placed:
             if block not in self.window.due:
                 continue
@@ -386,7 +387,7 @@ class Accumulator:
         counts, stage = self.window.tallies[block].counts, self._stage_of[block]
         if counts.calls and not self._capture.probing and not block.has_gradient:
             return Contribution()  # zeroed since its backward passes
-        if self._counted is not None and self._counted[:2] == (stage, counts):
+        if self._counted[:2] == (stage, counts):
             return self._counted[2]  # most layers have the counts of the one before
         passes = self.window.samples_by_pass(stage, of_model)
         passes = {n: samples for n, samples in passes.items() if not 0 <= n < counts.since}
@@ -441,7 +442,9 @@ class Accumulator:
             else:
                 divisor = weights.factors[position]
                 multipliers += itertools.repeat(multiplier / divisor, factor.groups)
-        total, scale = self.window.sums_of(stack).totals.get(factor.name), 1.0
+        sums, scale = self.window.sums_of(stack), 1.0
+        sums.multiply()
+        total = sums.totals.get(factor.name)
         if total is not None:
             total = stack.take(total, members)
             if len(set(multipliers)) == 1:
@@ -572,14 +575,10 @@ def _sizes(data: DataRows | None, batch: int, shared: int) -> tuple[int, int]:
 
 def _multiply(terms: Iterable[Term]) -> None:
     """Multiply the sums with one multiplier each, by one fused call."""
-    tensors: list[Tensor] = []
-    scales: list[float] = []
-    for term in terms:
-        if term.tensor is not None and term.scale != 1:
-            tensors.append(term.tensor)
-            scales.append(term.scale)
+    scaled = [term for term in terms if term.scale != 1]
+    tensors = [term.tensor for term in scaled if term.tensor is not None]
     if tensors:
-        torch._foreach_mul_(tensors, scales)
+        torch._foreach_mul_(tensors, [term.scale for term in scaled])
 
 
 def _as_one_sample(call: LayerCall, rows: Tensor) -> tuple[LayerCall, Tensor]:

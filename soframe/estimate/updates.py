@@ -26,26 +26,21 @@ from soframe.specs import TensorSpec
 
 @dataclass(eq=False)
 class Update:
-    """The update of some blocks of a stack, from their gradient to the tensors that are written.
-
-    Attributes:
-        stack: The stack.
-        members: The blocks, which all have a gradient.
-        gradient: Their averaged gradients, ``[groups, out, in]``, or ``[entries, 1, 1]`` of an
-            elementwise method; None if this rank does not have them.
-        matrix: Their updates, of the same shape: on gradient workers, and on receivers after
-            `exchange`; of sharded parameters on gradient workers alone.
-        states: The new state of the method, on gradient workers.
-        parcel: The tensors that are sent in their place, on gradient workers; see `Method.parcel`.
-        parts: This rank's parts of sharded parameters, by block and name.
-    """
+    """The update of some blocks of a stack, from their gradient to the tensors that are written."""
 
     stack: Stack
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # the blocks, which all have a gradient
+    # Their averaged gradients, ``[groups, out, in]``, or ``[entries, 1, 1]`` of an elementwise
+    # method; None if this rank does not have them.
     gradient: Tensor | None
+    # Their updates, of the same shape: on gradient workers, and on receivers after `exchange`; of
+    # sharded parameters on gradient workers alone.
     matrix: Tensor | None = None
+    # The new state of the method, on gradient workers.
     states: dict[str, Tensor] = field(default_factory=dict)
+    # The tensors that are sent in their place, on gradient workers; see `Method.parcel`.
     parcel: Mapping[str, Tensor] = field(default_factory=dict)
+    # This rank's parts of sharded parameters, by block and name.
     parts: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
 
     @cached_property

@@ -20,6 +20,7 @@ from soframe.blocks.home import any_nonzero
 from soframe.capture.counting import Pass, Passes
 from soframe.capture.hooks import Calls, LayerCall
 from soframe.capture.sampling import Draw
+from soframe.kernels.precision import Precision, within
 from soframe.layers.sharing import SharedInputs
 from soframe.methods.base import Addend, few_rows
 from soframe.methods.scaling import Contribution, Counts
@@ -37,9 +38,9 @@ class Mark(NamedTuple):
         """Return whether a gradient is the marked one, unchanged."""
         if gradient._version != self.version:
             return False
-        if self.storage is None or gradient.is_sparse:
-            return self.storage is None and gradient.is_sparse
-        return bool(self.storage == StorageWeakRef(gradient.untyped_storage()))
+        if self.storage is None:
+            return gradient.is_sparse
+        return not gradient.is_sparse and self.storage == StorageWeakRef(gradient.untyped_storage())
 
 
 @dataclass
@@ -67,38 +68,28 @@ class _Rows:
 class Sums:
     """The sums of a stack's statistics: by factor ``[blocks * groups, ...]``.
 
-    A few rows of a call are copied, and one product adds the moments of all blocks (`multiply`).
+    A few rows of a call are copied, and one product adds the moments of all blocks to the totals
+    (`multiply`), of which matrices are valid in the lower triangles.
     """
 
     stack: Stack
-    _totals: dict[str, Tensor] = field(default_factory=dict, init=False)
+    totals: dict[str, Tensor] = field(default_factory=dict, init=False)
     _parts: dict[str, Sequence[Tensor]] = field(default_factory=dict, init=False)  # by block
     _rows: dict[str, _Rows] = field(default_factory=dict, init=False)
-
-    @property
-    def totals(self) -> dict[str, Tensor]:
-        """The sums of all blocks; of matrices the lower triangles."""
-        self.multiply()
-        return self._totals
 
     def add(
         self, factor: FactorSpec, member: int, moment: Tensor | Addend, multiplier: float
     ) -> bool:
         """Add a multiple of a call's statistics to a block's sum; False if shapes differ."""
         # The moment is a tensor, or a function that adds to a sum in place: see `Addend`.
-        name, is_alone = factor.name, len(self.stack.blocks) == 1
         if isinstance(moment, Tensor) and moment.shape != factor.shape:
             return False
-        if is_alone and name not in self._totals:  # the first moment becomes the sum
-            new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
-            if new.shape != factor.shape:
-                return False
-            self._totals[name], self._parts[name] = new, (new,)
-            return True
-        if not is_alone and self._keep(factor, member, few_rows(moment, factor), multiplier):
+        if len(self.stack.blocks) == 1 and factor.name not in self.totals:
+            return self._begin(factor, moment, multiplier)
+        if self._keep(factor, member, moment, multiplier):
             return True
         self._allocate(factor, torch.zeros)
-        total = self._parts[name][member]
+        total = self._parts[factor.name][member]
         if isinstance(moment, Tensor):
             total.add_(moment, alpha=multiplier)
             return True
@@ -126,18 +117,28 @@ class Sums:
                 continue
             blocks, matrices = len(self.stack.blocks), rows.matrices
             if len(rows.members) == blocks:
-                beta = float(factor.name in self._totals)
+                beta = float(factor.name in self.totals)
                 self._allocate(factor, torch.empty)
-                total = self._totals[factor.name]
+                total = self.totals[factor.name]
                 total.baddbmm_(matrices.mT, matrices, beta=beta, alpha=rows.scale)
                 continue
             self._allocate(factor, torch.zeros)
+            parts, of_blocks = self._parts[factor.name], matrices.chunk(blocks)
             for member in rows.members:
-                part, matrix = self._parts[factor.name][member], matrices.chunk(blocks)[member]
-                part.baddbmm_(matrix.mT, matrix, alpha=rows.scale)
+                matrix = of_blocks[member]
+                parts[member].baddbmm_(matrix.mT, matrix, alpha=rows.scale)
 
-    def _keep(self, factor: FactorSpec, member: int, few: Tensor | None, scale: float) -> bool:
-        """Copy the few rows of a call, unless they differ in shape or scale from those here."""
+    def _begin(self, factor: FactorSpec, moment: Tensor | Addend, multiplier: float) -> bool:
+        """Make the first moment of a single block the sum; False if shapes differ."""
+        new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
+        if new.shape != factor.shape:
+            return False
+        self.totals[factor.name], self._parts[factor.name] = new, (new,)
+        return True
+
+    def _keep(self, factor: FactorSpec, member: int, moment: Tensor | Addend, scale: float) -> bool:
+        """Copy the rows of a call, if they are few, and in shape and scale like those here."""
+        few = few_rows(moment, factor) if len(self.stack.blocks) > 1 else None
         if few is None:
             return False
         rows = self._rows.get(factor.name)
@@ -146,14 +147,14 @@ class Sums:
             rows = None
         if rows is None:
             groups, batch, shared, width = few.shape
-            space = few.new_empty((len(self.stack.blocks), groups, batch, shared, factor.size))
-            matrices, parts = space.view(-1, batch * shared, factor.size), space
+            parts = few.new_empty((len(self.stack.blocks), groups, batch, shared, factor.size))
+            matrices = parts.view(-1, batch * shared, factor.size)
             if factor.reads == "inputs" and width < factor.size:
-                parts = space[..., :-1]
-                space[..., -1].fill_(1.0)
+                parts[..., -1].fill_(1.0)
+                parts = parts[..., :-1]
             rows = self._rows[factor.name] = _Rows(matrices, parts.unbind(), scale)
         part = rows.parts[member]
-        if part.shape != few.shape or rows.scale != scale:
+        if (part.shape, rows.scale) != (few.shape, scale):
             return False
         part.copy_(few)
         rows.members.add(member)
@@ -162,10 +163,10 @@ class Sums:
     def _allocate(self, factor: FactorSpec, make: Callable[..., Tensor]) -> None:
         """Allocate the sum of a stack of several blocks, by ``torch.zeros`` or ``torch.empty``."""
         name, like, blocks = factor.name, self.stack.like, len(self.stack.blocks)
-        if name not in self._totals:
+        if name not in self.totals:
             shape = (blocks * factor.groups, *factor.shape[1:])
-            self._totals[name] = make(shape, dtype=like.dtype, device=like.device)
-            self._parts[name] = self._totals[name].chunk(blocks)
+            self.totals[name] = make(shape, dtype=like.dtype, device=like.device)
+            self._parts[name] = self.totals[name].chunk(blocks)
 
 
 @dataclass(eq=False)
@@ -274,10 +275,10 @@ class Window:
                 if block.stack in self.sums:
                     self.sums[block.stack].zero(block.member, needing)
 
-    def magnitudes(self) -> list[Tensor]:
+    def magnitudes(self, precision: Precision) -> list[Tensor]:
         """Return infinity norms of the sums, as scalars: not finite where a sum is not.
 
-        Of matrices that are psd the norms of the diagonals are enough.
+        Of matrices that are psd the norms of the diagonals are enough. Rows are multiplied first.
         """
         scalars: list[Tensor] = []
         for device in {stack.like.device for stack in self.sums}:
@@ -285,6 +286,8 @@ class Window:
             for stack, sums in self.sums.items():
                 if stack.like.device != device:
                     continue
+                with within(precision):
+                    sums.multiply()
                 for name, total in sums.totals.items():
                     if name in stack.like.psd:
                         diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
@@ -330,9 +333,9 @@ def _mark(block: Block) -> Mark | None:
     """Mark the gradient of a parameter of a block that has one."""
     parameters = list(block.parameters.values())
     for parameter, gradient in zip(parameters, block.home.each(parameters), strict=True):
-        if gradient is not None and gradient.is_sparse:
-            return Mark(parameter, gradient._version)
         if gradient is not None:
-            storage = StorageWeakRef(gradient.untyped_storage())
+            storage = None
+            if not gradient.is_sparse:
+                storage = StorageWeakRef(gradient.untyped_storage())
             return Mark(parameter, gradient._version, storage)
     return None

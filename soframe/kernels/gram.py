@@ -71,6 +71,12 @@ def add(total: Tensor, product: Tensor, scale: float, beta: float) -> None:
         total.add_(product, alpha=scale)
 
 
+@lru_cache(maxsize=256)
+def takes_one_product(size: int, numbers: int) -> bool:
+    """Return whether so many numbers of rows are multiplied at once, not by blocks of columns."""
+    return size < SMALL or (size < BLOCKS[2] and numbers < ONE_PRODUCT)
+
+
 def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0) -> None:
     """Add ``scale rows^T rows`` to the lower triangle of ``[n, n]``, of rows ``[m, n]``.
 
@@ -81,7 +87,7 @@ def add_rows(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0)
         halves.add_inner(total, rows, rows, scale, beta)
         return
     size = rows.shape[1]
-    if size < SMALL or (size < BLOCKS[2] and rows.numel() < ONE_PRODUCT):
+    if takes_one_product(size, rows.numel()):
         total.addmm_(rows.mT, rows, beta=beta, alpha=scale)
         return
     for start, stop in column_blocks(size, gpu=devices.on_gpu(rows)):

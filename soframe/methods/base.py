@@ -24,7 +24,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from soframe.kernels.gram import add_squares
+from soframe.kernels.gram import add_squares, takes_one_product
 from soframe.kernels.samples import sample_moments
 from soframe.layers.base import LayerHelper, widened
 from soframe.layers.layout import BlockShape, Layout
@@ -84,8 +84,7 @@ class Call:
 
     def up_to(self, max_size: float) -> Call:
         """Return this call with another ``max_size``: itself where that makes no difference."""
-        longest = max(self.helper.shape)
-        alike = longest <= max_size and longest <= self.max_size
+        alike = max(self.helper.shape) <= min(max_size, self.max_size)
         return self if alike else replace(self, max_size=max_size)
 
     @property
@@ -158,19 +157,20 @@ def few_rows(addend: Tensor | Addend, factor: FactorSpec) -> Tensor | None:
 
     ``[groups, batch, shared, n]``; None for many rows, and for other statistics.
     """
-    call, function = getattr(addend, "__self__", None), getattr(addend, "__func__", None)
-    if not isinstance(call, Call) or call.widens or factor.kind != "psd":
+    function = getattr(addend, "__func__", None)
+    if function not in (Call.input_moment, Call.output_moment) or factor.kind != "psd":
         return None
-    _, batch, shared, _ = call.rows.shape
-    if batch * shared * factor.groups * factor.size > max(prod(factor.shape), FEW):
+    call: Call = addend.__self__  # type: ignore[union-attr]  # of a bound method
+    helper, name, (groups, batch, shared, _) = call.helper, function.__name__, call.rows.shape
+    is_plain = getattr(type(helper), name) is getattr(LayerHelper, name)
+    numbers = batch * shared * factor.size  # of a group
+    are_few = numbers * groups <= max(prod(factor.shape), FEW)
+    if call.widens or not (is_plain and are_few and takes_one_product(factor.size, numbers)):
         return None
-    helper, kind = call.helper, type(call.helper)
-    if function is Call.output_moment and kind.output_moment is LayerHelper.output_moment:
+    if function is Call.output_moment:
         return call.output_rows
-    is_plain = function is Call.input_moment and kind.input_moment is LayerHelper.input_moment
-    if is_plain and helper.multiplies and call.inputs is not None:
-        return helper.weight_rows(call.inputs, call.output_rows)
-    return None
+    assert call.inputs is not None
+    return helper.weight_rows(call.inputs, call.output_rows) if helper.multiplies else None
 
 
 def _no_weights() -> Tensor:

@@ -206,7 +206,7 @@ class Fit:
                     f"batch out"
                 )
         self._statistics.require_counted()
-        magnitudes = self._statistics.window.magnitudes()
+        magnitudes = self._statistics.window.magnitudes(self._capture.precision)
         if not all(bool(magnitude.isfinite()) for magnitude in magnitudes):
             raise ValueError(
                 f"the statistics of batches {first} to {first + len(losses) - 1} are not finite, "

@@ -75,7 +75,9 @@ def _move_window(
     if old not in former.tallies or block not in window.tallies:
         return
     window.tallies[block] = former.tallies[old]
-    sums, totals = window.sums_of(block.stack), former.sums_of(old.stack).totals
+    sums, former_sums = window.sums_of(block.stack), former.sums_of(old.stack)
+    former_sums.multiply()
+    totals = former_sums.totals
     for factor in block.captured:
         if factor.name in totals:
             part = keep(factor.name, old.stack.take(totals[factor.name], (old.member,)))

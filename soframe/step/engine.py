@@ -252,7 +252,7 @@ class Engine:
         parameters = curvature.watch.parameters()
         unread: Magnitude | None = None
         try:
-            statistics = window.magnitudes()
+            statistics = window.magnitudes(parts.precision)
             # With statistics, gradients are gathered in phase *average*, when sums are freed.
             gradients = parts.home.of(parameters) if window.due else self._gradients.own()
             sizes = Magnitude(parameters, gradients, statistics, self._gradients.remembers)
