@@ -272,5 +272,6 @@ class CutLayout:
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
     """Return the current parameter of a module, or of a submodule (``"out_proj.weight"``)."""
     path, _, last = name.rpartition(".")
-    parameters = module.get_submodule(path)._parameters
-    return parameters[last] if last in parameters else None  # noqa: SIM401  # TorchScript: no get()
+    # TorchScript has neither get_submodule() nor get().
+    parameters = (module.get_submodule(path) if path else module)._parameters
+    return parameters[last] if last in parameters else None  # noqa: SIM401

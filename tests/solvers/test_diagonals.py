@@ -176,20 +176,19 @@ def test_problems_that_differ_are_solved_apart() -> None:
             shapes.append((tuple(matrix.shape), matrix.dtype))
             return super().solve(matrix, damping)
 
-    def problem(matrix: Tensor, solver: Solver, last: Any = None) -> Problem:
+    def problem(matrix: Tensor, solver: Solver, **last: Tensor) -> Problem:
         return Problem(solver, matrix, torch.ones(2, dtype=matrix.dtype), last)
 
     one, other = Counted(), Counted(split="full")
     single = diagonal(3).float()
-    last = {"inverse": single}
     problems = [
         problem(diagonal(3), one),
         problem(single, one),
         problem(diagonal(3, seed=1), one),
         problem(torch.diag_embed(single), one),
         problem(single, other),
-        problem(single, one, last),
-        problem(single, one, last),
+        problem(single, one, inverse=single),
+        problem(single, one, inverse=single),
         problem(diagonal(4).float(), one),
         Problem(one, single, torch.ones(2, dtype=torch.float64)),
     ]
