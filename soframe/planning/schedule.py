@@ -67,9 +67,7 @@ class Timing:
 
 Amounts = defaultdict[str, float]
 """Seconds of a step: ``"total"``, ``"travelled"``, ``"busy <phase>"`` and ``"exposed <phase>"``."""
-
-NOTHING = (0.0, 0.0)
-"""The seconds of a phase without messages, and of one of them."""
+NOTHING = (0.0, 0.0)  # seconds of a phase without messages, and of one of them
 
 
 class _Clock:
@@ -152,7 +150,7 @@ class Schedule:
     def timing(self, statistics_every: int, solve_every: int, turns: int = 1) -> Timing:
         """Return the time of a step, with the solves of an interval spread over some turns."""
         usual = "statistics" if statistics_every == 1 else "plain"
-        base = self._steps([usual, usual])[1]
+        base = self._steps([usual, usual])[1]  # as all later ones
         solving, longest = self._extra("solve", usual, base)
         gathering, long = Amounts(float), base["total"]
         if usual == "plain":
@@ -190,12 +188,8 @@ class Schedule:
         return longest * ranks / total if total else 1.0
 
     def _steps(self, kinds: Sequence[str]) -> list[Amounts]:
-        """Return the times of successive steps, which are alike from the second on.
-
-        A solve in the background lands in a later one.
-        """
-        clock, steps = _Clock(is_crowded=self._is_crowded), list[Amounts]()
-        lands: int | None = None
+        """Return the times of successive steps; a solve in the background lands in a later one."""
+        clock, steps, lands = _Clock(is_crowded=self._is_crowded), list[Amounts](), None
         for number, kind in enumerate(kinds):
             clock.spent, start = Amounts(float), clock.now
             if kind == "solve" and self._background:
