@@ -187,7 +187,7 @@ class Fit:
         losses: list[Tensor] = []
         first = self.progress.batches
         for batch in islice(batches, every):
-            pair = loss(self._model, batch)
+            pair: Any = loss(self._model, batch)
             if isinstance(pair, Tensor) or pair[1].numel() != 1:
                 raise TypeError("loss(model, batch) must return (outputs, the mean loss, a scalar)")
             outputs, value = pair
