@@ -112,7 +112,10 @@ def cite(*names: str) -> dict[str, str]:
     for of_kind in papers().values():
         known |= of_kind
     if unknown := sorted(set(names) - set(known)):
-        raise ValueError(f"no references for {unknown}; there are: {', '.join(sorted(known))}")
+        raise ValueError(
+            f"no references for {unknown}; there are: {', '.join(sorted(known))}; a class of yours "
+            f"has them in an attribute bibtex"
+        )
     texts = dict(entries())
     for _, _, text in _of_others():
         texts |= read(text)

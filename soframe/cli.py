@@ -9,7 +9,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -302,7 +301,7 @@ def cite(
     """Print BibTeX of components and of soframe; without a name, list what can be cited."""
     with _user_errors():
         for imported in module or ():
-            import_module(imported)
+            inspection.import_module(imported)
         cited = citations.cite(*name or ())
     if as_json and name:
         _print_json({key: citations.fields(entry) for key, entry in cited.items()})

@@ -39,10 +39,6 @@ def _dropped(of: Placed) -> object:
     return None
 
 
-def _stale(of: Placed) -> object:
-    return of.block.follows and of.place.deferred
-
-
 def _lacking(of: Placed) -> object:
     if not of.block.follows:
         return None
@@ -52,10 +48,6 @@ def _lacking(of: Placed) -> object:
             factors = f"its factor {factor.name}"
             return f"rank(s) {ranks} precondition the block, and do not hold {factors}"
     return None
-
-
-def _deferred_groups(of: Placed) -> object:
-    return of.block.unequal and of.place.deferred
 
 
 _FOLLOW = (
@@ -73,7 +65,7 @@ BLOCKS: tuple[tuple[Callable[[Placed], object], str], ...] = (
         ),
     ),
     (
-        _stale,
+        lambda of: of.block.follows and of.place.deferred,
         _FOLLOW + "the strategy reduces statistics at the solves only: pass one that reduces them "
         "at once (deferred=False); or a solver that does not follow",
     ),
@@ -83,7 +75,8 @@ BLOCKS: tuple[tuple[Callable[[Placed], object], str], ...] = (
         "such as Sharded(colocate=True) or 'mem-opt'; or a solver that does not follow",
     ),
     (
-        _deferred_groups,  # an accumulator decays all groups alike, also groups without rows
+        # An accumulator decays all groups alike, also groups without rows.
+        lambda of: of.block.unequal and of.place.deferred,
         (
             "{block.name}: its groups have rows of their own, and averages over these cannot be "
             "deferred to the solves, as the strategy {strategy!r} does: pass one that reduces "

@@ -713,14 +713,10 @@ class Curvature(OfModel):
             stack.arrive()
 
 
-def _has_products(method: Method) -> bool:
-    return type(method).spectrum is not Method.spectrum
-
-
 def _require_products(methods: Iterable[Method]) -> None:
     """Raise a ValueError if a method defines no products."""
     for method in methods:
-        if not _has_products(method):
+        if type(method).spectrum is Method.spectrum:
             raise ValueError(
                 f"{method!r} defines no products with a curvature: choose method='kfac', "
                 f"'kfac-reduce', 'ekfac' or 'foof', or let the method implement spectrum()"

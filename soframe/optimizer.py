@@ -92,8 +92,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         param_groups: Dicts with ``"params"`` and settings of their own, as for torch's optimizers:
             each of the nine above by its name. Together they have every trainable parameter; None
             for one group of all.
-        **preconditioner: Further settings of `soframe.Preconditioner`, such as ``strategy``,
-            ``solver``, ``damping``, ``solve_every``, ``gradients``.
+        **preconditioner: Further settings of `soframe.Preconditioner`, such as ``strategy``.
 
     Attributes:
         preconditioner: The preconditioner that makes the updates: its ``report``, ``memory_usage``,

@@ -64,6 +64,13 @@ def test_cite_prints_bibtex_of_components_and_of_soframe(invoke):
     assert read["zhang2022scalable"]["journal"] == "IEEE Transactions on Cloud Computing"
     assert succeeded(invoke("cite", "soframe")) == succeeded(invoke("cite", "sharded"))
     failed(invoke("cite", "kfca"), "no references for ['kfca']; there are: adamw, ")
+    failed(invoke("cite", "--import", "nowhere"), "nor in the current folder")
+
+
+def test_cite_imports_modules_of_the_current_folder(invoke, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "parts_of_here.py").touch()
+    succeeded(invoke("cite", "soap", "--import", "parts_of_here"))
 
 
 def test_cite_lists_names_and_keys(invoke):

@@ -127,6 +127,8 @@ class BlockSpec:
         solved: list[SolvedFactor] = []
         for index, factor in enumerate(self.factors):
             solver = self.method.solver(factor, self.solver)
+            if not isinstance(solver, Solver | None):
+                raise TypeError(f"{self.method!r}: solver() must return a Solver, not {solver!r}")
             if solver is not None:
                 solved.append(SolvedFactor(index, factor, solver))
         return tuple(solved)

@@ -511,7 +511,10 @@ class Method(ABC):
     @property
     def captures(self) -> bool:
         """Whether any of its factors is captured from calls."""
-        return any(factor.captured for factor in self.factors(BlockShape(1, 2, 2)))
+        factors = self.factors(BlockShape(1, 2, 2))
+        if isinstance(factors, FactorSpec):
+            raise TypeError(f"{self!r}: factors() must return a tuple, as (FactorSpec(...),)")
+        return any(factor.captured for factor in factors)
 
     @property
     def rebases(self) -> bool:

@@ -8,6 +8,7 @@ contract.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -98,15 +99,16 @@ def require_named(method: Method, name: str, declared: frozenset[str], where: st
 
 
 def require_declared(method: Method, factors: Sequence[FactorSpec], shape: BlockShape) -> None:
-    """Raise a ValueError if two factors have one name, or a state lacks the group dimension."""
+    """Raise a ValueError if two factors have one name, or a state is not as `Method.state` says."""
     names = [factor.name for factor in factors]
     if len(set(names)) < len(names):
         raise ValueError(f"{method!r}: factors() has a name twice: {names}")
-    for name, spec in method.state(shape).items():
-        if not spec.shape:
+    states: Mapping[str, Any] = method.state(shape)
+    for name, spec in states.items():
+        if not isinstance(spec, TensorSpec) or not spec.shape:
             raise ValueError(
-                f"{method!r}: the state {name!r} has the shape (), and the first dimension of each "
-                f"is that of groups: let state() say ({shape.groups},)"
+                f"{method!r}: state() gives {spec!r} for {name!r}; it must be a TensorSpec whose "
+                f"first dimension is that of groups, such as TensorSpec(({shape.groups},))"
             )
 
 

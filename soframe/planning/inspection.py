@@ -28,7 +28,7 @@ def build_model(path: str, *, meta: bool = False) -> nn.Module:
             f"{path!r} is neither MODULE:CALLABLE, as in package.models:make_model, nor a workload "
             f"of soframe plan: {', '.join(WORKLOADS)}"
         )
-    target: Any = _import(module_name)
+    target: Any = import_module(module_name)
     for name in attribute.split("."):
         if not hasattr(target, name):
             raise ValueError(f"there is no {attribute!r} in module {module_name!r}")
@@ -52,8 +52,8 @@ def _called(function: Any, path: str, *, meta: bool) -> nn.Module:
     return model
 
 
-def _import(name: str) -> Any:
-    # As `python -m` does: modules of the working directory come first.
+def import_module(name: str) -> Any:
+    """Import a module; as with ``python -m``, those of the working directory come first."""
     here = os.getcwd()  # noqa: PTH109 (sys.path holds strings)
     if here not in sys.path:
         sys.path.insert(0, here)

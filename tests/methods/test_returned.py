@@ -166,12 +166,30 @@ def test_the_check_sees_what_is_changed_in_place(directs: Returned, words: str) 
         ({"has": of_calls, "takes": lambda call: {}}, r"statistics\(\) returned no statistics"),
         ({"has": of_calls, "takes": lambda c: {"f": c.output_rows[:, 0]}}, r"statistics\(\).* of"),
         ({"has": lambda s: of_calls(s) * 2}, "a name twice"),
-        ({"states": lambda shape: {"m": TensorSpec(())}}, r"let state\(\) say \(1,\)"),
+        ({"states": lambda shape: {"m": TensorSpec(())}}, r"such as TensorSpec\(\(1,\)\)"),
+        ({"states": lambda shape: {"m": tuple(shape)}}, "must be a TensorSpec"),
     ],
 )
 def test_what_else_it_may_say_and_not_keep(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         trained(Written(lambda given: Direction(given.incoming), **settings))
+
+
+class Named(Written):
+    def solver(self, factor, default):
+        return "eigen"
+
+
+@pytest.mark.parametrize(
+    ("kind", "has", "words"),
+    [
+        (Written, lambda shape: of_gradient(shape)[0], r"must return a tuple, as \(FactorSpec"),
+        (Named, of_gradient, "must return a Solver, not 'eigen'"),
+    ],
+)
+def test_declarations_of_another_type(kind: type[Written], has: Returned, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        trained(kind(lambda given: Direction(given.incoming), has=has))
 
 
 @pytest.mark.parametrize("within", [lambda m: Chain((m, "momentum")), lambda m: Blocked(m, 4)])
