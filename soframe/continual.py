@@ -10,7 +10,7 @@ from torch import Tensor
 
 from soframe.blocks import sharding
 from soframe.curvature import Curvature
-from soframe.products.vectors import Vector
+from soframe.products.vectors import Vector, total
 from soframe.weights import covered
 
 
@@ -30,7 +30,7 @@ def penalty(curvature: Curvature, anchor: Vector) -> Tensor:
         A scalar.
 
     Raises:
-        ValueError: If the anchor lacks a weight, or weights are sharded over ranks.
+        ValueError: If the anchor lacks a weight or is no copy, or weights are sharded over ranks.
         RuntimeError: If the curvature is not fitted.
     """
     weights = covered(curvature)
@@ -40,13 +40,15 @@ def penalty(curvature: Curvature, anchor: Vector) -> Tensor:
             f"the anchor lacks {', '.join(missing)}: pass a copy of all weights after the task, "
             f"such as copy.deepcopy(model.state_dict())"
         )
+    if any(weight.is_set_to(anchor[name]) for name, weight in weights.items()):
+        raise ValueError(
+            "the anchor has the weights themselves, which move, so that the penalty stays zero: "
+            "pass copy.deepcopy(model.state_dict())"
+        )
     moves = {name: weight - anchor[name].detach() for name, weight in weights.items()}
     terms = []
     for name, product in (curvature @ moves).items():
         # Of value m^T C m / 2, and with the gradient C m, as C is symmetric.
         move = moves[name]
         terms.append((product * (move - move.detach() / 2)).sum())
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term.to(total)
-    return total
+    return total(terms)

@@ -37,8 +37,8 @@ def merge(
         Name -> ``[*shape]``, for ``model.load_state_dict(merged, strict=False)``.
 
     Raises:
-        ValueError: If no curvature is passed, models differ or are sharded, or the damping is not
-            positive.
+        ValueError: If no curvature is passed, models differ, are sharded or the same, or the
+            damping is not positive.
         RuntimeError: If a curvature is not fitted, or the iterations do not suffice.
     """
     _require_alike(curvatures, damping)
@@ -62,6 +62,8 @@ def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
         raise ValueError("merge: pass a fitted curvature of each model")
     if not damping > 0:
         raise ValueError(f"merge: damping must be positive, not {damping!r}")
+    if len({id(curvature.parts.model) for curvature in curvatures}) < len(curvatures):
+        raise ValueError("merge: two curvatures are of one model, which has its last weights: copy")
     shapes: list[dict[str, torch.Size]] = []
     for curvature in curvatures:
         sharding.require_whole(covered(curvature).items(), "merge")

@@ -18,10 +18,7 @@ def covered(curvature: Curvature) -> dict[str, nn.Parameter]:
 
 def values_of(curvature: Curvature) -> dict[str, Tensor]:
     """Return the values of `covered`, whole where they are sharded; then every rank must call."""
-    values = {}
-    for name, parameter in covered(curvature).items():
-        values[name] = sharding.whole(parameter.detach())
-    return values
+    return {name: sharding.whole(p.detach()) for name, p in covered(curvature).items()}
 
 
 def samples_of(curvature: Curvature) -> float:

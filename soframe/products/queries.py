@@ -17,6 +17,7 @@ from torch import Tensor
 from soframe.blocks.block import Block
 from soframe.products.operator import Operator
 from soframe.products.samples import Gradients, SampleGradients
+from soframe.products.vectors import total
 
 
 @dataclass(eq=False)
@@ -62,19 +63,13 @@ class Queries:
 
     def dot(self, samples: SampleGradients) -> Tensor:
         """Return inner products with the gradients of samples, ``[queries, samples]``."""
-        return _total([part.dot(samples.blocks[block]) for block, part in self.blocks.items()])
+        products = [queries.dot(samples.blocks[block]) for block, queries in self.blocks.items()]
+        return total(products)
 
     def own(self, samples: SampleGradients) -> Tensor:
         """Return the inner product of each sample with the query of the same number."""
-        return _total([part.own(samples.blocks[block]) for block, part in self.blocks.items()])
-
-
-def _total(products: list[Tensor]) -> Tensor:
-    """Sum over blocks, whose dtypes and devices may differ."""
-    total = products[0]
-    for product in products[1:]:
-        total = total + product.to(total)
-    return total
+        products = [queries.own(samples.blocks[block]) for block, queries in self.blocks.items()]
+        return total(products)
 
 
 def queries_of(operator: Operator, batches: Iterable[SampleGradients]) -> Queries | None:

@@ -22,7 +22,7 @@ from soframe.estimate.statistics import batch_first
 from soframe.kernels.precision import Precision
 from soframe.layers.base import LayerHelper
 from soframe.products.fitting import LossOf, kept
-from soframe.products.vectors import Coordinates, Vector
+from soframe.products.vectors import Coordinates, Vector, total
 
 
 def _rotated(rows: Tensor, basis: Tensor | None) -> Tensor:
@@ -204,12 +204,10 @@ class SampleGradients:
             ValueError: If names or shapes do not fit.
         """
         leading = self.coordinates.leading(vector)
-        scores: Tensor | None = None
+        products = []  # of each block [vectors, samples]
         for block, matrices in self.coordinates.matrices(vector).items():
-            products = self.blocks[block].dot(matrices.reshape(-1, *block.shape))
-            scores = products if scores is None else scores + products.to(scores)
-        assert scores is not None
-        return scores.reshape(*leading, self.samples)
+            products.append(self.blocks[block].dot(matrices.reshape(-1, *block.shape)))
+        return total(products).reshape(*leading, self.samples)
 
 
 def sample_gradients(

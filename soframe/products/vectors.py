@@ -151,3 +151,11 @@ class Coordinates:
         parts = entries.split(self._sizes, -1)
         pairs = zip(self.shapes.items(), parts, strict=True)
         return {name: part.reshape(*part.shape[:-1], *shape) for (name, shape), part in pairs}
+
+
+def total(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum tensors of blocks, whose dtypes and devices may differ."""
+    result = tensors[0]
+    for tensor in tensors[1:]:
+        result = result + tensor.to(result)
+    return result

@@ -78,3 +78,11 @@ def test_a_missing_anchor_is_an_error() -> None:
     del anchor["3.bias"]
     with pytest.raises(ValueError, match=r"lacks 3.bias.*state_dict"):
         soframe.continual.penalty(curvature, anchor)
+
+
+def test_an_anchor_that_is_the_weights_is_an_error() -> None:
+    model = network()
+    curvature = soframe.Curvature(model).fit(batches(5), cross_entropy)
+    for anchor in (model.state_dict(), dict(model.named_parameters())):
+        with pytest.raises(ValueError, match=r"stays zero.*deepcopy"):
+            soframe.continual.penalty(curvature, anchor)

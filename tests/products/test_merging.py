@@ -78,11 +78,10 @@ def test_a_large_damping_gives_the_mean() -> None:
 
 
 def test_equal_models_stay() -> None:
-    model = network()
-    curvatures = [soframe.Curvature(model).fit(batches(5), cross_entropy)] * 2
+    curvatures = _of_two(lambda: soframe.Curvature(network()))
     merged = soframe.merging.merge(curvatures, damping=0.1)
     for name, tensor in merged.items():
-        torch.testing.assert_close(tensor, model.get_parameter(name).detach())
+        torch.testing.assert_close(tensor, network().get_parameter(name).detach())
 
 
 def _unfitted() -> list[soframe.Curvature]:
@@ -114,6 +113,10 @@ def test_errors_have_a_remedy() -> None:
         merge(_of_two(_other_layers), damping=1.0)
     with pytest.raises(ValueError, match="other names or shapes"):
         merge(_of_two(_other_model), damping=1.0)
+    model = network()
+    tasks = [soframe.Curvature(model).fit(batches(5), cross_entropy) for _ in range(2)]
+    with pytest.raises(ValueError, match="one model"):
+        merge(tasks, damping=1.0)
     curvatures = _of_two(lambda: soframe.Curvature(fill(network(), 3)))
     with pytest.raises(RuntimeError, match="raise the damping"):
         merge(curvatures, damping=1e-6, tolerance=1e-13, iterations=1)
