@@ -18,6 +18,7 @@ from soframe.strategies.buckets import in_buckets
 from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork, Traffic, with_total
 
 Pairs = Sequence[tuple[BlockWork, BlockPlacement]]
+"""Blocks, each by its work and its place."""
 Stacks = Sequence[Sequence[int]]
 """The blocks of each stack by index, see `Placement.stacks`."""
 
