@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
 
 Direction = Sequence[Tensor | None]
 """One tensor for each parameter; None for zero."""
@@ -98,16 +100,12 @@ def jacobian_products(
     ends = [output for output in outputs if output.requires_grad]
     if not ends or not moved:
         return [tuple(map(torch.zeros_like, outputs)) for _ in directions]
-    moves = [_selected(direction, moved) for direction in directions]
+    inputs, moves = _selected(inputs, moved), [_selected(v, moved) for v in directions]
     cotangents = [fixed(end).requires_grad_() for end in ends]
     try:
         with torch.enable_grad():
             gradients = torch.autograd.grad(
-                ends,
-                [inputs[index] for index in moved],
-                cotangents,
-                create_graph=True,
-                materialize_grads=True,
+                ends, inputs, cotangents, create_graph=True, materialize_grads=True
             )
             slopes = [_inner_product(gradients, v) for v in moves]
         products = [_gradient(slope, cotangents) for slope in slopes]
@@ -127,23 +125,23 @@ def jacobian_products(
 
 def _with_zeros(outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return tangents of all outputs: zeros where an output needs no gradient."""
-    remaining = iter(tangents)
-    return tuple(
-        next(remaining) if output.requires_grad else torch.zeros_like(output) for output in outputs
-    )
+    remaining, every = iter(tangents), list[Tensor]()
+    for output in outputs:
+        every.append(next(remaining) if output.requires_grad else torch.zeros_like(output))
+    return tuple(every)
 
 
 def _gradient(slope: Tensor, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
     if not slope.requires_grad:  # the outputs do not depend on the parameters that move
-        return [torch.zeros_like(cotangent) for cotangent in cotangents]
+        return list(map(torch.zeros_like, cotangents))
     gradients: Sequence[Tensor] = torch.autograd.grad(
         slope, cotangents, retain_graph=True, materialize_grads=True
     )
     return gradients
 
 
-def _selected(direction: Direction, indices: Sequence[int]) -> list[Tensor | None]:
-    return [direction[index] for index in indices]
+def _selected(tensors: Sequence[T], indices: Sequence[int]) -> list[T]:
+    return [tensors[index] for index in indices]
 
 
 def _moved(directions: Sequence[Direction]) -> list[int]:
