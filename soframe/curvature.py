@@ -54,6 +54,7 @@ from soframe.methods.base import Method
 from soframe.methods.scaling import OfMeans, Scale
 from soframe.products.fitting import Fit, LossOf
 from soframe.products.operator import Operator, Spectra, spectra_of
+from soframe.products.routing import Routing
 from soframe.products.samples import SampleGradients, sample_gradients
 from soframe.products.vectors import Coordinates, Vector
 from soframe.registry import describe
@@ -273,6 +274,7 @@ class Curvature(OfModel):
         self.registration, self.placement = registration, placement
         self._report = registration.report
         self._known: Coordinates | None = None
+        self._routing = Routing.of(registration.blocks)
         self.placed = PlacedBlocks(registration.blocks, placement, parts.backend)
         self.averaged_gradients: AveragedGradients = source_of(
             parts.gradients, parts.model, self.placed, parts.home
@@ -432,18 +434,22 @@ class Curvature(OfModel):
         """Return the gradient of each sample of a batch, by one backward pass.
 
         The mean of the gradients is the gradient of ``loss``, a mean over the batch. Gradients and
-        buffers of the model are as before afterwards.
+        buffers of the model are as before afterwards. Rows that are not in the order of the batch,
+        such as those of experts, take a further pass for up to 32 samples, and two up to 1,024.
 
         Args:
             batch: The batch.
             loss: As for `fit`.
 
         Raises:
-            ValueError: If a module mixes samples, or its calls do not show whose rows are whose.
+            ValueError: If a module mixes samples, a row is of several, or ``loss`` returns no
+                outputs ``[samples, ...]`` where rows are not in the order of the batch.
         """
         model, precision = self.parts.model, self.parts.precision
         with building.silent(model.modules()):
-            return sample_gradients(model, self.placed, self._coordinates, loss, batch, precision)
+            return sample_gradients(
+                model, self.placed, self._coordinates, loss, batch, precision, self._routing
+            )
 
     # -- files --------------------------------------------------------------------------------
 

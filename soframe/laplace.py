@@ -225,8 +225,7 @@ class Laplace:
             inputs: A batch of inputs, passed to `forward`.
 
         Raises:
-            ValueError: If a module mixes samples, or its calls do not show the sample of each row
-                (`Curvature.gradients`).
+            ValueError: If a module mixes samples, or a row is of several (`Curvature.gradients`).
         """
         with torch.no_grad():
             mean = self.forward(self.curvature.parts.model, inputs)

@@ -84,6 +84,8 @@ class LayerHelper(WeightAndBias, ABC):
         bias: The bias, if it is part of the block, else None.
         unit: The parts of a call that ``take_inputs`` and ``take_rows`` can select: ``"row"``,
             ``"sample"``, or None, the default, if a call cannot be split.
+        routes: Whether its rows may be of any samples, in any order: `Curvature.gradients` finds
+            the samples by more backward passes.
         transposed: Whether the weight is stored with its inputs first. The gradient matrix has its
             outputs first in any case; `shape`, `to_matrix` and `from_matrix` do not follow.
         widens: Whether its moments accept rows in half precision, for one group
@@ -93,6 +95,7 @@ class LayerHelper(WeightAndBias, ABC):
     """
 
     unit: ClassVar[Unit | None] = None
+    routes: ClassVar[bool] = False
     widens: ClassVar[bool] = False
     _rowless: ClassVar[frozenset[str]] = frozenset({"input_key"})  # methods without `input_rows`
 
@@ -308,9 +311,6 @@ class LayerHelper(WeightAndBias, ABC):
             ``[groups, batch, shared, out]`` and ``[groups, batch, shared, in]``, with the sides of
             the gradient matrix; by default ``output_rows`` and `block_rows`. For one-hot rows the
             latter may be their indices, ``[1, batch, shared, 1]``, integers.
-
-        Raises:
-            ValueError: If rows do not show which samples they are of.
         """
         return output_rows, self.block_rows(inputs, output_rows)
 

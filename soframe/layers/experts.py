@@ -37,6 +37,7 @@ class ExpertsHelper(LayerHelper):
     """
 
     parameter: ClassVar[str] = "weight"
+    routes: ClassVar[bool] = True
     transposed: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, *, weight: bool = True, bias: bool = True) -> None:
@@ -100,9 +101,3 @@ class ExpertsHelper(LayerHelper):
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
         return grad_output.unsqueeze(2)
-
-    def sample_rows(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor]:
-        raise ValueError(
-            f"{type(self).__name__}: the rows of an expert do not show which samples they are of, "
-            f"so that these have no gradients of their own: skip the module (skip=[...])"
-        )

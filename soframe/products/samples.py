@@ -8,20 +8,35 @@ the backward pass, so that the mean of the gradients is the gradient of the loss
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from soframe.blocks import sharding
 from soframe.blocks.block import Block
 from soframe.blocks.placed import PlacedBlocks
 from soframe.capture.hooks import Calls, Capture, LayerCall
+from soframe.comm.agreement import add_over_ranks
+from soframe.comm.base import Backend
 from soframe.estimate.statistics import batch_first
 from soframe.kernels.precision import Precision
 from soframe.layers.base import LayerHelper
 from soframe.products.fitting import LossOf, kept
+from soframe.products.routing import (
+    BASE,
+    MOST,
+    NONE,
+    Routing,
+    by_sample,
+    digits,
+    digits_of,
+    numbered,
+    samples_of,
+)
 from soframe.products.vectors import Coordinates, Vector, total
 
 
@@ -217,71 +232,190 @@ def sample_gradients(
     loss: LossOf,
     batch: Any,
     precision: Precision,
+    routing: Routing,
 ) -> SampleGradients:
     """Return the gradients of the samples of a batch.
 
     Raises:
-        ValueError: If a module mixes samples, or its calls do not show which rows are of which
-            sample.
+        ValueError: If a module mixes samples, or rows are of several samples.
     """
     _require_apart(model)
+    is_sharded = any(map(sharding.is_distributed, model.parameters()))
+    backend = placed.backend if is_sharded else None
     capture = Capture(model=model, precision=precision)
-    collected = _Collected(placed.blocks)
-    names: dict[LayerHelper, str] = {}
-    for block in placed.blocks:
-        names.update(dict.fromkeys(block.helpers, block.name))
-    capture.listen(collected.add, names, roots=[model])
-    capture.begin(Calls(), enabled=True)
+    collected = _Collected(placed.blocks, routing)
+    capture.listen(collected.add, collected.names, roots=[model])
     try:
         with kept(model), torch.enable_grad():
-            _, value = loss(model, batch)
-            value.backward()
+            done = False
+            while not done:  # once more where rows are met that need the graph
+                capture.begin(Calls(), enabled=True)
+                done = _run_passes(model, loss, batch, collected, backend)
     finally:
         capture.close()
     with torch.no_grad():
         return SampleGradients(collected.gradients(), collected.samples, coordinates)
 
 
-class _Collected:
-    """The rows of the calls of a backward pass."""
+def _run_passes(
+    model: nn.Module, loss: LossOf, batch: Any, collected: _Collected, backend: Backend | None
+) -> bool:
+    """Run the backward passes of a batch, together with the ranks of a backend.
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    Returns:
+        Whether the graph was kept, if it was needed.
+    """
+    routing = collected.routing
+    outputs, value = loss(model, batch)
+    collected.begin(outputs)
+    value.backward(retain_graph=routing.keeps_graph)
+    passes = collected.passes()
+    if backend is not None:
+        # As many as the rank that needs most: a number for each pass, of the ranks that need it.
+        ranks = add_over_ranks(backend, [float(number < passes) for number in range(MOST)])
+        passes = sum(number > 0 for number in ranks)
+    if passes and not routing.keeps_graph:
+        routing.keeps_graph = True
+        return False
+    for digit in range(passes):
+        with collected.numbered(digit):
+            value.backward(retain_graph=digit + 1 < passes)
+    return True
+
+
+@dataclass(eq=False)
+class _Call:
+    """The rows of a call.
+
+    Attributes:
+        left: Of outputs, ``[groups, batch, positions, out]``.
+        right: Of inputs, ``[groups, batch, positions, in]``, or indices.
+        samples: The sample of each row, ``[groups, batch * positions]``; None in the order of the
+            batch.
+    """
+
+    left: Tensor
+    right: Tensor
+    samples: Tensor | None = None
+
+    def arranged(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return left and right sides with samples in dimension 1."""
+        if self.samples is None:
+            return self.left, self.right
+        left, right = self.left.flatten(1, 2), self.right.flatten(1, 2)
+        return by_sample(left, self.samples, size), by_sample(right, self.samples, size)
+
+
+class _Collected:
+    """The rows of the calls of a batch.
+
+    Attributes:
+        routing: The layers whose rows may be of any samples.
+        names: The names of their blocks, by helper.
+        samples: The number of samples.
+    """
+
+    def __init__(self, blocks: Sequence[Block], routing: Routing) -> None:
+        self.routing = routing
         self._block_of: dict[LayerHelper, Block] = {}
         for block in blocks:
             self._block_of.update(dict.fromkeys(block.helpers, block))
-        self._rows: dict[Block, list[tuple[Tensor, Tensor]]] = {block: [] for block in blocks}
-        # Of tables, whose rows of inputs are indices.
-        self._lookups: dict[Block, list[tuple[Tensor, Tensor]]] = {block: [] for block in blocks}
+        self.names = {helper: block.name for helper, block in self._block_of.items()}
+        self._blocks = blocks
+        self.begin()
+
+    def begin(self, outputs: Any = None) -> None:
+        """Drop all rows, before the backward pass from outputs of the batch."""
+        self._outputs = outputs
         self.samples = 0
+        self._calls: dict[LayerHelper, list[_Call]] = {helper: [] for helper in self._block_of}
+        self._digit: int | None = None  # of the pass with numbers under way
+        self._routed: list[LayerHelper] = []  # layers whose rows may be of any samples
+        self._later: dict[LayerHelper, Iterator[_Call]] = {}  # the calls that such a pass repeats
 
     def add(self, call: LayerCall) -> None:
-        """Keep the rows of a call."""
-        helper, block = call.helper, self._block_of[call.helper]
+        """Keep the rows of a call, or find the samples of rows that are there."""
+        helper = call.helper
+        if self._digit is not None and helper not in self._later:
+            return
+        block = self._block_of[helper]
         call = batch_first(call)
         rows = helper.output_rows(call.gradient).to(block.dtype)
-        size = call.batch.root.size or rows.shape[1]
-        self.samples = self.samples or size
-        if call.is_ragged or rows.shape[1] != size or size != self.samples:
-            raise ValueError(
-                f"{block.name}: a call of {type(helper.module).__name__} has {rows.shape[1]} rows "
-                f"in a batch of {self.samples} samples, and does not show which sample each is of: "
-                f"call it with [samples, ...] (expand tensors without a batch), or skip it"
-            )
         left, right = helper.sample_rows(call.inputs, rows)
-        calls = self._rows if right.is_floating_point() else self._lookups
-        calls[block].append((left * size, right))
+        if self._digit is not None:
+            self._number(helper, left, call.gradient.dtype)
+            return
+        self._calls[helper].append(_Call(left, right))
+        size = call.batch.root.size or samples_of(self._outputs)
+        if not (size or helper.routes):
+            size = rows.shape[1]
+        self.samples = self.samples or size
+        if call.is_ragged or size != self.samples or rows.shape[1] != size:
+            self.routing.helpers.add(helper)
+
+    def _number(self, helper: LayerHelper, left: Tensor, dtype: torch.dtype) -> None:
+        """Add the digits of the pass under way to the samples of the rows of a call."""
+        assert self._digit is not None
+        call = next(self._later[helper])
+        found = digits_of(call.left.flatten(1, 2), left.flatten(1, 2), dtype)
+        if found is None or call.samples is None:
+            raise ValueError(
+                f"{self.names[helper]}: a call of {type(helper.module).__name__} has rows whose "
+                f"gradients are not of the outputs of one of the {self.samples} samples: call it "
+                f"with [samples, ...] (expand tensors without a batch), return the outputs that "
+                f"the loss is of, leave terms of the whole batch out of the loss, or skip it "
+                f"(skip=[...])"
+            )
+        higher = found * BASE**self._digit
+        call.samples = (call.samples + higher).where(found != NONE, NONE)
+
+    def passes(self) -> int:
+        """Return the number of passes that find the samples of the rows.
+
+        Raises:
+            ValueError: If the outputs do not show the samples.
+        """
+        self._routed = [helper for helper in self.routing.helpers if self._calls.get(helper)]
+        for helper in self._routed:
+            if self.samples != 1 and self.samples != samples_of(self._outputs):
+                raise ValueError(
+                    f"{self.names[helper]}: the rows of a {type(helper.module).__name__} are not "
+                    f"in the order of the batch, and loss(model, batch) does not return the "
+                    f"outputs that the loss is of, a tensor [{self.samples or 'samples'}, ...] or "
+                    f"several, which show the samples: return them, or skip it (skip=[...])"
+                )
+            for call in self._calls[helper]:
+                shape = (len(call.left), call.left.shape[1] * call.left.shape[2])
+                call.samples = torch.zeros(shape, dtype=torch.long, device=call.left.device)
+        return digits(self.samples) if self._routed else 0
+
+    @contextmanager
+    def numbered(self, digit: int) -> Iterator[None]:
+        """Find a digit of the samples of the rows in the pass under way."""
+        self._digit = digit
+        self._later = {helper: iter(self._calls[helper]) for helper in self._routed}
+        # Other ranks may need the pass, and this one not.
+        with numbered(self._outputs if self._routed else (), digit):
+            yield
 
     def gradients(self) -> dict[Block, Gradients]:
         """Return the gradients by block; zeros for a block that was not called."""
-        return {block: self._of(block) for block in self._rows}
+        return {block: self._of(block) for block in self._blocks}
 
     def _of(self, block: Block) -> Gradients:
+        rows: list[tuple[Tensor, Tensor]] = []
+        lookups: list[tuple[Tensor, Tensor]] = []  # of tables, whose rows of inputs are indices
+        for helper in block.helpers:
+            for call in self._calls[helper]:
+                left, right = call.arranged(self.samples)
+                sides = left * self.samples, right
+                (rows if right.is_floating_point() else lookups).append(sides)
         parts: list[Rows | Lookups | Dense] = []
-        if self._rows[block]:
-            rows = Rows(*_joined(self._rows[block]))
-            parts.append(rows if rows.pays else Dense(rows.dense()))
-        if self._lookups[block]:
-            parts.append(Lookups(*_joined(self._lookups[block]), block.shape.in_features))
+        if rows:
+            joined = Rows(*_joined(rows))
+            parts.append(joined if joined.pays else Dense(joined.dense()))
+        if lookups:
+            parts.append(Lookups(*_joined(lookups), block.shape.in_features))
         if not parts:
             shape = (self.samples, *block.shape)
             return Dense(torch.zeros(shape, dtype=block.dtype, device=block.device))

@@ -59,7 +59,6 @@ class Kind:
         parts: Its blocks.
         twin: The same computation of plain layers; the model itself by default.
         layers: The choice of helpers.
-        apart: Whether its calls show the rows of each sample.
     """
 
     model: nn.Module
@@ -67,7 +66,6 @@ class Kind:
     parts: Sequence[Part] = ()
     twin: nn.Module | None = None
     layers: Any = "all"
-    apart: bool = True
     dense: Callable[[Kind, Sequence[Batch]], list[Tensor]] | None = field(default=None)
 
     def data(self) -> list[Batch]:
@@ -388,16 +386,17 @@ class KernelsHelper(ExpertsHelper):
 
 
 class Routed(nn.Module):
-    """Samples by turns to two experts, with rows of padding."""
+    """Each sample to one of two experts, with rows of padding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.experts = Kernels()
 
     def forward(self, x: Tensor) -> Tensor:
-        expert, place = torch.arange(len(x)) % 2, torch.arange(len(x)) // 2
-        given = x.new_zeros(2, len(x), 3).index_put((expert, place), x)
-        output: Tensor = self.experts(given)[expert, place]
+        expert = (x[:, 0] > 0).long()
+        places = torch.arange(len(x)).flip(0)  # not in the order of the batch
+        given = x.new_zeros(2, len(x), 3).index_put((expert, places), x)
+        output: Tensor = self.experts(given)[expert, places]
         return output
 
 
@@ -406,15 +405,17 @@ class RoutedTwin(nn.Module):
 
     def __init__(self, model: Routed) -> None:
         super().__init__()
-        self.even, self.odd = (nn.Linear(3, 2, bias=False).double() for _ in range(2))
+        self.first, self.second = (nn.Linear(3, 2, bias=False).double() for _ in range(2))
         with torch.no_grad():
-            self.even.weight.copy_(model.experts.kernel[0])
-            self.odd.weight.copy_(model.experts.kernel[1])
+            self.first.weight.copy_(model.experts.kernel[0])
+            self.second.weight.copy_(model.experts.kernel[1])
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = x.new_zeros(len(x), 2)
-        outputs = outputs.index_put((torch.arange(0, len(x), 2),), self.even(x[::2]))
-        return outputs.index_put((torch.arange(1, len(x), 2),), self.odd(x[1::2]))
+        for number, layer in enumerate((self.first, self.second)):
+            rows = ((x[:, 0] > 0) == number).nonzero().flatten()
+            outputs = outputs.index_put((rows,), layer(x[rows]))
+        return outputs
 
 
 def experts() -> Kind:
@@ -422,11 +423,39 @@ def experts() -> Kind:
     fill(model).eval()
     parts = [
         Part(name, lambda vector, i=i: vector["experts.kernel"][i : i + 1])
-        for i, name in enumerate(("even", "odd"))
+        for i, name in enumerate(("first", "second"))
     ]
     layers = {"experts": KernelsHelper}
-    twin = RoutedTwin(model)
-    return Kind(model, lambda n: randn(n, 3, seed=n), parts, twin, layers, apart=False)
+    return Kind(model, lambda n: randn(n, 3, seed=n), parts, RoutedTwin(model), layers)
+
+
+class Mixture(nn.Module):
+    """Each token to two of three experts, linear layers, by a router of tokens in one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(3, 3)
+        self.experts = nn.ModuleList(nn.Linear(3, 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(1).topk(2, 1)
+        outputs = x.new_zeros(len(tokens), 2)
+        for number, expert in enumerate(self.experts):
+            rows, slots = (chosen == number).nonzero(as_tuple=True)
+            weighted = weights[rows, slots].unsqueeze(1) * expert(tokens[rows])
+            outputs = outputs.index_add(0, rows, weighted)
+        return outputs.view(*x.shape[:2], 2)
+
+
+def mixture() -> Kind:
+    model = Mixture()
+    fill(model).eval()
+    parts = [
+        Part(name, taking(f"{name}.weight", f"{name}.bias", Part.rows))
+        for name in ("router", "experts.0", "experts.1", "experts.2")
+    ]
+    return Kind(model, lambda n: randn(n, 4, 3, seed=n), parts)
 
 
 def _indices(samples: int, positions: int, size: int) -> Tensor:
@@ -489,4 +518,5 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "a layer called twice": reused,
     "table and head tied": tied,
     "experts": experts,
+    "experts as layers": mixture,
 }

@@ -65,8 +65,6 @@ def errors(curvature: soframe.Curvature, kind: Kind, data: list[Batch]) -> dict[
         ),
         "eigenvalues": _error([curvature.eigenvalues()], [values.sort().values]),
     }
-    if not kind.apart:
-        return found
     query, train = data[0], data[1:]
     own = [kind.gradients(batch) for batch in data]
     found["gradients"] = max(

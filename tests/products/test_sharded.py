@@ -102,7 +102,7 @@ def meshed(rank: int, ranks: int) -> Any:
 def test_fully_sharded_kinds_are_dense_products(names: list[str], strategy: str) -> None:
     for of_kinds in run_ranks(sharded, 2, names, strategy):
         for name, of_kind in of_kinds.items():
-            assert set(of_kind) == set(COLUMNS if KINDS[name]().apart else COLUMNS[:-2])
+            assert set(of_kind) == set(COLUMNS)
             assert max(of_kind.values()) < 1e-12, (name, of_kind)
 
 

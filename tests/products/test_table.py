@@ -20,7 +20,7 @@ def test_operations_are_dense_products(name: str) -> None:
     data = kind.data()
     curvature = soframe.Curvature(kind.model, layers=kind.layers).fit(data, loss)
     found = errors(curvature, kind, data)
-    assert set(found) == set(COLUMNS if kind.apart else COLUMNS[:-2])
+    assert set(found) == set(COLUMNS)
     assert max(found.values()) < 1e-12, found
 
 

@@ -1,0 +1,137 @@
+"""The samples of rows that are not in the order of the batch, such as those of experts.
+
+A router, or a reshape of tokens, leaves no trace in a call of which sample a row is of. The
+gradient of a row is linear in the gradients of the model's outputs, and depends on its own sample's
+alone. So a backward pass in which the outputs of sample n are multiplied by a number c_n multiplies
+the row by c_n. The numbers are powers of two, which no rounding changes, one for each digit of n::
+
+    c_n = 2^(32 + digit of n)    base 32, in one backward pass for each digit
+
+A row with another ratio is of several samples, or its loss leaves the outputs aside: the sums of
+two exponents, and zero, are no digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soframe.blocks.block import Block
+from soframe.layers.base import LayerHelper
+
+BASE = 32
+MOST = 4  # passes that are compared between ranks: BASE**4 samples
+NONE = -1  # the sample of rows without a gradient
+
+
+@dataclass
+class Routing:
+    """The layers whose rows may be of any samples.
+
+    Attributes:
+        helpers: Their helpers: those that say so, and those that had other rows than the batch.
+        keeps_graph: Whether the graph is kept for further backward passes; the same on all ranks of
+            a sharded model.
+    """
+
+    helpers: set[LayerHelper] = field(default_factory=set)
+    keeps_graph: bool = False
+
+    @classmethod
+    def of(cls, blocks: Iterable[Block]) -> Routing:
+        """Return the layers whose helpers say so."""
+        helpers = set[LayerHelper]()
+        for block in blocks:
+            helpers.update(helper for helper in block.helpers if helper.routes)
+        return cls(helpers, bool(helpers))
+
+
+def digits(samples: int) -> int:
+    """Return the number of backward passes that tell so many samples apart."""
+    number = 0
+    while BASE**number < samples:
+        number += 1
+    return number
+
+
+def samples_of(outputs: Any) -> int:
+    """Return the number of samples of outputs ``[samples, ...]`` with a graph; 0 for others."""
+    heads = [outputs] if isinstance(outputs, Tensor) else outputs
+    if not isinstance(heads, list | tuple):
+        return 0
+    lengths = set()
+    for head in heads:
+        has_samples = isinstance(head, Tensor) and head.requires_grad and head.dim() > 0
+        lengths.add(len(head) if has_samples else 0)
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+@contextmanager
+def numbered(outputs: Any, digit: int) -> Iterator[None]:
+    """Multiply the gradients of outputs, as `samples_of` has them, by the numbers of a digit."""
+    heads = [outputs] if isinstance(outputs, Tensor) else outputs
+    handles = []
+    for head in heads:
+        exponents = BASE + torch.arange(len(head)) // BASE**digit % BASE
+        numbers = (2.0**exponents).to(head).view(-1, *(1 for _ in head.shape[1:]))
+        handles.append(head.register_hook(lambda gradient, numbers=numbers: gradient * numbers))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def digits_of(rows: Tensor, numbered_rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the digits of rows, from gradients without and with numbers.
+
+    Args:
+        rows: ``[groups, rows, out]``.
+        numbered_rows: The same in a pass with numbers.
+        dtype: The dtype of the backward pass.
+
+    Returns:
+        ``[groups, rows]``, `NONE` for rows that are zero; None if a row has no digit.
+    """
+    # The largest entries, whose squares might overflow.
+    sizes = rows.abs().amax(2)
+    limits = torch.finfo(dtype)
+    has_gradient = sizes > limits.tiny / limits.eps
+    exponents = (numbered_rows.abs().amax(2) / sizes).log2().round()
+    errors = (numbered_rows * (2.0**-exponents).unsqueeze(2) - rows).abs().amax(2)
+    found = (exponents - BASE).where(has_gradient, float(NONE))
+    is_digit = (found >= 0) & (found < BASE) & (errors <= limits.eps**0.5 * sizes)
+    if not bool((is_digit | ~has_gradient).all()):
+        return None
+    return found.long()
+
+
+def by_sample(rows: Tensor, samples: Tensor, size: int) -> Tensor:
+    """Arrange rows by sample.
+
+    Args:
+        rows: ``[groups, rows, n]``.
+        samples: The sample of each row, ``[groups, rows]``; rows of `NONE` are dropped.
+        size: The number of samples.
+
+    Returns:
+        ``[groups, size, positions, n]``, with zeros after the rows of a sample.
+    """
+    groups, number, width = rows.shape
+    keys = samples.where(samples != NONE, size)
+    counts = torch.zeros(groups, size + 1, dtype=torch.long, device=rows.device)
+    counts.scatter_add_(1, keys, torch.ones_like(keys))
+    positions = max(1, int(counts[:, :size].max()))
+    keys, order = keys.sort(dim=1, stable=True)
+    firsts = counts.cumsum(1) - counts  # of each sample in this order
+    places = torch.arange(number, device=rows.device) - firsts.gather(1, keys)
+    slots = (keys * positions + places).clamp(max=size * positions)  # the last one is dropped
+    arranged = rows.new_zeros(groups, size * positions + 1, width)
+    ordered = rows.gather(1, order.unsqueeze(2).expand_as(rows))
+    arranged.scatter_(1, slots.unsqueeze(2).expand_as(rows), ordered)
+    return arranged[:, :-1].view(groups, size, positions, width)
