@@ -132,7 +132,7 @@ class Block(BlockSpec):
         ``late`` means that the data are there, and these factors take statistics a window later.
         """
         ready = self.solved and not late
-        return frozenset(f.name for f in self.captured if ready or not f.needs)
+        return frozenset([f.name for f in self.captured if ready or not f.needs])
 
     def damped_with(self, damping: float) -> float:
         """Return the block's damping, given the preconditioner's."""

@@ -154,7 +154,7 @@ class Accumulator:
         ``gathered`` returns the factors of a block that do. A window with the passes of a
         ``former`` one goes on after the model was rebuilt.
         """
-        taking = frozenset(block for block in due if block.captured)
+        taking = frozenset([block for block in due if block.captured])
         tallies: dict[Block, Tally] = {}
         if taking:
             tallies = {block: Tally(gathered(block)) for block in self._blocks}
@@ -433,7 +433,8 @@ class Accumulator:
     ) -> Term:
         """Return this rank's sums of a factor, to be multiplied by `Term.scale`."""
         factor, multipliers, reached = stack.like.factors[index], [], []
-        for block in (stack.blocks[member] for member in members):
+        for member in members:
+            block = stack.blocks[member]
             weights = used[block]
             multiplier = self.window.contributions[block].multipliers[factor.degree]
             multiplier *= self._scale.gradient_scale(factor, weights.inputs)
