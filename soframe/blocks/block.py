@@ -134,7 +134,7 @@ class Block(BlockSpec):
         if not self.dependent:
             return self._captured_names
         ready = self.solved and not late
-        return frozenset(f.name for f in self.captured if ready or not f.needs)
+        return frozenset([f.name for f in self.captured if ready or not f.needs])
 
     @cached_property
     def _captured_names(self) -> frozenset[str]:

@@ -49,7 +49,7 @@ class PlacedBlocks:
         chosen = set(blocks)
         members_of: dict[Stack, tuple[int, ...]] = {}
         for stack in self.stacks:
-            members = tuple(i for i, block in enumerate(stack.blocks) if block in chosen)
+            members = tuple([i for i, block in enumerate(stack.blocks) if block in chosen])
             if members:
                 members_of[stack] = members
         return members_of

@@ -414,7 +414,7 @@ def _deferred(members: Mapping[Stack, tuple[int, ...]]) -> dict[Stack, tuple[int
     """Return the blocks among some that have deferred statistics."""
     due: dict[Stack, tuple[int, ...]] = {}
     for stack, chosen in members.items():
-        pending = tuple(m for m in chosen if stack.blocks[m].record.pending > 0)
+        pending = tuple([m for m in chosen if stack.blocks[m].record.pending > 0])
         if pending:
             due[stack] = pending
     return due

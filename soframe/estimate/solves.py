@@ -141,7 +141,7 @@ class Run:
         for job, attempt in zip(self.owned, attempts, strict=True):
             returned = {name: tuple(tensor.shape) for name, tensor in attempt.data.items()}
             declared = {n: spec.shape for n, spec in zip(job.names, job.parcel.specs, strict=True)}
-            if any(returned.get(name) != shape for name, shape in declared.items()):
+            if not declared.items() <= returned.items():
                 raise ValueError(
                     f"{job.solver!r}: solve() returned {returned} of the factor "
                     f"{job.factor.name!r}, and tensors() says {declared}"
@@ -270,8 +270,8 @@ def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
         first = run.traces[0]
         key: tuple[object, ...] = (run,)
         if len(set(map(len, run.traces))) == 1:
-            solvers = tuple((repr(solver), *numbers) for solver, numbers in run.stack.like.solvers)
-            key = (solvers, run.damping, first.dtype, first.device)
+            solvers = [(repr(solver), *numbers) for solver, numbers in run.stack.like.solvers]
+            key = (tuple(solvers), run.damping, first.dtype, first.device)
         alike.setdefault(key, []).append(run)
     shares: dict[Run, list[Tensor]] = {}
     for same in alike.values():
@@ -558,10 +558,10 @@ def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
             stack.set_data(job.factor.name, chosen, _joined(runs, number, order))
         if stack.like.dependent:  # statistics that were taken with the old data are dropped
             stack.drop_dependent(chosen, job.factor.name)
+    solved_at = {} if step is None else {job.factor.name: step for job in jobs}
     for block in blocks:
         block.record.solved = True
-        if step is not None:
-            block.record.solved_at.update((job.factor.name, step) for job in jobs)
+        block.record.solved_at.update(solved_at)
     if kept:
         moved = stack.like.method.rebase(stack.state_of(kept), old, stack.solved_data(kept))
         stack.set_state(kept, moved)
@@ -571,7 +571,7 @@ def _with_states(stack: Stack, blocks: Sequence[Block]) -> tuple[int, ...]:
     """Return the blocks with states to rebase: those that made updates with earlier data."""
     if not stack.like.rebases or not stack.state:
         return ()
-    return tuple(b.member for b in blocks if b.solved and b.record.updates)
+    return tuple([b.member for b in blocks if b.solved and b.record.updates])
 
 
 def _joined(runs: Sequence[Run], number: int, order: Sequence[int]) -> dict[str, Tensor]:

@@ -147,7 +147,7 @@ class Accumulator:
         ``gathered`` returns the factors of a block that do. A window with the passes of a
         ``former`` one goes on after the model was rebuilt.
         """
-        taking = frozenset(block for block in due if block.captured)
+        taking = frozenset([block for block in due if block.captured])
         tallies: dict[Block, Tally] = {}
         if taking:
             tallies = {block: Tally(gathered(block)) for block in self._blocks}
