@@ -93,8 +93,14 @@ def observed(model: Model, x: Tensor) -> None:
     outputs.square().sum().div(2 * len(x)).backward()
 
 
+def other_terms(model: Model, x: Tensor) -> None:
+    for layers, terms in ((model[:4], 4), (model[4:8], 8)):
+        vars(model)["count"](terms)
+        layers(x[:4]).square().mean().backward()
+
+
 PASSES = [one_pass, micro_batches, several_calls, some_layers, zeroed_between, raised_between]
-PASSES += [positions, unequal_rows, retained, declared]
+PASSES += [positions, unequal_rows, retained, declared, other_terms]
 
 
 def factors_after(
@@ -104,7 +110,7 @@ def factors_after(
     torch.manual_seed(0)
     model = make().to(x.dtype)
     preconditioner = soframe.Preconditioner(model, statistics_every=1, **settings)
-    vars(model)["observe"] = preconditioner.observe
+    vars(model).update(observe=preconditioner.observe, count=preconditioner.count)
     for number in range(2):
         model.zero_grad()
         passes(model, x + number)
