@@ -199,7 +199,7 @@ def test_rows_of_large_factors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -
     assert compared(monkeypatch, one_pass, large, batch(2, 256).double()) == 0
 
 
-def test_a_step_takes_a_product_for_each_factor_of_a_stack() -> None:
+def test_a_layer_costs_no_products_of_its_own() -> None:
     def each(layers: int) -> float:
         torch.manual_seed(0)
         deep = [layer for _ in range(layers) for layer in (nn.Linear(4, 4), nn.Tanh())]
@@ -214,5 +214,5 @@ def test_a_step_takes_a_product_for_each_factor_of_a_stack() -> None:
         step()
         return operators(step, steps=2)
 
-    # Forward, backward and step take 16 and 3 for a layer; its rows are viewed and copied.
-    assert (each(8) - each(4)) / 4 <= 26
+    # 21 for a layer, and 30 with products alone.
+    assert (each(8) - each(4)) / 4 <= 23
