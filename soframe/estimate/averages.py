@@ -41,30 +41,20 @@ from soframe.specs import FactorKind, FactorSpec
 
 @dataclass
 class Term:
-    """This rank's term of a running factor, for some blocks of a stack.
-
-    Attributes:
-        stack: The stack.
-        members: The indices of the blocks.
-        blocks: The blocks.
-        index: The index of the factor.
-        factor: The factor.
-        tensor: The statistics, divided by the weights of all ranks: ``[groups, n, n]``, with a
-            valid lower triangle. None if this rank has none.
-        reached: By block the number of rows that reached each group, for averages by group.
-        scale: A multiplier that ``tensor`` still lacks for the sum over ranks to be the average.
-        turn: The number of the step, by which factors of half precision are rounded.
-        rates: The rates of the new statistics, by block or by group; see `_gain`.
-    """
+    """This rank's term of a running factor, for some blocks of a stack."""
 
     stack: Stack
-    members: tuple[int, ...]
-    index: int
+    members: tuple[int, ...]  # the indices of the blocks
+    index: int  # of the factor
+    # The statistics, divided by the weights of all ranks: ``[groups, n, n]``, with a valid lower
+    # triangle. None if this rank has none.
     tensor: Tensor | None
-    reached: Sequence[Sequence[float]] = ()
-    scale: float = 1.0
-    turn: int = 0
-    rates: list[float] = field(default_factory=list)
+    reached: Sequence[
+        Sequence[float]
+    ] = ()  # by block the rows of each group, for averages by group
+    scale: float = 1.0  # that ``tensor`` still lacks for the sum over ranks to be the average
+    turn: int = 0  # the number of the step, by which factors of half precision are rounded
+    rates: list[float] = field(default_factory=list)  # by block or by group; see `_gain`
 
     def __post_init__(self) -> None:
         self.factor: FactorSpec = self.stack.like.factors[self.index]

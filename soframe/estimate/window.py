@@ -7,7 +7,7 @@ adds calls to the window under way; the step folds its sums into running factors
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,8 +88,7 @@ class Sums:
             return self._begin(factor, moment, multiplier)
         if self._keep(factor, member, moment, multiplier):
             return True
-        self._allocate(factor, torch.zeros)
-        total = self._parts[factor.name][member]
+        total = self._parts_of(factor)[member]
         if isinstance(moment, Tensor):
             total.add_(moment, alpha=multiplier)
             return True
@@ -102,12 +101,12 @@ class Sums:
             return False
         return True
 
-    def zero(self, member: int, names: Iterable[str]) -> None:
+    def zero(self, member: int, names: Container[str]) -> None:
         """Set a block's sums of some factors to zero."""
         self.multiply()
-        for name in names:
-            if name in self._parts:
-                self._parts[name][member].zero_()
+        for factor in self.stack.like.factors:
+            if factor.name in names and factor.name in self.totals:
+                self._parts_of(factor)[member].zero_()
 
     def multiply(self) -> None:
         """Add the moments of the rows that were copied, by one product if all blocks have some."""
@@ -118,12 +117,10 @@ class Sums:
             blocks, matrices = len(self.stack.blocks), rows.matrices
             if len(rows.members) == blocks:
                 beta = float(factor.name in self.totals)
-                self._allocate(factor, torch.empty)
-                total = self.totals[factor.name]
+                total = self._total(factor, torch.empty)
                 total.baddbmm_(matrices.mT, matrices, beta=beta, alpha=rows.scale)
                 continue
-            self._allocate(factor, torch.zeros)
-            parts, of_blocks = self._parts[factor.name], matrices.chunk(blocks)
+            parts, of_blocks = self._parts_of(factor), matrices.chunk(blocks)
             for member in rows.members:
                 matrix = of_blocks[member]
                 parts[member].baddbmm_(matrix.mT, matrix, alpha=rows.scale)
@@ -133,7 +130,7 @@ class Sums:
         new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
         if new.shape != factor.shape:
             return False
-        self.totals[factor.name], self._parts[factor.name] = new, (new,)
+        self.totals[factor.name] = new
         return True
 
     def _keep(self, factor: FactorSpec, member: int, moment: Tensor | Addend, scale: float) -> bool:
@@ -160,13 +157,22 @@ class Sums:
         rows.members.add(member)
         return True
 
-    def _allocate(self, factor: FactorSpec, make: Callable[..., Tensor]) -> None:
-        """Allocate the sum of a stack of several blocks, by ``torch.zeros`` or ``torch.empty``."""
-        name, like, blocks = factor.name, self.stack.like, len(self.stack.blocks)
-        if name not in self.totals:
-            shape = (blocks * factor.groups, *factor.shape[1:])
-            self.totals[name] = make(shape, dtype=like.dtype, device=like.device)
-            self._parts[name] = self.totals[name].chunk(blocks)
+    def _parts_of(self, factor: FactorSpec) -> Sequence[Tensor]:
+        """Return the sums by block; zeros if there were none."""
+        if factor.name not in self._parts:
+            total = self._total(factor, torch.zeros)
+            self._parts[factor.name] = total.chunk(len(self.stack.blocks))
+        return self._parts[factor.name]
+
+    def _total(self, factor: FactorSpec, make: Callable[..., Tensor]) -> Tensor:
+        """Return the sums of all blocks, made by ``torch.zeros`` or ``torch.empty`` if needed."""
+        if factor.name not in self.totals:
+            like, shape = (
+                self.stack.like,
+                (len(self.stack.blocks) * factor.groups, *factor.shape[1:]),
+            )
+            self.totals[factor.name] = make(shape, dtype=like.dtype, device=like.device)
+        return self.totals[factor.name]
 
 
 @dataclass(eq=False)
@@ -290,7 +296,7 @@ class Window:
                     sums.multiply()
                 for name, total in sums.totals.items():
                     if name in stack.like.psd:
-                        diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
+                        diagonals.append(total.diagonal(dim1=-2, dim2=-1).flatten())
                     else:
                         totals.append(total)
             if diagonals:
