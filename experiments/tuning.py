@@ -33,6 +33,7 @@ Space = Mapping[str, Any]
 """By setting a range, uniform in the logarithm, or a list of choices. See `configure`."""
 
 UNTUNED = "untuned"
+AT_AN_END = " (rate at an end)"
 BY_HAND = "set by hand, not tuned"
 
 RATES: Mapping[str, float] = {
@@ -162,9 +163,11 @@ class Tuned:
 
     @property
     def mark(self) -> str:
-        """The number of trials and their length, for tables and legends."""
+        """The number of trials and their length, for tables and legends, and `AT_AN_END`."""
         length = f"{self.steps} steps" if self.seconds is None else f"{self.seconds:g} s"
-        return f"{len(self.trials)} trials of {length}"
+        rates = sorted({trial.settings["lr"] for trial in self.trials if "lr" in trial.settings})
+        is_at_an_end = len(rates) > 2 and self.best.settings["lr"] in (rates[0], rates[-1])
+        return f"{len(self.trials)} trials of {length}{AT_AN_END if is_at_an_end else ''}"
 
     def soonest(self, target: float) -> Trial:
         """Return the trial that was at a target first, as far as is known; else the best.
