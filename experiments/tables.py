@@ -302,8 +302,6 @@ def _notes(
     if any("trials" in group.tuning for group in groups):
         aim = f"the shortest time to {min(targets):g}" if targets else "the lowest loss"
         notes.append(f"Trials: settings were tuned for {aim}.")
-    if any(group.tuning.endswith("(rate at an end)") for group in groups):
-        notes.append("Rate at an end: the best learning rate is the lowest or the highest tried.")
     if any(group.tuning == "untuned" for group in groups):
         notes.append("Untuned: default settings and a default learning rate.")
     return tuple(notes)

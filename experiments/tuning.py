@@ -33,7 +33,6 @@ Space = Mapping[str, Any]
 """By setting a range, uniform in the logarithm, or a list of choices. See `configure`."""
 
 UNTUNED = "untuned"
-AT_AN_END = " (rate at an end)"
 BY_HAND = "set by hand, not tuned"
 
 RATES: Mapping[str, float] = {
@@ -136,6 +135,11 @@ class Trial:
         return f"loss {self.loss:.4g}, targets: {reached}; {dict(self.settings)}"
 
 
+def _rate(trial: Trial) -> float:
+    rate: float = trial.settings.get("lr", 0.0)
+    return rate
+
+
 @dataclass(frozen=True)
 class Tuned:
     """The outcome for one optimizer on one workload.
@@ -163,11 +167,13 @@ class Tuned:
 
     @property
     def mark(self) -> str:
-        """The number of trials and their length, for tables and legends, and `AT_AN_END`."""
+        """The number of trials and their length, and a best rate at an end, for tables."""
         length = f"{self.steps} steps" if self.seconds is None else f"{self.seconds:g} s"
-        rates = sorted({trial.settings["lr"] for trial in self.trials if "lr" in trial.settings})
-        is_at_an_end = len(rates) > 2 and self.best.settings["lr"] in (rates[0], rates[-1])
-        return f"{len(self.trials)} trials of {length}{AT_AN_END if is_at_an_end else ''}"
+        mark = f"{len(self.trials)} trials of {length}"
+        rates = sorted(set(map(_rate, self.trials)))
+        if len(rates) < 3:
+            return mark
+        return mark if _rate(self.best) in rates[1:-1] else f"{mark} (rate at an end)"
 
     def soonest(self, target: float) -> Trial:
         """Return the trial that was at a target first, as far as is known; else the best.

@@ -110,7 +110,7 @@ def explain(
             "layers": [type(helper.module).__name__ for helper in block.helpers],
             "shape": list(block.shape),
             "method": describe(block.method),
-            "solver": ", ".join(describe(solver) for solver, _ in block.solvers) or None,
+            "solver": ", ".join(describe(solver) for solver, _ in block.solvers),
             "damping": measured["damping"],
         },
         ranks=ranks,

@@ -91,8 +91,6 @@ def test_one_seed_has_no_interval() -> None:
     table = summary(CNN, [one], "40 steps")
     assert "seed 1" in table.notes[0]
     assert "Untuned: default settings and a default learning rate." in table.notes
-    tuned = Group(SGD.records[:1], "3 trials of 40 steps (rate at an end)")
-    assert summary(CNN, [tuned], "40 steps").notes[-1].startswith("Rate at an end: ")
 
 
 def test_markdown_has_a_line_for_each_group() -> None:
