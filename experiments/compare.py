@@ -36,7 +36,8 @@ class Plan:
         strategies: Strategies of the optimizers that have one: a row for each.
         seeds: Seeds of each row.
         processes: Numbers of ranks: a row for each.
-        seconds: Seconds of training of a run, and of processor time of a trial.
+        seconds: Seconds of training of a run and of a trial: of processor time on one rank, else by
+            the clock.
         steps: Steps of a run and of a trial, instead.
         trials: Trials of tuning for each optimizer; 0 for settings that are known already.
         evaluate_every: Steps between evaluations; the workload's if None.
@@ -122,9 +123,12 @@ def compare(plan: Plan, screen: Console) -> tuple[Table, dict[str, Any]]:
             contenders.append((mark, config))
     groups = []
     for processes in plan.processes:
+        # Processor time leaves out other work on the machine, and waiting for other ranks too.
+        clock = "cpu" if processes == 1 else "wall"
         configs: list[RunConfig] = []
         for seed in plan.seeds:
-            configs += [config.but(seed=seed, stop_at_target=False) for _, config in contenders]
+            fields = {"seed": seed, "stop_at_target": False, "clock": clock}
+            configs += [config.but(**fields) for _, config in contenders]
         records = runs.kept(
             configs,
             plan.output / "runs",

@@ -1,9 +1,9 @@
-"""Race the gallery: ``python -m experiments.gallery``, about five minutes of a processor.
+"""Race the gallery: ``python -m experiments.gallery``, two to five minutes of a processor.
 
 Every method, and `BASELINES` of soframe, trains one small problem with as many learning rates,
-`FACTORS` times its `RATES`, which follow from the length of its updates, on a seed of their own.
-The rate of the best last loss trains on the seeds of the report. Runs are kept in the output
-folder, so that the same command goes on.
+`FACTORS` times its `RATES`, which follow from the length of its updates, on a seed of their own;
+while the best is the lowest or the highest, a further one. The rate of the best last loss trains
+on the seeds of the report. Runs are kept in the output folder, so that the same command goes on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,11 @@ from experiments.tuning import TUNING_SEED
 from experiments.workloads import workload
 
 BASELINES = ("adamw", "kfac", "muon", "shampoo", "soap", "soap-muon")
-FACTORS = (1 / 4, 1.0, 4.0, 16.0, 64.0)
+RATIO = 4.0
+"""A rate over the next lower one."""
+FACTORS = tuple(RATIO**power for power in range(-1, 4))
+FURTHER = 3
+"""Rates that are tried at most beyond the first ones."""
 SEEDS = (0, 1, 2)
 USUAL = 0.003
 """The rate of updates whose entries have a root mean square of about one, as Adam's."""
@@ -68,6 +72,22 @@ def best(records: Sequence[RunRecord]) -> tables.Group:
     rates = [record.config.lr for record in records]
     edge = chosen.config.lr in (min(rates), max(rates))
     return tables.Group((chosen,), f"lr {chosen.config.lr:g}{' (end)' if edge else ''}")
+
+
+def tuned(first: Sequence[RunConfig], trained: Callable[..., list[RunRecord]]) -> tables.Group:
+    """Return the best run of these, or of further ones while the best is at an end."""
+    records = trained(first)
+    for _ in range(FURTHER):
+        config = best(records).records[0].config
+        rates = [record.config.lr for record in records]
+        if config.lr == max(rates):
+            rate = config.lr * RATIO
+        elif config.lr == min(rates):
+            rate = config.lr / RATIO
+        else:
+            break
+        records += trained([config.but(lr=rate)])
+    return best(records)
 
 
 def mean_loss(group: tables.Group) -> float:
@@ -109,10 +129,10 @@ def race(
     kept = partial(runs.kept, folder=output / "runs", train=trained, processes=1, word=word)
     groups = []
     for name in names:
-        tuned = best(kept(configurations(name, problem, steps)))
-        config = tuned.records[0].config
+        group = tuned(configurations(name, problem, steps), kept)
+        config = group.records[0].config
         records = kept([config.but(seed=seed) for seed in SEEDS])
-        groups.append(tables.Group(tuple(records), tuned.tuning))
+        groups.append(tables.Group(tuple(records), group.tuning))
     groups.sort(key=mean_loss)
     table = tables.summary(workload(problem), groups, f"{steps} steps")
     table = replace(table, notes=(*table.notes, apart(groups)))

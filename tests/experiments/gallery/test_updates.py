@@ -8,7 +8,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from experiments.config import RunConfig
 from soframe.citations import cite, fields
 from soframe.methods import Method
 from soframe.registry import KINDS
@@ -198,6 +199,34 @@ def test_the_lowest_finite_loss_counts(losses: tuple[float, ...], mark: str) -> 
         for index, loss in enumerate(losses, 1)
     ]
     assert race.best(records).tuning == mark
+
+
+@pytest.mark.parametrize(
+    ("at", "tried", "mark"),
+    [
+        (4.0, (1.0, 4.0, 16.0), "lr 4"),
+        (70.0, (1.0, 4.0, 16.0, 64.0, 256.0), "lr 64"),
+        (0.2, (1.0, 4.0, 16.0, 0.25, 0.0625), "lr 0.25"),
+        (1e6, (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0), "lr 1024 (end)"),
+    ],
+)
+def test_rates_go_on_while_the_best_is_at_an_end(
+    at: float, tried: tuple[float, ...], mark: str
+) -> None:
+    race = importlib.import_module("experiments.gallery.__main__")
+    taken = []
+
+    def trained(configs: Sequence[RunConfig]) -> list[SimpleNamespace]:
+        taken.extend(config.lr for config in configs)
+        losses = [abs(math.log(config.lr / at)) for config in configs]
+        return [
+            SimpleNamespace(config=config, last=SimpleNamespace(loss=loss), diverged=False)
+            for config, loss in zip(configs, losses, strict=True)
+        ]
+
+    first = [RunConfig("problem:norms", "soframe:muon", lr=lr, steps=5) for lr in tried[:3]]
+    assert race.tuned(first, trained).tuning == mark
+    assert tuple(taken) == tried
 
 
 def test_methods_are_apart_where_their_seeds_do_not_mix() -> None:
