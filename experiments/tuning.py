@@ -135,6 +135,11 @@ class Trial:
         return f"loss {self.loss:.4g}, targets: {reached}; {dict(self.settings)}"
 
 
+def _rate(trial: Trial) -> float:
+    rate: float = trial.settings.get("lr", 0.0)
+    return rate
+
+
 @dataclass(frozen=True)
 class Tuned:
     """The outcome for one optimizer on one workload.
@@ -162,9 +167,13 @@ class Tuned:
 
     @property
     def mark(self) -> str:
-        """The number of trials and their length, for tables and legends."""
+        """The number of trials and their length, and a best rate at an end, for tables."""
         length = f"{self.steps} steps" if self.seconds is None else f"{self.seconds:g} s"
-        return f"{len(self.trials)} trials of {length}"
+        mark = f"{len(self.trials)} trials of {length}"
+        rates = sorted(set(map(_rate, self.trials)))
+        if len(rates) < 3:
+            return mark
+        return mark if _rate(self.best) in rates[1:-1] else f"{mark} (rate at an end)"
 
     def soonest(self, target: float) -> Trial:
         """Return the trial that was at a target first, as far as is known; else the best.

@@ -143,9 +143,8 @@ def require_read(
         they = "it" if len(unread) == 1 else "them"
         values = ", ".join(f"{name}={settings[name]!r}" for name in unread)
         raise ValueError(
-            f"{values} would change nothing: no "
-            f"method of this model reads {they}. Leave {they} out, or choose a method that does, "
-            f"such as 'kfac'"
+            f"{values} would change nothing: no method of this model reads {they}. Leave {they} "
+            f"out, or choose a method that does, such as 'kfac'"
         )
 
 

@@ -114,7 +114,7 @@ def explain(
             "layers": [type(helper.module).__name__ for helper in block.helpers],
             "shape": list(block.shape),
             "method": describe(block.method),
-            "solver": describe(block.solver),
+            "solver": ", ".join(describe(solver) for solver, _ in block.solvers),
             "damping": measured["damping"],
         },
         ranks=ranks,

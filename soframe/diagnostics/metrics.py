@@ -16,6 +16,7 @@ from torch import Tensor
 
 from soframe.blocks.block import Block, unpack
 from soframe.blocks.placed import PlacedBlocks
+from soframe.combinations import READ_BY
 from soframe.comm.agreement import gather_json
 from soframe.diagnostics.norms import Norms, measure
 from soframe.diagnostics.spectra import spectrum
@@ -206,7 +207,7 @@ def _age(steps: int, at: int | None) -> int | None:
 
 def _damping(block: Block, taken: Taken | None) -> tuple[float | None, float | None]:
     """Return the damping of a block and, where it is relative, its multiple."""
-    if taken is None:
+    if taken is None or not READ_BY["damping"](block):
         return None, None
     number = block.damped_with(taken.plan.damping)
     if not isinstance(block.solver, Relative):

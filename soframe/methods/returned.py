@@ -8,7 +8,6 @@ contract.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -103,9 +102,8 @@ def require_declared(method: Method, factors: Sequence[FactorSpec], shape: Block
     names = [factor.name for factor in factors]
     if len(set(names)) < len(names):
         raise ValueError(f"{method!r}: factors() has a name twice: {names}")
-    states: Mapping[str, Any] = method.state(shape)
-    for name, spec in states.items():
-        if not isinstance(spec, TensorSpec) or not spec.shape:
+    for name, spec in method.state(shape).items():
+        if not getattr(spec, "shape", ()):
             raise ValueError(
                 f"{method!r}: state() gives {spec!r} for {name!r}; it must be a TensorSpec whose "
                 f"first dimension is that of groups, such as TensorSpec(({shape.groups},))"

@@ -60,7 +60,7 @@ def import_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+        if f"{name}.".startswith(f"{error.name}."):  # the module itself, or a package around it
             raise ValueError(
                 f"there is no module {name!r}, neither installed nor in the current folder"
             ) from error

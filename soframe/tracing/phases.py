@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +54,10 @@ class Phases:
 
     # -- the clock --------------------------------------------------------------------------------
 
-    def start_clock(self, *, device: bool, event: Callable[[], Any] | None = None) -> None:
+    def start_clock(self, *, device: bool) -> None:
         """Time phases from zero, on the host and by events of a CUDA device's stream."""
-        self._clock = Clock((event or _cuda_event) if device else None)
+        event = partial(torch.cuda.Event, enable_timing=True)
+        self._clock = Clock(event if device else None)
 
     def stop_clock(self) -> None:
         """Stop timing, and forget all times."""
@@ -152,7 +154,3 @@ class Clock:
 
     def _of(self, name: str) -> Seconds:
         return self._seconds.setdefault(name, Seconds())
-
-
-def _cuda_event() -> Any:
-    return torch.cuda.Event(enable_timing=True)

@@ -113,7 +113,7 @@ def jacobian_products(
         raise RuntimeError(_remedy(str(error))) from error
     # Check u^T (J v) = (J^T u)^T v: the sides differ if autograd treated a gradient as constant,
     # which raises no error.
-    rounding = 1e3 * max(torch.finfo(tensor.dtype).eps for tensor in (*cotangents, *gradients))
+    rounding = 1e3 * _largest_eps([*cotangents, *gradients])
     with torch.no_grad():
         for v, slope, tangents in zip(moves, slopes, products, strict=True):
             noise = _size(gradients, v) + _size(cotangents, tangents)
@@ -121,6 +121,10 @@ def jacobian_products(
             if difference > rounding * noise:
                 raise RuntimeError(_remedy(_CONSTANT))
     return [_with_zeros(outputs, tangents) for tangents in products]
+
+
+def _largest_eps(tensors: Sequence[Tensor]) -> float:
+    return max(torch.finfo(tensor.dtype).eps for tensor in tensors)
 
 
 def _with_zeros(outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -105,3 +105,20 @@ def test_every_rank_has_a_row() -> None:
     solvers = [row["solves"] for row in first["ranks"]]
     assert sorted(solvers[0] + solvers[1]) == ["A", "G"]
     assert first["factors"]["A"]["divisor"] == 2.0  # a weight of one for each rank
+
+
+@pytest.mark.parametrize(
+    ("method", "solver", "damping"), [("soap", "Basis", None), ("kfac", "Inverse", 0.5)]
+)
+def test_a_block_has_the_solver_and_the_damping_that_it_reads(
+    method: str, solver: str, damping: float | None
+) -> None:
+    model = model_of()
+    methods = {"^0$": method, "": "kfac"}
+    own = soframe.Preconditioner(model, methods, damping=0.5, statistics_every=1)
+    with closing(own):
+        passes(model, [3])
+        own.step()
+        found = own.explain("0.weight" if method == "soap" else "0")
+    assert found.block["solver"].startswith(solver)
+    assert found.block["damping"] == damping

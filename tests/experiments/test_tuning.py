@@ -57,6 +57,15 @@ def test_further_beats_sooner_and_sooner_beats_lower():
     assert found == Trial({"lr": 1}, 2, 2.0, 40, 0.4)
 
 
+@pytest.mark.parametrize(("best", "is_at_an_end"), [(0.03, True), (0.01, True), (0.02, False)])
+def test_a_best_rate_at_an_end_of_those_tried_is_marked(best, is_at_an_end):
+    rates = sorted((0.01, 0.02, 0.03), key=lambda rate: rate != best)
+    trials = [Trial({"lr": rate}, 0, None, None, 1.0) for rate in rates]
+    outcome = Tuned((), None, 1, "", tuple(trials), 50)
+    assert outcome.mark == "3 trials of 50 steps" + is_at_an_end * " (rate at an end)"
+    assert Tuned((), None, 1, "", tuple(trials[:2]), 50).mark == "2 trials of 50 steps"
+
+
 @pytest.mark.slow
 def test_the_search_gets_to_the_best_settings_the_same_way_again(tmp_path, monkeypatch):
     pytest.importorskip("optuna")
