@@ -591,8 +591,8 @@ class Capture:
             # opened before any nested one delivers gradients.
             calls.enter(self._on_end)
             return True
-        if calls.current is not None:
-            # A backward pass that raised never closed itself.
+        if calls.current is not None and torch.is_grad_enabled():
+            # A backward pass that raised never closed itself. Actors' threads have no gradients.
             calls.current = None
             calls.reached.clear()
         if calls.batch.closed:

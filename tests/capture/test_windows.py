@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -297,6 +298,30 @@ def test_no_trace_of(other: Other, world_size: int) -> None:
                 assert got[kind].keys() == want[kind].keys()
                 for name, tensor in want[kind].items():
                     assert torch.equal(got[kind][name], tensor), f"{kind} of {name}"
+
+
+@pytest.mark.parametrize("other", [forward_without_grad, inference])
+def test_no_trace_of_another_thread_within_a_backward_pass(other: Other) -> None:
+    """An actor or an evaluation may call the model while it learns."""
+
+    def act(gradient: Tensor) -> None:
+        thread = threading.Thread(target=other, args=(model, x))
+        thread.start()
+        thread.join()
+
+    results = []
+    for acts in (False, True):
+        model, x = Case(CalledTwice).build(), vectors(0)
+        preconditioner = precondition(model)
+        hidden = model.get_submodule("first")(x)
+        if acts:
+            hidden.register_hook(act)
+        softplus(model.get_submodule("last")(hidden.tanh())).backward()
+        preconditioner.step()
+        results.append(snapshot(model, preconditioner))
+    for kind, tensors in results[0].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(results[1][kind][name], tensor), f"{kind} of {name}"
 
 
 @pytest.mark.parametrize("other", BETWEEN)
