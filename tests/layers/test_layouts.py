@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from soframe.layers import base
+from soframe.layers.attention import AttentionHelper
 from soframe.layers.base import LayerHelper, moment, widened
 from soframe.layers.conv import Conv2dHelper
 from soframe.layers.embedding import EmbeddingBagHelper, EmbeddingHelper
@@ -24,6 +25,7 @@ from soframe.layers.layout import (
     positions_of,
 )
 from soframe.layers.linear import LinearHelper
+from soframe.layers.recurrent import RecurrentCellHelper
 from soframe.testing import compare
 from tests.curvature import fill, randn
 
@@ -148,6 +150,26 @@ def test_a_bias_is_the_last_column(weight: bool, bias: bool) -> None:
     unpacked = layout.unpack(matrix)
     assert unpacked.keys() == parts.keys()
     assert all(torch.equal(unpacked[name], tensor) for name, tensor in parts.items())
+
+
+@pytest.mark.parametrize("joint", [None, True, False])
+def test_a_bias_joins_its_weight_unless_it_is_a_block_of_its_own(joint: bool | None) -> None:
+    both, settings = ("weight", "bias"), {} if joint is None else {"joint": joint}
+    layer, attention = nn.Linear(2, 3), nn.MultiheadAttention(4, 2)
+    (helper,) = LinearHelper.of(layer, both, **settings)
+    assert tuple(helper.parameters) == (both if joint is not False else both[:1])
+    assert LinearHelper.of(layer, (), **settings) == []
+    (alone,) = LinearHelper.of(layer, ("bias",))
+    assert tuple(alone.parameters) == ("bias",)
+    names = AttentionHelper.names(attention)
+    inner, outer = AttentionHelper.of(attention, names, **settings)
+    sizes = [len(inner.parameters), len(outer.parameters)]
+    cell = nn.LSTMCell(2, 3)
+    sizes += [
+        len(helper.parameters)
+        for helper in RecurrentCellHelper.of(cell, RecurrentCellHelper.names(cell), **settings)
+    ]
+    assert sizes == [1 if joint is False else 2] * 4
 
 
 def test_parameters_are_found_by_their_path() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from soframe.solvers import (
+    Basis,
     Eigen,
     Inverse,
     NewtonSchulz,
@@ -64,6 +65,18 @@ def test_a_diagonal_is_the_matrix_with_it(solver: Solver, sides: str) -> None:
     )
     compare(found, expected, sides)
     assert torch.equal(gradient, kept)
+
+
+def test_a_solver_around_another_declares_what_that_takes() -> None:
+    assert all(solver.diagonals for solver in SOLVERS)
+    for around in (Relative, Rooted):
+        assert not around(Basis()).diagonals
+        assert [around(kind()).damps_factors for kind in (Eigen, Inverse)] == [False, True]
+        assert [around(Eigen(follows=follows)).follows for follows in (True, False)] == [
+            True,
+            False,
+        ]
+        assert [around(kind()).continues for kind in (Eigen, NewtonSchulz)] == [False, True]
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)
