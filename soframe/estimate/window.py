@@ -158,14 +158,14 @@ class Sums:
         return True
 
     def _parts_of(self, factor: FactorSpec) -> Sequence[Tensor]:
-        """Return the sums by block; zeros if there were none."""
+        """Return the sums by block, zeros at first."""
         if factor.name not in self._parts:
             total = self._total(factor, zero=True)
             self._parts[factor.name] = total.chunk(len(self.stack.blocks))
         return self._parts[factor.name]
 
     def _total(self, factor: FactorSpec, *, zero: bool) -> Tensor:
-        """Return the sums of all blocks: zeros, or memory to be written, if there were none."""
+        """Return the sums of all blocks, at first zeros or memory to be written."""
         if factor.name not in self.totals:
             like, blocks = self.stack.like, len(self.stack.blocks)
             shape = (blocks * factor.groups, *factor.shape[1:])
