@@ -7,7 +7,7 @@ adds calls to the window under way; the step folds its sums into running factors
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -117,7 +117,7 @@ class Sums:
             blocks, matrices = len(self.stack.blocks), rows.matrices
             if len(rows.members) == blocks:
                 beta = float(factor.name in self.totals)
-                total = self._total(factor, torch.empty)
+                total = self._total(factor, zero=False)
                 total.baddbmm_(matrices.mT, matrices, beta=beta, alpha=rows.scale)
                 continue
             parts, of_blocks = self._parts_of(factor), matrices.chunk(blocks)
@@ -158,20 +158,21 @@ class Sums:
         return True
 
     def _parts_of(self, factor: FactorSpec) -> Sequence[Tensor]:
-        """Return the sums by block; zeros if there were none."""
+        """Return the sums by block, zeros at first."""
         if factor.name not in self._parts:
-            total = self._total(factor, torch.zeros)
+            total = self._total(factor, zero=True)
             self._parts[factor.name] = total.chunk(len(self.stack.blocks))
         return self._parts[factor.name]
 
-    def _total(self, factor: FactorSpec, make: Callable[..., Tensor]) -> Tensor:
-        """Return the sums of all blocks, made by ``torch.zeros`` or ``torch.empty`` if needed."""
+    def _total(self, factor: FactorSpec, *, zero: bool) -> Tensor:
+        """Return the sums of all blocks, at first zeros or memory to be written."""
         if factor.name not in self.totals:
-            like, shape = (
-                self.stack.like,
-                (len(self.stack.blocks) * factor.groups, *factor.shape[1:]),
-            )
-            self.totals[factor.name] = make(shape, dtype=like.dtype, device=like.device)
+            like, blocks = self.stack.like, len(self.stack.blocks)
+            shape = (blocks * factor.groups, *factor.shape[1:])
+            total = torch.empty(shape, dtype=like.dtype, device=like.device)
+            self.totals[factor.name] = total
+            if zero:
+                total.zero_()
         return self.totals[factor.name]
 
 
