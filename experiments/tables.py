@@ -14,6 +14,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import rich.table
@@ -299,10 +300,11 @@ def _notes(
         notes.append("ms/step: median over the steps.")
     sent = "Bytes sent in a step by the busiest rank; peak" if max(ranks) > 1 else "Peak"
     notes.append(f"{sent} of the memory of second-order data on a rank.")
-    if any("trials" in group.tuning for group in groups):
+    tunings = set(map(attrgetter("tuning"), groups))
+    if any("trials" in tuning for tuning in tunings):
         aim = f"the shortest time to {min(targets):g}" if targets else "the lowest loss"
         notes.append(f"Trials: settings were tuned for {aim}.")
-    if any(group.tuning == "untuned" for group in groups):
+    if "untuned" in tunings:
         notes.append("Untuned: default settings and a default learning rate.")
     return tuple(notes)
 

@@ -173,7 +173,9 @@ class Tuned:
         rates = sorted(set(map(_rate, self.trials)))
         if len(rates) < 3:
             return mark
-        return mark if _rate(self.best) in rates[1:-1] else f"{mark} (rate at an end)"
+        if _rate(self.best) in rates[1:-1]:
+            return mark
+        return f"{mark} (rate at an end)"
 
     def soonest(self, target: float) -> Trial:
         """Return the trial that was at a target first, as far as is known; else the best.
