@@ -4,13 +4,14 @@
     python -m benchmarks.recipes --only lora        # needs transformers, peft and accelerate
     python -m benchmarks.recipes --plot             # draws the kept curves again
 
-Recipes whose rates were tuned at this size have those. The others try as many rates for each of
-two optimizers, on a seed of their own; the best last evaluation counts, and trains on the seeds of
-the report. `resnet32` and `vit` read MNIST's images in CIFAR-10's format, `gpt2` bytes of
-Python's standard library; `lora` adapts a small GPT-2, trained on these files first, to the texts
-of Python's reference (`pydoc_data.topics`). Seconds are processor time of steps, with the reading
-of data; those of `lora` have evaluations, too. Finished runs in ``--output`` are not repeated, and
-``--curves`` keeps the evaluations of all seeds.
+Recipes whose rates were tuned at this size have those. The others try three rates for each of two
+optimizers, on a seed of their own, and further ones as long as the best is the lowest or the
+highest; the best last evaluation counts, and trains on the seeds of the report. `resnet32` and
+`vit` read MNIST's images in CIFAR-10's format, `gpt2` bytes of Python's standard library; `lora`
+adapts a small GPT-2, trained on these files first, to the texts of Python's reference
+(`pydoc_data.topics`). Seconds are processor time of steps, with the reading of data; those of
+`lora` have evaluations, too. Finished runs in ``--output`` are not repeated, and ``--curves`` keeps
+the evaluations of all seeds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import pydoc_data.topics
 import statistics
@@ -44,6 +46,9 @@ from soframe import checkpoint
 CURVES = Path("docs/benchmarks/recipes.json")
 HELD_OUT_IMAGES = 400
 EVALUATIONS = 8
+SEEDS = (0, 1, 2)
+FURTHER = 4
+"""Rates that are tried at most beyond the three."""
 LOWER = ("loss", "relative_l2")
 """Qualities of which the lowest is the best."""
 
@@ -60,8 +65,8 @@ class Small:
         title: Its name in tables.
         steps: Optimizer steps of a run.
         quality: The figure of an evaluation.
-        rates: By optimizer the learning rates to try: a first-order one, and soframe.
-        seeds: Seeds of the report.
+        rates: By optimizer, a first-order one and soframe, the learning rate if it is known, or
+            three to try, each as many times the last.
         data: Writes files into a folder, and returns the settings that name them.
         changes: Settings of all its runs.
     """
@@ -70,7 +75,6 @@ class Small:
     steps: int
     quality: str
     rates: Rates
-    seeds: Sequence[int] = (0, 1, 2)
     data: Callable[[Path], dict[str, Any]] = lambda folder: {}
     changes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -157,8 +161,7 @@ RECIPES: Mapping[str, Small] = {
         "ResNet-20, MNIST",
         80,
         "accuracy",
-        {"sgd": (0.1,), "soframe": (0.05,)},
-        (0,),
+        {"sgd": (0.05, 0.1, 0.2), "soframe": (0.025, 0.05, 0.1)},
         cifar,
         {"layers": 3, "batch_size": 64, "schedule": "linear"}
         | {"statistics_every": 10, "solve_every": 50},
@@ -167,8 +170,7 @@ RECIPES: Mapping[str, Small] = {
         "ViT, MNIST",
         120,
         "accuracy",
-        {"adamw": (1e-3, 3e-3), "soframe": (0.03, 0.06)},
-        (0,),
+        {"adamw": (1e-3, 2e-3, 4e-3), "soframe": (0.02, 0.04, 0.08)},
         cifar,
         {"side": 32, "patch": 4, "classes": 10, "width": 64, "layers": 3, "heads": 4}
         | {"batch_size": 64},
@@ -177,8 +179,7 @@ RECIPES: Mapping[str, Small] = {
         "GPT over bytes",
         200,
         "loss",
-        {"adamw": (1e-3, 3e-3, 1e-2), "soframe": (0.02, 0.04, 0.08)},
-        (0,),
+        {"adamw": (1e-3, 2e-3, 4e-3), "soframe": (0.02, 0.04, 0.08)},
         text,
         BYTES,
     ),
@@ -186,8 +187,7 @@ RECIPES: Mapping[str, Small] = {
         "LoRA of a GPT over bytes",
         120,
         "loss",
-        {"adamw": (1e-3, 3e-3, 1e-2), "soframe": (1e-3, 3e-3, 1e-2)},
-        (0,),
+        {"adamw": (3e-3, 1e-2, 3e-2), "soframe": (3e-3, 1e-2, 3e-2)},
         adapted,
         {"length": 128},
     ),
@@ -262,18 +262,41 @@ class Run:
         return time.process_time() - start
 
 
+def tune(name: str, optimizer: str, folder: Path) -> dict[float, float]:
+    """Return the last quality by rate, beyond the first rates while the best is at an end."""
+    rates = RECIPES[name].rates[optimizer]
+    tried: dict[float, float] = {}
+    further = list(rates)
+    while further and len(tried) < len(rates) + FURTHER:
+        rate = further.pop(0)
+        tried[rate] = Run(name, optimizer, rate, TUNING_SEED).curve(folder)[-1][2]
+        if not further:
+            best, ratio = best_rate(name, tried), rates[1] / rates[0]
+            if best == max(tried):
+                further = [float(f"{best * ratio:.2g}")]
+            elif best == min(tried):
+                further = [float(f"{best / ratio:.2g}")]
+    return tried
+
+
+def best_rate(name: str, tried: Mapping[float, float]) -> float:
+    """Return the rate of the best quality; a run that is not finite is none."""
+    sign = 1 if RECIPES[name].quality in LOWER else -1
+    finite = [rate for rate, quality in tried.items() if math.isfinite(quality)]
+    return min(finite, key=lambda rate: sign * tried[rate])
+
+
 def row(name: str, folder: Path) -> dict[str, Any]:
     """Return the curves of a recipe's optimizers, with the rates that were tried."""
     small = RECIPES[name]
-    sign = 1 if small.quality in LOWER else -1
     optimizers = {}
     for optimizer, rates in small.rates.items():
         tried: dict[float, float] = {}
+        best = rates[0]
         if len(rates) > 1:
-            for rate in rates:
-                tried[rate] = Run(name, optimizer, rate, TUNING_SEED).curve(folder)[-1][2]
-        best = min(tried, key=lambda rate: sign * tried[rate]) if tried else rates[0]
-        curves = {seed: Run(name, optimizer, best, seed).curve(folder) for seed in small.seeds}
+            tried = tune(name, optimizer, folder)
+            best = best_rate(name, tried)
+        curves = {seed: Run(name, optimizer, best, seed).curve(folder) for seed in SEEDS}
         optimizers[optimizer] = {"rate": best, "tried": tried, "curves": curves}
     fields = {key: value for key, value in asdict(small).items() if key in ("title", "quality")}
     return {**fields, "torch": torch.__version__, "optimizers": optimizers}

@@ -1,13 +1,14 @@
 """The benchmark of recipes at the size of a laptop: its data, the rate that counts, kept curves."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks import recipes
-from benchmarks.recipes import RECIPES, TUNING_SEED, Run, Small
+from benchmarks.recipes import RECIPES, SEEDS, TUNING_SEED, Run, Small
 from experiments.recipes.loaders import Cifar10
 
 
@@ -31,30 +32,44 @@ def test_images_of_mnist_are_what_the_reader_of_cifar_reads(monkeypatch, tmp_pat
             assert plane.sum() == inner.sum()
 
 
-@pytest.mark.parametrize(("quality", "rate"), [("loss", 0.1), ("accuracy", 0.3)])
-def test_the_best_rate_trains_on_the_seeds_of_the_report(monkeypatch, tmp_path, quality, rate):
-    small = Small("A recipe", 10, quality, {"sgd": (0.1, 0.3), "soframe": (0.2,)}, (0, 1))
+@pytest.mark.parametrize("quality", ["loss", "accuracy"])
+@pytest.mark.parametrize(
+    ("at", "tried", "rate"),
+    [
+        (0.2, (0.1, 0.2, 0.4), "0.2"),
+        (1.5, (0.1, 0.2, 0.4, 0.8, 1.6, 3.2), "1.6"),
+        (0.05, (0.1, 0.2, 0.4, 0.05, 0.025), "0.05"),
+        (100.0, (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4), "6.4 (end)"),
+    ],
+)
+def test_the_best_rate_trains_on_the_seeds_of_the_report(
+    monkeypatch, tmp_path, quality, at, tried, rate
+):
+    """Rates are tried beyond the first ones while the best is at an end."""
+    small = Small("A recipe", 10, quality, {"sgd": (0.1, 0.2, 0.4), "soframe": (0.3,)})
     monkeypatch.setitem(recipes.RECIPES, "small", small)
     taken = []
 
     def curve(run, folder):
         taken.append((run.optimizer, run.rate, run.seed))
-        return [(5, 1.0, 9.0), (10, 2.0, run.rate)]
+        loss = math.nan if run.rate == 3.2 and at < 3.2 else abs(math.log(run.rate / at))
+        return [(5, 1.0, 9.0), (10, 2.0, loss if quality == "loss" else -loss)]
 
     monkeypatch.setattr(Run, "curve", curve)
     found = recipes.row("small", tmp_path)["optimizers"]
+    best = float(rate.split()[0])
     assert taken == [
-        *(("sgd", tried, TUNING_SEED) for tried in (0.1, 0.3)),
-        *(("sgd", rate, seed) for seed in (0, 1)),
-        *(("soframe", 0.2, seed) for seed in (0, 1)),
+        *(("sgd", number, TUNING_SEED) for number in tried),
+        *(("sgd", best, seed) for seed in (0, 1, 2)),
+        *(("soframe", 0.3, seed) for seed in (0, 1, 2)),
     ]
-    assert found["sgd"]["tried"] == {0.1: 0.1, 0.3: 0.3}
+    assert tuple(found["sgd"]["tried"]) == tried
     assert found["soframe"]["tried"] == {}
     first, second = recipes.lines(
         {"small": {"title": "A", "quality": quality, "optimizers": found}}
     )
-    assert first[1:5] == ["sgd", f"{rate:g} (end)", "10", "2.0"]
-    assert second[2] == "0.2"
+    assert first[1:5] == ["sgd", rate, "10", "2.0"]
+    assert second[2] == "0.3"
 
 
 @pytest.mark.slow
@@ -76,7 +91,7 @@ def test_kept_curves_are_those_of_the_recipes(tmp_path):
     for name, small in RECIPES.items():
         assert set(kept[name]["optimizers"]) == set(small.rates)
         for optimizer, found in kept[name]["optimizers"].items():
-            assert found["rate"] in small.rates[optimizer]
-            assert list(map(int, found["curves"])) == list(small.seeds)
+            assert found["rate"] in [*map(float, found["tried"]), *small.rates[optimizer]]
+            assert list(map(int, found["curves"])) == list(SEEDS)
             assert {curve[-1][0] for curve in found["curves"].values()} == {small.steps}
     assert recipes.plot(kept, tmp_path / "recipes.png").stat().st_size > 10_000
