@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -168,7 +169,11 @@ class BlockSpec:
     @cached_property
     def parcel(self) -> Mapping[str, TensorSpec]:
         """The tensors that are sent in place of an update; empty for the update itself."""
-        return {} if self.shards else self.method.parcel(self.shape)
+        parcel = self.method.parcel(self.shape)
+        # Of sharded parameters each rank needs a part of the update, which may be less.
+        size = sum(spec.packed_numel for spec in parcel.values())
+        pays = size * len(self.ranks) < math.prod(self.shape)
+        return parcel if pays or not self.shards else {}
 
     @cached_property
     def rebases(self) -> bool:
