@@ -104,11 +104,11 @@ def digits_of(rows: Tensor, numbered_rows: Tensor, dtype: torch.dtype) -> Tensor
     has_gradient = sizes > limits.tiny / limits.eps
     exponents = (numbered_rows.abs().amax(2) / sizes).log2().round()
     errors = (numbered_rows * (2.0**-exponents).unsqueeze(2) - rows).abs().amax(2)
-    found = (exponents - BASE).where(has_gradient, float(NONE))
-    is_digit = (found >= 0) & (found < BASE) & (errors <= limits.eps**0.5 * sizes)
+    digit = (exponents - BASE).where(has_gradient, float(NONE))
+    is_digit = (digit >= 0) & (digit < BASE) & (errors <= limits.eps**0.5 * sizes)
     if not bool((is_digit | ~has_gradient).all()):
         return None
-    return found.long()
+    return digit.long()
 
 
 def by_sample(rows: Tensor, samples: Tensor, size: int) -> Tensor:

@@ -341,27 +341,30 @@ class _Collected:
         helper = call.helper
         if self._digit is not None and helper not in self._later:
             return
-        block = self._block_of[helper]
         call = batch_first(call)
-        rows = helper.output_rows(call.gradient).to(block.dtype)
+        rows = helper.output_rows(call.gradient).to(self._block_of[helper].dtype)
         left, right = helper.sample_rows(call.inputs, rows)
         if self._digit is not None:
             self._number(helper, left, call.gradient.dtype)
             return
         self._calls[helper].append(_Call(left, right))
         size = call.batch.root.size or samples_of(self._outputs)
-        if not (size or helper.routes):
-            size = rows.shape[1]
+        self._see(call, rows.shape[1], size)
+
+    def _see(self, call: LayerCall, batch: int, size: int) -> None:
+        """Note the number of samples, and whether a call has another ``batch``."""
+        if size == 0 and not call.helper.routes:
+            size = batch
         self.samples = self.samples or size
-        if call.is_ragged or size != self.samples or rows.shape[1] != size:
-            self.routing.helpers.add(helper)
+        if call.is_ragged or {batch, size} != {self.samples}:
+            self.routing.helpers.add(call.helper)
 
     def _number(self, helper: LayerHelper, left: Tensor, dtype: torch.dtype) -> None:
         """Add the digits of the pass under way to the samples of the rows of a call."""
         assert self._digit is not None
         call = next(self._later[helper])
-        found = digits_of(call.left.flatten(1, 2), left.flatten(1, 2), dtype)
-        if found is None or call.samples is None:
+        digit = digits_of(call.left.flatten(1, 2), left.flatten(1, 2), dtype)
+        if digit is None:
             raise ValueError(
                 f"{self.names[helper]}: a call of {type(helper.module).__name__} has rows whose "
                 f"gradients are not of the outputs of one of the {self.samples} samples: call it "
@@ -369,8 +372,9 @@ class _Collected:
                 f"the loss is of, leave terms of the whole batch out of the loss, or skip it "
                 f"(skip=[...])"
             )
-        higher = found * BASE**self._digit
-        call.samples = (call.samples + higher).where(found != NONE, NONE)
+        assert call.samples is not None
+        samples = call.samples + digit * BASE**self._digit
+        call.samples = samples.where(digit != NONE, NONE)
 
     def passes(self) -> int:
         """Return the number of passes that find the samples of the rows.
