@@ -170,10 +170,11 @@ class BlockSpec:
     def parcel(self) -> Mapping[str, TensorSpec]:
         """The tensors that are sent in place of an update; empty for the update itself."""
         parcel = self.method.parcel(self.shape)
-        # Of sharded parameters each rank needs a part of the update, which may be less.
+        if not self.shards:
+            return parcel
+        # Each rank needs a part of the update alone, which may be less.
         size = sum(spec.packed_numel for spec in parcel.values())
-        pays = size * len(self.ranks) < math.prod(self.shape)
-        return parcel if pays or not self.shards else {}
+        return parcel if size * len(self.ranks) < math.prod(self.shape) else {}
 
     @cached_property
     def rebases(self) -> bool:

@@ -131,13 +131,9 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
             parcels = [sending.parcel for sending in sendings]
             deliver(backend, parcels, "exchange", fused=backend.fused)
     for sending in sendings:
-        stack = sending.stack
-        for update in updates_of.get(stack, ()):
+        for update in updates_of.pop(sending.stack, ()):
             _receive(update, sending)
-            if stack.like.shards:
-                _cut(update, backend.rank)
-        if stack.like.shards:
-            updates_of.pop(stack, None)
+            _cut(update, backend.rank)
     if any(stack.like.shards for stack in updates_of):
         with backend.phases("exchange"):
             _scatter(placed, updates_of)
@@ -234,6 +230,8 @@ def _receive(update: Update, sending: _Sending) -> None:
 
 def _cut(update: Update, rank: int) -> None:
     """Keep this rank's parts of the updates of sharded parameters."""
+    if not update.stack.like.shards:
+        return
     for block, matrix in update.each():
         unpacked = block.layout.unpack(matrix)
         parts = update.parts.setdefault(block, {})

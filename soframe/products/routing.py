@@ -51,7 +51,7 @@ class Routing:
         return cls(helpers, bool(helpers))
 
 
-def digits(samples: int) -> int:
+def number_of_digits(samples: int) -> int:
     """Return the number of backward passes that tell so many samples apart."""
     number = 0
     while BASE**number < samples:
