@@ -50,6 +50,10 @@ class Routing:
             helpers.update(helper for helper in block.helpers if helper.routes)
         return cls(helpers, bool(helpers))
 
+    def keep_graph(self) -> None:
+        """Keep the graph of every batch from now on."""
+        self.keeps_graph = True
+
 
 def number_of_digits(samples: int) -> int:
     """Return the number of backward passes that tell so many samples apart."""
@@ -77,7 +81,8 @@ def numbered(outputs: Any, digit: int) -> Iterator[None]:
     heads = [outputs] if isinstance(outputs, Tensor) else outputs
     handles = []
     for head in heads:
-        exponents = BASE + torch.arange(len(head)) // BASE**digit % BASE
+        samples = torch.arange(len(head), device=head.device)
+        exponents = BASE + samples // BASE**digit % BASE
         numbers = (2.0**exponents).to(head).view(-1, *(1 for _ in head.shape[1:]))
         handles.append(head.register_hook(lambda gradient, numbers=numbers: gradient * numbers))
     try:

@@ -278,7 +278,7 @@ def _run_passes(
         ranks = add_over_ranks(backend, [float(number < passes) for number in range(MOST)])
         passes = sum(number > 0 for number in ranks)
     if passes and not routing.keeps_graph:
-        routing.keeps_graph = True
+        routing.keep_graph()
         return False
     for digit in range(passes):
         with collected.numbered(digit):
