@@ -96,8 +96,8 @@ class Curvature(OfModel):
         skip: Patterns on names of modules to leave out.
 
     Raises:
-        ValueError: If a setting is out of range, the method defines no products, or the model has
-            nothing that has a curvature.
+        ValueError: If a setting is out of range, the method defines no products, the model has
+            nothing that has a curvature, or some ranks take no statistics under the strategy.
     """
 
     parts: Parts  # the parts that its settings describe
@@ -153,6 +153,7 @@ class Curvature(OfModel):
             parts = parts_of(model, flat(settings), backend, stages, keeps_hooks=True, means=True)
         self._open(parts)
         stages.look_over(self.registration)
+        _require_all_data(self.placed, self.strategy)
         self._fit = Fit(
             parts.model,
             self.placed,
@@ -727,6 +728,18 @@ def _require_products(methods: Iterable[Method]) -> None:
                 f"{method!r} defines no products with a curvature: choose method='kfac', "
                 f"'kfac-reduce', 'ekfac' or 'foof', or let the method implement spectrum()"
             )
+
+
+def _require_all_data(placed: PlacedBlocks, strategy: Strategy) -> None:
+    """Raise a ValueError if some ranks take no statistics of a block."""
+    for block, place in placed:
+        for index, factor in enumerate(block.factors):
+            if factor.captured and set(place.contributing(index)) != set(place.everyone):
+                raise ValueError(
+                    f"a Curvature is a mean over the data of all ranks, and under {strategy!r} "
+                    f"the ranks {list(place.contributing(index))} alone take statistics of "
+                    f"{block.name}: pass strategy='comm-opt', 'mem-opt' or Sharded(group=None)"
+                )
 
 
 def _require_served(method: Choice, statistics: Statistics, distribution: Distribution) -> None:

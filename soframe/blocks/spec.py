@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -170,7 +171,12 @@ class BlockSpec:
     @cached_property
     def parcel(self) -> Mapping[str, TensorSpec]:
         """The tensors that are sent in place of an update; empty for the update itself."""
-        return {} if self.shards else self.method.parcel(self.shape)
+        parcel = self.method.parcel(self.shape)
+        if not self.shards:
+            return parcel
+        # Each rank needs a part of the update alone, which may be less.
+        size = sum(spec.packed_numel for spec in parcel.values())
+        return parcel if size * len(self.ranks) < math.prod(self.shape) else {}
 
     @cached_property
     def rebases(self) -> bool:

@@ -125,19 +125,20 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
         with backend.phases("exchange"):
             parcels = [sending.parcel for sending in sendings]
             deliver(backend, parcels, "exchange", fused=backend.fused)
+    for sending in sendings:
+        for update in updates_of.pop(sending.stack, ()):
+            _receive(update, sending)
+            _cut(update, backend.rank)
     if any(stack.like.shards for stack in updates_of):
         with backend.phases("exchange"):
             _scatter(placed, updates_of)
-    for sending in sendings:
-        for update in updates_of.get(sending.stack, ()):
-            _receive(update, sending)
 
 
 def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Sending | None:
     """Return the updates of a stack that this rank sends or receives; None if it keeps them."""
     active = tuple(i for i, block in enumerate(stack.blocks) if block.active)
-    # Updates of sharded parameters are scattered.
-    if not active or stack.like.shards:
+    # Updates of sharded parameters are scattered, unless ranks make their parts of parcels.
+    if not active or (stack.like.shards and not stack.like.parcel):
         return None
     worker = stack.place.sources[backend.rank]
     group = stack.place.exchanges[worker]
@@ -220,6 +221,19 @@ def _receive(update: Update, sending: _Sending) -> None:
         parts = update.stack.split(update.matrix, sending.members)
         matrices = dict(zip(sending.members, parts, strict=True))
         update.matrix = update.stack.join([matrices[member] for member in update.members])
+
+
+def _cut(update: Update, rank: int) -> None:
+    """Keep this rank's parts of the updates of sharded parameters."""
+    if not update.stack.like.shards:
+        return
+    for block, matrix in update.each():
+        unpacked = block.layout.unpack(matrix)
+        parts = update.parts.setdefault(block, {})
+        for name, shards in block.shards.items():
+            parts[name] = shards.part(unpacked[name], rank).clone()
+    if rank not in update.stack.place.gradient_workers:
+        update.matrix = None  # as without a parcel
 
 
 def _scatter(placed: PlacedBlocks, updates_of: Mapping[Stack, Sequence[Update]]) -> None:

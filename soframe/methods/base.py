@@ -393,8 +393,8 @@ class Method(ABC):
     def parcel(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
         """Return the tensors that are sent in place of an update, such as its low-rank factors.
 
-        Parts of updates for sharded parameters are sent as they are, and so is the update of a
-        `Chain`.
+        Of sharded parameters it is sent where it has fewer numbers than a rank's part of the
+        update, and the parts of the update otherwise. A `Chain` sends its update.
 
         Returns:
             Names and shapes, ``[groups, ...]``; by default none, and the update is sent.

@@ -50,8 +50,12 @@ class Routing:
             helpers.update(helper for helper in block.helpers if helper.routes)
         return cls(helpers, bool(helpers))
 
+    def keep_graph(self) -> None:
+        """Keep the graph of every batch from now on."""
+        self.keeps_graph = True
 
-def digits(samples: int) -> int:
+
+def number_of_digits(samples: int) -> int:
     """Return the number of backward passes that tell so many samples apart."""
     number = 0
     while BASE**number < samples:
@@ -77,7 +81,8 @@ def numbered(outputs: Any, digit: int) -> Iterator[None]:
     heads = [outputs] if isinstance(outputs, Tensor) else outputs
     handles = []
     for head in heads:
-        exponents = BASE + torch.arange(len(head)) // BASE**digit % BASE
+        samples = torch.arange(len(head), device=head.device)
+        exponents = BASE + samples // BASE**digit % BASE
         numbers = (2.0**exponents).to(head).view(-1, *(1 for _ in head.shape[1:]))
         handles.append(head.register_hook(lambda gradient, numbers=numbers: gradient * numbers))
     try:
@@ -104,11 +109,11 @@ def digits_of(rows: Tensor, numbered_rows: Tensor, dtype: torch.dtype) -> Tensor
     has_gradient = sizes > limits.tiny / limits.eps
     exponents = (numbered_rows.abs().amax(2) / sizes).log2().round()
     errors = (numbered_rows * (2.0**-exponents).unsqueeze(2) - rows).abs().amax(2)
-    found = (exponents - BASE).where(has_gradient, float(NONE))
-    is_digit = (found >= 0) & (found < BASE) & (errors <= limits.eps**0.5 * sizes)
+    digit = (exponents - BASE).where(has_gradient, float(NONE))
+    is_digit = (digit >= 0) & (digit < BASE) & (errors <= limits.eps**0.5 * sizes)
     if not bool((is_digit | ~has_gradient).all()):
         return None
-    return found.long()
+    return digit.long()
 
 
 def by_sample(rows: Tensor, samples: Tensor, size: int) -> Tensor:

@@ -32,8 +32,8 @@ from soframe.products.routing import (
     NONE,
     Routing,
     by_sample,
-    digits,
     digits_of,
+    number_of_digits,
     numbered,
     samples_of,
 )
@@ -275,7 +275,7 @@ def _run_passes(
         ranks = add_over_ranks(backend, [float(number < passes) for number in range(MOST)])
         passes = sum(number > 0 for number in ranks)
     if passes and not routing.keeps_graph:
-        routing.keeps_graph = True
+        routing.keep_graph()
         return False
     for digit in range(passes):
         with collected.numbered(digit):
@@ -335,30 +335,37 @@ class _Collected:
 
     def add(self, call: LayerCall) -> None:
         """Keep the rows of a call, or find the samples of rows that are there."""
+        if self._digit is None:
+            self._keep(call)
+        elif call.helper in self._later:
+            self._number(call, self._digit)
+
+    def _sides(self, call: LayerCall) -> tuple[Tensor, Tensor]:
+        """Return the rows of outputs and of inputs, ``[groups, batch, positions, ...]``."""
         helper = call.helper
-        if self._digit is not None and helper not in self._later:
-            return
-        block = self._block_of[helper]
-        call = batch_first(call)
-        rows = helper.output_rows(call.gradient).to(block.dtype)
-        left, right = helper.sample_rows(call.inputs, rows)
-        if self._digit is not None:
-            self._number(helper, left, call.gradient.dtype)
-            return
+        rows = helper.output_rows(call.gradient).to(self._block_of[helper].dtype)
+        return helper.sample_rows(call.inputs, rows)
+
+    def _keep(self, call: LayerCall) -> None:
+        """Keep the rows of a call, and note whether they are of other samples than the batch."""
+        helper, call = call.helper, batch_first(call)
+        left, right = self._sides(call)
         self._calls[helper].append(_Call(left, right))
         size = call.batch.root.size or samples_of(self._outputs)
-        if not (size or helper.routes):
-            size = rows.shape[1]
-        self.samples = self.samples or size
-        if call.is_ragged or size != self.samples or rows.shape[1] != size:
+        if size == 0 and not helper.routes:
+            size = left.shape[1]
+        if self.samples == 0:
+            self.samples = size
+        if call.is_ragged or {left.shape[1], size} != {self.samples}:
             self.routing.helpers.add(helper)
 
-    def _number(self, helper: LayerHelper, left: Tensor, dtype: torch.dtype) -> None:
-        """Add the digits of the pass under way to the samples of the rows of a call."""
-        assert self._digit is not None
-        call = next(self._later[helper])
-        found = digits_of(call.left.flatten(1, 2), left.flatten(1, 2), dtype)
-        if found is None or call.samples is None:
+    def _number(self, call: LayerCall, digit: int) -> None:
+        """Add a digit to the samples of the rows of a call."""
+        helper = call.helper
+        known = next(self._later[helper])
+        left, _ = self._sides(batch_first(call))
+        digits = digits_of(known.left.flatten(1, 2), left.flatten(1, 2), call.gradient.dtype)
+        if digits is None:
             raise ValueError(
                 f"{self.names[helper]}: a call of {type(helper.module).__name__} has rows whose "
                 f"gradients are not of the outputs of one of the {self.samples} samples: call it "
@@ -366,8 +373,9 @@ class _Collected:
                 f"the loss is of, leave terms of the whole batch out of the loss, or skip it "
                 f"(skip=[...])"
             )
-        higher = found * BASE**self._digit
-        call.samples = (call.samples + higher).where(found != NONE, NONE)
+        assert known.samples is not None
+        samples = known.samples + digits * BASE**digit
+        known.samples = samples.where(digits != NONE, NONE)
 
     def passes(self) -> int:
         """Return the number of passes that find the samples of the rows.
@@ -377,17 +385,17 @@ class _Collected:
         """
         self._routed = [helper for helper in self.routing.helpers if self._calls.get(helper)]
         for helper in self._routed:
-            if self.samples != 1 and self.samples != samples_of(self._outputs):
+            if self.samples not in (1, samples_of(self._outputs)):
                 raise ValueError(
                     f"{self.names[helper]}: the rows of a {type(helper.module).__name__} are not "
                     f"in the order of the batch, and loss(model, batch) does not return the "
-                    f"outputs that the loss is of, a tensor [{self.samples or 'samples'}, ...] or "
-                    f"several, which show the samples: return them, or skip it (skip=[...])"
+                    f"outputs that the loss is of, a tensor [samples, ...] or several, which show "
+                    f"the samples: return them, or skip it (skip=[...])"
                 )
             for call in self._calls[helper]:
                 shape = (len(call.left), call.left.shape[1] * call.left.shape[2])
                 call.samples = torch.zeros(shape, dtype=torch.long, device=call.left.device)
-        return digits(self.samples) if self._routed else 0
+        return number_of_digits(self.samples) if self._routed else 0
 
     @contextmanager
     def numbered(self, digit: int) -> Iterator[None]:

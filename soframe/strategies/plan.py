@@ -250,13 +250,13 @@ class Step:
         return _calls(parcels)
 
     def updates(self, pairs: Pairs) -> list[Message]:
-        """The updates of blocks whose parameters are whole."""
+        """The updates of blocks whose parameters are whole, and parcels."""
         parcels: Items = []
         for group in self._stacked(pairs):
             work, place = group.work, group.place
             worker = place.sources[self.rank]
             ranks = place.exchanges[worker]
-            if not work.shards and len(ranks) > 1:
+            if (work.parcel or not work.shards) and len(ranks) > 1:
                 route = Route("broadcast", ranks, worker, work.dtype, work.device)
                 numel = group.blocks * sum(spec.packed_numel for spec in work.parcel)
                 size = ITEM_BYTES[work.dtype] * (numel or group.entries)
@@ -284,6 +284,8 @@ class Step:
         """The parts of sharded gradients to gradient workers, or of updates back to all ranks."""
         items: list[tuple[Message, int]] = []  # each with the bytes that this rank sends
         for work, place in pairs:
+            if back and work.parcel:
+                continue  # each rank makes its parts
             way = (place.gradient_workers, place.sources if back else ())
             for shards in work.shards:
                 if shards.travels(*way):

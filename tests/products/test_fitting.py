@@ -334,6 +334,17 @@ def test_settings_without_a_meaning_are_refused() -> None:
         curvature.trace("head")
 
 
+def test_strategies_that_leave_data_out_are_refused() -> None:
+    distribution = soframe.Distribution(backend=soframe.comm.Recording(rank=0, world_size=8))
+    for strategy in ("owner-local", "sharded"):
+        with pytest.raises(ValueError, match=r"alone take statistics of 0: .*Sharded\(group=None"):
+            soframe.Curvature(network(), strategy=strategy, distribution=distribution)
+    for name in ("comm-opt", "mem-opt", "hybrid-opt"):
+        soframe.Curvature(network(), strategy=name, distribution=distribution)
+    everyone = soframe.strategies.Sharded(group=None)
+    soframe.Curvature(network(), strategy=everyone, distribution=distribution)
+
+
 def test_names_and_shapes_of_vectors_are_checked() -> None:
     model = network()
     with pytest.warns(UserWarning, match=r"leaves parameters out.*2\.weight"):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import soframe
 from soframe.laplace import Laplace
-from soframe.products.routing import BASE, NONE, by_sample, digits, digits_of, numbered
+from soframe.products.routing import BASE, NONE, by_sample, digits_of, number_of_digits, numbered
 from tests.curvature import fill, randn
 from tests.distributed.harness import run_ranks
 from tests.examples import examples
@@ -75,13 +75,13 @@ def test_rows_are_arranged_as_by_a_loop(groups: int, number: int, size: int, see
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_digits_are_read_off_ratios(dtype: torch.dtype) -> None:
     samples = BASE**2 + 5
-    assert [digits(n) for n in (1, 2, BASE, BASE + 1, samples)] == [0, 1, 1, 2, 3]
+    assert [number_of_digits(n) for n in (1, 2, BASE, BASE + 1, samples)] == [0, 1, 1, 2, 3]
     outputs = (randn(samples, 3) * 1e-6).to(dtype).requires_grad_()
     heads = outputs * 1  # with a graph
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
     found = torch.zeros(samples, dtype=torch.long)
     reference = heads.detach()[order][None]
-    for digit in range(digits(samples)):
+    for digit in range(number_of_digits(samples)):
         outputs.grad = None
         with numbered([heads], digit):
             (heads * heads.detach()).sum().backward(retain_graph=True)
@@ -237,7 +237,10 @@ def hooked_twice(model: Any, batch: Batch) -> tuple[Any, Tensor]:
 @pytest.mark.parametrize(
     ("of_loss", "message"),
     [
-        (no_outputs, r"\S+: the rows of a Linear are not in .* a tensor \[5, \.\.\.\] or several"),
+        (
+            no_outputs,
+            r"\S+: the rows of a Linear are not in .* a tensor \[samples, \.\.\.\] or several",
+        ),
         (other_outputs, r"4\.\S+: a call of Linear .* return the outputs that the loss is of"),
         (of_the_batch, r"1\.\S+: a call of Linear .* leave terms of the whole batch out"),
         (hooked_twice, r"\S+: a call of Linear has rows whose gradients are not of the outputs"),

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import soframe
 from experiments.gallery.dion import Dion
 from experiments.gallery.lora_pro import LoRAPro
+from soframe.blocks import sharding
 from soframe.methods import Direction, Given
 from tests.curvature import randn
 
@@ -30,6 +31,28 @@ def with_gaps(rank: int, ranks: int, strategy: str) -> list[Tensor]:
         optimizer.step()
     optimizer.close()
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def with_parts(rank: int, ranks: int, strategy: str, *, sharded: bool = True) -> tuple[Any, ...]:
+    """The weights after three steps of matrices in parts, what was sent, and the placement."""
+    torch.manual_seed(0)
+    shapes = [(16, 12), (12, 16), (16, 12), (12, 3)]
+    model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes)).double()
+    if sharded:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = soframe.Optimizer(
+        model, Dion(rank_fraction=0.05), strategy=strategy, lr=0.1, auxiliary="sgd"
+    )
+    inputs, targets = randn(4, 16, seed=1), randn(4, 3, seed=2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    optimizer.close()
+    weights = [sharding.whole(parameter.detach()).clone() for parameter in model.parameters()]
+    return weights, optimizer.preconditioner.traffic(), optimizer.preconditioner.placement
 
 
 class Empty(Dion):

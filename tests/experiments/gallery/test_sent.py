@@ -23,7 +23,7 @@ from tests import kit
 from tests.curvature import closing, half_square
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_plans import EVERY, GENERAL, planned
-from tests.experiments.gallery.runs import empty, with_gaps
+from tests.experiments.gallery.runs import empty, with_gaps, with_parts
 from tests.layers.test_experts import Kernel, Routed, batch
 
 EVERY_OTHER = (2, 4)
@@ -142,6 +142,28 @@ def test_blocks_without_a_gradient_keep_their_weights(strategy: str) -> None:
 def test_low_rank_updates_on_ranks_are_one_process() -> None:
     """Under every strategy, saved on four and resumed on two."""
     check_method(Dion(rank_fraction=0.25), ranks=(2, 3, 4), launch=run_ranks)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [(2, "mem-opt"), (2, "comm-opt"), pytest.param(4, "hybrid-opt", marks=pytest.mark.thorough)],
+)
+def test_ranks_cut_their_parts_out_of_parcels(ranks: int, strategy: str) -> None:
+    """Of matrices that fully_shard has cut, where a parcel has fewer numbers than a part."""
+    expected, _, _ = with_parts(0, 1, strategy, sharded=False)
+    for rank, (weights, traffic, placement) in enumerate(run_ranks(with_parts, ranks, strategy)):
+        for weight, of_one_process in zip(weights, expected, strict=True):
+            compare(weight, of_one_process, strategy, rtol=1e-10)
+        names = [work.name for work in placement.work]
+        assert traffic == planned(placement, rank, 3, (1, 1), names)
+        sent = {work.name: bool(work.parcel) for work in placement.work}
+        assert sent == {f"{i}.weight": i < 3 for i in range(4)}
+        if strategy == "mem-opt":
+            # By hand: parcels of 12 + 16 numbers, and one or two of the head's three rows of 12.
+            numbers = [3 * (12 + 16) + 12, 3 * (12 + 16) + 2 * 12]
+            assert traffic["exchange"]["bytes"] in [3 * 8 * number for number in numbers]
 
 
 @pytest.mark.distributed
