@@ -221,6 +221,7 @@ def arguments_of(tests: Sequence[str]) -> list[str]:
 def run(root: Path, module: str, arguments: Sequence[str], timeout: float = LIMIT) -> int:
     """Run tests of the project at `root` in a forked process, and return pytest's exit code."""
     sys.stdout.flush()
+    (root.parent / "noticed").unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         try:
@@ -301,9 +302,10 @@ def try_all(
 
 def _require_health(copy: Path, module: str, arguments: Sequence[str], code: int) -> None:
     """Leave with an error if what fails with a mutant fails without it, too."""
-    if code == FAILED:
-        arguments = [(copy.parent / "noticed").read_text(encoding="utf-8")]
-    elif code != ENDLESS:
+    noticed = copy.parent / "noticed"
+    if noticed.exists():
+        arguments = [noticed.read_text(encoding="utf-8")]
+    elif code not in (FAILED, ENDLESS):
         arguments = ["--collect-only", *arguments]
     if run(copy, module, arguments) != PASSED:
         print((copy.parent / "output").read_text(encoding="utf-8"))

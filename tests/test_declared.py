@@ -178,6 +178,20 @@ def test_methods_declare_what_they_are(name: str) -> None:
     assert found == DECLARATIONS[name]
 
 
+@pytest.mark.parametrize("name", ["kfac", "ekfac", "foof", "tnt", "kfac-reduce"])
+def test_the_longest_side_is_not_in_a_methods_name(name: str) -> None:
+    """States and ranks are compared by it."""
+    kind = soframe.available("method")[name]
+    assert repr(kind(max_size=64)) == f"{kind.__name__}()"
+
+
+def test_chains_are_named_by_their_stages() -> None:
+    chain = soframe.methods.Chain(("momentum",))
+    assert repr(chain) == "Chain(stages=(Momentum(beta=0.9, nesterov=False, averaged=True),))"
+    assert chain == soframe.methods.Chain(("momentum",))
+    assert "positions" not in repr(soframe.methods.SOAP())
+
+
 def test_a_method_is_plain_unless_it_declares_otherwise() -> None:
     assert {key: getattr(Method, key) for key in DECLARED} == {
         "reduces": False,

@@ -80,6 +80,30 @@ def test_solves_unpack_their_factors(strategy: Any) -> None:
     assert sorted(seconds) == [0.0, pytest.approx(alone + unpacking, rel=1e-9)]
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_blocks_of_a_stack_count_each(world: int) -> None:
+    """Two layers of 2 x 2: four factors, in triangles if they travel."""
+    costs = costs_of("kfac", 2, 2, 2)
+    placement = complete(CommOpt().place(costs.work, world))
+    assert placement.stacks == [[0, 1]]
+    numbers = 4 * (4 if world == 1 else 3)
+    owned = {rank: [0, 0] for rank in range(world)}
+    for block in placement.blocks:
+        for index, owner in enumerate(block.owners):
+            owned[owner][index] += 1
+    for part, ranks in parts(placement).items():
+        arithmetic = costs.arithmetic(placement, part)
+        average = 6 * 4 * numbers / CPU.bandwidth + 2 * CPU.launch
+        assert arithmetic.average == pytest.approx(average, rel=1e-9)
+        blocks = owned[ranks[0]]
+        solves = [(placement.stacks[0], index, n) for index, n in enumerate(blocks) if n]
+        unpacking = 1.5 * 4 * 4 * sum(blocks) / CPU.bandwidth
+        seconds = costs.solve(solves).seconds + unpacking
+        assert arithmetic.solve == pytest.approx(seconds, rel=1e-9)
+        gradients = 4 * 2 * 2 * 2
+        assert arithmetic.write == pytest.approx(4 * gradients / CPU.bandwidth, rel=1e-9)
+
+
 def test_calls_of_one_layer_add_up() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
