@@ -216,3 +216,12 @@ def test_a_layer_costs_no_products_of_its_own() -> None:
 
     # 21 for a layer, and 30 with products alone.
     assert (each(8) - each(4)) / 4 <= 23
+
+
+def test_memory_usage_has_the_sums_of_rows() -> None:
+    model = linear()
+    preconditioner = soframe.Preconditioner(model, statistics_every=1)
+    one_pass(model, batch(8, 5))
+    counted = preconditioner.memory_usage()["statistics"]
+    # Four layers of 5 with a bias, and one of 5 to 3 and one of 3 to 3 without.
+    assert counted == 4 * (4 * (36 + 25) + (25 + 9) + (9 + 9))

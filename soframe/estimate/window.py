@@ -112,7 +112,7 @@ class Sums:
         """Add the moments of the rows that were copied, by one product if all blocks have some."""
         copied, self._rows = self._rows, {}
         for factor in self.stack.like.factors if copied else ():
-            if (rows := copied.get(factor.name)) is None:
+            if (rows := copied.pop(factor.name, None)) is None:
                 continue
             blocks, matrices = len(self.stack.blocks), rows.matrices
             if len(rows.members) == blocks:

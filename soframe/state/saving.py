@@ -299,7 +299,9 @@ def memory_usage(
         usage["second_order"] += sum(map(_bytes, stack.data.values()))
         if "state" in usage:
             usage["state"] += _bytes(stack.state)
-    usage["statistics"] = sum(_bytes(sums.totals) for sums in window.sums.values())
+    for sums in window.sums.values():
+        sums.multiply()
+        usage["statistics"] += _bytes(sums.totals)
     if under_way is not None:
         usage["under_way"] = sum(tensor.nbytes for tensor in under_way)
     if in_flight:
