@@ -302,7 +302,7 @@ def test_faults_of_data_are_errors_with_a_remedy() -> None:
         curvature.fit(data, cross_entropy)
     with pytest.raises(RuntimeError, match="not fitted"):
         curvature.trace()
-    with pytest.raises(TypeError, match="returns"):
+    with pytest.raises(TypeError, match="must return"):
         curvature.fit(batches(3), lambda model, batch: (None, model(batch[0])))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pass a DataLoader or a list"):
         soframe.Curvature(network(), "ekfac").fit(generated(), cross_entropy)
