@@ -79,21 +79,13 @@ class Batch:
     mask: Tensor | None = None  # the terms of the model's outputs that count; None for all
     rows: Rows | None = None  # the rows that are data; None for all
     root: Sight = field(default_factory=Sight)  # the inputs and outputs of the root module
-    call: weakref.ref[Any] | None = None  # a call whose graph has a node `marker`
+    call: weakref.ref[Any] | None = None  # by its `marker`, `is_under_way` recognises a pass
     declared: bool = False  # true if set by `Preconditioner.count`
     closed: bool = False  # whether the next forward pass is of another batch
 
     def end(self, terms: int | None) -> None:
         """Set the terms, and close the batch: the next forward pass is of another one."""
         self.terms, self.closed = terms, True
-
-    def recognise_by(self, call: Any) -> None:
-        """Set the call by whose node ``marker`` a backward pass is found to go through here."""
-        self.call = weakref.ref(call)
-
-    def see(self, root: Sight) -> None:
-        """Keep the batch that the inputs and outputs of the root module show."""
-        self.root = root
 
     @property
     def is_under_way(self) -> bool:
@@ -252,10 +244,11 @@ def checked(number: object) -> int:
 
 @dataclass
 class Pass:
-    """One backward pass of a window."""
+    """One backward pass of a window, or several through other layers of one forward pass."""
 
     samples: int  # the terms that its loss is a mean of
     size: int  # the batch that it went through
+    number: int = 0  # of the first
     stage: int = 0  # the index of its pipeline stage
     is_declared: bool = False  # whether its terms or rows are declared, or observed
     certain: bool = True  # whether its forward passes are surely of other samples, or the same
@@ -304,8 +297,11 @@ class Passes:
         """
         backward = self.by_number.get(number)
         if backward is None:
-            backward = self.by_number[number] = self._begin(sizes, terms, batch, batches)
-            backward.stage = stage
+            backward = self._through(batches) if terms is None else None
+            if backward is None:
+                backward = self._begin(sizes, terms, batch, batches)
+                backward.number, backward.stage = number, stage
+            self.by_number[number] = backward
         backward.reached.add(sizes[0])
         if batch not in backward.batches:
             backward.certain = False
@@ -325,6 +321,14 @@ class Passes:
                 )
             )
         return backward
+
+    def _through(self, batches: Sequence[Batch]) -> Pass | None:
+        """Return the pass of other losses of the same forward passes of the root, if any."""
+        if all(batch.root.size is not None and not batch.declared for batch in batches):
+            for backward in self.by_number.values():
+                if backward.batches == batches:
+                    return backward
+        return None
 
     def _begin(
         self, sizes: tuple[int, int], terms: int | None, batch: Batch, batches: Sequence[Batch]

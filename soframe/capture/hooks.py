@@ -21,8 +21,9 @@ A backward pass of the loss opens at its first layer and reports its layers when
 that statistics can follow the gradients in ``.grad`` (`soframe.estimate.statistics`).
 
 Several calls of a layer within one backward pass are more positions of the same samples; each
-further backward pass before the step is more samples. Passes are numbered at their outermost level,
-since a reentrant checkpoint runs backward passes of its own inside.
+further backward pass before the step is more samples, but through other calls of the same forward
+pass of the root. Passes are numbered at their outermost level, since a reentrant checkpoint runs
+backward passes of its own inside.
 """
 
 from __future__ import annotations
@@ -479,7 +480,7 @@ class Capture:
             return  # no training, or a checkpoint that recomputes
         if output is not None:  # after the call
             batch = self.calls.batch
-            batch.see(look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms))
+            batch.root = look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms)
             return
         self._precede()
         self._begin_call()
@@ -487,7 +488,7 @@ class Capture:
         if not calls.batch.declared:
             calls.batch = Batch()
             calls.waiting.append(calls.batch)
-        calls.batch.see(look(args, kwargs))
+        calls.batch.root = look(args, kwargs)
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -780,7 +781,7 @@ class _Pending:
                 candidates.append(following)
         self.marker = next(filter(None, candidates), None)
         if self.marker is not None:
-            self.batch.recognise_by(self)
+            self.batch.call = weakref.ref(self)
 
     def earlier_pass(self, calls: Calls, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""
@@ -833,13 +834,12 @@ def _tensor_to_hook(
 
 
 Context = AbstractContextManager[Any]
-_NOTHING = nullcontext()
+_NOTHING: Context = nullcontext()
 
 
 def _without_casts_and_graph(device: str) -> tuple[Context, Context]:
     """Return a context without autocast, and one without a graph."""
-    without_casts: Context = _NOTHING
-    without_graph: Context = _NOTHING
+    without_casts = without_graph = _NOTHING
     # Contexts take a while, even without effect.
     if torch.is_autocast_enabled(device):
         without_casts = torch.autocast(device, enabled=False)

@@ -185,13 +185,12 @@ def look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sight:
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
     if any(isinstance(value, Tensor) for value in itertools.chain.from_iterable(lists)):
         question = f"it takes a list of tensors {_shapes(tensors)}"
-    regions = (Region.of(tensor) for tensor in tensors)
     lengths = {len(tensor) for tensor in tensors}
     return Sight(
         size=common(lengths),
         is_empty=lengths == {0},
         tokens=common(set(integers)),
-        inputs=[region for region in regions if region is not None],
+        inputs=list(filter(None, map(Region.of, tensors))),
         question=question,
     )
 

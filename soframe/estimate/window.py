@@ -225,8 +225,8 @@ class Window:
         if not used:
             # Nothing of the earlier passes counts, nor do their errors.
             self.passes = Passes(self.passes.samples, self.passes.scale_reader)
-        for earlier in list(self.passes.by_number):
-            if earlier < number and earlier not in used:
+        for earlier, backward in list(self.passes.by_number.items()):
+            if earlier < number and backward.number not in used:
                 del self.passes.by_number[earlier]
 
     # -- sums ---------------------------------------------------------------------------------
@@ -284,10 +284,8 @@ class Window:
     def samples_by_pass(self, stage: int) -> dict[int, int]:
         """Return the samples of the backward passes of a stage, by their numbers."""
         passes, samples = self.of_model
-        samples_by_number: dict[int, int] = {}
-        for number, backward in self.passes.by_number.items():
-            if backward.stage == stage:
-                samples_by_number[number] = backward.samples
+        of_stage = [p for p in self.passes.by_number.values() if p.stage == stage]
+        samples_by_number = {backward.number: backward.samples for backward in of_stage}
         # Passes without a call here get negative numbers; the first has all the other samples.
         rest = samples - sum(samples_by_number.values())
         for missing in range(passes - len(samples_by_number)):
@@ -299,9 +297,7 @@ def _mark(block: Block) -> Mark | None:
     """Mark the gradient of a parameter of a block that has one."""
     parameters = list(block.parameters.values())
     for parameter, gradient in zip(parameters, block.home.each(parameters), strict=True):
-        if gradient is not None and gradient.is_sparse:
-            return Mark(parameter, gradient._version)
         if gradient is not None:
-            storage = StorageWeakRef(gradient.untyped_storage())
+            storage = None if gradient.is_sparse else StorageWeakRef(gradient.untyped_storage())
             return Mark(parameter, gradient._version, storage)
     return None
