@@ -79,13 +79,21 @@ class Batch:
     mask: Tensor | None = None  # the terms of the model's outputs that count; None for all
     rows: Rows | None = None  # the rows that are data; None for all
     root: Sight = field(default_factory=Sight)  # the inputs and outputs of the root module
-    call: weakref.ref[Any] | None = None  # by its `marker`, `is_under_way` recognises a pass
+    call: weakref.ref[Any] | None = None  # a call whose graph has a node `marker`
     declared: bool = False  # true if set by `Preconditioner.count`
     closed: bool = False  # whether the next forward pass is of another batch
 
     def end(self, terms: int | None) -> None:
         """Set the terms, and close the batch: the next forward pass is of another one."""
         self.terms, self.closed = terms, True
+
+    def recognise_by(self, call: Any) -> None:
+        """Set the call by whose node ``marker`` a backward pass is found to go through here."""
+        self.call = weakref.ref(call)
+
+    def see(self, root: Sight) -> None:
+        """Keep the batch that the inputs and outputs of the root module show."""
+        self.root = root
 
     @property
     def is_under_way(self) -> bool:
@@ -172,12 +180,12 @@ def observed(
     positions = [math.prod(output.shape[2:]) for output in outputs]
     several = any(number > 1 for number in positions)
     unmasked = tuple(None for _ in outputs)
-    counted: Observed | None = None
     if batch.terms is None:
         by_position = samples == "positions" and several and not means
         unknown = callable(samples) or by_position
-        counted = Observed(None if unknown else size, unmasked)
-    elif batch.mask is not None:
+        return Observed(None if unknown else size, unmasked)
+    counted: Observed | None = None
+    if batch.mask is not None:
         counted = _masked(batch.terms, batch.mask, outputs, positions, means)
     elif batch.terms == size:
         counted = Observed(size, unmasked)
@@ -323,11 +331,12 @@ class Passes:
         return backward
 
     def _through(self, batches: Sequence[Batch]) -> Pass | None:
-        """Return the pass of other losses of the same forward passes of the root, if any."""
-        if all(batch.root.size is not None and not batch.declared for batch in batches):
-            for backward in self.by_number.values():
-                if backward.batches == batches:
-                    return backward
+        """Return the pass of another loss of the same forward passes of the root, if any."""
+        if batches[0].declared or batches[0].root.size is None:
+            return None  # perhaps of several forward passes
+        for backward in self.by_number.values():
+            if backward.batches == batches:
+                return backward
         return None
 
     def _begin(
@@ -407,10 +416,6 @@ class Passes:
                 return f"{question}: {REMEDY}"
         return None
 
-    def _is_answered(self, root: Sight) -> bool:
-        """Return whether the setting answers the question of a forward pass."""
-        return self.samples == "positions" or (root.asks_of_tokens and self.samples is not None)
-
     def _question(self, backward: Pass) -> str | None:
         samples, sizes = backward.samples, [batch.root.size for batch in backward.batches]
         if not backward.certain:
@@ -435,7 +440,8 @@ class Passes:
 
     def _question_of(self, root: Sight, samples: int) -> str | None:
         """Return the question that inputs and outputs leave open, with the number that is taken."""
-        if not root.question or self._is_answered(root):
+        answers = self.samples is not None and root.asks_of_tokens
+        if answers or self.samples == "positions" or not root.question:
             return None
         number = f"{samples} {'tokens' if root.by_token else 'samples'}"
         if root.asks_of_tokens:

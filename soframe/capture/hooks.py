@@ -20,10 +20,9 @@ than a wrong factor.
 A backward pass of the loss opens at its first layer and reports its layers when it has ended, so
 that statistics can follow the gradients in ``.grad`` (`soframe.estimate.statistics`).
 
-Several calls of a layer within one backward pass are more positions of the same samples; each
-further backward pass before the step is more samples, but through other calls of the same forward
-pass of the root. Passes are numbered at their outermost level, since a reentrant checkpoint runs
-backward passes of its own inside.
+Several calls of a layer within one backward pass are more positions of the same samples; a pass
+through another forward pass is more samples. Passes are numbered at their outermost level, since a
+reentrant checkpoint runs backward passes of its own inside.
 """
 
 from __future__ import annotations
@@ -480,7 +479,7 @@ class Capture:
             return  # no training, or a checkpoint that recomputes
         if output is not None:  # after the call
             batch = self.calls.batch
-            batch.root = look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms)
+            batch.see(look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms))
             return
         self._precede()
         self._begin_call()
@@ -488,7 +487,7 @@ class Capture:
         if not calls.batch.declared:
             calls.batch = Batch()
             calls.waiting.append(calls.batch)
-        calls.batch.root = look(args, kwargs)
+        calls.batch.see(look(args, kwargs))
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -499,7 +498,13 @@ class Capture:
         inner = helper.observe(args, kwargs, output)
         is_reached = bool(inner)
         if inner is None:
-            is_reached = self._reaches(helper, output)
+            if not isinstance(output, Tensor):
+                raise TypeError(
+                    f"{self.names.get(helper, type(helper.module).__name__)}: "
+                    f"{type(helper).__name__} serves modules that return one tensor, not "
+                    f"{type(output).__name__}; skip the module (skip=[...])"
+                )
+            is_reached = output.requires_grad
         # A parameter may have been frozen since; the rest of the block still needs the call.
         names = [name for name, parameter in computing.items() if parameter.requires_grad]
         if not names or not is_reached:
@@ -516,16 +521,6 @@ class Capture:
             return
         for call in inner:
             self._watch_inner(helper, trained, call, keeps=keeps, is_recomputed=is_recomputed)
-
-    def _reaches(self, helper: LayerHelper, output: object) -> bool:
-        """Return whether a backward pass can reach the output of a module."""
-        if not isinstance(output, Tensor):
-            raise TypeError(
-                f"{self.names.get(helper, type(helper.module).__name__)}: "
-                f"{type(helper).__name__} serves modules that return one tensor, not "
-                f"{type(output).__name__}; skip the module (skip=[...])"
-            )
-        return output.requires_grad
 
     def _watch(
         self,
@@ -781,7 +776,7 @@ class _Pending:
                 candidates.append(following)
         self.marker = next(filter(None, candidates), None)
         if self.marker is not None:
-            self.batch.call = weakref.ref(self)
+            self.batch.recognise_by(self)
 
     def earlier_pass(self, calls: Calls, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""

@@ -210,8 +210,8 @@ class Accumulator:
         data = self._data(block, helper, rows, call.batch)
         data_sizes = _sizes(data, batch, shared)
         backward = self.window.count_call(block, call, data_sizes, self._stage_of[block])
-        if self._is_counted(block, call, backward) or backward.samples == 0:
-            return  # or its loss has no terms
+        if not self._adds(block, call, backward):
+            return
 
         users, size = 1, backward.size_of(call.batch)
         if self._lacks_batch(block, helper, batch, shared, size):
@@ -259,11 +259,13 @@ class Accumulator:
         # A single sample of a layer that gets a part of the batch at other times is no table.
         return lacks and block not in self._routed
 
-    def _is_counted(self, block: Block, call: LayerCall, backward: Pass) -> bool:
-        """Return whether a pass has the call's inputs; refuse another gradient of its outputs."""
+    def _adds(self, block: Block, call: LayerCall, backward: Pass) -> bool:
+        """Return whether a call has new inputs; refuse another gradient of the same outputs."""
         window = self.window
+        if backward.samples == 0:
+            return False  # its loss has no terms
         if call.earlier is None or call.earlier < window.tallies[block].counts.since:
-            return False  # the gradients of the earlier one are gone
+            return True  # the gradients of the earlier one are gone
         earlier = window.passes.by_number.get(call.earlier)
         twice = earlier is not None and earlier.loss_scale is not None
         if twice and any(factor.reads != "inputs" for factor in block.captured):
@@ -275,7 +277,7 @@ class Accumulator:
                     f"backward() once"
                 )
             )
-        return earlier is backward
+        return earlier is not backward
 
     def _end_pass(self, reached: Iterable[LayerHelper]) -> None:
         """Record the gradients of the blocks that a backward pass of the loss has reached."""

@@ -219,9 +219,7 @@ class Window:
             elif block.stack in self.sums:
                 self.sums[block.stack].zero(block.member, [f.name for f in block.factors])
         self.shared = SharedInputs()
-        used: set[int] = set()
-        for tally in self.tallies.values():
-            used.update(tally.counts.samples)
+        used = set[int]().union(*(tally.counts.samples for tally in self.tallies.values()))
         if not used:
             # Nothing of the earlier passes counts, nor do their errors.
             self.passes = Passes(self.passes.samples, self.passes.scale_reader)
@@ -284,8 +282,10 @@ class Window:
     def samples_by_pass(self, stage: int) -> dict[int, int]:
         """Return the samples of the backward passes of a stage, by their numbers."""
         passes, samples = self.of_model
-        of_stage = [p for p in self.passes.by_number.values() if p.stage == stage]
-        samples_by_number = {backward.number: backward.samples for backward in of_stage}
+        samples_by_number: dict[int, int] = {}
+        for backward in self.passes.by_number.values():
+            if backward.stage == stage:
+                samples_by_number[backward.number] = backward.samples
         # Passes without a call here get negative numbers; the first has all the other samples.
         rest = samples - sum(samples_by_number.values())
         for missing in range(passes - len(samples_by_number)):

@@ -352,7 +352,7 @@ def test_float16_autocast_without_a_scaler_is_refused() -> None:
 
 
 def gradients_over_ranks(rank: int, world_size: int, *, summed: bool) -> dict[str, Any]:
-    """A step with gradients that are averaged over ranks, or added up for a loss that is divided."""
+    """A step with gradients that are averaged over ranks, or added up of a divided loss."""
     model, _ = build()
     options: dict[str, Any] = {"grad_scaler": lambda: 1 / world_size} if summed else {}
     own = precondition(model, **options)
