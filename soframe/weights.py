@@ -31,8 +31,8 @@ def samples_of(curvature: Curvature) -> float:
     weights = curvature.fitting.weights
     for block in curvature.blocks:
         for factor in block.factors:
-            if factor.mean_over == "samples" and block.name in weights:
-                number = max(number, *weights[block.name].get(factor.name, [0.0]))
+            if factor.mean_over == "samples":
+                number = max(number, *weights.get(block.name, {}).get(factor.name, [0.0]))
     if not number:
         raise RuntimeError("this curvature is not fitted: call fit() or load() before")
     return number

@@ -184,12 +184,12 @@ def observed(
     positions = [math.prod(output.shape[2:]) for output in outputs]
     several = any(number > 1 for number in positions)
     unmasked = tuple(None for _ in outputs)
-    counted: Observed | None = None
     if batch.terms is None:
         by_position = samples == "positions" and several and not means
         unknown = callable(samples) or by_position
-        counted = Observed(None if unknown else size, unmasked)
-    elif batch.mask is not None:
+        return Observed(None if unknown else size, unmasked)
+    counted: Observed | None = None
+    if batch.mask is not None:
         counted = _masked(batch.terms, batch.mask, outputs, positions, means)
     elif batch.terms == size:
         counted = Observed(size, unmasked)
@@ -256,10 +256,11 @@ def checked(number: object) -> int:
 
 @dataclass
 class Pass:
-    """One backward pass of a window."""
+    """One backward pass of a window, or several through other layers of one forward pass."""
 
     samples: int  # the terms that its loss is a mean of
     size: int  # the batch that it went through
+    number: int = 0  # of the first
     stage: int = 0  # the index of its pipeline stage
     is_declared: bool = False  # whether its terms or rows are declared, or observed
     certain: bool = True  # whether its forward passes are surely of other samples, or the same
@@ -304,8 +305,11 @@ class Passes:
         """
         backward = self.by_number.get(number)
         if backward is None:
-            backward = self.by_number[number] = self._begin(sizes, terms, batch, batches)
-            backward.stage = stage
+            backward = self._through(batches) if terms is None else None
+            if backward is None:
+                backward = self._begin(sizes, terms, batch, batches)
+                backward.number, backward.stage = number, stage
+            self.by_number[number] = backward
         backward.reached.add(sizes[0])
         if batch not in backward.batches:
             backward.certain = False
@@ -325,6 +329,15 @@ class Passes:
                 )
             )
         return backward
+
+    def _through(self, batches: Sequence[Batch]) -> Pass | None:
+        """Return the pass of another loss of the same forward passes of the root, if any."""
+        if batches[0].declared or batches[0].root.size is None:
+            return None  # perhaps of several forward passes
+        for backward in self.by_number.values():
+            if backward.batches == batches:
+                return backward
+        return None
 
     def _begin(
         self, sizes: tuple[int, int], terms: int | None, batch: Batch, batches: Sequence[Batch]
@@ -403,10 +416,6 @@ class Passes:
                 return f"{question}: {REMEDY}"
         return None
 
-    def _is_answered(self, root: Sight) -> bool:
-        """Return whether the setting answers the question of a forward pass."""
-        return self.samples == "positions" or (root.asks_of_tokens and self.samples is not None)
-
     def _question(self, backward: Pass) -> str | None:
         samples, sizes = backward.samples, [batch.root.size for batch in backward.batches]
         if not backward.certain:
@@ -431,7 +440,8 @@ class Passes:
 
     def _question_of(self, root: Sight, samples: int) -> str | None:
         """Return the question that inputs and outputs leave open, with the number that is taken."""
-        if not root.question or self._is_answered(root):
+        answers = self.samples is not None and root.asks_of_tokens
+        if answers or self.samples == "positions" or not root.question:
             return None
         number = f"{samples} {'tokens' if root.by_token else 'samples'}"
         if root.asks_of_tokens:

@@ -20,9 +20,9 @@ than a wrong factor.
 A backward pass of the loss opens at its first layer and reports its layers when it has ended, so
 that statistics can follow the gradients in ``.grad`` (`soframe.estimate.statistics`).
 
-Several calls of a layer within one backward pass are more positions of the same samples; each
-further backward pass before the step is more samples. Passes are numbered at their outermost level,
-since a reentrant checkpoint runs backward passes of its own inside.
+Several calls of a layer within one backward pass are more positions of the same samples; a pass
+through another forward pass is more samples. Passes are numbered at their outermost level, since a
+reentrant checkpoint runs backward passes of its own inside.
 """
 
 from __future__ import annotations
@@ -458,7 +458,13 @@ class Capture:
         inner = helper.observe(args, kwargs, output)
         is_reached = bool(inner)
         if inner is None:
-            is_reached = self._reaches(helper, output)
+            if not isinstance(output, Tensor):
+                raise TypeError(
+                    f"{self.names.get(helper, type(helper.module).__name__)}: "
+                    f"{type(helper).__name__} serves modules that return one tensor, not "
+                    f"{type(output).__name__}; skip the module (skip=[...])"
+                )
+            is_reached = output.requires_grad
         if not computing or not is_reached:
             return
         self.calls.called[helper] = helper.parameters[next(iter(computing))]._version
@@ -473,16 +479,6 @@ class Capture:
             return
         for call in inner:
             self._watch_inner(helper, trained, call, keeps=keeps, is_recomputed=is_recomputed)
-
-    def _reaches(self, helper: LayerHelper, output: object) -> bool:
-        """Return whether a backward pass can reach the output of a module."""
-        if not isinstance(output, Tensor):
-            raise TypeError(
-                f"{self.names.get(helper, type(helper.module).__name__)}: "
-                f"{type(helper).__name__} serves modules that return one tensor, not "
-                f"{type(output).__name__}; skip the module (skip=[...])"
-            )
-        return output.requires_grad
 
     def _watch(
         self,

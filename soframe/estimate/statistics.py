@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from soframe.blocks.block import Block, Stack
 from soframe.blocks.placed import PlacedBlocks
-from soframe.capture.counting import Batch, DataRows, Passes, Samples
+from soframe.capture.counting import Batch, DataRows, Pass, Passes, Samples
 from soframe.capture.hooks import Capture, LayerCall
 from soframe.capture.sampling import Draw, Sampler
 from soframe.estimate.averages import Term, by_group, enter
@@ -187,7 +187,6 @@ class Accumulator:
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
         helper, probe, block = call.helper, call.probe, self._block_of[call.helper]
-        self._pass_once(block, call)
         call = _by_sample(block, call)
         rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
@@ -198,8 +197,8 @@ class Accumulator:
         data = self._data(block, helper, rows, call.batch)
         data_sizes = _sizes(data, batch, shared)
         backward = self.window.count_call(block, call, data_sizes, self._stage_of[block])
-        if backward.samples == 0:
-            return  # its loss has no terms
+        if not self._adds(block, call, backward):
+            return
 
         users, size = 1, backward.size_of(call.batch)
         if self._lacks_batch(block, helper, batch, shared, size):
@@ -218,7 +217,7 @@ class Accumulator:
         if probe is None or probe.first:
             # Several probes go through the same call, whose samples count once.
             weight = users * self.window.weight
-            counts.add(call.number, backward.samples, rows_of_data, reached, weight)
+            counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
 
         loss_scale = 1.0 if probe is not None else self.window.passes.loss_scale(backward)
         factors = self._gathered(block)
@@ -247,11 +246,13 @@ class Accumulator:
         # A single sample of a layer that gets a part of the batch at other times is no table.
         return lacks and block not in self._routed
 
-    def _pass_once(self, block: Block, call: LayerCall) -> None:
-        """Refuse a second backward pass through a call, unless gradients of the first are gone."""
+    def _adds(self, block: Block, call: LayerCall, backward: Pass) -> bool:
+        """Return whether a call has new inputs; refuse another gradient of the same outputs."""
         window = self.window
+        if backward.samples == 0:
+            return False  # its loss has no terms
         if call.earlier is None or call.earlier < window.tallies[block].counts.since:
-            return
+            return True  # the gradients of the earlier one are gone
         earlier = window.passes.by_number.get(call.earlier)
         twice = earlier is not None and earlier.loss_scale is not None
         if twice and any(factor.reads != "inputs" for factor in block.captured):
@@ -263,6 +264,7 @@ class Accumulator:
                     f"backward() once"
                 )
             )
+        return earlier is not backward
 
     def _end_pass(self, reached: Iterable[LayerHelper]) -> None:
         """Record the gradients of the blocks that a backward pass of the loss has reached."""

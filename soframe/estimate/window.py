@@ -255,14 +255,12 @@ class Window:
             elif block.stack in self.sums:
                 self.sums[block.stack].zero(block.member, [f.name for f in block.factors])
         self.shared = SharedInputs()
-        used: set[int] = set()
-        for tally in self.tallies.values():
-            used.update(tally.counts.samples)
+        used = set[int]().union(*(tally.counts.samples for tally in self.tallies.values()))
         if not used:
             # Nothing of the earlier passes counts, nor do their errors.
             self.passes = Passes(self.passes.samples, self.passes.scale_reader)
-        for earlier in list(self.passes.by_number):
-            if earlier < number and earlier not in used:
+        for earlier, backward in list(self.passes.by_number.items()):
+            if earlier < number and backward.number not in used:
                 del self.passes.by_number[earlier]
 
     # -- sums ---------------------------------------------------------------------------------
@@ -326,9 +324,9 @@ class Window:
         """
         passes, samples = of_model
         samples_by_number: dict[int, int] = {}
-        for number, backward in self.passes.by_number.items():
+        for backward in self.passes.by_number.values():
             if backward.stage == stage:
-                samples_by_number[number] = backward.samples
+                samples_by_number[backward.number] = backward.samples
         # Passes without a call here get negative numbers; the first has all the other samples.
         rest = samples - sum(samples_by_number.values())
         for missing in range(passes - len(samples_by_number)):

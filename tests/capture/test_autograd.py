@@ -199,6 +199,39 @@ def test_losses_of_several_calls_may_go_backward_one_by_one() -> None:
     preconditioner.step()
 
 
+class Apart(nn.Module):
+    """Two parts, each with a loss of its own, and one that is called in either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.shared = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x).tanh()
+        return self.shared(hidden), self.shared(self.second(hidden.detach()).tanh())
+
+
+@pytest.mark.parametrize("average", ["local", "global"])
+def test_losses_of_one_forward_pass_are_of_the_same_samples(average: str) -> None:
+    """Whether they go backward together or, where no call is common to them, one by one."""
+    found = []
+    for together in (True, False):
+        model = Case(Apart).build()
+        preconditioner = precondition(model, loss_average=average)
+        for number in range(2):
+            losses = [softplus(output) / 2 for output in model(vectors(number))]
+            if together:
+                losses = [losses[0] + losses[1]]
+            for loss in losses:
+                loss.backward()
+        preconditioner.step()
+        found.append(snapshot(model, preconditioner))
+    for kind, tensors in found[0].items():
+        for name, tensor in tensors.items():
+            compare(found[1][kind][name], tensor, f"{kind} of {name}")
+
+
 def test_a_loss_of_the_window_before_is_no_earlier_one() -> None:
     """Its gradients were preconditioned, and its graph is differentiated once more."""
     model = Case(TwoHeads).build()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -348,3 +349,27 @@ def test_float16_autocast_without_a_scaler_is_refused() -> None:
             with pytest.raises(RuntimeError, match=r"float16 autocast.*Pass grad_scaler=scaler"):
                 own.step()
         own.close()
+
+
+def gradients_over_ranks(rank: int, world_size: int, *, summed: bool) -> dict[str, Any]:
+    """A step with gradients that are averaged over ranks, or added up of a divided loss."""
+    model, _ = build()
+    options: dict[str, Any] = {"grad_scaler": lambda: 1 / world_size} if summed else {}
+    own = precondition(model, **options)
+    loss = softplus(model(vectors(0).chunk(world_size)[rank]))
+    if summed:
+        loss = loss / world_size
+    loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        if not summed:
+            parameter.grad /= world_size  # type: ignore[operator]
+    own.step()
+    return snapshot(model, own)
+
+
+@pytest.mark.distributed
+def test_gradients_that_are_added_up_over_ranks_are_of_a_scaled_loss() -> None:
+    averaged, *_ = run_ranks(functools.partial(gradients_over_ranks, summed=False), 2)
+    summed, *_ = run_ranks(functools.partial(gradients_over_ranks, summed=True), 2)
+    assert_close(summed, averaged)
