@@ -13,6 +13,7 @@ from soframe.planning.costs import Costs, parts
 from soframe.planning.hardware import Curve
 from soframe.planning.pricing import Priced
 from soframe.planning.task import Task
+from soframe.registry import describe
 from soframe.strategies import CommOpt, MemOpt
 from soframe.strategies.placement import complete
 from tests.planning.kit import CPU, GPU, dense
@@ -69,7 +70,7 @@ def test_all_but_solves_multiply_in_the_precision_that_is_fast() -> None:
     assert costs_of("kfac", 4, 4).work[0].device == "cpu"
 
 
-@pytest.mark.parametrize("strategy", [CommOpt(), MemOpt()], ids=repr)
+@pytest.mark.parametrize("strategy", [CommOpt(), MemOpt()], ids=describe)
 def test_solves_unpack_their_factors(strategy: Any) -> None:
     """A triangle is read, and a matrix written: of three inputs and two outputs."""
     costs = costs_of("kfac", 3, 2)

@@ -31,6 +31,7 @@ from soframe.planning.planner import (
 from soframe.planning.pricing import Priced, Pricing
 from soframe.planning.schedule import Timing
 from soframe.planning.task import Task
+from soframe.registry import describe
 from soframe.solvers import Eigen
 from soframe.strategies import CommOpt, HybridOpt, MemOpt, OwnerLocal, Sharded
 from soframe.strategies.placement import Placement, complete
@@ -410,7 +411,7 @@ def test_an_optimizer_behind_some_blocks_has_momentum_of_all() -> None:
     assert fixed["momentum"] == fixed["gradients"] == sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("strategy", EVERY, ids=repr)
+@pytest.mark.parametrize("strategy", EVERY, ids=describe)
 def test_statistics_of_all_ranks_are_exact(strategy: Any) -> None:
     every = {"group=2" not in repr(strategy) and not isinstance(strategy, OwnerLocal)}
     for method, exact in (("kfac", every), ("soap", {True})):
@@ -420,7 +421,7 @@ def test_statistics_of_all_ranks_are_exact(strategy: Any) -> None:
 
 
 @pytest.mark.parametrize("intervals", [(5, 20), (1, 1), (4, 4), (10, 5)])
-@pytest.mark.parametrize("strategy", [MemOpt(), Sharded(group=2)], ids=repr)
+@pytest.mark.parametrize("strategy", [MemOpt(), Sharded(group=2)], ids=describe)
 def test_the_traffic_is_that_of_a_mean_step(strategy: Any, intervals: tuple[int, int]) -> None:
     statistics_every, solve_every = intervals
     task = task_of(6, 5, 5, 4)
@@ -451,7 +452,7 @@ def test_one_rank_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("background", [0, 1, 9])
-@pytest.mark.parametrize("strategy", [MemOpt(), Sharded(group=None)], ids=repr)
+@pytest.mark.parametrize("strategy", [MemOpt(), Sharded(group=None)], ids=describe)
 def test_the_memory_is_that_of_the_fullest_rank(strategy: Any, background: int) -> None:
     task = task_of(16, 40, 5, 4)
     options = [Option(strategy, background=background)]
