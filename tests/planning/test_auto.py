@@ -67,10 +67,7 @@ def test_the_note_has_the_choice_and_three_runners_up(
     assert rest[0].startswith("it is the fastest")
     # Averaged by others, all strategies but the ones of local gradients.
     assert ", of 6: " in note
-<<<<<<< HEAD
-=======
     assert not any("local gradients" in option for option in options)
->>>>>>> mutants
 
 
 @pytest.mark.slow
