@@ -286,7 +286,7 @@ def on_rank(rank: int, ranks: int, *, sharded: bool) -> Any:
     if sharded:
         fully_shard(model)
     curvature = soframe.Curvature(model)
-    sizes = ((1, 3, BASE + 2), (2, BASE + 1, 1))[rank]
+    sizes = ((1, 3, 1), (2, BASE + 1, 2))[rank]
     return [curvature.gradients(batch_of(size, seed=size), loss).dense() for size in sizes], sizes
 
 
