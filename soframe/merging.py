@@ -62,13 +62,13 @@ def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
         raise ValueError("merge: pass a fitted curvature of each model")
     if not damping > 0:
         raise ValueError(f"merge: damping must be positive, not {damping!r}")
-    if len({id(curvature.parts.model) for curvature in curvatures}) < len(curvatures):
-        raise ValueError("merge: two curvatures are of one model, which has its last weights: copy")
     shapes: list[dict[str, torch.Size]] = []
     for curvature in curvatures:
         sharding.require_whole(covered(curvature).items(), "merge")
         named = curvature.parts.model.named_parameters()
         shapes.append({name: parameter.shape for name, parameter in named})
+    if len({id(curvature.parts.model) for curvature in curvatures}) < len(curvatures):
+        raise ValueError("merge: two curvatures are of one model, which has its last weights: copy")
     if shapes.count(shapes[0]) < len(shapes):
         raise ValueError("merge: the models have other names or shapes of parameters: build alike")
     names = [covered(curvature).keys() for curvature in curvatures]
