@@ -295,7 +295,7 @@ class Window:
                     sums.multiply()
                 for name, total in sums.totals.items():
                     if name in stack.like.psd:
-                        diagonals.append(total.diagonal(dim1=-2, dim2=-1).flatten())
+                        diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
                     else:
                         totals.append(total)
             if diagonals:

@@ -80,9 +80,10 @@ class Inverse(Solver):
         limits = torch.finfo(like.dtype)
         first, second = map(Tensor.double, mean_traces)
         both = torch.ones_like(first) * damping
-        pi = both.new_ones(())
         if self.split == "pi":
             pi = pi_of(first, second, both, limits.eps)
+        else:
+            pi = both.new_ones(())
         first_share, second_share = share(both, pi, largest=limits.max**0.94)
         return [first_share.to(like.dtype), second_share.to(like.dtype)]
 

@@ -177,7 +177,7 @@ def natural_gradient_cosines(
             number, or see `dense_fisher`.
     """
     blocks = list(preconditioner.blocks)
-    of_last = preconditioner.metrics()["blocks"]
+    metrics = preconditioner.metrics()
     every: list[str] = []
     for block in blocks:
         every += _names(model, block)
@@ -188,12 +188,15 @@ def natural_gradient_cosines(
     directions, sizes, dampings = list[Tensor](), list[int](), list[Tensor]()
     for block in blocks:
         _require_alone(preconditioner, block)
-        last_damping = of_last[block.name]["damping"]
-        if last_damping is None:
+        if metrics["step"] == 0:
             raise ValueError("there is no direction yet: call step() before")
         directions += [_gradient(block, p) for p in block.parameters.values()]
         sizes.append(sum(_sizes(block)))
-        block_damping = last_damping if damping is None else damping
+        block_damping = damping
+        if damping is None:
+            block_damping = metrics["blocks"][block.name]["damping"]
+        if block_damping is None:  # the method reads none
+            block_damping = block.damped_with(preconditioner.damping)
         dampings.append(fisher.new_full((sizes[-1],), block_damping))
     direction = torch.cat(directions).to(fisher)
     damped = fisher + torch.cat(dampings).diag()
