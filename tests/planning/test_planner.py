@@ -16,7 +16,7 @@ import soframe
 from soframe.comm import Recording
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
-from soframe.planning.memory import Transients, _peak, transients
+from soframe.planning.memory import Transients, _observing, _peak, _stack, transients
 from soframe.planning.planner import (
     Option,
     Plan,
@@ -797,6 +797,17 @@ def test_solves_of_triangles_in_the_background_unpack_one_at_a_time() -> None:
     assert beside.window == plain.window + running
     assert beside.updating == plain.updating + running
     assert beside.solving == max(plain.solving, beside.updating)
+
+
+@pytest.mark.parametrize(("world", "packed"), [(1, 0), (2, 4 * 3 + CORNER + 4 * 6 + CORNER)])
+def test_moments_of_gradients_are_packed_where_triangles_are_kept(world: int, packed: int) -> None:
+    """Of two outputs and three inputs, beside what makes them."""
+    task = Task.of(dense(3, 2), method="shampoo")
+    costs, placement = Costs(task, CPU), complete(MemOpt().place(task.work, world))
+    (part,) = [part for part in parts(placement) if part.directs]
+    stacks = [_stack(costs, placement, members) for members in placement.stacks]
+    assert _observing(costs, stacks, part) == costs.observe([0]).peak + packed
+    assert _observing(costs, stacks, Part()) == 0
 
 
 def test_calls_hold_the_results_of_those_before() -> None:
