@@ -275,7 +275,7 @@ class Curvature(OfModel):
         self.registration, self.placement = registration, placement
         self._report = registration.report
         self._known: Coordinates | None = None
-        self._routing = Routing.of(registration.blocks)
+        self._routing: Routing | None = None
         self.placed = PlacedBlocks(registration.blocks, placement, parts.backend)
         self.averaged_gradients: AveragedGradients = source_of(
             parts.gradients, parts.model, self.placed, parts.home
@@ -447,6 +447,8 @@ class Curvature(OfModel):
                 outputs ``[samples, ...]`` where rows are not in the order of the batch.
         """
         model, precision = self.parts.model, self.parts.precision
+        if self._routing is None:
+            self._routing = Routing.of(self.blocks)
         with building.silent(model.modules()):
             return sample_gradients(
                 model, self.placed, self._coordinates, loss, batch, precision, self._routing

@@ -339,7 +339,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         if not hasattr(self, "preconditioner"):
             return  # called by torch's constructor
         group = self.param_groups.pop()
-        if not set(group["params"]) <= set(self._model.parameters()):
+        model = set(map(id, self._model.parameters()))
+        if not model.issuperset(map(id, group["params"])):
             raise ValueError(
                 "add_param_group takes parameters of the model that soframe.Optimizer has: add the "
                 "module to the model first"

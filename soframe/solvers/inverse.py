@@ -80,10 +80,8 @@ class Inverse(Solver):
         limits = torch.finfo(like.dtype)
         first, second = map(Tensor.double, mean_traces)
         both = torch.ones_like(first) * damping
-        if self.split == "pi":
-            pi = pi_of(first, second, both, limits.eps)
-        else:
-            pi = both.new_ones(())
+        is_even = self.split != "pi"
+        pi = both.new_ones(()) if is_even else pi_of(first, second, both, limits.eps)
         first_share, second_share = share(both, pi, largest=limits.max**0.94)
         return [first_share.to(like.dtype), second_share.to(like.dtype)]
 
