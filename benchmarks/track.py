@@ -77,16 +77,24 @@ class Entry:
 
 @dataclass(frozen=True)
 class Protocol:
-    """The length of a run, the part in which rates grow, and the examples of a step."""
+    """What runs have in common.
+
+    Attributes:
+        steps: The length of a run.
+        warmup: The part of it in which rates grow.
+        batch_size: The examples of a step.
+        decay: Hidden matrices whose norms are not kept decay by ``exp(-decay)`` over a run.
+    """
 
     steps: int = 300
     warmup: float = 0.1
     batch_size: int = 32
+    decay: float = 0.0
 
     def setting(self, seed: int) -> str:
         """Return the name under which losses of a seed are kept."""
-        batches = f"batches of {self.batch_size}"
-        return f"{self.steps} steps, warm-up {self.warmup:g}, {batches}, seed {seed}"
+        shared = f"{self.steps} steps, warm-up {self.warmup:g}, batches of {self.batch_size}"
+        return f"{shared}, decay {self.decay:g}, seed {seed}"
 
 
 USUAL = Protocol()
@@ -102,26 +110,26 @@ _SOAP_MUON: Mapping[str, Any] = {"momentum": 0.95, "steps": 5, "max_ratio": 1e9}
 _SQUARED: Mapping[str, Any] = {"steps": 5, "eps": 1e-20}
 _PSGD: Mapping[str, Any] = {"beta": 0.95, "rate": 1.0}
 ENTRIES: Mapping[str, Entry] = {
-    "soap-muon": Entry("soframe:soap-muon", 0.03, "SOAP-Muon (44)", 2750, _SOAP_MUON),
-    "soap-h": Entry("soframe:soap", 0.03, "SOAP-H (27)", 3125, _SOAP, kept=True),
-    "kl-soap-h": Entry("soframe:kl-soap", 0.03, "KL-SOAP-H (19)", 3125, _SOAP, kept=True),
+    "soap-muon": Entry("soframe:soap-muon", 0.068, "SOAP-Muon (44)", 2750, _SOAP_MUON),
+    "soap-h": Entry("soframe:soap", 0.045, "SOAP-H (27)", 3125, _SOAP, kept=True),
+    "kl-soap-h": Entry("soframe:kl-soap", 0.068, "KL-SOAP-H (19)", 3125, _SOAP, kept=True),
     "pmuon": Entry(
-        "soframe:momentum+shampoo+orthogonalise+match-rms", 0.03, "PMuon (18)", 3225, _PMUON
+        "soframe:momentum+shampoo+orthogonalise+match-rms", 0.045, "PMuon (18)", 3225, _PMUON
     ),
-    "normuon": Entry("soframe:normuon", 0.03, "NorMuon (10)", 3250),
-    "normuon-h": Entry("soframe:normuon", 0.03, "NorMuon-H (8)", 3250, kept=True),
-    "muon": Entry("soframe:muon", 0.03, "Muon (36)", 3250),
-    "muon-h": Entry("soframe:muon", 0.03, "Muon-H (37)", 3250, kept=True),
+    "normuon": Entry("soframe:normuon", 0.068, "NorMuon (10)", 3250),
+    "normuon-h": Entry("soframe:normuon", 0.068, "NorMuon-H (8)", 3250, kept=True),
+    "muon": Entry("soframe:muon", 0.068, "Muon (36)", 3250),
+    "muon-h": Entry("soframe:muon", 0.068, "Muon-H (37)", 3250, kept=True),
     "newton-muon": Entry("soframe:newton-muon", 0.03, "Newton-Muon (15)", 3275, solve_every=10),
-    "muon-squared": Entry("soframe:muon-squared", 0.03, "Muon² (7)", 3325, _SQUARED),
+    "muon-squared": Entry("soframe:muon-squared", 0.068, "Muon² (7)", 3325, _SQUARED),
     "psgd-h": Entry("soframe:psgd-kron", 0.03, "PSGD-H (33)", 3375, _PSGD, kept=True),
     "shampoo": Entry(
-        "soframe:momentum+shampoo", 0.003, "Shampoo, power -1/4 (21)", 4100, _SHAMPOO, 5
+        "soframe:momentum+shampoo", 0.002, "Shampoo, power -1/4 (21)", 4100, _SHAMPOO, 5
     ),
-    "adam-h": Entry("soframe:adamw", 0.03, "Adam-H (4)", 4875, _ADAM, kept=True),
+    "adam-h": Entry("soframe:adamw", 0.02, "Adam-H (4)", 4875, _ADAM, kept=True),
     "adamw": Entry("soframe:adamw", 0.003, "AdamW (2)", 5625, _ADAM),
     "spectral-descent": Entry(
-        "soframe:muon", 0.03, "Muon without momentum (22)", 8225, {"momentum": 0.0}
+        "soframe:muon", 0.15, "Muon without momentum (22)", 8225, {"momentum": 0.0}
     ),
 }
 HELD_OUT = ("pmuon", "psgd-h", "adam-h")
@@ -139,12 +147,18 @@ def configuration(name: str, lr: float, seed: int, protocol: Protocol = USUAL) -
     entry = ENTRIES[name]
     options: dict[str, Any] = {"auxiliary_lr": AUXILIARY_LR, "statistics_every": 1}
     options["solve_every"] = entry.solve_every
+    weight_decay = 0.0
     if entry.kept:
         options["constraint"] = "hyperball"
+    elif protocol.decay:
+        options["auxiliary_weight_decay"] = 0.0
+        # Rates are half of the highest in the mean.
+        weight_decay = 2 * protocol.decay / (lr * protocol.steps)
     return RunConfig(
         "small-gpt-kept" if entry.kept else "small-gpt",
         entry.optimizer,
         lr=lr,
+        weight_decay=weight_decay,
         method=entry.method,
         options=options,
         modules=HIDDEN,
@@ -364,9 +378,8 @@ def table(found: Mapping[str, Any]) -> Table:
     columns += ["public entry", "place", "steps"]
     cells = []
     for name, row in sorted(found["rows"].items(), key=lambda item: item[1]["place"]):
-        entry, losses = ENTRIES[name], []
-        for loss in row["losses"]:
-            losses.append("diverged" if loss is None else f"{loss:.3f}")
+        entry = ENTRIES[name]
+        losses = ["diverged" if loss is None else f"{loss:.3f}" for loss in row["losses"]]
         cells.append(
             [
                 str(row["place"]),
@@ -389,6 +402,7 @@ def main(
         USUAL.warmup
     ),
     batch_size: Annotated[int, typer.Option(min=1, help="Examples of a step.")] = USUAL.batch_size,
+    decay: Annotated[float, typer.Option(help="Of weights over a run, as -log.")] = USUAL.decay,
     seeds: Annotated[str, typer.Option(help="Of the report, separated by commas.")] = "0,1,2",
     at_once: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     kept: Annotated[Path, typer.Option("--runs", help="Where runs are kept.")] = Path(
@@ -408,7 +422,7 @@ def main(
     if unknown := [name for name in names if name not in ENTRIES]:
         raise typer.BadParameter(f"no method {unknown[0]!r}; there are: {', '.join(ENTRIES)}")
     numbers = [int(seed) for seed in seeds.split(",")]
-    protocol, rates = Protocol(steps, warmup, batch_size), TriedRates(figures or tuned)
+    protocol, rates = Protocol(steps, warmup, batch_size, decay), TriedRates(figures or tuned)
 
     def losses(configs: Sequence[RunConfig]) -> list[float]:
         # The text is the interpreter's own standard library.
