@@ -19,7 +19,7 @@ import soframe
 from benchmarks import track
 from experiments.config import RunConfig
 from experiments.models import SmallGPT
-from experiments.optimizers import build_optimizer
+from experiments.optimizers import build_optimizer, schedule_factor
 from experiments.tuning import TUNING_SEED, TriedRates
 from experiments.workloads import workload
 
@@ -48,6 +48,9 @@ def test_a_small_gpt_reads_the_past_alone_and_starts_with_equal_logits() -> None
 def test_an_entry_trains_the_hidden_matrices_and_keeps_their_norms_if_it_says_so(name: str) -> None:
     config = track.configuration(name, 0.03, 3, track.Protocol(40, 0.25, 2))
     assert (config.steps, config.warmup, config.batch_size, config.seed) == (40, 0.25, 2, 3)
+    rates = [config.lr * schedule_factor(config, step) for step in range(config.steps)]
+    decay = 0.0 if track.ENTRIES[name].kept else 2.0
+    assert sum(rates) * config.weight_decay == pytest.approx(decay, rel=0.05)
     task = workload(config.workload).make(config.seed, torch.float32)
     optimizer = build_optimizer(task.model, config, task.likelihood, full_batch=False)
     assert isinstance(optimizer, soframe.Optimizer)
@@ -99,7 +102,7 @@ def test_rates_are_tried_until_the_best_is_within(tmp_path: Path) -> None:
     assert found["rows"]["muon"]["losses"] == [2.0, 2.000001]
     # What is kept is not trained again, and another protocol is another one.
     track.train(names, [], rates, losses_of({}))
-    with pytest.raises(ValueError, match=r"'muon' was not trained for 300 steps.* batches of 64"):
+    with pytest.raises(ValueError, match=r"'muon' was not trained for 450 steps.* batches of 64"):
         track.report(names, [0, 1], rates, track.Protocol(batch_size=64))
 
 
@@ -112,8 +115,8 @@ def test_held_out_methods_count_apart(tmp_path: Path) -> None:
     assert found["agreement"]["methods"] == 3
     assert found["agreement"]["spearman"] == pytest.approx(1.0)
     assert found["agreement_of_all"]["spearman"] == pytest.approx(0.9)
-    # Of seven pairs PMuon and Muon are not told apart there, and Adam-H is behind AdamW here.
-    assert found["pairs"] == (5, 6)
+    # Of ten pairs PMuon and Muon are not told apart there, and Adam-H is behind AdamW here.
+    assert (found["pairs"], found["pairs_of_all"]) == ((5, 6), (8, 9))
     assert {name: row["place"] for name, row in found["rows"].items()} == {
         "soap-muon": 1,
         "pmuon": 2,
@@ -135,6 +138,7 @@ def test_the_stored_losses_are_ranked(tmp_path: Path, capsys: pytest.CaptureFixt
     page = " ".join((ROOT / "docs" / "benchmarks" / "methods.md").read_text("utf-8").split())
     assert track.sentence(found["agreement"]) in page
     assert track.sentence(found["agreement_of_all"]) in page
+    assert track.sentence_of_pairs(found) in page
 
 
 @given(scores=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=3, max_size=5))
