@@ -49,7 +49,7 @@ RATIO = 1.5
 MOST = 8
 """The largest number of rates that are tried."""
 APART = 0.05
-"""Public entries whose steps differ by less are not told from each other in `pairs`."""
+"""Public entries whose steps differ by less are not compared by `pairs`."""
 
 
 @dataclass(frozen=True)
@@ -367,9 +367,10 @@ def sentence(agreement: Mapping[str, Any]) -> str:
     for name, symbol in (("spearman", "Spearman's rho"), ("kendall", "Kendall's tau")):
         low, high = agreement[f"{name}_interval"]
         parts.append(f"{symbol} {agreement[name]:.2f} (95 % interval {low:.2f} to {high:.2f})")
+    chance = f"{agreement['chance']:.0%}" if agreement["chance"] >= 0.005 else "under 1%"
     return (
         f"Of {agreement['methods']} methods the order here and the public one have "
-        f"{' and '.join(parts)}; {agreement['chance']:.0%} of all orders have as large a rho."
+        f"{' and '.join(parts)}; {chance} of all orders have as large a rho."
     )
 
 

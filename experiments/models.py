@@ -281,7 +281,9 @@ class SmallGPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(BYTES, width)
         self.positions = nn.Embedding(CONTEXT // 2, width)
-        self.layers = nn.Sequential(*(SmallLayer(width, heads) for _ in range(layers)))
+        self.layers = nn.Sequential()
+        for _ in range(layers):
+            self.layers.append(SmallLayer(width, heads))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
         gains = {"widen": 1.5, "out": 1.25, "narrow": 3.0} if kept else {"out": 0.0, "narrow": 0.0}

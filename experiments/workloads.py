@@ -166,8 +166,8 @@ def _byte_gpt(seed: int, dtype: torch.dtype) -> Task:
 
 def _small_gpt(seed: int, dtype: torch.dtype, *, kept: bool) -> Task:
     model = models.small_gpt(seed, dtype, kept=kept)
-    examples = data.standard_library(data.CONTEXT // 2)
-    return Task(model, "cross-entropy", cross_entropy, *examples)
+    trained, held_out = data.standard_library(data.CONTEXT // 2)
+    return Task(model, "cross-entropy", cross_entropy, trained, held_out)
 
 
 def _small(title: str, *, kept: bool) -> Workload:

@@ -86,18 +86,18 @@ def losses_of(best: dict[str, float]) -> track.Losses:
 
 def test_rates_are_tried_until_the_best_is_within(tmp_path: Path) -> None:
     rates = TriedRates(tmp_path / "losses.json")
-    best = {"soframe:muon": 0.03, "soframe:adamw": 0.0012, "soframe:normuon": 100.0}
+    best = {"soframe:muon": 0.068, "soframe:adamw": 0.0012, "soframe:normuon": 100.0}
     names = ["muon", "adamw", "normuon"]
     track.train(names, [0, 1], rates, losses_of(best))
     tried = rates.scores(track.USUAL.setting(TUNING_SEED))
-    assert list(tried["muon"]) == ["0.02", "0.03", "0.045"]
+    assert list(tried["muon"]) == ["0.045", "0.068", "0.1"]
     assert sorted(map(float, tried["adamw"])) == [0.00087, 0.0013, 0.002, 0.003, 0.0045]
     assert len(tried["normuon"]) == track.MOST
     found = track.report(names, [0, 1], rates)
     assert {name: row["lr"] for name, row in found["rows"].items()} == {
-        "muon": 0.03,
+        "muon": 0.068,
         "adamw": 0.0013,
-        "normuon": 0.33,
+        "normuon": 0.73,
     }
     assert found["rows"]["muon"]["losses"] == [2.0, 2.000001]
     # What is kept is not trained again, and another protocol is another one.
