@@ -1,55 +1,55 @@
-"""The public optimization track's setting on the byte-level GPT: steps to a held-out loss.
+"""The public optimization track's methods on a small GPT: does it order them as the track does?
 
-    python -m benchmarks.track                        # report, one seed
-    python -m benchmarks.track --tune --seeds 0,1,2   # tune all alike first
-    python -m benchmarks.track --target 2.1           # a loss of your own
-    python -m benchmarks.track --figures runs/methods.json   # rank a report of methods.py
-    python -m benchmarks.track --figures experiments/tuned/learning-rates/byte-gpt.json
-    python -m benchmarks.track --tune --warmup 0.1 --batch-size 32   # a protocol of your own
+    python -m benchmarks.track               # train, rank, and correlate the two orders
+    python -m benchmarks.track --figures experiments/tuned/learning-rates/small-gpt.json
+    python -m benchmarks.track --steps 300 --decay 0 --seeds 0,1,2   # another protocol
 
-Model, data, batch and architecture are fixed, and the method is free, with one forward and backward
-pass a step. Fewest steps to the held-out loss is first. The public track (modded-nanogpt,
-"optimization") has a GPT-2 on FineWeb, and its loss is 3.28; here the target is Muon's final loss
-after `--steps`. Each method is trained for lengths of a grid, each time with learning rates that
-fall along a line of that length, and two neighbours with the target between them are searched for
-by bisection. The public ranking of the same methods is printed beside.
+The public track (modded-nanogpt, "optimization") counts the steps of a GPT-2 on FineWeb to a
+held-out loss of 3.28; an entry may choose method, settings and initial weights. Here a `SmallGPT`
+is trained for one number of steps, and the least held-out loss is first. Every entry trains the
+hidden matrices; AdamW of one rate trains embeddings, gains and the head. Rates grow in the first
+part of a run and fall along a line to zero. Entries with "H" keep the norms of their matrices
+(hyperball), and have the initial weights of such public entries; the matrices of others decay.
 
-`--figures` ranks without training: the steps of a report of `methods.py`, or, of its trials of
-tuning, which all have one length, the losses after it. The two orders are correlated (`Agreement`).
-Two public entries keep the norm of the weights besides (hyperball), which the runs here do not.
+Each method is tuned alike: three rates, `RATIO` apart, on a seed of its own, and further ones while
+the best is at an end. The best rate then trains on the seeds of the report. `HELD_OUT` were chosen
+before any run, as a check on a protocol that was chosen on the others.
 
-Runs are kept in `--runs`: an interrupted benchmark goes on where it was.
+Losses are kept in `--tuned`, runs in `--runs`: an interrupted benchmark goes on where it was.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
+import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import typer
 from rich.table import Table
 
+import experiments.gallery  # noqa: F401  # registers its methods
 from experiments import display, runs
 from experiments.config import RunConfig
 from experiments.display import console, print_json, run_command
 from experiments.records import jsonable, write_json
-from experiments.runs import steps_to
 from experiments.tuning import FOLDER, TUNING_SEED, TriedRates
 
-MUON = "muon"
-TUNED = FOLDER / "learning-rates" / "byte-gpt-track.json"
+STORED = FOLDER / "learning-rates" / "small-gpt.json"
+HIDDEN = r"\.(q|k|v|out|widen|narrow)$"
+"""The modules of hidden matrices."""
 AUXILIARY_LR = 0.008
-PARTS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0)
-"""Lengths that are tried, of Muon's."""
+RATIO = 1.5
+MOST = 8
+"""The largest number of rates that are tried."""
+APART = 0.05
+"""Public entries whose steps differ by less are not compared by `pairs`."""
 
 
 @dataclass(frozen=True)
@@ -58,247 +58,228 @@ class Entry:
 
     Attributes:
         optimizer: See `RunConfig`.
-        public: Its name on the track.
-        public_steps: Its number of steps there (autumn 2026).
-        lrs: The learning rates of tuning.
-        options: Arguments of the optimizer.
-        modules: See `RunConfig`.
+        lr: The middle one of the first learning rates.
+        public: Its name on the track, and the number of the entry.
+        steps: Its number of steps there (autumn 2026).
+        method: Arguments of the method.
+        solve_every: Steps between bases, roots or inverses.
+        kept: Whether the norms of matrices are kept.
     """
 
     optimizer: str
+    lr: float
     public: str
-    public_steps: int
-    lrs: tuple[float, float, float]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    modules: str | None = None
+    steps: int
+    method: Mapping[str, Any] = field(default_factory=dict)
+    solve_every: int = 1
+    kept: bool = False
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Part of a run in which the learning rate grows, and examples of a step; the usual if None."""
+    """What runs have in common.
 
-    warmup: float = 0.0
-    batch_size: int | None = None
+    Attributes:
+        steps: The length of a run.
+        warmup: The part of it in which rates grow.
+        batch_size: The examples of a step.
+        decay: Hidden matrices whose norms are not kept decay by ``exp(-decay)`` over a run.
+    """
 
-    def setting(self, steps: int) -> str:
-        """Return the name of the setting, under which tried learning rates are kept."""
-        words = [f"{steps} steps"]
-        if self.warmup:
-            words.append(f"warm-up {self.warmup:g}")
-        if self.batch_size:
-            words.append(f"batches of {self.batch_size}")
-        return ", ".join(words)
+    steps: int = 450
+    warmup: float = 0.1
+    batch_size: int = 32
+    decay: float = 2.0
 
-
-_ORTHOGONAL = (0.02, 0.03, 0.04)
-_OF_ADAM = (0.002, 0.004, 0.008)
-_BASES: Mapping[str, Any] = {"statistics_every": 1, "solve_every": 10}
-WITHIN = r"^layers\."
-"""The modules within the model, for methods that would take embeddings and the head, too."""
-ENTRIES: Mapping[str, Entry] = {
-    "soap-muon": Entry(
-        "soframe:soap-muon",
-        "SOAP-Muon, basis every step",
-        2750,
-        _ORTHOGONAL,
-        {"statistics_every": 1, "solve_every": 5},
-    ),
-    "normuon": Entry("soframe:normuon", "NorMuon", 3250, _ORTHOGONAL),
-    MUON: Entry("soframe:muon", "Muon, tuned", 3250, _ORTHOGONAL),
-    "newton-muon": Entry(
-        "soframe:newton-muon",
-        "Newton-Muon, inverse every 64 steps",
-        3275,
-        _ORTHOGONAL,
-        {"statistics_every": 1, "solve_every": 10},
-    ),
-    "adamw": Entry("adamw", "AdamW", 5625, (0.002, 0.004, 0.008)),
-    "soap": Entry("soframe:soap", "SOAP, hyperball", 3125, _OF_ADAM, _BASES, WITHIN),
-    "kl-soap": Entry("soframe:kl-soap", "KL-SOAP, hyperball", 3125, _OF_ADAM, _BASES, WITHIN),
-    "shampoo": Entry(
-        "soframe:momentum+shampoo",
-        "Shampoo, power -1/4, basis every 5 steps",
-        4100,
-        (0.001, 0.002, 0.004),
-        {"statistics_every": 1, "solve_every": 5},
-        WITHIN,
-    ),
-}
+    def setting(self, seed: int) -> str:
+        """Return the name under which losses of a seed are kept."""
+        shared = f"{self.steps} steps, warm-up {self.warmup:g}, batches of {self.batch_size}"
+        return f"{shared}, decay {self.decay:g}, seed {seed}"
 
 
 USUAL = Protocol()
-_NAMES = {"adamw, all parameters": "adamw", "shampoo, at Adam's length": "shampoo"}
-"""Entries with another name in `methods.py`."""
+_SOAP: Mapping[str, Any] = {"betas": (0.95, 0.9), "shampoo_beta": 0.9}
+_ADAM: Mapping[str, Any] = {"betas": (0.9, 0.95)}
+_PMUON: Mapping[str, Any] = {
+    "momentum": {"beta": 0.95, "nesterov": True},
+    "shampoo": {"decay": 0.95, "power": -0.3, "graft": None},
+}
+_SHAMPOO: Mapping[str, Any] = {"momentum": {"beta": 0.9}, "shampoo": {"decay": 0.95}}
+# Bases of all sides, and as many iterations as Muon.
+_SOAP_MUON: Mapping[str, Any] = {"momentum": 0.95, "steps": 5, "max_ratio": 1e9}
+_SQUARED: Mapping[str, Any] = {"steps": 5, "eps": 1e-20}
+_PSGD: Mapping[str, Any] = {"beta": 0.95, "rate": 1.0}
+ENTRIES: Mapping[str, Entry] = {
+    "soap-muon": Entry("soframe:soap-muon", 0.068, "SOAP-Muon (44)", 2750, _SOAP_MUON),
+    "soap-h": Entry("soframe:soap", 0.045, "SOAP-H (27)", 3125, _SOAP, kept=True),
+    "kl-soap-h": Entry("soframe:kl-soap", 0.068, "KL-SOAP-H (19)", 3125, _SOAP, kept=True),
+    "pmuon": Entry(
+        "soframe:momentum+shampoo+orthogonalise+match-rms", 0.045, "PMuon (18)", 3225, _PMUON
+    ),
+    "normuon": Entry("soframe:normuon", 0.068, "NorMuon (10)", 3250),
+    "normuon-h": Entry("soframe:normuon", 0.068, "NorMuon-H (8)", 3250, kept=True),
+    "muon": Entry("soframe:muon", 0.068, "Muon (36)", 3250),
+    "muon-h": Entry("soframe:muon", 0.068, "Muon-H (37)", 3250, kept=True),
+    "newton-muon": Entry("soframe:newton-muon", 0.03, "Newton-Muon (15)", 3275, solve_every=10),
+    "muon-squared": Entry("soframe:muon-squared", 0.068, "Muon² (7)", 3325, _SQUARED),
+    "psgd-h": Entry("soframe:psgd-kron", 0.03, "PSGD-H (33)", 3375, _PSGD, kept=True),
+    "shampoo": Entry(
+        "soframe:momentum+shampoo", 0.002, "Shampoo, power -1/4 (21)", 4100, _SHAMPOO, 5
+    ),
+    "adam-h": Entry("soframe:adamw", 0.02, "Adam-H (4)", 4875, _ADAM, kept=True),
+    "adamw": Entry("soframe:adamw", 0.003, "AdamW (2)", 5625, _ADAM),
+    "spectral-descent": Entry(
+        "soframe:muon", 0.15, "Muon without momentum (22)", 8225, {"momentum": 0.0}
+    ),
+}
+HELD_OUT = ("pmuon", "psgd-h", "adam-h")
 
 
-def configuration(
-    name: str, lr: float, steps: int, seed: int, protocol: Protocol = USUAL
-) -> RunConfig:
+def configuration(name: str, lr: float, seed: int, protocol: Protocol = USUAL) -> RunConfig:
     """Return a run, which is evaluated at its end.
 
     Args:
         name: Of the entry.
-        lr: Its learning rate at the first step.
-        steps: How many.
+        lr: Its highest learning rate.
         seed: Of weights and order.
         protocol: Of the run.
     """
     entry = ENTRIES[name]
-    options = dict(entry.options)
-    if entry.optimizer.startswith("soframe:"):
-        options["auxiliary_lr"] = AUXILIARY_LR
+    options: dict[str, Any] = {"auxiliary_lr": AUXILIARY_LR, "statistics_every": 1}
+    options["solve_every"] = entry.solve_every
+    weight_decay = 0.0
+    if entry.kept:
+        options["constraint"] = "hyperball"
+    elif protocol.decay:
+        options["auxiliary_weight_decay"] = 0.0
+        # Rates are half of the highest in the mean.
+        weight_decay = 2 * protocol.decay / (lr * protocol.steps)
     return RunConfig(
-        "byte-gpt",
+        "small-gpt-kept" if entry.kept else "small-gpt",
         entry.optimizer,
         lr=lr,
-        betas=(0.9, 0.95),
+        weight_decay=weight_decay,
+        method=entry.method,
         options=options,
-        modules=entry.modules,
+        modules=HIDDEN,
         schedule="linear",
         warmup=protocol.warmup,
         batch_size=protocol.batch_size,
-        steps=steps,
+        steps=protocol.steps,
         stop_at_target=False,
-        evaluate_every=steps,
+        evaluate_every=protocol.steps,
         seed=seed,
+        clock="cpu",
     )
-
-
-def bracket(reaches: Callable[[int], bool], count: int, first: int) -> None:
-    """Bisect an ascending grid for the least index that reaches, with its neighbour.
-
-    Args:
-        reaches: Whether the length of an index reaches.
-        count: The number of lengths.
-        first: The index to try first.
-    """
-    low, high = -1, count  # `low` does not reach, as far as is tested; `high` does
-    index = first
-    while True:
-        if reaches(index):
-            high = index
-        else:
-            low = index
-        if high - low <= 1:
-            return
-        # The last index decides whether any reaches.
-        index = count - 1 if high == count else (low + high) // 2
-
-
-def tune(
-    names: Sequence[str],
-    steps: int,
-    rates: TriedRates,
-    losses: Losses,
-    protocol: Protocol = USUAL,
-) -> None:
-    """Try every learning rate of every method once, and keep the losses."""
-    pairs = [(name, lr) for name in names for lr in ENTRIES[name].lrs]
-    each = losses([configuration(name, lr, steps, TUNING_SEED, protocol) for name, lr in pairs])
-    scores = [(name, lr, loss) for (name, lr), loss in zip(pairs, each, strict=True)]
-    rates.keep(protocol.setting(steps), scores)
 
 
 Losses = Callable[[Sequence[RunConfig]], list[float]]
 """Trains runs, and returns the last held-out loss of each."""
 
 
-def report(
+def rounded(lr: float) -> float:
+    """Return a rate with two digits, as it is kept."""
+    return float(f"{lr:.2g}")
+
+
+def untried(name: str, tried: Mapping[str, float | None]) -> list[float]:
+    """Return the rates to try next: the first three, then one beyond the best at an end."""
+    middle = ENTRIES[name].lr
+    first = [rounded(middle * RATIO**power) for power in (-1, 0, 1)]
+    if missing := [lr for lr in first if f"{lr:g}" not in tried]:
+        return missing
+    losses = {float(lr): math.inf if loss is None else loss for lr, loss in tried.items()}
+    best = min(losses, key=losses.__getitem__)
+    if len(losses) >= MOST:
+        return []
+    if best == min(losses):
+        return [rounded(best / RATIO)]
+    if best == max(losses):
+        return [rounded(best * RATIO)]
+    return []
+
+
+def train(
     names: Sequence[str],
-    *,
-    lrs: Mapping[str, float],
-    steps: int,
     seeds: Sequence[int],
-    target: float | None,
+    rates: TriedRates,
     losses: Losses,
     protocol: Protocol = USUAL,
+) -> None:
+    """Tune every method, train it on the seeds at its best rate, and keep the losses."""
+    for name in names:
+        setting = protocol.setting(TUNING_SEED)
+        while lrs := untried(name, rates.scores(setting).get(name, {})):
+            configs = [configuration(name, lr, TUNING_SEED, protocol) for lr in lrs]
+            rates.keep(setting, [(name, *pair) for pair in zip(lrs, losses(configs), strict=True)])
+        lr = rates.best({name: []}, setting)[name]
+        configs = [configuration(name, lr, seed, protocol) for seed in seeds]
+        for seed, loss in zip(seeds, losses(configs), strict=True):
+            rates.keep(protocol.setting(seed), [(name, lr, loss)])
+
+
+def report(
+    names: Sequence[str], seeds: Sequence[int], rates: TriedRates, protocol: Protocol = USUAL
 ) -> dict[str, Any]:
-    """Train until every method's steps to the target are known.
+    """Rank methods here and on the public track, from the losses that are kept.
 
     Args:
-        names: Methods; Muon is always one.
-        lrs: Their learning rates.
-        steps: Muon's, after which its mean loss is the target.
-        seeds: Of the runs.
-        target: Another one; None for that.
-        losses: Trains.
+        names: Of the entries.
+        seeds: Whose losses are averaged.
+        rates: The losses.
         protocol: Of the runs.
 
     Returns:
-        The target, the losses of each method by length, and its `ranking`.
+        The agreement of the two orders without `HELD_OUT` and with them, the `pairs` of these and
+        of all, and for each method its rate, losses and places; methods of one number share one.
+
+    Raises:
+        ValueError: If a method was not trained.
     """
-    names = list(dict.fromkeys((MUON, *names)))
-    lengths = [max(1, round(part * steps)) for part in PARTS]
-    found: dict[str, dict[int, list[float]]] = {name: {} for name in names}
-
-    def mean(name: str, length: int) -> float:
-        if length not in found[name]:
-            found[name][length] = losses(
-                [configuration(name, lrs[name], length, seed, protocol) for seed in seeds]
-            )
-        return statistics.mean(found[name][length])
-
-    wanted = mean(MUON, steps) if target is None else target
-    reached: dict[str, float | None] = {}
+    tuned = rates.scores(protocol.setting(TUNING_SEED))
+    lrs = rates.best({name: [] for name in names if name in tuned}, protocol.setting(TUNING_SEED))
+    rows: dict[str, dict[str, Any]] = {}
     for name in names:
-        if name == MUON and target is None:
-            reached[name] = float(steps)
-            continue
-
-        def reaches(index: int, name: str = name) -> bool:
-            return mean(name, lengths[index]) <= wanted
-
-        bracket(reaches, len(lengths), lengths.index(steps))
-        reached[name] = steps_to(wanted, {n: mean(name, n) for n in found[name]})
+        kept = [rates.scores(protocol.setting(seed)).get(name, {}) for seed in seeds]
+        if name not in lrs or any(f"{lrs[name]:g}" not in scores for scores in kept):
+            raise ValueError(f"{name!r} was not trained for {protocol.setting(seeds[0])}")
+        finals = [scores[f"{lrs[name]:g}"] for scores in kept]
+        means = [math.inf if loss is None else loss for loss in finals]
+        rows[name] = {"lr": lrs[name], "losses": finals, "loss": statistics.mean(means)}
+    here = {name: row["loss"] for name, row in rows.items()}
+    there = {name: float(ENTRIES[name].steps) for name in rows}
+    for name, row in rows.items():
+        row["place"] = 1 + sum(loss < here[name] for loss in here.values())
+        row["public_place"] = 1 + sum(steps < there[name] for steps in there.values())
+    judged = [name for name in names if name not in HELD_OUT]
+    agreements = []
+    for part in (judged, names):
+        scores = [[order[name] for name in part] for order in (here, there)]
+        agreements.append(asdict(Agreement.of(*scores)) if len(part) > 2 else None)
     return {
-        "target": wanted,
-        "steps": steps,
-        "longest": lengths[-1],
         "seeds": list(seeds),
-        "torch": torch.__version__,
-        "losses": found,
-        **ranking(reached, lrs),
+        "agreement": agreements[0],
+        "agreement_of_all": agreements[1],
+        "pairs": pairs(here, there, HELD_OUT),
+        "pairs_of_all": pairs(here, there, names),
+        "rows": rows,
     }
 
 
-def ranking(reached: Mapping[str, float | None], lrs: Mapping[str, float]) -> dict[str, Any]:
-    """Rank methods here and on the public track.
+def pairs(
+    here: Mapping[str, float], there: Mapping[str, float], of: Collection[str]
+) -> tuple[int, int]:
+    """Count pairs with one of some methods that both orders have alike, and all such pairs.
 
-    Args:
-        reached: The steps of each to the target, or another number that is better if less; None if
-            it is not reached.
-        lrs: Their learning rates.
-
-    Returns:
-        The agreement of the two orders, of three methods or more, and for each method its steps,
-        their ratio to Muon's, and its place, here and there; methods of one number of steps share a
-        place.
+    Pairs whose public steps differ by less than `APART` are left out.
     """
-
-    def places(steps: Mapping[str, float]) -> dict[str, int]:
-        return {name: 1 + sum(x < own for x in steps.values()) for name, own in steps.items()}
-
-    here = {name: float("inf") if n is None else n for name, n in reached.items()}
-    there = {name: float(ENTRIES[name].public_steps) for name in reached}
-    own, public = places(here), places(there)
-    muon = here.get(MUON, float("inf"))
-    rows = {
-        name: {
-            "lr": lrs[name],
-            "steps": steps,
-            "of_muon": None if steps is None or muon == float("inf") else steps / muon,
-            "place": own[name],
-            "public": ENTRIES[name].public,
-            "public_steps": ENTRIES[name].public_steps,
-            "public_of_muon": ENTRIES[name].public_steps / ENTRIES[MUON].public_steps,
-            "public_place": public[name],
-        }
-        for name, steps in reached.items()
-    }
-    agreement = None
-    if len(rows) > 2:
-        agreement = asdict(Agreement.of(list(here.values()), list(there.values())))
-    return {"agreement": agreement, "rows": rows}
+    alike = count = 0
+    for first, second in itertools.combinations(here, 2):
+        is_apart = abs(there[first] / there[second] - 1) >= APART
+        if is_apart and (first in of or second in of):
+            count += 1
+            alike += (here[first] < here[second]) == (there[first] < there[second])
+    return alike, count
 
 
 Array = npt.NDArray[np.float64]
@@ -386,148 +367,92 @@ def sentence(agreement: Mapping[str, Any]) -> str:
     for name, symbol in (("spearman", "Spearman's rho"), ("kendall", "Kendall's tau")):
         low, high = agreement[f"{name}_interval"]
         parts.append(f"{symbol} {agreement[name]:.2f} (95 % interval {low:.2f} to {high:.2f})")
+    chance = f"{agreement['chance']:.0%}" if agreement["chance"] >= 0.005 else "under 1%"
     return (
         f"Of {agreement['methods']} methods the order here and the public one have "
-        f"{' and '.join(parts)}; {agreement['chance']:.0%} of all orders have as large a rho."
+        f"{' and '.join(parts)}; {chance} of all orders have as large a rho."
     )
 
 
-def of_trials(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Rank the methods that `methods.py` has tuned by their losses after its steps.
-
-    Args:
-        found: By method and learning rate the held-out loss.
-
-    Returns:
-        The agreement, and for each method its loss and its places.
-
-    Raises:
-        ValueError: If none of them is on the public track.
-    """
-    names = {_NAMES.get(name, name): name for name in found}
-    losses = {name: min(found[names[name]].values()) for name in ENTRIES if name in names}
-    if not losses:
-        raise ValueError("the figures have no method of the public track")
-    lrs = {
-        name: float(min(found[names[name]], key=found[names[name]].__getitem__)) for name in losses
-    }
-    ranked = ranking(losses, lrs)
-    for name, row in ranked["rows"].items():
-        row.update(loss=losses[name], steps=None, of_muon=None)
-    return {"target": None, "longest": None, "seeds": [TUNING_SEED], **ranked}
-
-
-def of_methods(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Rank the methods of a report of `methods.py` that are on the public track.
-
-    Args:
-        found: The report.
-
-    Returns:
-        The result of `report` without the losses.
-
-    Raises:
-        ValueError: If Muon is not there.
-    """
-    names = {_NAMES.get(name, name): name for name in found["rows"]}
-    known_here = {name: found["rows"][names[name]] for name in ENTRIES if name in names}
-    if MUON not in known_here:
-        raise ValueError("the figures have no row of muon, which the others refer to")
-    longest = max(int(n) for row in known_here.values() for n in row["losses"])
-    return {
-        "target": found["target"],
-        "steps": known_here[MUON]["steps"],
-        "longest": longest,
-        "seeds": found["seeds"],
-        "torch": found["torch"],
-        **ranking(
-            {name: row["steps"] for name, row in known_here.items()},
-            {name: row["lr"] for name, row in known_here.items()},
-        ),
-    }
+def sentence_of_pairs(found: Mapping[str, Any]) -> str:
+    """Return in words how many pairs both orders have alike."""
+    (alike, count), (alike_of_all, count_of_all) = found["pairs"], found["pairs_of_all"]
+    return (
+        f"Of {count_of_all} pairs whose public steps differ by {APART:.0%} or more "
+        f"{alike_of_all} are alike; of the {count} with a held-out method {alike}."
+    )
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """Return the report as a table: the fewest steps first."""
-    by_loss = found["target"] is None
-    what = "after as many steps" if by_loss else f"to the held-out loss {found['target']:.3f}"
-    columns = ["place", "method", "lr", "held-out\nloss" if by_loss else "steps", "of\nMuon's"]
-    columns += ["public track", "place", "steps", "of\nMuon's"]
-    rows = []
+    """Return the report as a table: the least loss first."""
+    columns = ["place", "method", "lr", "held-out\nloss", "of the seeds"]
+    columns += ["public entry", "place", "steps"]
+    cells = []
     for name, row in sorted(found["rows"].items(), key=lambda item: item[1]["place"]):
-        own = f"> {found['longest']}" if row["steps"] is None else f"{row['steps']:.0f}"
-        rows.append(
+        entry = ENTRIES[name]
+        losses = ["diverged" if loss is None else f"{loss:.3f}" for loss in row["losses"]]
+        cells.append(
             [
                 str(row["place"]),
-                name,
+                f"{name} (held out)" if name in HELD_OUT else name,
                 f"{row['lr']:g}",
-                f"{row['loss']:.3f}" if by_loss else own,
-                f"{row['of_muon']:.2f}" if row["of_muon"] is not None else "-",
-                row["public"],
+                f"{row['loss']:.3f}",
+                ", ".join(losses),
+                entry.public,
                 str(row["public_place"]),
-                str(row["public_steps"]),
-                f"{row['public_of_muon']:.2f}",
+                str(entry.steps),
             ]
         )
-    return display.table(f"Byte-level GPT, {what}", columns, rows, left=2)
+    return display.table("Small GPT, after as many steps", columns, cells, left=2)
 
 
 def main(
     only: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "",
-    tune_first: Annotated[bool, typer.Option("--tune", help="Tune them first.")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Of Muon.")] = 300,
-    target: Annotated[float | None, typer.Option(help="A held-out loss; Muon's if none.")] = None,
-    warmup: Annotated[float, typer.Option(help="Part of a run in which rates grow.")] = 0.0,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Examples of a step.")] = None,
-    seeds: Annotated[str, typer.Option(help="Of the report, separated by commas.")] = "0",
+    steps: Annotated[int, typer.Option(min=1, help="Of a run.")] = USUAL.steps,
+    warmup: Annotated[float, typer.Option(help="Part of a run in which rates grow.")] = (
+        USUAL.warmup
+    ),
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples of a step.")] = USUAL.batch_size,
+    decay: Annotated[float, typer.Option(help="Of weights over a run, as -log.")] = USUAL.decay,
+    seeds: Annotated[str, typer.Option(help="Of the report, separated by commas.")] = "0,1",
     at_once: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     kept: Annotated[Path, typer.Option("--runs", help="Where runs are kept.")] = Path(
         "runs/track/runs"
     ),
-    tuned: Annotated[Path, typer.Option(help="Where learning rates are kept.")] = TUNED,
+    tuned: Annotated[Path, typer.Option(help="Where losses are kept.")] = Path(
+        "runs/track/losses.json"
+    ),
     figures: Annotated[
-        Path | None, typer.Option(help="Those of methods.py, to rank without training.")
+        Path | None, typer.Option(help="Losses that were kept, to rank without training.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Of the figures.")] = Path("runs/track/track.json"),
     as_json: Annotated[bool, typer.Option("--json", help="Figures alone.")] = False,
 ) -> None:
-    """Train to a held-out loss, and print the ranking beside the public one."""
-    if figures is not None:
-        content = json.loads(figures.read_text(encoding="utf-8"))
-        # The trials of `methods.py` are all of runs of one length.
-        found = of_methods(content) if "rows" in content else of_trials(*content.values())
-    else:
-        names = [name.strip() for name in only.split(",")] if only else list(ENTRIES)
-        if unknown := [name for name in names if name not in ENTRIES]:
-            raise typer.BadParameter(f"no method {unknown[0]!r}; there are: {', '.join(ENTRIES)}")
-        names = list(dict.fromkeys((MUON, *names)))
+    """Train the methods of the public track, and print both orders."""
+    names = [name.strip() for name in only.split(",")] if only else list(ENTRIES)
+    if unknown := [name for name in names if name not in ENTRIES]:
+        raise typer.BadParameter(f"no method {unknown[0]!r}; there are: {', '.join(ENTRIES)}")
+    numbers = [int(seed) for seed in seeds.split(",")]
+    protocol, rates = Protocol(steps, warmup, batch_size, decay), TriedRates(figures or tuned)
 
-        def losses(configs: Sequence[RunConfig]) -> list[float]:
-            # The text is the interpreter's own standard library.
-            found = runs.kept(configs, kept, at_once=at_once, word=sys.version, tell=runs.tell)
-            return [one.last.loss for one in found]
+    def losses(configs: Sequence[RunConfig]) -> list[float]:
+        # The text is the interpreter's own standard library.
+        found = runs.kept(configs, kept, at_once=at_once, word=sys.version, tell=runs.tell)
+        return [one.last.loss for one in found]
 
-        rates, protocol = TriedRates(tuned), Protocol(warmup, batch_size)
-        if tune_first:
-            tune(names, steps, rates, losses, protocol)
-        found = report(
-            names,
-            lrs=rates.best({name: ENTRIES[name].lrs for name in names}, protocol.setting(steps)),
-            steps=steps,
-            seeds=[int(seed) for seed in seeds.split(",")],
-            target=target,
-            losses=losses,
-            protocol=protocol,
-        )
-    found = jsonable(found)
+    if figures is None:
+        train(names, numbers, rates, losses, protocol)
+    found = jsonable(report(names, numbers, rates, protocol))
     write_json(output, found)
     if as_json:
         print_json(found)
         return
     screen = console(width=120)
     screen.print(table(found))
-    if found["agreement"] is not None:
-        screen.print(sentence(found["agreement"]), highlight=False)
+    for agreement in (found["agreement"], found["agreement_of_all"]):
+        if agreement is not None:
+            screen.print(sentence(agreement), highlight=False)
+    screen.print(sentence_of_pairs(found), highlight=False)
 
 
 if __name__ == "__main__":

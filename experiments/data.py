@@ -102,13 +102,13 @@ def curves(count: int = 2000, seed: int = 0) -> Tensor:
     return torch.exp(-(distances**2) / 2)
 
 
-def standard_library() -> tuple[Examples, Examples]:
-    """Return windows of the standard library's modules, `(windows, 128)`, and the next bytes.
+def standard_library(length: int = CONTEXT) -> tuple[Examples, Examples]:
+    """Return windows of the standard library's modules, `(windows, length)`, and the next bytes.
 
     The text is the running interpreter's: losses compare within one version of Python. Every 20th
     module is held out, and 128 windows of those, spread evenly, are the test set.
     """
-    return _next_bytes(*_windows(Path(sysconfig.get_path("stdlib")), "*.py", CONTEXT))
+    return _next_bytes(*_windows(Path(sysconfig.get_path("stdlib")), "*.py", length))
 
 
 def scipy_sources() -> tuple[Examples, Examples]:

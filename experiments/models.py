@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.data import single_precision
+from experiments.data import CONTEXT, single_precision
 from soframe.planning import workloads
 from soframe.planning.workloads import Residual, convolution
 
@@ -232,6 +232,82 @@ def byte_gpt(seed: int = 0, dtype: torch.dtype = torch.float32) -> GPT:
     """Return a `GPT` over bytes, of width 128 with four layers."""
     with own_randomness():
         return GPT(seed=seed).to(dtype)
+
+
+class SmallLayer(nn.Module):
+    """A layer of `SmallGPT`; each matrix is a module of its own, without a bias."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.widen = nn.Linear(width, 4 * width, bias=False)
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        inputs = self.norm_attention(x)
+        parts = []
+        for layer in (self.q, self.k, self.v):
+            part = layer(inputs).view(batch, length, self.heads, -1)
+            parts.append(part.transpose(1, 2))  # [batch, heads, length, width / heads]
+        q, k, v = parts
+        q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        out: Tensor = x + self.narrow(F.relu(self.widen(self.norm_mlp(x))).square())
+        return out
+
+
+class SmallGPT(nn.Module):
+    """A GPT over bytes in the style of modded-nanogpt: `(batch, length)` to logits, as `GPT`.
+
+    The last matrix of each branch is zero at first, as in most entries of the optimization track.
+    Entries that keep the norms of weights cannot begin there, and have larger weights
+    (https://github.com/KellerJordan/modded-nanogpt/pull/272).
+
+    Args:
+        seed: Seed of the initial weights.
+        kept: Whether the norms of hidden matrices are kept.
+        width: Of hidden states.
+        layers: How many.
+        heads: Of attention.
+    """
+
+    def __init__(
+        self, seed: int, *, kept: bool = False, width: int = 64, layers: int = 3, heads: int = 2
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(BYTES, width)
+        self.positions = nn.Embedding(CONTEXT // 2, width)
+        self.layers = nn.Sequential()
+        for _ in range(layers):
+            self.layers.append(SmallLayer(width, heads))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, BYTES, bias=False)
+        gains = {"widen": 1.5, "out": 1.25, "narrow": 3.0} if kept else {"out": 0.0, "narrow": 0.0}
+        gains["head"] = 0.0
+        generator = torch.Generator().manual_seed(seed)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                std = gains.get(name.rpartition(".")[2], 1.0) / math.sqrt(3 * module.in_features)
+                nn.init.normal_(module.weight, std=std, generator=generator)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02, generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.tokens(tokens) + self.positions(places)
+        hidden = self.layers(F.rms_norm(hidden, hidden.shape[-1:]))
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits.transpose(1, 2)
+
+
+def small_gpt(seed: int, dtype: torch.dtype, *, kept: bool) -> SmallGPT:
+    """Return a `SmallGPT` of width 64 with three layers."""
+    with own_randomness():
+        return SmallGPT(seed, kept=kept).to(dtype)
 
 
 class Llama(workloads.Llama):

@@ -164,6 +164,23 @@ def _byte_gpt(seed: int, dtype: torch.dtype) -> Task:
     return Task(model, "cross-entropy", cross_entropy, *examples)
 
 
+def _small_gpt(seed: int, dtype: torch.dtype, *, kept: bool) -> Task:
+    model = models.small_gpt(seed, dtype, kept=kept)
+    trained, held_out = data.standard_library(data.CONTEXT // 2)
+    return Task(model, "cross-entropy", cross_entropy, trained, held_out)
+
+
+def _small(title: str, *, kept: bool) -> Workload:
+    return Workload(
+        title=title,
+        make=partial(_small_gpt, kept=kept),
+        batch_size=32,
+        evaluate_every=20,
+        loss_name="loss on held-out modules (cross entropy per byte, nats)",
+        held_out=True,
+    )
+
+
 def _byte_llama(seed: int, dtype: torch.dtype) -> Task:
     model, examples = models.byte_llama(seed, dtype), data.scipy_sources()
     return Task(model, "cross-entropy", cross_entropy, *examples)
@@ -336,6 +353,8 @@ _WORKLOADS = {
         loss_name="loss on held-out modules (cross entropy per byte, nats)",
         held_out=True,
     ),
+    "small-gpt": _small("Small GPT on Python's standard library", kept=False),
+    "small-gpt-kept": _small("Small GPT, for methods that keep the norms of weights", kept=True),
     "byte-llama": Workload(
         title="Byte-level Llama on SciPy's sources",
         make=_byte_llama,

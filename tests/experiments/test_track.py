@@ -1,158 +1,144 @@
-"""The track: bisection, the ranking, and the command at toy size."""
+"""The track: its runs, tuning, the ranking, and the figures of the page."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kendalltau, spearmanr
 
+import soframe
 from benchmarks import track
 from experiments.config import RunConfig
-from experiments.tuning import TriedRates
+from experiments.models import SmallGPT
+from experiments.optimizers import build_optimizer, schedule_factor
+from experiments.tuning import TUNING_SEED, TriedRates
+from experiments.workloads import workload
 
 ROOT = Path(__file__).resolve().parents[2]
+HIDDEN = re.compile(r"layers\.\d\.(q|k|v|out|widen|narrow)\.weight")
 
 
-@given(data=st.data(), count=st.integers(1, 12))
-def test_bisection_finds_the_first_length_that_reaches(data: st.DataObject, count: int) -> None:
-    first = data.draw(st.integers(0, count - 1))
-    least = data.draw(st.integers(0, count))  # count: none does
-    asked: list[int] = []
+def test_a_small_gpt_reads_the_past_alone_and_starts_with_equal_logits() -> None:
+    model = SmallGPT(0, layers=1)
+    tokens = torch.arange(64).view(1, 64)
+    assert torch.equal(model(tokens), torch.zeros(1, 256, 64))
+    torch.nn.init.normal_(model.head.weight)
+    torch.nn.init.normal_(model.layers[0].out.weight)
+    changed = tokens.clone()
+    changed[0, 32] = 200
+    differs = (model(tokens) != model(changed)).any(dim=1)[0]
+    assert differs.tolist() == [False] * 32 + [True] * 32
+    # Of `kept`, the deviations that hyperball's entries have, at a width of 768.
+    layer = SmallGPT(0, kept=True, width=768, layers=1).layers[0]
+    for name, deviation in {"q": 0.0208, "out": 0.026, "widen": 0.031, "narrow": 0.031}.items():
+        weight = layer.get_submodule(name).weight.detach()
+        assert weight.std().item() == pytest.approx(deviation, rel=0.02)
 
-    def reaches(index: int) -> bool:
-        asked.append(index)
-        return index >= least
 
-    track.bracket(reaches, count, first)
-    assert len(asked) == len(set(asked)) <= 6
-    assert (least in asked) == (least < count)
-    assert least == 0 or least - 1 in asked
+@pytest.mark.parametrize("name", track.ENTRIES)
+def test_an_entry_trains_the_hidden_matrices_and_keeps_their_norms_if_it_says_so(name: str) -> None:
+    config = track.configuration(name, 0.03, 3, track.Protocol(40, 0.25, 2))
+    assert (config.steps, config.warmup, config.batch_size, config.seed) == (40, 0.25, 2, 3)
+    rates = [config.lr * schedule_factor(config, step) for step in range(config.steps)]
+    decay = 0.0 if track.ENTRIES[name].kept else 2.0
+    assert sum(rates) * config.weight_decay == pytest.approx(decay, rel=0.05)
+    task = workload(config.workload).make(config.seed, torch.float32)
+    optimizer = build_optimizer(task.model, config, task.likelihood, full_batch=False)
+    assert isinstance(optimizer, soframe.Optimizer)
+    names = {parameter: key for key, parameter in task.model.named_parameters()}
+    trained = set()
+    for group in optimizer.param_groups:
+        if not group["method"].startswith("auxiliary"):
+            trained |= {names[parameter] for parameter in group["params"]}
+    assert trained == set(filter(HIDDEN.fullmatch, names.values()))
+    matrix = task.model.layers[0].q.weight
+    before = matrix.detach().clone()
+    for _ in range(3):  # in the first steps zeros are before it, and behind it
+        optimizer.zero_grad()
+        task.loss(task.model, task.train[0][:2], task.train[1][:2]).backward()
+        optimizer.step()
+    assert not torch.equal(matrix, before)
+    is_kept = torch.isclose(matrix.norm(), before.norm(), rtol=1e-6)
+    assert bool(is_kept) == track.ENTRIES[name].kept
+    optimizer.close()
 
 
-def losses_of(lengths: dict[str, float]) -> track.Losses:
-    """Runs whose loss is 2 at a length of their own, and falls with the steps."""
+def losses_of(best: dict[str, float]) -> track.Losses:
+    """Return losses that are least at a rate of each method."""
 
     def losses(configs: Sequence[RunConfig]) -> list[float]:
         return [
-            2.0
-            - (config.steps - lengths[config.optimizer]) / 1000
-            + (0.01 if config.seed else -0.01)
+            2.0 + math.log(config.lr / best[config.optimizer]) ** 2 + config.seed * 1e-6
             for config in configs
         ]
 
     return losses
 
 
-def test_a_ranking_stands_beside_the_public_one() -> None:
-    lengths = {
-        "soframe:muon": 200.0,
-        "soframe:soap-muon": 150.0,
-        "soframe:normuon": 205.0,
-        "soframe:newton-muon": 230.0,
-        "adamw": 1000.0,
+def test_rates_are_tried_until_the_best_is_within(tmp_path: Path) -> None:
+    rates = TriedRates(tmp_path / "losses.json")
+    best = {"soframe:muon": 0.068, "soframe:adamw": 0.0012, "soframe:normuon": 100.0}
+    names = ["muon", "adamw", "normuon"]
+    track.train(names, [0, 1], rates, losses_of(best))
+    tried = rates.scores(track.USUAL.setting(TUNING_SEED))
+    assert list(tried["muon"]) == ["0.045", "0.068", "0.1"]
+    assert sorted(map(float, tried["adamw"])) == [0.00087, 0.0013, 0.002, 0.003, 0.0045]
+    assert len(tried["normuon"]) == track.MOST
+    found = track.report(names, [0, 1], rates)
+    assert {name: row["lr"] for name, row in found["rows"].items()} == {
+        "muon": 0.068,
+        "adamw": 0.0013,
+        "normuon": 0.73,
     }
-    lrs = dict.fromkeys(track.ENTRIES, 0.02)
-    names = ["soap-muon", "normuon", "muon", "newton-muon", "adamw"]
-    found = track.report(
-        names,
-        lrs=lrs,
-        steps=200,
-        seeds=[0, 1],
-        target=None,
-        losses=losses_of(lengths),
-    )
-    rows = found["rows"]
-    assert found["target"] == pytest.approx(2.0)
-    assert rows["soap-muon"]["steps"] == pytest.approx(150)
-    assert rows["soap-muon"]["of_muon"] == pytest.approx(0.75)
-    assert rows["newton-muon"]["steps"] == pytest.approx(230)
-    assert rows["adamw"]["steps"] is None
-    assert {name: row["place"] for name, row in rows.items()} == {
-        "soap-muon": 1,
-        "muon": 2,
-        "normuon": 3,
-        "newton-muon": 4,
-        "adamw": 5,
-    }
-    assert [rows[name]["public_place"] for name in names] == [1, 2, 2, 4, 5]
-    assert 0.9 < found["agreement"]["spearman"] < 1
-    table = track.table(found)
-    assert next(iter(table.columns[1].cells)) == "soap-muon"
-    assert list(table.columns[3].cells)[-1] == "> 400"
-    # Muon's own steps, where the target is somebody's.
-    other = track.report(
-        ["muon"], lrs=lrs, steps=200, seeds=[0, 1], target=2.03, losses=losses_of(lengths)
-    )
-    assert other["rows"]["muon"]["steps"] == pytest.approx(170)
-    assert other["agreement"] is None
+    assert found["rows"]["muon"]["losses"] == [2.0, 2.000001]
+    # What is kept is not trained again, and another protocol is another one.
+    track.train(names, [], rates, losses_of({}))
+    with pytest.raises(ValueError, match=r"'muon' was not trained for 450 steps.* batches of 64"):
+        track.report(names, [0, 1], rates, track.Protocol(batch_size=64))
 
 
-def test_figures_of_methods_are_ranked_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = {
-        "muon": {"lr": 0.03, "steps": 300.0, "losses": {"300": [2.0]}},
-        "soap-muon, short sides": {"lr": 0.03, "steps": 200.0, "losses": {"240": [1.9]}},
-        "soap-muon": {"lr": 0.04, "steps": 225.0, "losses": {"210": [2.1], "240": [1.9]}},
-        "adamw, all parameters": {"lr": 0.004, "steps": None, "losses": {"300": [2.6]}},
-    }
-    figures = {"target": 2.0, "seeds": [0], "torch": "2", "rows": rows}
-    path = tmp_path / "methods.json"
-    path.write_text(json.dumps(figures))
-    found = track.of_methods(figures)
+def test_held_out_methods_count_apart(tmp_path: Path) -> None:
+    rates = TriedRates(tmp_path / "losses.json")
+    finals = {"soap-muon": 1.0, "muon": 2.0, "adamw": 3.0, "adam-h": 3.5, "pmuon": 1.9}
+    for seed in (TUNING_SEED, 0):
+        rates.keep(track.USUAL.setting(seed), [(name, 0.1, loss) for name, loss in finals.items()])
+    found = track.report(list(finals), [0], rates)
+    assert found["agreement"]["methods"] == 3
+    assert found["agreement"]["spearman"] == pytest.approx(1.0)
+    assert found["agreement_of_all"]["spearman"] == pytest.approx(0.9)
+    # Of ten pairs PMuon and Muon are not told apart there, and Adam-H is behind AdamW here.
+    assert (found["pairs"], found["pairs_of_all"]) == ((5, 6), (8, 9))
     assert {name: row["place"] for name, row in found["rows"].items()} == {
         "soap-muon": 1,
-        "muon": 2,
-        "adamw": 3,
+        "pmuon": 2,
+        "muon": 3,
+        "adamw": 4,
+        "adam-h": 5,
     }
-    assert found["agreement"]["spearman"] == pytest.approx(1.0)
-    assert found["rows"]["soap-muon"]["of_muon"] == 0.75
-    track.main(figures=path, output=tmp_path / "out.json", as_json=True)
-    assert json.loads(capsys.readouterr().out)["longest"] == 300
-    del rows["muon"]
-    with pytest.raises(ValueError, match="no row of muon"):
-        track.of_methods(figures)
+    assert found["rows"]["adam-h"]["public_place"] == 4
+    rates.keep(track.USUAL.setting(0), [("muon", 0.1, math.inf)])
+    table = track.table(track.report(list(finals), [0], rates))
+    assert list(table.columns[1].cells)[1] == "pmuon (held out)"
+    assert list(table.columns[4].cells)[-1] == "diverged"
 
 
-def test_trials_of_tuning_are_ranked_by_their_losses() -> None:
-    trials = {
-        "muon": {"0.01": 2.2, "0.02": 2.0},
-        "soap-normuon": {"0.01": 1.0},
-        "newton-muon": {"0.04": 1.95},
-        "adamw, all parameters": {"0.004": 2.6, "0.008": 2.7},
-    }
-    found = track.of_trials(trials)
-    assert {
-        name: (row["place"], row["loss"], row["lr"]) for name, row in found["rows"].items()
-    } == {
-        "muon": (2, 2.0, 0.02),
-        "newton-muon": (1, 1.95, 0.04),
-        "adamw": (3, 2.6, 0.004),
-    }
-    assert found["agreement"]["spearman"] == pytest.approx(0.5)
-    table = track.table(found)
-    assert list(table.columns[3].cells) == ["1.950", "2.000", "2.600"]
-    with pytest.raises(ValueError, match="no method of the public track"):
-        track.of_trials({"soap-normuon": {"0.01": 1.0}})
-
-
-def test_the_stored_trials_are_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stored = track.FOLDER / "learning-rates" / "byte-gpt.json"
-    track.main(figures=stored, output=tmp_path / "track.json", as_json=True)
+def test_the_stored_losses_are_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    track.main(figures=track.STORED, output=tmp_path / "track.json", as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert set(found["rows"]) == set(track.ENTRIES)
-    agreement = found["agreement"]
-    # As docs/benchmarks/methods.md has them, which claims no order.
-    assert round(agreement["spearman"], 2) == 0.14
-    assert agreement["spearman_interval"][0] < 0 < agreement["spearman_interval"][1]
-    page = (ROOT / "docs" / "benchmarks" / "methods.md").read_text(encoding="utf-8")
-    assert track.sentence(agreement) in " ".join(page.split())
+    page = " ".join((ROOT / "docs" / "benchmarks" / "methods.md").read_text("utf-8").split())
+    assert track.sentence(found["agreement"]) in page
+    assert track.sentence(found["agreement_of_all"]) in page
+    assert track.sentence_of_pairs(found) in page
 
 
 @given(scores=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=3, max_size=5))
@@ -179,13 +165,3 @@ def test_a_bootstrap_of_agreeing_orders_is_at_one() -> None:
     assert found.chance == pytest.approx(1 / 720)
     opposite = track.Agreement.of(range(6), range(6, 0, -1))
     assert (opposite.spearman, opposite.kendall, opposite.chance) == (-1.0, -1.0, 1.0)
-
-
-def test_a_protocol_reaches_the_runs_and_has_rates_of_its_own(tmp_path: Path) -> None:
-    protocol = track.Protocol(warmup=0.1, batch_size=32)
-    config = track.configuration("soap", 0.002, 50, 3, protocol)
-    assert (config.warmup, config.batch_size, config.modules) == (0.1, 32, track.WITHIN)
-    rates = TriedRates(tmp_path / "rates.json")
-    track.tune(["muon"], 50, rates, lambda configs: [c.lr for c in configs], protocol)
-    assert set(rates.scores("50 steps, warm-up 0.1, batches of 32")) == {"muon"}
-    assert rates.scores(track.USUAL.setting(50)) == {}
