@@ -436,7 +436,7 @@ class Curvature(OfModel):
 
         The mean of the gradients is the gradient of ``loss``, a mean over the batch. Gradients and
         buffers of the model are as before afterwards. Rows that are not in the order of the batch,
-        such as those of experts, take a further pass for up to 32 samples, and two up to 1,024.
+        such as rows of experts, take a further pass for up to 32 samples, and two up to 1,024.
 
         Args:
             batch: The batch.

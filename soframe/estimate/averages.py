@@ -97,7 +97,7 @@ def enter(placed: PlacedBlocks, terms: Sequence[Term], decay: float, *, identity
 
 
 def _reduce(placed: PlacedBlocks, terms: Iterable[Term]) -> None:
-    """Begin to sum terms over ranks; those of one rank alone are averaged at once."""
+    """Begin to sum terms over ranks; terms of one rank alone are averaged at once."""
     backend = placed.backend
     sums = {_sum(term): term for term in terms}
     for pending in add_up(backend, list(sums), "reduce"):

@@ -2,10 +2,10 @@
 
 A window is everything since the last step (`soframe.estimate.window`). Each call adds its moments
 to the block's sums as soon as its output gradient is computed; nothing else of it is stored, but
-copies of its rows if they are few: at the step one product adds those of all blocks of a stack.
-There, every rank sends the weights of its sums; once the weights of all ranks are reduced, the sums
-are reduced and enter the running average (`soframe.estimate.averages`). If sums are not finite, on
-any rank, all ranks drop theirs.
+copies of its rows if they are few: at the step one product adds the moments of all blocks of a
+stack. There, every rank sends the weights of its sums; once the weights of all ranks are reduced,
+the sums are reduced and enter the running average (`soframe.estimate.averages`). If sums are not
+finite, on any rank, all ranks drop theirs.
 
 Statistics belong to the gradients that ``.grad`` holds. A block whose gradient is None or zero when
 a backward pass begins, or None at the step, though earlier passes of the window have reached it,

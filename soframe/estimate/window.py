@@ -111,7 +111,9 @@ class Sums:
     def multiply(self) -> None:
         """Add the moments of the rows that were copied, by one product if all blocks have some."""
         copied, self._rows = self._rows, {}
-        for factor in self.stack.like.factors if copied else ():
+        if not copied:
+            return
+        for factor in self.stack.like.factors:
             if (rows := copied.pop(factor.name, None)) is None:
                 continue
             blocks, matrices = len(self.stack.blocks), rows.matrices

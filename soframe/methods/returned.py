@@ -98,7 +98,7 @@ def require_named(method: Method, name: str, declared: frozenset[str], where: st
 
 
 def require_declared(method: Method, factors: Sequence[FactorSpec], shape: BlockShape) -> None:
-    """Raise a ValueError if two factors have one name, or a state is not as `Method.state` says."""
+    """Raise a ValueError if two factors have one name, or a state is no `TensorSpec` by group."""
     names = [factor.name for factor in factors]
     if len(set(names)) < len(names):
         raise ValueError(f"{method!r}: factors() has a name twice: {names}")

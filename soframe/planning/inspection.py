@@ -53,7 +53,7 @@ def _called(function: Any, path: str, *, meta: bool) -> nn.Module:
 
 
 def import_module(name: str) -> Any:
-    """Import a module; as with ``python -m``, those of the working directory come first."""
+    """Import a module; as with ``python -m``, first from the working directory."""
     here = os.getcwd()  # noqa: PTH109 (sys.path holds strings)
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -1,6 +1,6 @@
-"""The samples of rows that are not in the order of the batch, such as those of experts.
+"""The samples of rows that are not in the order of the batch, such as rows of experts.
 
-A router, or a reshape of tokens, leaves no trace in a call of which sample a row is of. The
+A router, or a reshape of tokens, leaves no trace in a call of the sample of a row. The
 gradient of a row is linear in the gradients of the model's outputs, and depends on its own sample's
 alone. So a backward pass in which the outputs of sample n are multiplied by a number c_n multiplies
 the row by c_n. The numbers are powers of two, which no rounding changes, one for each digit of n::
@@ -13,7 +13,7 @@ two exponents, and zero, are no digits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ class Routing:
     """The layers whose rows may be of any samples.
 
     Attributes:
-        helpers: Their helpers: those that say so, and those that had other rows than the batch.
+        helpers: Their helpers: by `LayerHelper.routes`, and any that had other rows than the batch.
         keeps_graph: Whether the graph is kept for further backward passes; the same on all ranks of
             a sharded model.
     """
@@ -44,7 +44,7 @@ class Routing:
 
     @classmethod
     def of(cls, blocks: Iterable[Block]) -> Routing:
-        """Return the layers whose helpers say so."""
+        """Return the layers with `LayerHelper.routes`."""
         helpers = set[LayerHelper]()
         for block in blocks:
             helpers.update(helper for helper in block.helpers if helper.routes)
@@ -56,7 +56,7 @@ class Routing:
 
 
 def number_of_digits(samples: int) -> int:
-    """Return the number of backward passes that tell so many samples apart."""
+    """Return the number of backward passes that separate so many samples."""
     number = 0
     while BASE**number < samples:
         number += 1
@@ -65,22 +65,28 @@ def number_of_digits(samples: int) -> int:
 
 def samples_of(outputs: Any) -> int:
     """Return the number of samples of outputs ``[samples, ...]`` with a graph; 0 for others."""
-    heads = [outputs] if isinstance(outputs, Tensor) else outputs
-    if not isinstance(heads, list | tuple):
+    lengths = set[int]()
+    for head in _heads(outputs):
+        if not (isinstance(head, Tensor) and head.requires_grad and head.dim() > 0):
+            return 0
+        lengths.add(len(head))
+    if len(lengths) != 1:
         return 0
-    lengths = set()
-    for head in heads:
-        has_samples = isinstance(head, Tensor) and head.requires_grad and head.dim() > 0
-        lengths.add(len(head) if has_samples else 0)
-    return lengths.pop() if len(lengths) == 1 else 0
+    return lengths.pop()
+
+
+def _heads(outputs: Any) -> Sequence[Any]:
+    """Return the outputs of a model, one or several; none of other kinds."""
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    return outputs if isinstance(outputs, list | tuple) else ()
 
 
 @contextmanager
 def numbered(outputs: Any, digit: int) -> Iterator[None]:
     """Multiply the gradients of outputs, as `samples_of` has them, by the numbers of a digit."""
-    heads = [outputs] if isinstance(outputs, Tensor) else outputs
     handles = []
-    for head in heads:
+    for head in _heads(outputs):
         samples = torch.arange(len(head), device=head.device)
         exponents = BASE + samples // BASE**digit % BASE
         numbers = (2.0**exponents).to(head).view(-1, *(1 for _ in head.shape[1:]))

@@ -417,7 +417,8 @@ class _Collected:
             for call in self._calls[helper]:
                 left, right = call.arranged(self.samples)
                 sides = left * self.samples, right
-                (rows if right.is_floating_point() else lookups).append(sides)
+                calls = rows if right.is_floating_point() else lookups
+                calls.append(sides)
         parts: list[Rows | Lookups | Dense] = []
         if rows:
             joined = Rows(*_joined(rows))

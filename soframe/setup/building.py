@@ -123,11 +123,11 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
         return
     if (groups := grouping(optimizer)) is not None:
         groups.group(blocks)
-    optimised = set(chain.from_iterable(blocks[0].home.groups(optimizer)))
+    optimised = set(map(id, chain.from_iterable(blocks[0].home.groups(optimizer))))
     missing: list[str] = []
     for block in blocks:
         for name, parameter in block.parameters.items():
-            if parameter not in optimised:
+            if id(parameter) not in optimised:
                 missing.append(f"{block.name}.{name}")
     if not missing:
         return
