@@ -23,6 +23,8 @@ from experiments.optimizers import build_optimizer, schedule_factor
 from experiments.tuning import TUNING_SEED, TriedRates
 from experiments.workloads import workload
 
+pytestmark = pytest.mark.usefixtures("gallery")
+
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = re.compile(r"layers\.\d\.(q|k|v|out|widen|narrow)\.weight")
 
