@@ -1,21 +1,12 @@
-"""The gallery, whose methods are registered for the tests that ask for it alone."""
+"""The gallery's methods, registered for the tests of a module that asks for them."""
 
-from __future__ import annotations
-
-import importlib
 from collections.abc import Iterator
 from types import ModuleType
 from unittest import mock
 
 import pytest
 
-from soframe.registry import KINDS
-
-METHODS = KINDS["method"]._components
-BEFORE = dict(METHODS)
-GALLERY = importlib.import_module("experiments.gallery")
-for name in METHODS.keys() - BEFORE.keys():
-    del METHODS[name]
+from tests.gallery import GALLERY, METHODS
 
 
 @pytest.fixture(scope="module")

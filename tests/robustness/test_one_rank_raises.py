@@ -14,16 +14,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import soframe
-from experiments.gallery.mkor import MKOR, Inverse
 from soframe.layers import LinearHelper
 from soframe.methods import KFAC, SOAP
 from soframe.settings import DAMPING
 from soframe.solvers import Eigen
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over, train_alone
+from tests.gallery import GALLERY
 
 pytestmark = pytest.mark.distributed
 
+mkor = GALLERY.mkor
 STEPS, BAD = 4, 2  # the step in which one rank raises
 PASSES, MIDDLE, SOLVE = "passes", "middle", "solve"
 
@@ -35,7 +36,7 @@ PLACES: dict[str, tuple[type, str, dict[str, Any], str]] = {
     "inputs of a helper": (LinearHelper, "inputs", {}, PASSES),
     "rows of a helper": (LinearHelper, "output_rows", {}, PASSES),
     "statistics": (KFAC, "statistics", {}, PASSES),
-    "average": (Inverse, "average", {"method": MKOR(), **OF_GRADIENTS}, MIDDLE),
+    "average": (mkor.Inverse, "average", {"method": mkor.MKOR(), **OF_GRADIENTS}, MIDDLE),
     "observe": (SOAP, "observe", OF_SOAP, MIDDLE),
     "direct": (SOAP, "direct", OF_SOAP, MIDDLE),
     "rebase": (SOAP, "rebase", OF_SOAP, MIDDLE),
