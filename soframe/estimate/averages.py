@@ -49,9 +49,8 @@ class Term:
     # The statistics, divided by the weights of all ranks: ``[groups, n, n]``, with a valid lower
     # triangle. None if this rank has none.
     tensor: Tensor | None
-    reached: Sequence[
-        Sequence[float]
-    ] = ()  # by block the rows of each group, for averages by group
+    # By block the number of rows that reached each group, for averages by group.
+    reached: Sequence[Sequence[float]] = ()
     scale: float = 1.0  # that ``tensor`` still lacks for the sum over ranks to be the average
     turn: int = 0  # the number of the step, by which factors of half precision are rounded
     rates: list[float] = field(default_factory=list)  # by block or by group; see `_gain`
