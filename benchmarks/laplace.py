@@ -24,7 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import minimize
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -225,14 +227,16 @@ def with_laplace_torch(
     if problem.classes:
         posterior.optimize_prior_precision(method="marglik")
         return Predicted(posterior(inputs, pred_type="glm", link_approx="probit").detach())
-    # Both at once, as its examples of regressions do.
-    logs = torch.zeros(2, requires_grad=True)
-    adam = torch.optim.Adam([logs], 0.1)
-    for _ in range(1000):
-        adam.zero_grad()
-        precision, noise = logs.exp()
-        (-posterior.log_marginal_likelihood(precision.view(1), noise.view(1))).sum().backward()
-        adam.step()
+
+    def loss(logs: np.ndarray) -> float:
+        """Return minus the evidence for the logarithms of precision and noise."""
+        precision, noise = torch.tensor(logs, dtype=torch.float32).exp()
+        evidence = posterior.log_marginal_likelihood(precision.view(1), noise.view(1))
+        return -float(evidence.sum())
+
+    # Without gradients: its own lack the determinant's, with respect to the noise.
+    best = minimize(loss, np.zeros(2), method="Nelder-Mead")
+    loss(best.x)  # leaves the posterior there
     mean, variance = posterior(inputs)
     of_noise = float(posterior.sigma_noise.detach().square())
     return Predicted(mean.detach(), variance.detach().reshape(mean.shape) + of_noise)
