@@ -12,11 +12,12 @@ blocks (*members*, ascending indices). Numbers that differ by block are in `Reco
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -83,22 +84,18 @@ class Block(BlockSpec):
     @property
     def running(self) -> RunningFactors:
         """The running factors that this rank holds."""
-        return RunningFactors(self)
+        masses = self.record.masses
+        return RunningFactors(self, [name for name in self.stack.factors if name in masses])
 
     @property
     def second_order(self) -> SecondOrderData:
         """The second-order data that this rank holds."""
-        return SecondOrderData(self)
+        return SecondOrderData(self, self.stack.data if self.record.solved else ())
 
     @property
     def state(self) -> State:
-        """The method's state, on gradient workers."""
-        return State(self)
-
-    @cached_property
-    def dependent(self) -> bool:
-        """Whether the statistics of a factor are computed with second-order data."""
-        return any(factor.needs for factor in self.factors)
+        """The method's state, on gradient workers; empty on ranks that hold none."""
+        return State(self, self.stack.state if self.record.updates else ())
 
     @property
     def identity(self) -> tuple[int, str]:
@@ -121,24 +118,16 @@ class Block(BlockSpec):
     @property
     def lacks(self) -> bool:
         """Whether a factor without statistics could take its first ones now."""
-        if not self.dependent:
-            return False
-        able, masses = self.gatherable(), self.record.masses
-        return any(f.needs and f.name in able and f.name not in masses for f in self.captured)
+        return not self.needy <= self.record.masses.keys() and self.solved
 
     def gatherable(self, *, late: bool = False) -> frozenset[str]:
         """Return the factors that can take statistics: some need second-order data for that.
 
         ``late`` means that the data are there, and these factors take statistics a window later.
         """
-        if not self.dependent:
-            return self._captured_names
-        ready = self.solved and not late
-        return frozenset([f.name for f in self.captured if ready or not f.needs])
-
-    @cached_property
-    def _captured_names(self) -> frozenset[str]:
-        return frozenset(factor.name for factor in self.captured)
+        if self.needy and (late or not self.solved):
+            return self.captured_names - self.needy
+        return self.captured_names
 
     def damped_with(self, damping: float) -> float:
         """Return the block's damping, given the preconditioner's."""
@@ -252,23 +241,16 @@ class Stack(Arrangement[Block]):
 
     def alike(self, members: Members) -> list[tuple[int, ...]]:
         """Return sets of blocks in the same state; a method is called once for each set."""
-        statuses = list(map(_STATUS, [self.blocks[member] for member in members]))
-        unsolved = [factor.name for factor in self.like.unsolved]
+        statuses = list(map(_STATUS, self.blocks_of(members)))
+        unsolved = self.like.unsolved
         if members and not unsolved and statuses.count(statuses[0]) == len(statuses):
             return [tuple(members)]
         same: dict[tuple[object, ...], list[int]] = {}
         for member, status in zip(members, statuses, strict=True):
             masses = self.blocks[member].record.masses
-            known = tuple([name in masses for name in unsolved])
+            known = tuple([factor.name in masses for factor in unsolved])
             same.setdefault((status[:-1], known, id(status[-1])), []).append(member)
         return list(map(tuple, same.values()))
-
-    def drop_dependent(self, members: Members, name: str) -> None:
-        """Drop the averages that need second-order data of factor ``name``, now replaced."""
-        for factor in self.like.factors:
-            if name in factor.needs:
-                for member in members:
-                    self.blocks[member].record.masses.pop(factor.name, None)
 
     # -- running factors --------------------------------------------------------------------------
 
@@ -410,71 +392,54 @@ class Stack(Arrangement[Block]):
             self.state[name] = self.with_values(self.state.get(name), members, kept)
 
 
-class _View(Mapping[str, Tensor]):
-    """Tensors of one block by name, as slices of its stack's."""
+V = TypeVar("V")
 
-    def __init__(self, block: Block) -> None:
-        self._block, self._stack = block, block.stack
-        self._members = (block.member,)
+
+class _View(Mapping[str, V]):
+    """Data of one block by name, as slices of its stack's tensors."""
+
+    def __init__(self, block: Block, names: Collection[str]) -> None:
+        self._block, self._names = block, names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._names())
+        return len(self._names)
 
-    def _names(self) -> list[str]:
-        raise NotImplementedError
+    def __getitem__(self, name: str) -> V:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name, self._block.stack, (self._block.member,))
+
+    @abstractmethod
+    def _read(self, name: str, stack: Stack, members: Members) -> V:
+        """Return what the stack has of the block under a name."""
 
 
-class RunningFactors(_View):
+class RunningFactors(_View[Tensor]):
     """The running factors of a block that this rank holds, as they are stored."""
 
-    def _names(self) -> list[str]:
-        masses = self._block.record.masses
-        return [name for name in self._stack.factors if name in masses]
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._block.record.masses:
-            raise KeyError(name)
-        kept = self._stack.take(self._stack.factor(name), self._members)
-        return kept.to(self._block.dtype)
+    def _read(self, name: str, stack: Stack, members: Members) -> Tensor:
+        return stack.take(stack.factor(name), members).to(self._block.dtype)
 
     def matrix(self, factor: FactorSpec) -> Tensor:
         """Return a factor as whole matrices, ``[groups, n, n]``, or in its own shape."""
         return unpack(self[factor.name], factor)
 
 
-class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):
+class SecondOrderData(_View[Mapping[str, Tensor]]):
     """The second-order data of a block on this rank: factor -> tensor name -> tensor."""
 
-    def __init__(self, block: Block) -> None:
-        self._block = block
-
-    def __getitem__(self, factor: str) -> Mapping[str, Tensor]:
-        if not self._block.record.solved:
-            raise KeyError(factor)
-        stack, members = self._block.stack, (self._block.member,)
-        return stack.take_each(stack.data[factor], members)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._block.stack.data if self._block.record.solved else ())
-
-    def __len__(self) -> int:
-        return len(self._block.stack.data) if self._block.record.solved else 0
+    def _read(self, name: str, stack: Stack, members: Members) -> Mapping[str, Tensor]:
+        return stack.take_each(stack.data[name], members)
 
 
-class State(_View):
-    """The method's state of a block; empty on ranks that hold none."""
+class State(_View[Tensor]):
+    """The method's state of a block."""
 
-    def _names(self) -> list[str]:
-        return list(self._stack.state) if self._block.record.updates else []
-
-    def __getitem__(self, name: str) -> Tensor:
-        if not self._block.record.updates:
-            raise KeyError(name)
-        stored = self._stack.take(self._stack.state[name], self._members)
-        return stored.view(self._block.states[name].shape)
+    def _read(self, name: str, stack: Stack, members: Members) -> Tensor:
+        return stack.take(stack.state[name], members).view(self._block.states[name].shape)
 
     @property
     def updates(self) -> int:

@@ -237,15 +237,21 @@ class PlainGrad(GradientHome):
         sharding.require_served((name, p) for name, p in named if p not in self._zero)
 
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
-        homes = dict.fromkeys(filter(None, map(self._zero.get, parameters))) if self._zero else ()
-        return next((why for home in homes if (why := home.incomplete(()))), None)
+        if not self._zero:
+            return None
+        for home in dict.fromkeys(filter(None, map(self._zero.get, parameters))):
+            if (why := home.incomplete(())) is not None:
+                return why
+        return None
 
     def shaped(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         return sharding.shaped(parameters)
 
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
-        of_zero = (home.groups(optimizer) for home in dict.fromkeys(self._zero.values()))
-        return next(filter(None, of_zero), None) or super().groups(optimizer)
+        for home in dict.fromkeys(self._zero.values()):
+            if groups := home.groups(optimizer):
+                return groups
+        return super().groups(optimizer)
 
 
 def _home_of(parameter: nn.Parameter) -> GradientHome | None:

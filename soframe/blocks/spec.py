@@ -108,6 +108,25 @@ class BlockSpec:
         return tuple(factor for factor in self.factors if factor.captured)
 
     @cached_property
+    def captured_names(self) -> frozenset[str]:
+        """The names of these factors."""
+        return frozenset(factor.name for factor in self.captured)
+
+    @cached_property
+    def needy(self) -> frozenset[str]:
+        """The names of those whose statistics are computed with second-order data."""
+        return frozenset(factor.name for factor in self.captured if factor.needs)
+
+    @cached_property
+    def dependents(self) -> dict[str, list[str]]:
+        """By factor, the factors whose statistics are computed with its second-order data."""
+        dependents: dict[str, list[str]] = {}
+        for factor in self.factors:
+            for name in factor.needs:
+                dependents.setdefault(name, []).append(factor.name)
+        return dependents
+
+    @cached_property
     def observes(self) -> bool:
         """Whether a factor takes statistics of the averaged gradient."""
         return len(self.captured) < len(self.factors)
@@ -148,10 +167,14 @@ class BlockSpec:
         return solvers
 
     @cached_property
+    def solvers_text(self) -> str:
+        """The text of `solvers`: blocks with equal texts split their damping alike."""
+        return repr(self.solvers)
+
+    @cached_property
     def unsolved(self) -> tuple[FactorSpec, ...]:
         """The factors that are their own data."""
-        solved = {factor.name for _, factor, _ in self.solved_factors}
-        return tuple(factor for factor in self.factors if factor.name not in solved)
+        return tuple(factor for factor in self.factors if factor.name not in self.tensors)
 
     @cached_property
     def tensors(self) -> dict[str, dict[str, TensorSpec]]:
@@ -198,7 +221,12 @@ class BlockSpec:
     @cached_property
     def takes_samples(self) -> bool:
         """Whether samples are drawn for ``Statistics(rows=...)`` rather than rows."""
-        return self.method.reduces or any(factor.reads == "both" for factor in self.factors)
+        return self.method.reduces or self.pairs
+
+    @cached_property
+    def pairs(self) -> bool:
+        """Whether statistics of a factor are computed from inputs and output gradients together."""
+        return any(factor.reads == "both" for factor in self.factors)
 
     @cached_property
     def shards(self) -> dict[str, Shards]:
@@ -242,19 +270,21 @@ class BlockSpec:
 
     @cached_property
     def _work(self) -> BlockWork:
-        continued = {factor.name for _, factor, solver in self.solved_factors if solver.continues}
-        resident = tuple(not f.captured or f.name in continued for f in self.factors)
+        continued = {position for position, _, solver in self.solved_factors if solver.continues}
+        resident: list[bool] = []
+        second_order: list[tuple[TensorSpec, ...]] = []
+        for position, factor in enumerate(self.factors):
+            resident.append(position in continued or not factor.captured)
+            second_order.append(tuple(self.tensors.get(factor.name, {}).values()))
         return BlockWork(
             name="",
             shape=self.shape,
             factors=self.factors,
-            second_order=tuple(
-                tuple(self.tensors.get(factor.name, {}).values()) for factor in self.factors
-            ),
+            second_order=tuple(second_order),
             dtype=str(self.dtype).removeprefix("torch."),
             state_dtype=str(self.state_dtype).removeprefix("torch."),
             factor_dtype=str(self.factor_dtype).removeprefix("torch."),
-            resident=resident if any(resident) else (),
+            resident=tuple(resident) if any(resident) else (),
             unsolved=tuple(factor.name for factor in self.unsolved),
             state=tuple(self.states.values()),
             parcel=tuple(self.parcel.values()),

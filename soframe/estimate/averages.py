@@ -57,7 +57,7 @@ class Term:
 
     def __post_init__(self) -> None:
         self.factor: FactorSpec = self.stack.like.factors[self.index]
-        self.blocks: list[Block] = [self.stack.blocks[member] for member in self.members]
+        self.blocks: Sequence[Block] = self.stack.blocks_of(self.members)
 
     def zeros(self) -> Tensor:
         """Return statistics of zeros, ``[groups, n, n]``."""

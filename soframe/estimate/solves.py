@@ -68,8 +68,8 @@ class Run:
         blocks: The blocks.
         damping: Their damping.
         jobs: Their factors.
-        rank: This rank.
         owned: The factors that this rank owns.
+        done: Whether the parcels have this rank's results: also if it owns none, or has failed.
         traces: The mean trace of each factor, ``[groups]``, on owners.
         error: The error that a solver raised, other than a failed factorisation.
         work: The solve in the background, on owners; None if it is solved in the step.
@@ -87,8 +87,9 @@ class Run:
     solved: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.blocks = [self.stack.blocks[member] for member in self.members]
+        self.blocks = self.stack.blocks_of(self.members)
         self.owned = [job for job in self.jobs if job.parcel.source == self.rank]
+        self.done = not self.owned
         for job in self.jobs:
             job.outcomes, job.retried = [0] * len(self.blocks), [0] * len(self.blocks)
 
@@ -105,18 +106,12 @@ class Run:
 
     def fill_parcels(self, tensors: list[Tensor] | None) -> None:
         """Put the results of this rank into the parcels; None if a solver has raised."""
+        self.done = True
         if tensors is None:
             return
         remaining = iter(tensors)
         for job in self.owned:
             job.parcel.tensors = list(itertools.islice(remaining, len(job.parcel.specs)))
-
-    @property
-    def has_results(self) -> bool:
-        """Whether the parcels have this rank's results: also if it owns none, or has failed."""
-        if not self.owned or self.error is not None:
-            return True
-        return self.owned[0].parcel.tensors is not None
 
     def solve(self) -> list[Tensor] | None:
         """Solve the factors that this rank owns; None if a solver raises."""
@@ -213,10 +208,10 @@ class Attempt:
 def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
     """Solve this rank's factors of some runs; None for each with a solver that raises."""
     try:
-        shares = _damping_shares(runs)
-        problems = [run.problems(share) for run, share in zip(runs, shares, strict=True)]
-        all_problems = list(itertools.chain.from_iterable(problems))
-        solutions = solve_stacks(all_problems)
+        problems: list[Problem] = []
+        for run, shares in zip(runs, _damping_shares(runs), strict=True):
+            problems += run.problems(shares)
+        solutions = solve_stacks(problems)
         # The flags of all solves in one tensor, of all devices: the host waits once.
         flags = [good for _, good in solutions]
         usable = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
@@ -228,10 +223,11 @@ def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
             for job in run.owned:
                 job.copy = None
     results: list[list[Tensor] | None] = []
-    attempts = iter(_attempts(all_problems, solutions, usable))
+    attempts = iter(_attempts(problems, solutions, usable))
     for run in runs:
+        of_run = list(itertools.islice(attempts, len(run.owned)))
         try:
-            results.append(run.results([next(attempts) for _ in run.owned]))
+            results.append(run.results(of_run))
         except Exception as error:
             run.fail(error)
             results.append(None)
@@ -270,8 +266,7 @@ def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
         first = run.traces[0]
         key: tuple[object, ...] = (run,)
         if len(set(map(len, run.traces))) == 1:
-            solvers = [(repr(solver), *numbers) for solver, numbers in run.stack.like.solvers]
-            key = (tuple(solvers), run.damping, first.dtype, first.device)
+            key = (run.stack.like.solvers_text, run.damping, first.dtype, first.device)
         alike.setdefault(key, []).append(run)
     shares: dict[Run, list[Tensor]] = {}
     for same in alike.values():
@@ -373,14 +368,17 @@ class SolveRound:
         """Compute and send the results, and start to sum the outcomes; every rank must call."""
         for runs, bucket in self._parts():
             with self._backend.phases("solve"):
-                unsolved = [run for run in runs if not run.has_results]
-                now = [run for run in unsolved if run.work is None]
+                now: list[Run] = []
+                for run in runs:
+                    if run.done:
+                        continue
+                    if run.work is None:
+                        now.append(run)
+                    else:
+                        run.fill_parcels(run.work.result())
                 if now:
                     for run, tensors in zip(now, _solve(now), strict=True):
                         run.fill_parcels(tensors)
-                for run in unsolved:
-                    if run.work is not None:
-                        run.fill_parcels(run.work.result())
             if bucket:
                 with self._backend.phases("share"):
                     self._pending.append(send(self._backend, bucket, "share"))
@@ -417,15 +415,16 @@ class SolveRound:
         with self._backend.phases("share"):
             for pending in self._pending:
                 pending.wait()
-            numbers = [int(number) for number in self._outcomes()]
+            numbers = list(map(int, self._outcomes()))
         # The outcomes of all factors, then their retries, equally many: see `share`.
         half = len(numbers) // 2
-        outcomes, retries = iter(numbers[:half]), numbers[half:]
+        outcomes, retried = numbers[:half], numbers[half:]
+        remaining = iter(outcomes)
         for job in self._jobs:
-            job.outcomes = [next(outcomes) for _ in job.outcomes]
+            job.outcomes = list(itertools.islice(remaining, len(job.outcomes)))
         _raise_errors(self._runs)
-        counters["failed_solves"] += sum(job.outcomes.count(FAILED) for job in self._jobs)
-        counters["retried_solves"] += sum(retries)
+        counters["failed_solves"] += outcomes.count(FAILED)
+        counters["retried_solves"] += sum(retried)
         installed: list[Block] = []
         solved_of: dict[Stack, list[Run]] = {}
         for run in self._runs:
@@ -499,7 +498,7 @@ def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
             traces += [means[job] for job in run.jobs]
         parts = iter(torch.cat(traces).to(dtype).split(list(map(len, traces))))
         for run in alike:
-            run.traces = [next(parts) for _ in run.jobs]
+            run.traces = list(itertools.islice(parts, len(run.jobs)))
 
 
 def _add_up_traces(backend: Backend, runs: Sequence[Run], means: Mapping[Job, Tensor]) -> None:
@@ -547,17 +546,21 @@ def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
         members += [run.members[number] for number in run.solved]
     order = sorted(range(len(members)), key=members.__getitem__)
     chosen = tuple(sorted(members))
-    blocks = [stack.blocks[member] for member in chosen]
+    blocks = stack.blocks_of(chosen)
     jobs = runs[0].jobs
 
-    # States in the old eigenbases are expressed in the new ones.
-    kept = _with_states(stack, blocks)
+    # States in the old eigenbases are expressed in the new ones, of blocks with earlier updates.
+    kept: list[int] = []
+    if stack.like.rebases and stack.state:
+        kept += [block.member for block in blocks if block.solved and block.record.updates]
     old = stack.solved_data(kept) if kept else {}
     for number, job in enumerate(jobs):
         if job.needed:
             stack.set_data(job.factor.name, chosen, _joined(runs, number, order))
-        if stack.like.dependent:  # statistics that were taken with the old data are dropped
-            stack.drop_dependent(chosen, job.factor.name)
+        # Averages of statistics that were taken with the old data are dropped.
+        for name in stack.like.dependents.get(job.factor.name, ()):
+            for block in blocks:
+                block.record.masses.pop(name, None)
     solved_at = {} if step is None else {job.factor.name: step for job in jobs}
     for block in blocks:
         block.record.solved = True
@@ -565,13 +568,6 @@ def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
     if kept:
         moved = stack.like.method.rebase(stack.state_of(kept), old, stack.solved_data(kept))
         stack.set_state(kept, moved)
-
-
-def _with_states(stack: Stack, blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Return the blocks with states to rebase: those that made updates with earlier data."""
-    if not stack.like.rebases or not stack.state:
-        return ()
-    return tuple([b.member for b in blocks if b.solved and b.record.updates])
 
 
 def _joined(runs: Sequence[Run], number: int, order: Sequence[int]) -> dict[str, Tensor]:
@@ -679,29 +675,26 @@ class Solves:
         if self._under_way:
             # Without a step only solves with blocks that are due again land: none lands before 0.
             landed = self._land(-1 if step is None else step, placed, counters, due)
-        now, later = list(due), list[Block]()
-        if self.in_background and step is not None:
+        now: list[Block] = []
+        later: list[Block] = []
+        for block in due:
             # The first solve of a block is never in the background: it has no data yet.
-            now = [block for block in due if not block.solved]
-            later = [block for block in due if block.solved]
+            if self.in_background and step is not None and block.solved:
+                later.append(block)
+            else:
+                now.append(block)
         if following := {*landed, *changed}.difference(now):
             _follow(placed, following)
         if later:
-            self._begin(placed, later, damping, step)
+            assert step is not None
+            lands = math.inf if self._ready else step + self._steps
+            solves = SolveRound.begin(placed, later, damping, step, self._worker, lands)
+            self._under_way.append(solves)
         if now:
             solves = SolveRound.begin(placed, now, damping, step)
             solves.share()
             return solves.conclude(counters)
         return []
-
-    def _begin(
-        self, placed: PlacedBlocks, blocks: Sequence[Block], damping: float, step: int | None
-    ) -> None:
-        """Begin to solve blocks in the background."""
-        assert step is not None
-        lands = math.inf if self._ready else step + self._steps
-        solves = SolveRound.begin(placed, blocks, damping, step, self._worker, lands)
-        self._under_way.append(solves)
 
     def _land(
         self,

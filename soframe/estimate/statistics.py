@@ -112,7 +112,7 @@ class Accumulator:
                 readers = [f for f in factors if f.reads_inputs or f.mean_over == "group rows"]
                 self._readers[block] = {factor.name for factor in readers}
             self._block_of.update(dict.fromkeys(block.helpers, block))
-            if block.unequal or any(factor.reads == "both" for factor in block.factors):
+            if block.unequal or block.pairs:
                 both += block.helpers
         self._both = frozenset(both)
         self._blocks = blocks
@@ -482,9 +482,9 @@ def _contributed(block: Block, place: BlockPlacement, rank: int) -> list[FactorS
 def weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool) -> Weights | None:
     """Take a block's part of the sums of `Accumulator.weights`; None if no rank used the block."""
     factors = block.captured
-    divisors = [next(numbers) for _ in factors] if some_contribute else []
+    divisors = list(itertools.islice(numbers, len(factors) if some_contribute else 0))
     inputs, outputs = next(numbers), next(numbers)
-    groups = [next(numbers) for _ in range(block.shape.groups)] if block.unequal else []
+    groups = list(itertools.islice(numbers, block.shape.groups if block.unequal else 0))
     if not some_contribute:
         divisors = [inputs if f.mean_over == "samples" else outputs for f in factors]
     used = outputs > 0 and all(divisor > 0 for divisor in divisors)
@@ -630,7 +630,7 @@ def _call(
         rows=rows,
         dtype=block.dtype,
         shared=shared,
-        data=block.second_order if block.dependent else {},
+        data=block.second_order if block.dependents else {},
         widens=is_widened,
         first=first,
     )
