@@ -208,8 +208,10 @@ class Registration:
             name = plain_name(full)
             self._names.setdefault(id(module), []).append(name)
             self._by_name[name] = modules[id(module)] = module
-        with_parameters = [module for module in modules.values() if module._parameters]
-        self._modules = [(self._names[id(module)][0], module) for module in with_parameters]
+        self._modules: list[tuple[str, nn.Module]] = []  # those with parameters
+        for module in modules.values():
+            if module._parameters:
+                self._modules.append((self._names[id(module)][0], module))
         self._parameters = [(plain_name(name), p) for name, p in named]
         self._sharers = self._find_sharers()
         self._uncalled = reasons_of_uncalled(self._modules)
@@ -232,8 +234,17 @@ class Registration:
             self._decide(layer)
         self._register_layouts()
         self._register_parameters()
-        unserved = {p: why for p, why in self._unserved.items() if p not in self._served}
-        _require_served(unserved, self._choices.layers)
+        self._require_served()
+
+    def _require_served(self) -> None:
+        """Raise ValueError if a helper that the user chose serves no parameter of its pattern."""
+        for pattern, why in self._unserved.items():
+            chosen = self._choices.layers[pattern]
+            if chosen != "all" and pattern not in self._served:
+                raise ValueError(
+                    f"layers[{pattern!r}]={chosen.__name__} changes nothing, since methods that "
+                    f"read gradients alone take parameters one by one: {why}. Leave it out"
+                )
 
     # -- candidates -----------------------------------------------------------------------------
 
@@ -533,7 +544,7 @@ class Registration:
                 if not all(map(self._is_free, parameters)):
                     continue
                 if self._unsuited(name, method, layout) is None:
-                    self._methods.choose(name)
+                    self._methods.mark_used(name)
                     self._build(name, method, (), layout)
 
     def _is_free(self, parameter: nn.Parameter) -> bool:
@@ -733,9 +744,10 @@ class _PerLayer:
 
     def __init__(self, kind: str, choice: Choice, base: type) -> None:
         self._kind = kind
-        registry = KINDS[kind]
         patterns = choice if isinstance(choice, Mapping) else {"": choice}
-        self._by_pattern = {key: registry.build(value, base) for key, value in patterns.items()}
+        self._by_pattern: dict[str, Any] = {}
+        for pattern, value in patterns.items():
+            self._by_pattern[pattern] = KINDS[kind].build(value, base)
         self._used: set[str] = set()
 
     def replace_each(self, change: Callable[[Any], Any]) -> None:
@@ -779,17 +791,6 @@ class _PerLayer:
 
     def unused(self) -> list[str]:
         return sorted(set(self._by_pattern) - self._used - {"", ".*"})
-
-
-def _require_served(unserved: Mapping[str, str], layers: Mapping[str, Any]) -> None:
-    """Raise ValueError if a helper of ``layers`` serves no parameter of its pattern."""
-    for pattern, why in unserved.items():
-        chosen = layers[pattern]
-        if chosen != "all":
-            raise ValueError(
-                f"layers[{pattern!r}]={chosen.__name__} changes nothing, since methods that "
-                f"read gradients alone take parameters one by one: {why}. Leave it out"
-            )
 
 
 def _require_helpers(layers: Mapping[str, object]) -> None:
@@ -931,17 +932,15 @@ def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
     # 7B.
     if len(helpers) == 1:
         return True
-    if any(helper.shape != first.shape for helper in helpers):
-        return False
     sides = (FactorSpec("A", "right", 1, 1), FactorSpec("G", "left", 1, 1))
     # Each entry gets a number, to be found in the same place of every matrix.
     numbers = {
         name: torch.arange(p.numel(), dtype=torch.float64, device="cpu").view(p.shape)
         for name, p in first.parameters.items()
     }
-    factors, matrix = [first.factor(side) for side in sides], first.pack(numbers)
+    factors, matrix = list(map(first.factor, sides)), first.pack(numbers)
     for helper in helpers[1:]:
-        if [helper.factor(side) for side in sides] != factors:
+        if helper.shape != first.shape or list(map(helper.factor, sides)) != factors:
             return False
         if not torch.equal(helper.pack(numbers), matrix):
             return False
@@ -1004,7 +1003,11 @@ def _require_own_parameters(name: str, helper: LayerHelper) -> None:
 
 def _require_matrix(name: str, helper: LayerHelper) -> None:
     """Check the shapes of ``pack`` and ``unpack`` on meta tensors."""
-    tensors = {key: torch.empty(p.shape, device="meta") for key, p in helper.parameters.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, parameter in helper.parameters.items():
+        tensors[key] = torch.empty(parameter.shape, device="meta")
+        shapes[key] = tuple(parameter.shape)
     matrix = helper.pack(tensors)
     if matrix.shape != torch.Size(helper.shape):
         raise ValueError(
@@ -1012,7 +1015,6 @@ def _require_matrix(name: str, helper: LayerHelper) -> None:
             f"its shape says {tuple(helper.shape)}, [groups, out, in]"
         )
     unpacked = {key: tuple(tensor.shape) for key, tensor in helper.unpack(matrix).items()}
-    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if unpacked != shapes:
         raise ValueError(
             f"{name}: {type(helper).__name__}.unpack() gives {unpacked}, and the parameters are "
