@@ -14,7 +14,6 @@ gradient, and the parts are sent to the gradient workers alone.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -183,7 +182,7 @@ def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for stack, members in used.items():
-        blocks, like = [stack.blocks[member] for member in members], stack.like
+        blocks, like = stack.blocks_of(members), stack.like
         # One block: its own matrix, without a copy.
         if len(blocks) == 1:
             matrices[stack] = stack.join([blocks[0].gradient()])
@@ -247,7 +246,7 @@ class LocalGradients(AveragedGradients):
         parameters = list(self._rest)
         used = self._used(known)
         for stack, members in used.items():
-            blocks = [stack.blocks[member] for member in members]
+            blocks = stack.blocks_of(members)
             if all(block.active for block in blocks):
                 solved[stack] = members
                 continue
@@ -256,10 +255,15 @@ class LocalGradients(AveragedGradients):
             for block in blocks:
                 parameters += block.parameters.values()
         averaged = _gathered(solved)
-        addends = list(itertools.starmap(_addend, averaged.items()))
-        everywhere = self._home.of(filter(known.__contains__, parameters))
-        addends += [_Addend(None, gradient) for gradient in everywhere]
-        _average(self._backend, addends)
+        addends: list[_Addend] = []
+        for stack, matrix in averaged.items():
+            workers = stack.place.gradient_workers
+            addends.append(_Addend(workers[0] if len(workers) == 1 else None, matrix))
+        for gradient in self._home.of(filter(known.__contains__, parameters)):
+            addends.append(_Addend(None, gradient))
+        if self._backend.world_size > 1:
+            with self._backend.phases("average"):
+                _average(self._backend, addends)
         matrices = _gathered(unsolved)
         for stack, matrix in averaged.items():
             if self._backend.rank in stack.place.gradient_workers:
@@ -286,21 +290,8 @@ class LocalGradients(AveragedGradients):
         return used
 
 
-def _addend(stack: Stack, matrix: Tensor) -> _Addend:
-    """Return a gradient that is averaged on the gradient workers of a stack."""
-    workers = stack.place.gradient_workers
-    return _Addend(workers[0] if len(workers) == 1 else None, matrix)
-
-
 def _average(backend: Backend, addends: Sequence[_Addend]) -> None:
     """Average tensors over ranks in place."""
-    if backend.world_size == 1:
-        return
-    with backend.phases("average"):
-        _mean(backend, addends)
-
-
-def _mean(backend: Backend, addends: Sequence[_Addend]) -> None:
     routes = []
     for addend in addends:
         # Fused: one reduce-scatter for all owners, instead of one reduce for each.
@@ -373,7 +364,7 @@ class ShardedGradients(AveragedGradients):
             members = stack.used()
             if members:
                 used[stack] = members
-            for block in (stack.blocks[member] for member in members):
+            for block in stack.blocks_of(members):
                 splits[block] = self._splits(block, stack.place.gradient_workers)
                 every += splits[block].values()
         gather(self._backend, every, "gradients")
@@ -409,7 +400,7 @@ def _joined(
 ) -> Tensor:
     """Return the gradient of some blocks from their gathered parameters; see `Gradient.matrix`."""
     matrices: list[Tensor] = []
-    for block in (stack.blocks[member] for member in members):
+    for block in stack.blocks_of(members):
         gradients: dict[str, Tensor] = {}
         for name, split in splits[block].items():
             if split.whole is not None:

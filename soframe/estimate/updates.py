@@ -44,9 +44,9 @@ class Update:
     parts: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
 
     @cached_property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> Sequence[Block]:
         """The blocks."""
-        return [self.stack.blocks[member] for member in self.members]
+        return self.stack.blocks_of(self.members)
 
     def compute(self, gradient: Tensor, damping: float) -> None:
         """Compute the update and the new state by the method."""
@@ -80,6 +80,10 @@ class Update:
             raise ValueError(f"{block.name}: {block.method!r} reads weights, and they are sharded")
         matrices = [block.assemble(block.parameters) for block in self.blocks]
         return self.stack.join(matrices).detach()
+
+    def sent(self, name: str) -> Tensor | None:
+        """Return the tensor of a name in the parcel, or with an empty name the update itself."""
+        return self.parcel.get(name) if name else self.matrix
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that this rank writes."""
@@ -154,21 +158,6 @@ def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Send
     return _Sending(stack, active, parcel)
 
 
-def _all_of(stack: Stack, active: tuple[int, ...], updates: Sequence[Update]) -> Tensor:
-    """Return the updates of all active blocks of a stack, with zeros for missing gradients."""
-    if len(updates) == 1 and updates[0].members == active and updates[0].matrix is not None:
-        return updates[0].matrix
-    matrices: dict[Block, Tensor] = {}
-    for update in updates:
-        matrices.update(update.each())
-    like = stack.like
-    zeros = torch.zeros(stack.shape_of(active), dtype=like.dtype, device=like.device)
-    parts: list[Tensor] = []
-    for member, zero in zip(active, stack.split(zeros, active), strict=True):
-        parts.append(matrices.get(stack.blocks[member], zero))
-    return stack.join(parts)
-
-
 def _sent(
     stack: Stack,
     active: tuple[int, ...],
@@ -176,51 +165,40 @@ def _sent(
     specs: Sequence[TensorSpec],
 ) -> list[Tensor]:
     """Return the tensors that are sent for all active blocks of a stack."""
-    if not stack.like.parcel:
-        return [_all_of(stack, active, updates)]
-    named = zip(stack.like.parcel, specs, strict=True)
-    return [_part_of_all(stack, active, updates, *pair) for pair in named]
-
-
-def _part_of_all(
-    stack: Stack,
-    active: tuple[int, ...],
-    updates: Sequence[Update],
-    name: str,
-    spec: TensorSpec,
-) -> Tensor:
-    """Return a tensor of the parcels of all active blocks, with zeros for missing gradients."""
-    tensor = torch.zeros(spec.shape, dtype=stack.like.dtype, device=stack.like.device)
-    parts = dict(zip(active, tensor.chunk(len(active)), strict=True))
-    for update in updates:
-        # Without it an error is about to be raised.
-        if name in update.parcel:
-            values = update.parcel[name].chunk(len(update.members))
-            for member, value in zip(update.members, values, strict=True):
-                parts[member].copy_(value)
-    return tensor
-
-
-def _open(update: Update, sending: _Sending) -> None:
-    """Make the updates out of the tensors that were sent."""
-    assert sending.parcel.tensors is not None
-    block, parcel = update.blocks[0], dict[str, Tensor]()
-    for name, tensor in zip(block.parcel, sending.parcel.tensors, strict=True):
-        parts = dict(zip(sending.members, tensor.chunk(len(sending.members)), strict=True))
-        parcel[name] = torch.cat([parts[member] for member in update.members])
-    update.matrix = (block.acting or block.method).opened(parcel)
+    like = stack.like
+    tensors: list[Tensor] = []
+    for name, spec in zip(like.parcel or ("",), specs, strict=True):
+        if len(updates) == 1 and updates[0].members == active:
+            complete = updates[0].sent(name)
+            if complete is not None:
+                tensors.append(complete)
+                continue
+        # Missing gradients have zeros; so has an update before its error is raised.
+        zeros = torch.zeros(spec.shape, dtype=like.dtype, device=like.device)
+        parts = dict(zip(active, stack.split(zeros, active), strict=True))
+        for update in updates:
+            tensor = update.sent(name)
+            if tensor is not None:
+                split = stack.split(tensor, update.members)
+                parts.update(zip(update.members, split, strict=True))
+        tensors.append(stack.join([parts[member] for member in active]))
+    return tensors
 
 
 def _receive(update: Update, sending: _Sending) -> None:
-    if update.stack.like.parcel:
-        _open(update, sending)
-        return
-    assert sending.parcel.tensors is not None
-    (update.matrix,) = sending.parcel.tensors
+    """Take the updates, or make them, out of the tensors that were sent."""
+    stack, block = update.stack, update.blocks[0]
+    received = list(sending.parcel.tensors or ())
     if update.members != sending.members:
-        parts = update.stack.split(update.matrix, sending.members)
-        matrices = dict(zip(sending.members, parts, strict=True))
-        update.matrix = update.stack.join([matrices[member] for member in update.members])
+        for index, tensor in enumerate(received):
+            split = stack.split(tensor, sending.members)
+            parts = dict(zip(sending.members, split, strict=True))
+            received[index] = stack.join([parts[member] for member in update.members])
+    if block.parcel:
+        named = dict(zip(block.parcel, received, strict=True))
+        update.matrix = (block.acting or block.method).opened(named)
+    else:
+        (update.matrix,) = received
 
 
 def _cut(update: Update, rank: int) -> None:
