@@ -61,13 +61,17 @@ class Refresh:
             ValueError: If an interval is out of range.
             TypeError: If ``stagger`` is not a bool.
         """
-        calls, gradients = (
-            Every("statistics_every", default if statistics_every is None else statistics_every)
-            for default in (10, 1)
-        )
+        calls = gradients = statistics_every
+        if calls is None or gradients is None:
+            calls, gradients = 10, 1
         if solve_every is None:
             solve_every = WarmInterval(100, steps=100, first=10) if reads_calls else 10
-        return cls(calls, gradients, Every("solve_every", solve_every), stagger=stagger)
+        return cls(
+            Every("statistics_every", calls),
+            Every("statistics_every", gradients),
+            Every("solve_every", solve_every),
+            stagger=stagger,
+        )
 
     def continue_from(self, step: int, owed: int) -> None:
         """Continue after ``step`` completed steps."""
@@ -153,14 +157,15 @@ class Refresh:
         if placed.captured and not after:
             self._warn_of_intervals(placed.solvable, plan.solve_every)
         turn = plan.step % plan.solve_every
-        return [
-            block
-            for block, its in zip(placed.blocks, self._turns(placed, plan.solve_every), strict=True)
-            if (turn == its or not block.solved)
-            and block.method.refreshes_after == after
-            and block.tensors
-            and block.mass > 0
-        ]
+        due: list[Block] = []
+        turns_of_blocks = self._turns(placed, plan.solve_every)
+        for block, turn_of_block in zip(placed.blocks, turns_of_blocks, strict=True):
+            if not block.tensors or block.method.refreshes_after != after:
+                continue
+            is_turn = turn == turn_of_block or not block.solved
+            if is_turn and block.mass > 0:
+                due.append(block)
+        return due
 
     def _turns(self, placed: PlacedBlocks, every: int) -> Sequence[int]:
         """Return the step of the interval at which each block is solved."""
