@@ -14,7 +14,7 @@ gradient, and the parts are sent to the gradient workers alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import add_up
 from soframe.comm.base import Backend, Handle
 from soframe.comm.shards import Split, gather
-from soframe.strategies.buckets import fill
+from soframe.strategies.buckets import in_buckets
 
 
 @dataclass(frozen=True)
@@ -97,23 +97,19 @@ class AveragedGradients:
             ValueError: If the data of a parameter have another shape than at registration.
         """
         self._gathered = None  # of a step that raised
-        for parameter, shape in zip(self._of_blocks, self._shapes, strict=True):
-            if parameter.shape != shape:
-                raise ValueError(
-                    f"{self._name(parameter)} has the shape {tuple(parameter.shape)}, and had "
-                    f"{tuple(shape)} when it was registered: put a new nn.Parameter in its place "
-                    f"rather than other .data; its statistics and moments then begin anew"
-                )
+        shapes = iter(self._shapes)
+        for block in self._blocks:
+            for name, parameter in block.parameters.items():
+                shape = next(shapes)
+                if parameter.shape != shape:
+                    raise ValueError(
+                        f"{name} of {block.name} has the shape {tuple(parameter.shape)}, and had "
+                        f"{tuple(shape)} when it was registered: put a new nn.Parameter in its "
+                        f"place rather than other .data; its statistics and moments then begin anew"
+                    )
         why = self._home.incomplete(self._of_blocks)
         if why is not None:
             raise RuntimeError(why)
-
-    def _name(self, parameter: nn.Parameter) -> str:
-        for block in self._blocks:
-            for name, member in block.parameters.items():
-                if member is parameter:
-                    return f"{name} of {block.name}"
-        raise AssertionError
 
     def alike(self) -> tuple[str, ...]:
         """Return the blocks with a state that have gradients: they must be the same on all ranks.
@@ -141,11 +137,14 @@ class AveragedGradients:
         if self.divided:  # of each parameter by itself
             return self._home.of(self._parameters)
         self._gathered = self.now()
-        matrices = [gradient.matrix for gradient in self._gathered.values()]
+        tensors: list[Tensor] = []
+        for gradient in self._gathered.values():
+            if gradient.matrix is not None:
+                tensors.append(gradient.matrix)
         rest: list[nn.Parameter] = []
         for stack in self.left_to_optimizer:
             rest += stack.parameters
-        return [*(m for m in matrices if m is not None), *self._home.of(rest + self._rest)]
+        return tensors + self._home.of(rest + self._rest)
 
     def collect(self, present: Sequence[float]) -> Gradients:
         """Average or gather the gradients, and return them for all blocks that have any.
@@ -284,25 +283,29 @@ class LocalGradients(AveragedGradients):
         """Return the blocks of each stack that have a known parameter."""
         used: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
-            blocks = [b for b in stack.blocks if not known.isdisjoint(b.parameters.values())]
-            if blocks:
-                used[stack] = tuple(block.member for block in blocks)
+            members: list[int] = []
+            for block in stack.blocks:
+                if not known.isdisjoint(block.parameters.values()):
+                    members.append(block.member)
+            if members:
+                used[stack] = tuple(members)
         return used
 
 
 def _average(backend: Backend, addends: Sequence[_Addend]) -> None:
     """Average tensors over ranks in place."""
-    routes = []
-    for addend in addends:
+
+    def route(addend: _Addend) -> tuple[Hashable, int]:
         # Fused: one reduce-scatter for all owners, instead of one reduce for each.
         is_fused = backend.fused and addend.rank is not None
-        where = "owners" if is_fused else addend.rank
         tensor = addend.tensor
-        routes.append(((where, tensor.dtype, tensor.device), tensor.nbytes))
+        key = ("owners" if is_fused else addend.rank, tensor.dtype, tensor.device)
+        return key, tensor.nbytes
+
     under_way: list[tuple[Handle, Tensor, list[_Addend]]] = []
-    for bucket in fill(routes):
+    for bucket in in_buckets(addends, route):
         # A reduce-scatter sends contiguous shares, in the order of ranks.
-        parts = sorted((addends[index] for index in bucket), key=lambda part: part.rank or 0)
+        parts = sorted(bucket, key=lambda part: part.rank or 0)
         # One buffer per destination, dtype and device: few large messages.
         flat = torch.cat([part.tensor.flatten() for part in parts])
         flat = flat.to(backend.wire_device(flat.device))
@@ -317,16 +320,15 @@ def _average(backend: Backend, addends: Sequence[_Addend]) -> None:
 
 def _started(backend: Backend, flat: Tensor, parts: Sequence[_Addend]) -> Handle:
     """Start the sum over ranks of one buffer, whose parts are sorted by rank."""
-    ranks = tuple(range(backend.world_size))
     first = parts[0].rank
     if first is None:
         return backend.all_reduce(flat, "gradients")
-    if all(part.rank == first for part in parts):
-        return backend.reduce(flat, first, ranks, "gradients")
     shares = [0] * backend.world_size
     for part in parts:
         assert part.rank is not None  # of one route
         shares[part.rank] += part.tensor.numel()
+    if shares[first] == len(flat):
+        return backend.reduce(flat, first, tuple(range(backend.world_size)), "gradients")
     return backend.reduce_scatter(flat, shares, "gradients")
 
 
@@ -347,8 +349,9 @@ class ShardedGradients(AveragedGradients):
                 continue
             names.append(block.name)
             # A partial gradient starts a reduction of its own, which all ranks must enter.
-            partial = filter(self._home.is_partial, block.parameters.values())
-            names += [f"{block.name}, a sum over ranks" for _ in partial]
+            for parameter in block.parameters.values():
+                if self._home.is_partial(parameter):
+                    names.append(f"{block.name}, a sum over ranks")
         return tuple(names)
 
     def collect(self, present: Sequence[float]) -> dict[Stack, Gradient]:
@@ -360,29 +363,31 @@ class ShardedGradients(AveragedGradients):
         splits: dict[Block, dict[str, Split]] = {}
         every: list[Split] = []
         used: dict[Stack, tuple[int, ...]] = {}
+        unsharded: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
             members = stack.used()
             if members:
                 used[stack] = members
+                if not stack.like.shards:
+                    unsharded[stack] = members
             for block in stack.blocks_of(members):
                 splits[block] = self._splits(block, stack.place.gradient_workers)
                 every += splits[block].values()
         gather(self._backend, every, "gradients")
-        unsharded = _gathered({s: m for s, m in used.items() if not s.like.shards})
-        gradients: dict[Stack, Gradient] = {}
+        matrices = _gathered(unsharded)
         for stack, members in used.items():
-            matrix = unsharded.get(stack)
             if stack.like.shards and self._backend.rank in stack.place.gradient_workers:
-                matrix = _joined(stack, members, splits)
-            gradients[stack] = Gradient(members, matrix)
-        return gradients
+                matrices[stack] = _joined(stack, members, splits)
+        return {stack: Gradient(members, matrices.get(stack)) for stack, members in used.items()}
 
     def _splits(self, block: Block, workers: tuple[int, ...]) -> dict[str, Split]:
         """Return this rank's parts of the gradients of a block, by name, if it is sharded."""
         for parameter in block.parameters.values():
             if self._home.is_partial(parameter):
                 self._home.settle(parameter)
-        parts = block.parts() if block.shards else {}
+        if not block.shards:
+            return {}
+        parts = block.parts()
         splits: dict[str, Split] = {}
         for name, shards in block.shards.items():
             splits[name] = Split(

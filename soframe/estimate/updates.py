@@ -99,6 +99,10 @@ class Update:
         if self.matrix is not None:
             yield from zip(self.blocks, self.stack.split(self.matrix, self.members), strict=True)
 
+    def unpacked(self) -> dict[Block, Mapping[str, Tensor]]:
+        """Return the updates of parameters by block and name, if this rank has the matrix."""
+        return {block: block.layout.unpack(matrix) for block, matrix in self.each()}
+
 
 @dataclass(frozen=True, eq=False)
 class _Sending:
@@ -205,11 +209,10 @@ def _cut(update: Update, rank: int) -> None:
     """Keep this rank's parts of the updates of sharded parameters."""
     if not update.stack.like.shards:
         return
-    for block, matrix in update.each():
-        unpacked = block.layout.unpack(matrix)
+    for block, named in update.unpacked().items():
         parts = update.parts.setdefault(block, {})
         for name, shards in block.shards.items():
-            parts[name] = shards.part(unpacked[name], rank).clone()
+            parts[name] = shards.part(named[name], rank).clone()
     if rank not in update.stack.place.gradient_workers:
         update.matrix = None  # as without a parcel
 
@@ -222,7 +225,7 @@ def _scatter(placed: PlacedBlocks, updates_of: Mapping[Stack, Sequence[Update]])
         if not stack.like.shards:
             continue
         for update in updates_of.get(stack, ()):
-            unpacked = {block: block.layout.unpack(matrix) for block, matrix in update.each()}
+            unpacked = update.unpacked()
             for block in update.blocks:
                 for name, shards in block.shards.items():
                     split = Split(
@@ -231,7 +234,7 @@ def _scatter(placed: PlacedBlocks, updates_of: Mapping[Stack, Sequence[Update]])
                         device=block.device,
                         workers=stack.place.gradient_workers,
                         sources=stack.place.sources,
-                        whole=unpacked[block][name] if block in unpacked else None,
+                        whole=unpacked.get(block, {}).get(name),
                     )
                     splits.append(split)
                     targets.append((update, block, name))
@@ -251,9 +254,7 @@ def by_parameter(updates: Sequence[Update]) -> tuple[list[nn.Parameter], list[Te
             parameters += update.stack.parameters
             values += parts
             continue
-        of_blocks: Mapping[Block, Mapping[str, Tensor]] = update.parts
-        if not update.stack.like.shards:
-            of_blocks = {block: block.layout.unpack(matrix) for block, matrix in update.each()}
+        of_blocks = update.parts if update.stack.like.shards else update.unpacked()
         for block, named in of_blocks.items():
             parameters += [block.parameters[name] for name in named]
             values += named.values()
