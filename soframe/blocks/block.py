@@ -277,16 +277,21 @@ class Stack(Arrangement[Block]):
         stored = self._factors[name]
         return on_device(stored, self.like.device) if self.like.offload else stored
 
-    def hold(self, name: str, factor: Tensor) -> None:
-        """Store a running factor of all blocks, on the host if it is offloaded."""
+    def hold(self, name: str, factor: Tensor, *, lower: bool = False) -> None:
+        """Store a running factor of all blocks, on the host if it is offloaded.
+
+        With ``lower`` its matrices are valid in the lower triangle alone.
+        """
         self._factors[name] = on_host(factor) if self.like.offload else factor
+        self.lower.discard(name)
+        if lower:
+            self.lower.add(name)
 
     def factor(self, name: str) -> Tensor:
         """Return a running factor of all blocks as `held` does, with both triangles."""
         running = self.held(name)
         if name in self.lower:
             self.hold(name, mirror(running))
-            self.lower.discard(name)
         return running
 
     def matrices(self, factor: FactorSpec, members: Members, *, lower: bool = False) -> Tensor:
@@ -310,18 +315,17 @@ class Stack(Arrangement[Block]):
         """Return the running factor of some blocks in the dtype in which it is kept."""
         if factor.dtype == self.like.factor_dtype:
             return factor
-        # As triangles, in which some placements keep them: all round alike.
-        is_matrix = name in self.like.psd and factor.dim() == 3
-        rows = pack_triangle(factor) if is_matrix else factor
-        kept = dithered(rows, self.like.factor_dtype, rows.numel() // blocks, turn)
-        return unpack_triangle(kept, factor.shape[-1]) if is_matrix else kept
+        if name in self.like.psd and factor.dim() == 3:
+            # As triangles, in which some placements keep them: all round alike.
+            triangles = self.rounded(pack_triangle(factor), name, blocks, turn)
+            return unpack_triangle(triangles, factor.shape[-1])
+        return dithered(factor, self.like.factor_dtype, factor.numel() // blocks, turn)
 
     def set_factor(self, name: str, members: Members, stored: Tensor, turn: int = 0) -> None:
         """Store the running factor of some blocks, as the placement stores it."""
         stored = self.rounded(stored, name, len(members), turn)
         if len(members) == len(self.blocks):
             self.hold(name, stored)
-            self.lower.discard(name)
             return
         if name in self.factors:
             running = self.factor(name)

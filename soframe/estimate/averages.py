@@ -49,7 +49,7 @@ class Term:
     # The statistics, divided by the weights of all ranks: ``[groups, n, n]``, with a valid lower
     # triangle. None if this rank has none.
     tensor: Tensor | None
-    # By block the number of rows that reached each group, for averages by group.
+    # By block the number of rows that reached each group, for averages by group; else one number.
     reached: Sequence[Sequence[float]] = ()
     scale: float = 1.0  # that ``tensor`` still lacks for the sum over ranks to be the average
     turn: int = 0  # the number of the step, by which factors of half precision are rounded
@@ -58,6 +58,8 @@ class Term:
     def __post_init__(self) -> None:
         self.factor: FactorSpec = self.stack.like.factors[self.index]
         self.blocks: Sequence[Block] = self.stack.blocks_of(self.members)
+        if not self.reached:
+            self.reached = list(repeat((1.0,), len(self.members)))
 
     def zeros(self) -> Tensor:
         """Return statistics of zeros, ``[groups, n, n]``."""
@@ -137,25 +139,18 @@ def _gain(term: Term, decay: float) -> None:
     """
     factor = term.factor
     keep = decay if factor.decay is None else factor.decay
-    for number, block in enumerate(term.blocks):
-        masses = block.record.masses
+    for block, reached in zip(term.blocks, term.reached, strict=True):
         block.record.statistics_at[factor.name] = term.turn
-        if factor.mean_over != "group rows":
-            mass = keep * masses.get(factor.name, (0.0,))[0] + (1 - keep)
-            masses[factor.name] = (mass,)
-            term.rates.append((1 - keep) / mass)
-            continue
-        new_masses = []
-        old_masses = masses.get(factor.name, [0.0] * factor.groups)
-        for old_mass, rows in zip(old_masses, term.reached[number], strict=True):
+        old_masses = block.record.masses.get(factor.name, [0.0] * len(reached))
+        new_masses: list[float] = []
+        for old_mass, rows in zip(old_masses, reached, strict=True):
+            mass, rate = old_mass, 0.0
             if rows > 0:
                 mass = keep * old_mass + (1 - keep)
-                new_masses.append(mass)
-                term.rates.append((1 - keep) / mass)
-            else:
-                new_masses.append(old_mass)
-                term.rates.append(0.0)
-        masses[factor.name] = tuple(new_masses)
+                rate = (1 - keep) / mass
+            new_masses.append(mass)
+            term.rates.append(rate)
+        block.record.masses[factor.name] = tuple(new_masses)
 
 
 def average(placed: PlacedBlocks, summed: Iterable[tuple[Term, Tensor | None]]) -> None:
@@ -175,25 +170,24 @@ def average(placed: PlacedBlocks, summed: Iterable[tuple[Term, Tensor | None]]) 
         if lerp is not None:
             lerps.append(lerp)
     if lerps:
-        torch._foreach_lerp_(*map(list, zip(*lerps, strict=True)))
+        averages, statistics_of, rates = zip(*lerps, strict=True)
+        torch._foreach_lerp_(averages, statistics_of, rates)
 
 
-def _averaged(term: Term, new: Tensor) -> _Lerp | None:
+def _averaged(term: Term, statistics: Tensor) -> _Lerp | None:
     """Average into a factor here; with one rate for all its blocks return it for a fused call."""
     stack, factor, name = term.stack, term.factor, term.factor.name
     has_all_blocks = len(term.members) == len(stack.blocks)
-    is_packed = stack.place.packed and factor.kind == "psd"
-    # Statistics of calls have a valid lower triangle only; averaged gradients have both.
-    is_lower = factor.captured and factor.kind == "psd" and new.dim() == 3 and not is_packed
-    new = pack(new, factor) if is_packed else unpack(new, factor)
+    new = _formatted(statistics, factor, packed=stack.place.packed)
+    # Matrices of calls have a valid lower triangle only; those of averaged gradients have both.
+    is_matrix = factor.kind == "psd" and new.dim() == 3
+    is_lower = is_matrix and factor.captured and new is statistics
 
     # The first statistics have rate 1 (groups without rows are zero): they become the factor.
     if name not in stack.factors:
         if has_all_blocks:
-            stack.hold(name, own_memory(stack.rounded(new, name, len(term.members), term.turn)))
-            stack.lower.discard(name)
-            if is_lower:
-                stack.lower.add(name)
+            rounded = stack.rounded(new, name, len(term.members), term.turn)
+            stack.hold(name, own_memory(rounded), lower=is_lower)
             return None
         kept = stack.like.factor_dtype
         stack.hold(name, stack.empty(tuple(new.shape), len(term.members), kept))
@@ -211,9 +205,8 @@ def _averaged(term: Term, new: Tensor) -> _Lerp | None:
         _lerp_blocks(term, running, new)
     if is_copy:
         rounded = stack.rounded(running, name, len(stack.blocks), term.turn)
-        if rounded is not running:  # with both triangles
-            stack.lower.discard(name)
-        stack.hold(name, rounded)
+        # Rounding makes both triangles.
+        stack.hold(name, rounded, lower=name in stack.lower and rounded is running)
     return None
 
 
@@ -467,7 +460,11 @@ def pack(stored: Tensor, spec: FactorSpec) -> Tensor:
 
 def store(stored: Tensor, spec: FactorSpec, *, packed: bool) -> Tensor:
     """Return a running factor in the format of a placement, in memory of its own."""
-    return own_memory(pack(stored, spec) if packed else unpack(stored, spec))
+    return own_memory(_formatted(stored, spec, packed=packed))
+
+
+def _formatted(stored: Tensor, spec: FactorSpec, *, packed: bool) -> Tensor:
+    return pack(stored, spec) if packed else unpack(stored, spec)
 
 
 def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:
