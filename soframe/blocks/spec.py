@@ -118,13 +118,10 @@ class BlockSpec:
         return frozenset(factor.name for factor in self.captured if factor.needs)
 
     @cached_property
-    def dependents(self) -> dict[str, list[str]]:
-        """By factor, the factors whose statistics are computed with its second-order data."""
-        dependents: dict[str, list[str]] = {}
-        for factor in self.factors:
-            for name in factor.needs:
-                dependents.setdefault(name, []).append(factor.name)
-        return dependents
+    def dependents(self) -> list[str]:
+        """The names of the factors whose statistics are computed with data of solved factors."""
+        solved = self.tensors.keys()
+        return [factor.name for factor in self.factors if not solved.isdisjoint(factor.needs)]
 
     @cached_property
     def observes(self) -> bool:

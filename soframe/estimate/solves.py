@@ -60,35 +60,22 @@ class Job:
 
 @dataclass(eq=False)
 class Run:
-    """Blocks of a stack that are solved together: with the same owners and damping.
-
-    Attributes:
-        stack: The stack.
-        members: The indices of the blocks.
-        blocks: The blocks.
-        damping: Their damping.
-        jobs: Their factors.
-        owned: The factors that this rank owns.
-        done: Whether the parcels have this rank's results: also if it owns none, or has failed.
-        traces: The mean trace of each factor, ``[groups]``, on owners.
-        error: The error that a solver raised, other than a failed factorisation.
-        work: The solve in the background, on owners; None if it is solved in the step.
-        solved: The numbers of the blocks whose factors were all solved.
-    """
+    """Blocks of a stack that are solved together: with the same owners and damping."""
 
     stack: Stack
-    members: tuple[int, ...]
-    damping: float
-    jobs: list[Job]
-    rank: int
-    traces: list[Tensor] = field(default_factory=list)
-    error: Exception | None = None
-    work: Work | None = None
-    solved: Sequence[int] = ()
+    members: tuple[int, ...]  # the indices of the blocks
+    damping: float  # of the blocks
+    jobs: list[Job]  # their factors
+    rank: int  # this rank
+    traces: list[Tensor] = field(default_factory=list)  # of each factor: ``[groups]``, on owners
+    error: Exception | None = None  # that a solver raised, other than a failed factorisation
+    work: Work | None = None  # the solve in the background, on owners
+    solved: Sequence[int] = ()  # the numbers of the blocks whose factors were all solved
 
     def __post_init__(self) -> None:
         self.blocks = self.stack.blocks_of(self.members)
         self.owned = [job for job in self.jobs if job.parcel.source == self.rank]
+        # Whether the parcels have this rank's results, or there are none.
         self.done = not self.owned
         for job in self.jobs:
             job.outcomes, job.retried = [0] * len(self.blocks), [0] * len(self.blocks)
@@ -180,6 +167,7 @@ class Run:
     def record_outcomes(self) -> list[Block]:
         """Record failed blocks, and return the others, whose factors were all solved."""
         numbers: list[int] = []
+        solved: list[Block] = []
         for number, block in enumerate(self.blocks):
             failed = [job.factor.name for job in self.jobs if job.outcomes[number]]
             if failed:
@@ -187,8 +175,9 @@ class Run:
                 block.record.failures.update(failed)
             else:
                 numbers.append(number)
+                solved.append(block)
         self.solved = numbers
-        return [self.blocks[number] for number in numbers]
+        return solved
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Return the groups of each solved block, of a tensor of the whole run."""
@@ -213,8 +202,8 @@ def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
             problems += run.problems(shares)
         solutions = solve_stacks(problems)
         # The flags of all solves in one tensor, of all devices: the host waits once.
-        flags = [good for _, good in solutions]
-        usable = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
+        device = solutions[0][1].device
+        usable = torch.cat([good.to(device) for _, good in solutions]).tolist()
     except Exception as error:  # of any kind: all ranks raise together
         return _solve_apart(runs, error)
     finally:
@@ -237,7 +226,9 @@ def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
 def _solve_apart(runs: Sequence[Run], error: Exception) -> list[list[Tensor] | None]:
     """Solve runs one by one, to find those whose solvers raise."""
     if len(runs) > 1:
-        results = [_solve([run])[0] for run in runs]
+        results: list[list[Tensor] | None] = []
+        for run in runs:
+            results += _solve([run])
         if None in results:
             return results
     # It was raised by this run, or only by all together.
@@ -348,12 +339,13 @@ class SolveRound:
         for run in self._runs:
             counted: set[int] = set()
             for job in run.owned:
-                counted.update(tensor.data_ptr() for tensor in job.last.values())
+                counted.update(map(Tensor.data_ptr, job.last.values()))
                 if job.copy is not None:
                     yield job.copy
             # A solver may return its inputs, which are counted already.
-            results = [] if run.work is None else run.work.made
-            yield from (tensor for tensor in results if tensor.data_ptr() not in counted)
+            for tensor in run.work.made if run.work is not None else ():
+                if tensor.data_ptr() not in counted:
+                    yield tensor
 
     def drop(self) -> None:
         """Cancel the solves under way, on every rank; errors of solvers are logged."""
@@ -557,14 +549,12 @@ def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
     for number, job in enumerate(jobs):
         if job.needed:
             stack.set_data(job.factor.name, chosen, _joined(runs, number, order))
-        # Averages of statistics that were taken with the old data are dropped.
-        for name in stack.like.dependents.get(job.factor.name, ()):
-            for block in blocks:
-                block.record.masses.pop(name, None)
     solved_at = {} if step is None else {job.factor.name: step for job in jobs}
     for block in blocks:
         block.record.solved = True
         block.record.solved_at.update(solved_at)
+        for name in stack.like.dependents:  # of statistics that were taken with the old data
+            block.record.masses.pop(name, None)
     if kept:
         moved = stack.like.method.rebase(stack.state_of(kept), old, stack.solved_data(kept))
         stack.set_state(kept, moved)

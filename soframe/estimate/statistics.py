@@ -109,8 +109,10 @@ class Accumulator:
         for block, place in placed:
             if block.captured:
                 factors = self._contributed[block] = _contributed(block, place, backend.rank)
-                readers = [f for f in factors if f.reads_inputs or f.mean_over == "group rows"]
-                self._readers[block] = {factor.name for factor in readers}
+                readers = self._readers[block] = set()
+                for factor in factors:
+                    if factor.reads_inputs or factor.mean_over == "group rows":
+                        readers.add(factor.name)
             self._block_of.update(dict.fromkeys(block.helpers, block))
             if block.unequal or block.pairs:
                 both += block.helpers
@@ -207,19 +209,19 @@ class Accumulator:
             if batch > 1:
                 call, rows = _as_one_sample(call, rows)
                 batch, shared = 1, batch * shared
-        # Under a method that reduces, all positions of a sample make one row.
-        shared = 1 if block.method.reduces else shared
+        if block.method.reduces:  # all positions of a sample make one row
+            shared = 1
         reached = None
         if block.unequal and self._wants_inputs(helper):
             rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         rows_of_data = _sizes(data, batch, shared)[1]
-        counts = self.window.tallies[block].counts
-        if probe is None or probe.first:
-            # Several probes go through the same call, whose samples count once.
-            weight = users * self.window.weight
+        # Several probes go through the same call, whose samples and inputs count once.
+        is_repeated = probe is not None and not probe.first
+        if not is_repeated:
+            counts, weight = self.window.tallies[block].counts, users * self.window.weight
             counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
 
-        loss_scale = 1.0 if probe is not None else self.window.passes.loss_scale(backward)
+        loss_scale = self.window.passes.loss_scale(backward) if probe is None else 1.0
         factors = self._gathered(block)
         if factors and data_sizes[1] > 0:
             scale = self._scale.call(
@@ -227,7 +229,7 @@ class Accumulator:
             )
             with self._backend.phases("accumulate"):
                 for part, part_rows, part_data in _split(factors, rows, data):
-                    self._sum(block, part, call, part_rows, part_data, scale)
+                    self._sum(block, part, call, part_rows, part_data, scale, is_repeated)
 
     def _gathered(self, block: Block) -> list[FactorSpec]:
         """Return the factors of a block to which this rank contributes in this window."""
@@ -254,9 +256,11 @@ class Accumulator:
         if call.earlier is None or call.earlier < window.tallies[block].counts.since:
             return True  # the gradients of the earlier one are gone
         earlier = window.passes.by_number.get(call.earlier)
-        twice = earlier is not None and earlier.loss_scale is not None
-        if twice and any(factor.reads != "inputs" for factor in block.captured):
-            self.window.passes.fail(
+        if earlier is None:
+            return True
+        reads_gradients = any(factor.reads != "inputs" for factor in block.captured)
+        if reads_gradients and earlier.loss_scale is not None:
+            window.passes.fail(
                 RuntimeError(
                     f"two backward passes went through the same call of {block.name!r}, as those "
                     f"of two losses of one forward pass do (retain_graph=True). Each would count "
@@ -278,12 +282,13 @@ class Accumulator:
         rows: Tensor,
         data: DataRows | None,
         scale: Multipliers,
+        is_repeated: bool,
     ) -> None:
         """Add the moments of a call to the sums of some factors; for ``data`` see `_data`."""
         helper, probe = call.helper, call.probe
-        # Moments of inputs alone are added with the first probe only.
-        is_repeated = probe is not None and not probe.first
-        reads = self._wants_inputs(helper) and (not is_repeated or helper in self._both)
+        reads = self._wants_inputs(helper)
+        if is_repeated and helper not in self._both:
+            reads = False
         inputs, part = call.inputs if reads else (), 1.0
         if data is not None or self._sampler.draws:
             inputs, rows, part = self.window.draw.take(
@@ -295,8 +300,8 @@ class Accumulator:
         )
         sums = self.window.sums_of(block.stack)
         for factor in factors:
-            if not _is_added(factor, reads=reads, is_repeated=is_repeated):
-                continue
+            if is_repeated and factor.reads == "inputs":
+                continue  # added with the first probe
             multiplier = scale[factor.degree] * part * self.window.weight
             if probe is not None and factor.reads != "inputs":
                 multiplier *= probe.weight
@@ -331,7 +336,7 @@ class Accumulator:
         data = batch.rows.of(rows.shape[1], rows.shape[2], rows.device)
         if data is None:
             return None
-        if data.unit == "row" and rows.shape[2] == 1 and helper.unit == "sample":
+        if rows.shape[2] == 1 and helper.unit == "sample":
             data = data._replace(unit="sample")
         takes_rows = helper.unit == "row" and not block.method.reduces
         if helper.unit is None or (data.unit == "row" and not takes_rows):
@@ -463,9 +468,10 @@ class Accumulator:
         """
         names: list[str] = []
         for block in self._blocks:
+            if not block.lacks:
+                continue
             is_due = block in self.window.due
-            is_gathered = is_due and block.gatherable() <= self.window.tallies[block].gathered
-            if block.lacks and not is_gathered:
+            if not is_due or not block.gatherable() <= self.window.tallies[block].gathered:
                 names.append(block.name)
         return names
 
@@ -578,10 +584,14 @@ def _sizes(data: DataRows | None, batch: int, shared: int) -> tuple[int, int]:
 
 def _multiply(terms: Iterable[Term]) -> None:
     """Multiply the sums with one multiplier each, by one fused call."""
-    scaled = [term for term in terms if term.scale != 1]
-    tensors = [term.tensor for term in scaled if term.tensor is not None]
+    tensors: list[Tensor] = []
+    scales: list[float] = []
+    for term in terms:
+        if term.tensor is not None and term.scale != 1:
+            tensors.append(term.tensor)
+            scales.append(term.scale)
     if tensors:
-        torch._foreach_mul_(tensors, [term.scale for term in scaled])
+        torch._foreach_mul_(tensors, scales)
 
 
 def _as_one_sample(call: LayerCall, rows: Tensor) -> tuple[LayerCall, Tensor]:
@@ -604,13 +614,6 @@ def _split(
     return parts
 
 
-def _is_added(factor: FactorSpec, *, reads: bool, is_repeated: bool) -> bool:
-    """Return whether a call adds to a factor: a repeated one has the same inputs."""
-    if is_repeated and factor.reads == "inputs":
-        return False
-    return reads or not factor.reads_inputs
-
-
 def _call(
     block: Block,
     helper: LayerHelper,
@@ -630,7 +633,7 @@ def _call(
         rows=rows,
         dtype=block.dtype,
         shared=shared,
-        data=block.second_order if block.dependents else {},
+        data=block.second_order if block.needy else {},
         widens=is_widened,
         first=first,
     )
@@ -646,9 +649,8 @@ def _without(rows: Tensor, data: DataRows) -> Tensor:
 
 def _all_contribute(placed: PlacedBlocks) -> bool:
     """Return whether all ranks contribute to all factors with statistics of calls."""
-    ranks = range(placed.backend.world_size)
     for block, place in placed:
         for index, factor in enumerate(block.factors):
-            if factor.captured and not all(place.contributes(rank, index) for rank in ranks):
+            if factor.captured and place.contributing(index) != place.everyone:
                 return False
     return True
