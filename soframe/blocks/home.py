@@ -64,8 +64,12 @@ class GradientHome(ABC):
             The part of each rank; None, the default unless it is a DTensor, where every rank has
             the whole.
         """
-        home = _home_of(parameter)
+        home = self._elsewhere(parameter)
         return None if home is None else home.shards(parameter, ranks)
+
+    def _elsewhere(self, parameter: nn.Parameter) -> GradientHome | None:
+        """Return the home of a parameter of another kind than this one is for."""
+        return _home_of(parameter)
 
     def each(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return the gradient of each parameter, as `read` does."""
@@ -215,10 +219,6 @@ class PlainGrad(GradientHome):
         if self._zero or type(self) is not PlainGrad:
             return super().locals(parameters)
         return [p if type(p) is nn.Parameter else self.local(p) for p in parameters]
-
-    def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
-        home = self._elsewhere(parameter)
-        return None if home is None else home.shards(parameter, ranks)
 
     def is_partial(self, parameter: nn.Parameter) -> bool:
         home = self._elsewhere(parameter)

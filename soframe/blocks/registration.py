@@ -350,9 +350,9 @@ class Registration:
             chosen = self._choices.layers[pattern]
             if chosen != "all":
                 return chosen
-        helper = KINDS["layer"].lookup(type(module), optional=pattern is not None)
-        assert helper is None or issubclass(helper, LayerHelper)
-        return helper
+        known: type[LayerHelper] | None
+        known = KINDS["layer"].lookup(type(module), optional=pattern is not None)
+        return known
 
     def _reads_calls(self, name: str) -> bool:
         """Return whether the method of a module reads its calls.
@@ -461,24 +461,23 @@ class Registration:
         auxiliary: bool = False,
     ) -> None:
         """Build a block with its solver and its dtypes, and admit it."""
-        reads_calls = bool(helpers)
-        positions = 1 if reads_calls else positions_of(layout.module, layout)
-        if positions > 1:
+        if helpers:
+            cut = first_match(self._choices.cut, *self._names[id(layout.module)])
+            if cut is not None:
+                raise ValueError(
+                    f"{name}: cut[{cut!r}] is for methods that read gradients alone, and "
+                    f"{method!r} reads calls: choose another method for this module by a pattern "
+                    f"of method=, or leave it out of cut="
+                )
+        elif (positions := positions_of(layout.module, layout)) > 1:
             key = id(method), positions
             method = self._of_kernels.setdefault(key, method.of_kernel(positions))
-        cut = first_match(self._choices.cut, *self._names[id(layout.module)])
-        if reads_calls and cut is not None:
-            raise ValueError(
-                f"{name}: cut[{cut!r}] is for methods that read gradients alone, and {method!r} "
-                f"reads calls: choose another method for this module by a pattern of method=, or "
-                f"leave it out of cut="
-            )
         dtype = factor_dtype(list(layout.parameters.values()), self._choices.dtype)
         block = Block(
             name=name or sharding.class_name(layout.module),
             helpers=helpers,
             method=method,
-            solver=self._solver_of(name, reads_calls=reads_calls),
+            solver=self._solver_of(name, reads_calls=bool(helpers)),
             dtype=dtype,
             state_dtype=self._choices.state_dtype or dtype,
             factor_dtype=self._choices.dtype or dtype,
@@ -787,7 +786,7 @@ class _PerLayer:
     def is_by_name(self, name: str) -> bool:
         """Return whether a module has its component by a pattern other than those for all."""
         pattern = first_match(self._by_pattern, name)
-        return pattern is not None and pattern not in ("", ".*")
+        return pattern not in (None, "", ".*")
 
     def unused(self) -> list[str]:
         return sorted(set(self._by_pattern) - self._used - {"", ".*"})

@@ -35,7 +35,7 @@ class Refresh:
     stagger: bool = False
     owed: int = field(default=0, repr=False)
     coming: int = field(default=1, repr=False)
-    _turns_of: tuple[object, int, Sequence[int]] | None = field(default=None, repr=False)
+    _turns_of: tuple[object, int, Sequence[int]] = field(default=(None, 0, ()), repr=False)
     _told: set[tuple[int, int]] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
@@ -129,18 +129,18 @@ class Refresh:
         The blocks ``due`` were to take statistics in this step, which `Record.statistics_at` has
         for blocks that did.
         """
-        if not due and not any(block.record.missed for block in placed.captured):
-            return
         used: set[Block] = set()
         for stack, gradient in gradients.items():
-            used.update(stack.blocks[member] for member in gradient.members)
+            used.update(stack.blocks_of(gradient.members))
         for block in placed.captured:
-            record = block.record
-            if block in due:
-                taken = step in record.statistics_at.values()
-                record.missed = 0 if taken or block in used else max(record.missed, 1)
-            elif record.missed and block in used:
-                record.missed = 2
+            record, is_used = block.record, block in used
+            if block not in due:
+                if is_used and record.missed:
+                    record.missed = 2
+            elif is_used or step in record.statistics_at.values():
+                record.missed = 0
+            else:
+                record.missed = max(record.missed, 1)
 
     def interval(self, placed: PlacedBlocks, step: int) -> int:
         """Return the interval of statistics in force: of calls, if any block reads them."""
@@ -172,7 +172,7 @@ class Refresh:
         if not self.stagger:
             return [0] * len(placed.blocks)
         # The balance is computed once per placement and interval.
-        if self._turns_of is None or self._turns_of[:2] != (placed.placement, every):
+        if self._turns_of[:2] != (placed.placement, every):
             self._turns_of = (placed.placement, every, turns(placed.placement, every))
         return self._turns_of[2]
 
