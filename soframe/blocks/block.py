@@ -76,8 +76,11 @@ class Block(BlockSpec):
 
     record: Record = field(default_factory=Record, repr=False)  # its numbers
     member: int = 0  # its index in its stack
-    acting: Method | None = field(default=None, repr=False)  # with settings of a param group
+    acting: Method = field(init=False, repr=False)  # the method with settings of a param group
     stack: Stack = field(init=False, repr=False)  # keeps its tensors, once it has a place
+
+    def __post_init__(self) -> None:
+        self.acting = self.method
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -139,8 +142,7 @@ class Block(BlockSpec):
 
     def act(self, method: Method) -> None:
         """Compute updates by the method with other settings from now on."""
-        # None for settings as they were built: such blocks stay in one batch.
-        self.acting = None if method is self.method else method
+        self.acting = method
 
     def snapshot(self) -> Solved:
         """Return the second-order data and the damping, and begin to note failures anew."""

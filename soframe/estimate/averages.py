@@ -178,7 +178,7 @@ def _averaged(term: Term, statistics: Tensor) -> _Lerp | None:
     """Average into a factor here; with one rate for all its blocks return it for a fused call."""
     stack, factor, name = term.stack, term.factor, term.factor.name
     has_all_blocks = len(term.members) == len(stack.blocks)
-    new = _formatted(statistics, factor, packed=stack.place.packed)
+    new = pack(statistics, factor) if stack.place.packed else unpack(statistics, factor)
     # Matrices of calls have a valid lower triangle only; those of averaged gradients have both.
     is_matrix = factor.kind == "psd" and new.dim() == 3
     is_lower = is_matrix and factor.captured and new is statistics
@@ -460,11 +460,7 @@ def pack(stored: Tensor, spec: FactorSpec) -> Tensor:
 
 def store(stored: Tensor, spec: FactorSpec, *, packed: bool) -> Tensor:
     """Return a running factor in the format of a placement, in memory of its own."""
-    return own_memory(_formatted(stored, spec, packed=packed))
-
-
-def _formatted(stored: Tensor, spec: FactorSpec, *, packed: bool) -> Tensor:
-    return pack(stored, spec) if packed else unpack(stored, spec)
+    return own_memory(pack(stored, spec) if packed else unpack(stored, spec))
 
 
 def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:

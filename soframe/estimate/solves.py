@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 
@@ -70,7 +70,8 @@ class Run:
     traces: list[Tensor] = field(default_factory=list)  # of each factor: ``[groups]``, on owners
     error: Exception | None = None  # that a solver raised, other than a failed factorisation
     work: Work | None = None  # the solve in the background, on owners
-    solved: Sequence[int] = ()  # the numbers of the blocks whose factors were all solved
+    # The blocks whose factors were all solved: their indices, and their numbers in the run.
+    solved: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.blocks = self.stack.blocks_of(self.members)
@@ -166,7 +167,6 @@ class Run:
 
     def record_outcomes(self) -> list[Block]:
         """Record failed blocks, and return the others, whose factors were all solved."""
-        numbers: list[int] = []
         solved: list[Block] = []
         for number, block in enumerate(self.blocks):
             failed = [job.factor.name for job in self.jobs if job.outcomes[number]]
@@ -174,15 +174,15 @@ class Run:
                 block.record.failed = True
                 block.record.failures.update(failed)
             else:
-                numbers.append(number)
+                self.solved[block.member] = number
                 solved.append(block)
-        self.solved = numbers
         return solved
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Return the groups of each solved block, of a tensor of the whole run."""
         groups = len(tensor) // len(self.members)
-        return [tensor[number * groups : (number + 1) * groups] for number in self.solved]
+        numbers = self.solved.values()
+        return [tensor[number * groups : (number + 1) * groups] for number in numbers]
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,11 +212,14 @@ def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
             for job in run.owned:
                 job.copy = None
     results: list[list[Tensor] | None] = []
-    attempts = iter(_attempts(problems, solutions, usable))
+    solved, flags = zip(problems, solutions, strict=True), iter(usable)
     for run in runs:
-        of_run = list(itertools.islice(attempts, len(run.owned)))
+        attempts: list[Attempt] = []
+        for problem, (data, _) in itertools.islice(solved, len(run.owned)):
+            failed = [group for group in range(len(problem.matrices)) if not next(flags)]
+            attempts.append(Attempt(problem, data, failed))
         try:
-            results.append(run.results(of_run))
+            results.append(run.results(attempts))
         except Exception as error:
             run.fail(error)
             results.append(None)
@@ -235,19 +238,6 @@ def _solve_apart(runs: Sequence[Run], error: Exception) -> list[list[Tensor] | N
     for run in runs:
         run.fail(error)
     return [None] * len(runs)
-
-
-def _attempts(
-    problems: Sequence[Problem],
-    solutions: Sequence[tuple[dict[str, Tensor], Tensor]],
-    usable: Iterable[bool],
-) -> list[Attempt]:
-    """Return the attempts on problems, given the flags of all their groups."""
-    attempts, flags = [], iter(usable)
-    for problem, (data, _) in zip(problems, solutions, strict=True):
-        failed = [group for group in range(len(problem.matrices)) if not next(flags)]
-        attempts.append(Attempt(problem, data, failed))
-    return attempts
 
 
 def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
@@ -535,7 +525,7 @@ def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
     # Runs split a stack by owner and damping; its tensors have the order of members.
     members: list[int] = []
     for run in runs:
-        members += [run.members[number] for number in run.solved]
+        members += run.solved
     order = sorted(range(len(members)), key=members.__getitem__)
     chosen = tuple(sorted(members))
     blocks = stack.blocks_of(chosen)
@@ -616,10 +606,12 @@ class Solves:
         if isinstance(when, bool) or not isinstance(when, Integral | str):
             raise TypeError(remedy)
         self._ready = when == "ready"
-        self._steps = 0 if isinstance(when, str) else int(when)
-        if self._steps < 0 or (isinstance(when, str) and not self._ready):
+        self._steps: float = math.inf if self._ready else -1
+        if isinstance(when, Integral):
+            self._steps = int(when)
+        if self._steps < 0:
             raise ValueError(remedy)
-        self.in_background = self._ready or self._steps > 0
+        self.in_background = self._steps > 0
         self._worker = Worker(threaded=overlap)
         self._under_way: list[SolveRound] = []  # in the background, the oldest first
 
@@ -629,7 +621,7 @@ class Solves:
     @property
     def delay(self) -> int:
         """The steps from the start of a solve to its use; 1 for ``"ready"``."""
-        return 1 if self._ready else self._steps
+        return 1 if self._ready else int(self._steps)
 
     def waits(self) -> list[float]:
         """Return a flag for ``"ready"``, to be summed: 1 if the oldest solve still runs here."""
@@ -677,7 +669,7 @@ class Solves:
             _follow(placed, following)
         if later:
             assert step is not None
-            lands = math.inf if self._ready else step + self._steps
+            lands = step + self._steps
             solves = SolveRound.begin(placed, later, damping, step, self._worker, lands)
             self._under_way.append(solves)
         if now:
@@ -761,6 +753,7 @@ def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
                 continue
             try:
                 new = solver.follow(stack.matrices(factor, members), data[factor.name])
-                stack.set_data(factor.name, members, new or {})
+                if new is not None:
+                    stack.set_data(factor.name, members, new)
             except Exception as error:  # of any kind: all ranks raise together
                 placed.keep(error, stack)

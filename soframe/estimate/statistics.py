@@ -488,13 +488,19 @@ def _contributed(block: Block, place: BlockPlacement, rank: int) -> list[FactorS
 def weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool) -> Weights | None:
     """Take a block's part of the sums of `Accumulator.weights`; None if no rank used the block."""
     factors = block.captured
-    divisors = list(itertools.islice(numbers, len(factors) if some_contribute else 0))
+    divisors: list[float] = []
+    if some_contribute:
+        divisors += itertools.islice(numbers, len(factors))
     inputs, outputs = next(numbers), next(numbers)
-    groups = list(itertools.islice(numbers, block.shape.groups if block.unequal else 0))
     if not some_contribute:
-        divisors = [inputs if f.mean_over == "samples" else outputs for f in factors]
-    used = outputs > 0 and all(divisor > 0 for divisor in divisors)
-    return Weights(divisors, inputs, groups) if used else None
+        divisors += [inputs if factor.mean_over == "samples" else outputs for factor in factors]
+    groups: list[float] = []
+    if block.unequal:
+        groups += itertools.islice(numbers, block.shape.groups)
+    for weight in (outputs, *divisors):
+        if not weight > 0:
+            return None
+    return Weights(divisors, inputs, groups)
 
 
 def _reaching(

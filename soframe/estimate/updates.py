@@ -62,7 +62,7 @@ class Update:
             damping=block.damped_with(damping),
             weights=self._weights,
         )
-        direction = direction_of(block.acting or block.method, arguments)
+        direction = direction_of(block.acting, arguments)
         self.matrix = direction.matrix
         if block.parcel:
             self.parcel = parcel_of(block.method, direction, block.parcel, len(members))
@@ -101,7 +101,12 @@ class Update:
 
     def unpacked(self) -> dict[Block, Mapping[str, Tensor]]:
         """Return the updates of parameters by block and name, if this rank has the matrix."""
-        return {block: block.layout.unpack(matrix) for block, matrix in self.each()}
+        unpacked: dict[Block, Mapping[str, Tensor]] = {}
+        if self.matrix is not None:
+            matrices = self.stack.split(self.matrix, self.members)
+            for block, matrix in zip(self.blocks, matrices, strict=True):
+                unpacked[block] = block.layout.unpack(matrix)
+        return unpacked
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +205,7 @@ def _receive(update: Update, sending: _Sending) -> None:
             received[index] = stack.join([parts[member] for member in update.members])
     if block.parcel:
         named = dict(zip(block.parcel, received, strict=True))
-        update.matrix = (block.acting or block.method).opened(named)
+        update.matrix = block.acting.opened(named)
     else:
         (update.matrix,) = received
 
@@ -249,12 +254,15 @@ def by_parameter(updates: Sequence[Update]) -> tuple[list[nn.Parameter], list[Te
     parameters: list[nn.Parameter] = []
     values: list[Tensor] = []
     for update in updates:
-        parts = _parts(update)
-        if parts is not None:
-            parameters += update.stack.parameters
-            values += parts
-            continue
-        of_blocks = update.parts if update.stack.like.shards else update.unpacked()
+        stack, matrix = update.stack, update.matrix
+        if 1 < len(stack.blocks) == len(update.members) and not stack.like.shards:
+            # Views of a whole stack at once, if its layouts allow that.
+            parts = None if matrix is None else stack.parts(matrix)
+            if parts is not None:
+                parameters += stack.parameters
+                values += parts
+                continue
+        of_blocks = update.parts if stack.like.shards else update.unpacked()
         for block, named in of_blocks.items():
             parameters += [block.parameters[name] for name in named]
             values += named.values()
@@ -270,13 +278,3 @@ def write(updates: Sequence[Update], home: GradientHome) -> None:
     if written:
         targets, sources = zip(*written, strict=True)
         torch._foreach_copy_(targets, sources)
-
-
-def _parts(update: Update) -> list[Tensor] | None:
-    """Return each parameter's part of the update of a whole stack, if all are views."""
-    stack, matrix = update.stack, update.matrix
-    if matrix is None or stack.like.shards:
-        return None
-    if len(stack.blocks) == 1 or len(update.members) < len(stack.blocks):
-        return None
-    return stack.parts(matrix)
