@@ -113,8 +113,9 @@ class Arrangement(Generic[B]):
         windows = self._windows
         if not self._flat or windows is None or None in windows:
             return None
-        if any(g.dtype != self.like.dtype or g.is_sparse for g in gradients):
-            return None
+        for gradient in gradients:
+            if gradient.dtype != self.like.dtype or gradient.is_sparse:
+                return None
         flat: Tensor = _flatten_dense_tensors(gradients)
         return flat.view(-1, 1, 1)
 
@@ -191,12 +192,12 @@ def _windows(block: BlockSpec, matrix: Tensor, in_order: bool) -> _Windows | Non
     return tuple(windows)
 
 
-def _runs(members: Members) -> list[tuple[int, int]]:
-    """Return runs of neighbours as (first, last + 1)."""
+def _runs(members: Members) -> list[list[int]]:
+    """Return runs of neighbours as [first, last + 1]."""
     runs: list[list[int]] = []
     for member in members:
         if runs and member == runs[-1][1]:
             runs[-1][1] += 1
         else:
             runs.append([member, member + 1])
-    return [(first, last) for first, last in runs]
+    return runs

@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import TypeVar
 
@@ -99,6 +100,32 @@ class Block(BlockSpec):
     def state(self) -> State:
         """The method's state, on gradient workers; empty on ranks that hold none."""
         return State(self, self.stack.state if self.record.updates else ())
+
+    @cached_property
+    def captured_names(self) -> frozenset[str]:
+        """The names of the factors with statistics of calls."""
+        return frozenset(factor.name for factor in self.captured)
+
+    @cached_property
+    def needy(self) -> frozenset[str]:
+        """The names of those of them whose statistics are computed with second-order data."""
+        return frozenset(factor.name for factor in self.captured if factor.needs)
+
+    @cached_property
+    def dependents(self) -> list[str]:
+        """The names of the factors whose statistics are computed with data of solved factors."""
+        solved = self.tensors.keys()
+        return [factor.name for factor in self.factors if not solved.isdisjoint(factor.needs)]
+
+    @cached_property
+    def rebases(self) -> bool:
+        """Whether states are kept in the basis of second-order data."""
+        return self.method.rebases
+
+    @cached_property
+    def solvers_text(self) -> str:
+        """The text of `solvers`: blocks with equal texts split their damping alike."""
+        return repr(self.solvers)
 
     @property
     def identity(self) -> tuple[int, str]:

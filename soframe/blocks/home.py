@@ -234,7 +234,9 @@ class PlainGrad(GradientHome):
         deepspeed = sharding.met("deepspeed")
         if deepspeed is not None:  # gradients that ZeRO keeps
             self._zero = {**self._zero, **deepspeed.homes(named, self._zero, self._sources)}
-        sharding.require_served((name, p) for name, p in named if p not in self._zero)
+        if self._zero:
+            named = [(name, parameter) for name, parameter in named if parameter not in self._zero]
+        sharding.require_served(named)
 
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
         if not self._zero:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -234,17 +234,7 @@ class Registration:
             self._decide(layer)
         self._register_layouts()
         self._register_parameters()
-        self._require_served()
-
-    def _require_served(self) -> None:
-        """Raise ValueError if a helper that the user chose serves no parameter of its pattern."""
-        for pattern, why in self._unserved.items():
-            chosen = self._choices.layers[pattern]
-            if chosen != "all" and pattern not in self._served:
-                raise ValueError(
-                    f"layers[{pattern!r}]={chosen.__name__} changes nothing, since methods that "
-                    f"read gradients alone take parameters one by one: {why}. Leave it out"
-                )
+        _require_served(self._unserved, self._served, self._choices.layers)
 
     # -- candidates -----------------------------------------------------------------------------
 
@@ -769,11 +759,7 @@ class _PerLayer:
             self._used.add(pattern)
 
     def choose(self, name: str) -> Any:
-        """Return the component of a module, and mark its pattern as used.
-
-        Raises:
-            ValueError: If no pattern matches.
-        """
+        """Return the component of a module, and mark its pattern as used."""
         pattern = first_match(self._by_pattern, name)
         if pattern is None:
             raise ValueError(
@@ -790,6 +776,19 @@ class _PerLayer:
 
     def unused(self) -> list[str]:
         return sorted(set(self._by_pattern) - self._used - {"", ".*"})
+
+
+def _require_served(
+    unserved: Mapping[str, str], served: Collection[str], layers: Mapping[str, Any]
+) -> None:
+    """Raise ValueError if a helper of ``layers`` serves no parameter of its pattern."""
+    for pattern, why in unserved.items():
+        chosen = layers[pattern]
+        if chosen != "all" and pattern not in served:
+            raise ValueError(
+                f"layers[{pattern!r}]={chosen.__name__} changes nothing, since methods that "
+                f"read gradients alone take parameters one by one: {why}. Leave it out"
+            )
 
 
 def _require_helpers(layers: Mapping[str, object]) -> None:

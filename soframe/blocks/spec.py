@@ -108,22 +108,6 @@ class BlockSpec:
         return tuple(factor for factor in self.factors if factor.captured)
 
     @cached_property
-    def captured_names(self) -> frozenset[str]:
-        """The names of these factors."""
-        return frozenset(factor.name for factor in self.captured)
-
-    @cached_property
-    def needy(self) -> frozenset[str]:
-        """The names of those whose statistics are computed with second-order data."""
-        return frozenset(factor.name for factor in self.captured if factor.needs)
-
-    @cached_property
-    def dependents(self) -> list[str]:
-        """The names of the factors whose statistics are computed with data of solved factors."""
-        solved = self.tensors.keys()
-        return [factor.name for factor in self.factors if not solved.isdisjoint(factor.needs)]
-
-    @cached_property
     def observes(self) -> bool:
         """Whether a factor takes statistics of the averaged gradient."""
         return len(self.captured) < len(self.factors)
@@ -164,11 +148,6 @@ class BlockSpec:
         return solvers
 
     @cached_property
-    def solvers_text(self) -> str:
-        """The text of `solvers`: blocks with equal texts split their damping alike."""
-        return repr(self.solvers)
-
-    @cached_property
     def unsolved(self) -> tuple[FactorSpec, ...]:
         """The factors that are their own data."""
         return tuple(factor for factor in self.factors if factor.name not in self.tensors)
@@ -197,11 +176,6 @@ class BlockSpec:
         # Each rank needs a part of the update alone, which may be less.
         size = sum(spec.packed_numel for spec in parcel.values())
         return parcel if size * len(self.ranks) < math.prod(self.shape) else {}
-
-    @cached_property
-    def rebases(self) -> bool:
-        """Whether states are kept in the basis of second-order data."""
-        return self.method.rebases
 
     @cached_property
     def remembers(self) -> bool:

@@ -58,23 +58,15 @@ Gradients = Mapping[Stack, Gradient]
 
 
 class AveragedGradients:
-    """Gradients that are the same on every rank.
+    """Gradients that are the same on every rank."""
 
-    Attributes:
-        divided: Whether a rank may lack the gradient of a stack.
-        updates_divided: Whether it may lack its update, too.
-        remembers: Whether the updates of any block depend on earlier gradients.
-        can_leave: Whether gradients are whole and averaged where they are, so that some may stay.
-        left_to_optimizer: The stacks whose gradients stay where they are in this step: they get no
-            update, and the optimizer moves their weights.
-    """
-
-    divided = False
-    updates_divided = False
-    can_leave = True
+    divided = False  # whether a rank may lack the gradient of a stack
+    updates_divided = False  # whether it may lack its update, too
+    can_leave = True  # whether gradients are whole and averaged where they are, so that some stay
 
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
         self._backend, self._home = placed.backend, home
+        # The stacks that get no update in this step: the optimizer moves their weights.
         self.left_to_optimizer: Sequence[Stack] = ()
         self._gathered: Gradients | None = None
         self._stacks = placed.stacks
@@ -84,18 +76,13 @@ class AveragedGradients:
             self._of_blocks += block.parameters.values()
         self._shapes = [parameter.shape for parameter in self._of_blocks]
         self._remembering = [block for block in placed.blocks if block.remembers]
-        self.remembers = bool(self._remembering)
+        self.remembers = bool(self._remembering)  # whether updates depend on earlier gradients
         covered = set(self._of_blocks)
         self._rest = [p for p in model.parameters() if p not in covered]
         self._parameters = self._of_blocks + self._rest
 
     def check(self) -> None:
-        """Raise if this rank's gradients are not complete.
-
-        Raises:
-            RuntimeError: If their home does not have them yet.
-            ValueError: If the data of a parameter have another shape than at registration.
-        """
+        """Raise if this rank's gradients are incomplete, or parameters have other shapes."""
         self._gathered = None  # of a step that raised
         shapes = iter(self._shapes)
         for block in self._blocks:
@@ -213,11 +200,7 @@ class LocalGradients(AveragedGradients):
     can_leave = False
 
     def check(self) -> None:
-        """See `AveragedGradients.check`.
-
-        Raises:
-            TypeError: If a gradient is sparse.
-        """
+        """Raise if a gradient is sparse, too."""
         super().check()
         if any(map(self._home.is_sparse, self._parameters)):
             raise TypeError("gradients='local' needs dense gradients: build with sparse=False")

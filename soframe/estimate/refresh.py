@@ -17,23 +17,16 @@ from soframe.strategies.balance import turns
 
 @dataclass
 class Refresh:
-    """The steps at which blocks take statistics and are solved, the same on every rank.
+    """The steps at which blocks take statistics and are solved, the same on every rank."""
 
-    Attributes:
-        statistics_every: The interval of statistics of calls.
-        gradients_every: The interval of statistics of the averaged gradient.
-        solve_every: The interval of solves.
-        stagger: Whether the solves of an interval are spread over its steps.
-        owed: The number of coming steps at which all blocks take statistics, at any interval; in a
-            step the present one is included.
-        coming: The interval of statistics of calls in the window under way, agreed on by all ranks.
-    """
-
-    statistics_every: Every
-    gradients_every: Every
+    statistics_every: Every  # the interval of statistics of calls
+    gradients_every: Every  # the interval of statistics of the averaged gradient
     solve_every: Every
-    stagger: bool = False
+    stagger: bool = False  # whether the solves of an interval are spread over its steps
+    # The number of coming steps, in a step with the present one, in which all blocks take
+    # statistics at any interval.
     owed: int = field(default=0, repr=False)
+    # The interval of statistics of calls in the window under way, agreed on by all ranks.
     coming: int = field(default=1, repr=False)
     _turns_of: tuple[object, int, Sequence[int]] = field(default=(None, 0, ()), repr=False)
     _told: set[tuple[int, int]] = field(default_factory=set, repr=False)
@@ -56,10 +49,6 @@ class Refresh:
 
         Statistics of calls are taken every 10 steps, of gradients at every step. Solves are 10
         steps apart; if all methods read calls, from step 100 on 100 steps.
-
-        Raises:
-            ValueError: If an interval is out of range.
-            TypeError: If ``stagger`` is not a bool.
         """
         calls = gradients = statistics_every
         if calls is None or gradients is None:

@@ -269,22 +269,15 @@ class SolveRound:
 
     If a factor of a block cannot be solved, the block keeps its last good second-order data, of all
     its factors, on every rank.
-
-    Args:
-        placed: All blocks, with their places.
-        runs: The solves.
-        blocks: Their blocks, the same on every rank.
-        step: Completed steps, for `Record.solved_at`; None between steps, which leaves it.
-        lands: The step at which the results are installed, of solves in the background.
     """
 
     def __init__(
         self,
         placed: PlacedBlocks,
         runs: Sequence[Run],
-        blocks: Sequence[Block],
-        step: int | None,
-        lands: float = 0,
+        blocks: Sequence[Block],  # the same on every rank
+        step: int | None,  # completed ones, for `Record.solved_at`; None between steps
+        lands: float = 0,  # the step at which the results are installed, of background solves
     ) -> None:
         self.blocks, self._step, self.lands = tuple(blocks), step, lands
         self._placed, self._backend = placed, placed.backend
@@ -389,11 +382,7 @@ class SolveRound:
         return parts
 
     def conclude(self, counters: dict[str, int]) -> list[Block]:
-        """Wait for the results, install them, and return the blocks whose factors were all solved.
-
-        Raises:
-            RuntimeError: On every rank, if a solver raised on any.
-        """
+        """Install the results, and return the blocks whose factors were all solved."""
         with self._backend.phases("share"):
             for pending in self._pending:
                 pending.wait()
@@ -585,17 +574,8 @@ def _raise_errors(runs: Sequence[Run]) -> None:
 class Solves:
     """The solves under way, and the steps at which they are installed: the same on every rank.
 
-    Args:
-        when: The number of steps, or ``"ready"``; 0 to solve in the step.
-        overlap: Whether a thread solves; otherwise solves run when they begin, and land at the same
-            step.
-
-    Attributes:
-        in_background: Whether solves run in the background.
-
-    Raises:
-        TypeError: If ``when`` is neither an integer nor a string.
-        ValueError: If it is negative, or another string.
+    ``when`` is the number of steps until then, 0 to solve in the step, or ``"ready"``. Without
+    ``overlap`` no thread solves: solves run when they begin, and land at the same step.
     """
 
     def __init__(self, when: object, *, overlap: bool = True) -> None:

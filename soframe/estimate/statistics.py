@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from soframe.blocks.block import Block, Stack
 from soframe.blocks.placed import PlacedBlocks
 from soframe.capture.counting import Batch, DataRows, Pass, Passes, Samples
-from soframe.capture.hooks import Capture, LayerCall
+from soframe.capture.hooks import Calls, Capture, LayerCall
 from soframe.capture.sampling import Draw, Sampler
 from soframe.estimate.averages import Term, by_group, enter
 from soframe.estimate.window import Tally, Window
@@ -66,23 +65,7 @@ _NOTHING_COUNTED = -1, Counts(), Contribution()
 
 
 class Accumulator:
-    """Adds calls to the window under way, and folds its sums into running factors.
-
-    Attributes:
-        folded: By block the numbers of the last window with its statistics.
-
-    Args:
-        placed: The blocks, with their places.
-        scale: The scaling convention.
-        samples: The terms that the loss averages over, unless declared for the batch; see
-            `soframe.Statistics`.
-        scale_reader: Returns a function for the factor by which the loss of the backward pass under
-            way is multiplied.
-        capture: Records the calls.
-        sampler: Draws some of their rows.
-        stage_of: Returns the index of the pipeline stage of a block. A backward pass belongs to one
-            stage, and all stages have equally many.
-    """
+    """Adds calls to the window under way, and folds its sums into running factors."""
 
     window: Window  # under way, from `begin` on
 
@@ -91,10 +74,12 @@ class Accumulator:
         placed: PlacedBlocks,
         *,
         scale: Scale,
-        samples: Samples,
+        samples: Samples,  # the terms that the loss averages over, unless declared for the batch
+        # Returns a function for the factor by which the loss of a backward pass is multiplied.
         scale_reader: Callable[[], Callable[[], float]],
         capture: Capture,
         sampler: Sampler,
+        # The index of the pipeline stage of a block: all stages have equally many backward passes.
         stage_of: Callable[[Block], int],
     ) -> None:
         blocks, backend = placed.blocks, placed.backend
@@ -125,7 +110,7 @@ class Accumulator:
         self._warned = False  # of samples whose number is in doubt
         self._stage_of = dict(zip(blocks, map(stage_of, blocks), strict=True))
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
-        self.folded: dict[Block, Folded] = {}
+        self.folded: dict[Block, Folded] = {}  # the last window with statistics of each block
         # A pipeline stage with the counts of a block, and what they contribute: see `weights`.
         self._counted = _NOTHING_COUNTED
 
@@ -154,10 +139,10 @@ class Accumulator:
         tallies: dict[Block, Tally] = {}
         if taking:
             tallies = {block: Tally(gathered(block)) for block in self._blocks}
-        passes = Passes(self._samples, self._scale_reader)
-        window = Window(taking, passes, Draw(self._sampler, step), tallies)
+        passes, calls = Passes(self._samples, self._scale_reader), Calls()
         if former is not None:
-            window = replace(window, passes=former.passes, calls=former.calls)
+            passes, calls = former.passes, former.calls
+        window = Window(taking, passes, Draw(self._sampler, step), tallies, calls)
         self.window = window
         without_inputs: set[LayerHelper] = set()
         no_statistics: set[LayerHelper] = set()

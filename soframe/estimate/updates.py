@@ -142,9 +142,10 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
         for update in updates_of.pop(sending.stack, ()):
             _receive(update, sending)
             _cut(update, backend.rank)
-    if any(stack.like.shards for stack in updates_of):
+    sharded = {stack: parts for stack, parts in updates_of.items() if stack.like.shards}
+    if sharded:
         with backend.phases("exchange"):
-            _scatter(placed, updates_of)
+            _scatter(placed, sharded)
 
 
 def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Sending | None:
@@ -227,8 +228,6 @@ def _scatter(placed: PlacedBlocks, updates_of: Mapping[Stack, Sequence[Update]])
     splits: list[Split] = []
     targets: list[tuple[Update, Block, str]] = []
     for stack in placed.stacks:
-        if not stack.like.shards:
-            continue
         for update in updates_of.get(stack, ()):
             unpacked = update.unpacked()
             for block in update.blocks:

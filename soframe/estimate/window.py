@@ -186,7 +186,7 @@ class Window:
     passes: Passes  # the backward passes, and their samples
     draw: Draw  # takes some of the rows of each call
     tallies: dict[Block, Tally]  # the numbers of each block; empty if no block takes statistics
-    calls: Calls = field(default_factory=Calls)  # the records of the hooks
+    calls: Calls  # the records of the hooks
     sums: dict[Stack, Sums] = field(default_factory=dict)  # the sums of statistics by stack
     # The multipliers and weights that this rank sent last, by block.
     contributions: dict[Block, Contribution] = field(default_factory=dict)
