@@ -63,13 +63,18 @@ class Arrangement(Generic[B]):
             return dict(tensors)
         return {name: self.take(tensor, members) for name, tensor in tensors.items()}
 
-    def put(self, tensor: Tensor, members: Members, values: Tensor) -> None:
-        """Overwrite the groups of some blocks, in place."""
+    def matched(
+        self, tensor: Tensor, members: Members, values: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the slices of some blocks, each with its part of values of these blocks."""
         views = self.views(tensor, members)
         if len(views) == 1:
-            views[0].copy_(values)
-            return
-        for view, part in zip(views, values.split(list(map(len, views))), strict=True):
+            return [(views[0], values)]
+        return list(zip(views, values.split(list(map(len, views))), strict=True))
+
+    def put(self, tensor: Tensor, members: Members, values: Tensor) -> None:
+        """Overwrite the groups of some blocks, in place."""
+        for view, part in self.matched(tensor, members, values):
             view.copy_(part)
 
     def shape_of(self, members: Members) -> tuple[int, ...]:

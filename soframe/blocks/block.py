@@ -202,20 +202,17 @@ class Block(BlockSpec):
     def gradient(self) -> Tensor:
         """Return the gradient ``[groups, out, in]`` in the factors' dtype, with zeros for None."""
         assert not self.shards, "the gradient is in parts, which have to be gathered first"
-        gradients = self.home.each(list(self.parameters.values()))
-        tensors: dict[str, Tensor] = {}
-        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
-            tensors[name] = torch.zeros_like(parameter) if gradient is None else gradient
-        return self.layout.pack(tensors).to(self.dtype)
+        return self.layout.pack(self.parts()).to(self.dtype)
 
     def parts(self) -> dict[str, Tensor]:
         """Return this rank's part of each gradient by name, in the shape of the home's `local`."""
+        parameters = list(self.parameters.values())
         parts: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            gradient = self.home.read(parameter)
-            if gradient is None:
-                gradient = torch.zeros_like(self.home.local(parameter))
-            parts[name] = gradient
+        for name, gradient in zip(self.parameters, self.home.each(parameters), strict=True):
+            if gradient is not None:
+                parts[name] = gradient
+            else:
+                parts[name] = torch.zeros_like(self.home.local(self.parameters[name]))
         return parts
 
     def assemble(self, gradients: Mapping[str, Tensor]) -> Tensor:

@@ -123,13 +123,17 @@ def why_no_helper(module: nn.Module) -> str:
     return Reason.UNKNOWN.format(kind)
 
 
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module itself, by name."""
+    return {name: p for name, p in module._parameters.items() if p is not None}
+
+
 def _has_matrix(module: nn.Module) -> bool:
     """Return whether a module has a weight ``[out, in]``, perhaps a bias ``[out]``, and no more."""
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    if weight is None or weight.dim() != 2:
-        return False
-    names = {name for name, p in module._parameters.items() if p is not None}
-    return names <= {"weight", "bias"} and (bias is None or bias.shape == weight.shape[:1])
+    shapes = {name: parameter.shape for name, parameter in parameters_of(module).items()}
+    weight = shapes.pop("weight", torch.Size())
+    bias = shapes.pop("bias", weight[:1])
+    return len(weight) == 2 and bias == weight[:1] and not shapes
 
 
 def sparse(

@@ -28,6 +28,7 @@ from soframe.blocks.reasons import (
     REMEDY,
     Reason,
     find_override,
+    parameters_of,
     reasons_of_uncalled,
     sparse,
     why_no_helper,
@@ -246,9 +247,7 @@ class Registration:
         sharers: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, module in self._modules:
             is_skipped = self._skipping(module) is not None
-            for parameter in module._parameters.values():
-                if parameter is None:
-                    continue
+            for parameter in parameters_of(module).values():
                 if not is_skipped:
                     _require_initialised(name, module, parameter)
                 owners = sharers.setdefault(id(parameter), [])
@@ -303,7 +302,7 @@ class Registration:
             return Reason.SKIPPED.format(pattern)
         if helper is None:
             return why_no_helper(module)
-        empty = [n for n, p in module._parameters.items() if p is not None and p.numel() == 0]
+        empty = [key for key, p in parameters_of(module).items() if p.numel() == 0]
         if empty:
             return Reason.EMPTY.format(", ".join(empty))
         if name in self._uncalled:
@@ -382,7 +381,9 @@ class Registration:
             for candidate, helper in zip(layer, block_helpers, strict=True):
                 _require_own_parameters(candidate.name, helper)
             self._build_of_layer(name, layer, method, block_helpers)
-        for key in () if method.joint else trained:
+        if method.joint:
+            return
+        for key in trained:
             parameter = parameter_of(layer[0].module, key)
             if id(parameter) not in self._in_block:
                 self._reasons.setdefault(id(parameter), Reason.WEIGHT_ALONE)
@@ -669,10 +670,9 @@ class Registration:
         return method, layout
 
     def _explain(self, module: nn.Module, reason: str) -> None:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                frozen = not parameter.requires_grad
-                self._reasons.setdefault(id(parameter), FROZEN if frozen else reason)
+        for parameter in parameters_of(module).values():
+            why = reason if parameter.requires_grad else FROZEN
+            self._reasons.setdefault(id(parameter), why)
 
     # -- report -------------------------------------------------------------------------------
 
@@ -970,7 +970,7 @@ _SIDES = {"left": "outputs", "right": "inputs"}
 
 
 def _nameless(name: str, module: nn.Module, helper: type[LayerHelper]) -> ValueError:
-    names = ", ".join(n for n, p in module._parameters.items() if p is not None)
+    names = ", ".join(parameters_of(module))
     return ValueError(
         f"module {name!r} ({type(module).__name__}) has no parameter 'weight' but {names}, "
         f"while {helper.__name__}.unsupported() accepts it: let {helper.__name__}.names() "

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from typing import NamedTuple
 
 import torch
@@ -234,16 +234,13 @@ def _rates_of_groups(term: Term, groups: int) -> list[float]:
 
 def _lerp_blocks(term: Term, running: Tensor, new: Tensor) -> None:
     """Average into some blocks of a factor, each by its rates."""
-    rates = _rates_of_groups(term, len(new))
-    start = 0
-    for view in term.stack.views(running, term.members):
-        stop = start + len(view)
-        new_part, view_rates = new[start:stop], rates[start:stop]
-        if len(set(view_rates)) == 1:
-            view.lerp_(new_part, view_rates[0])
+    rates = iter(_rates_of_groups(term, len(new)))
+    for view, part in term.stack.matched(running, term.members, new):
+        rates_of_view = list(islice(rates, len(view)))
+        if len(set(rates_of_view)) == 1:
+            view.lerp_(part, rates_of_view[0])
         else:
-            view.lerp_(new_part, by_group(view_rates, new_part))
-        start = stop
+            view.lerp_(part, by_group(rates_of_view, part))
 
 
 def by_group(numbers: Sequence[float], like: Tensor) -> Tensor:
@@ -258,14 +255,13 @@ def _accumulate(term: Term, decay: float, rank: int) -> None:
         return
     if factor.name not in stack.accumulators:
         stack.accumulators[factor.name] = stack.empty(factor.packed_shape)
-    # Without data the accumulator only decays.
-    packed = None if term.tensor is None else pack(term.tensor, factor)
-    start = 0
-    for view in stack.views(stack.accumulators[factor.name], term.members):
+    accumulator = stack.accumulators[factor.name]
+    for view in stack.views(accumulator, term.members):
         view.mul_(decay)
-        if packed is not None:
-            view.add_(packed[start : start + len(view)], alpha=1 - decay)
-        start += len(view)
+    if term.tensor is not None:
+        packed = pack(term.tensor, factor)
+        for view, part in stack.matched(accumulator, term.members, packed):
+            view.add_(part, alpha=1 - decay)
 
 
 def observe(placed: PlacedBlocks, gradients: Gradients, plan: Plan, *, after: bool) -> None:
@@ -479,11 +475,12 @@ def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:
 
 def _initial(factor: FactorSpec, like: Block) -> Tensor:
     """Return the running factor of a block before its statistics."""
+    if isinstance(factor.kind, FactorKind):
+        start = factor.kind.start(factor)
+        if start is not None:
+            return start.to(like.device, like.dtype)
     scale = 1.0 if factor.start is None else factor.start
     ones = torch.full(factor.running_shape, scale, dtype=like.dtype, device=like.device)
     if factor.kind == "psd":
         return ones * torch.eye(factor.size, dtype=like.dtype, device=like.device)
-    if isinstance(factor.kind, FactorKind):
-        start = factor.kind.start(factor)
-        return ones if start is None else start.to(ones)
     return ones
