@@ -198,7 +198,7 @@ class Registration:
         self._heads = {id(weight) for weight in heads.weights}
         self._heads_are_guessed = heads.guessed
         # Where neither the model nor the choices show the head, any layer may be it.
-        self._is_head_shown = bool(self._heads or self._choices.skip or self._choices.staged)
+        self._is_head_shown = any((self._heads, self._choices.skip, self._choices.staged))
         self._embeddings: set[int] = set()  # parameters of embeddings, by identity
         self._used: set[str] = set()  # patterns of `skip`, `layers` and `cut` that match a module
         self._names: dict[int, list[str]] = {}  # of each module, by identity
@@ -239,21 +239,18 @@ class Registration:
 
     # -- candidates -----------------------------------------------------------------------------
 
-    def _find_sharers(self) -> dict[int, list[tuple[str, nn.Module]]]:
-        """Return the modules that have each parameter, by its id.
+    def _find_sharers(self) -> dict[int, dict[nn.Module, str]]:
+        """Return the modules that have each parameter, by its id, with their names.
 
         Lazy parameters are refused, and parameters of embeddings are put down in `_embeddings`.
         """
-        sharers: dict[int, list[tuple[str, nn.Module]]] = {}
+        sharers: dict[int, dict[nn.Module, str]] = {}
         for name, module in self._modules:
             is_skipped = self._skipping(module) is not None
             for parameter in parameters_of(module).values():
                 if not is_skipped:
                     _require_initialised(name, module, parameter)
-                owners = sharers.setdefault(id(parameter), [])
-                # A module may have the parameter under two names.
-                if not owners or owners[-1][1] is not module:
-                    owners.append((name, module))
+                sharers.setdefault(id(parameter), {})[module] = name
                 if isinstance(module, nn.Embedding):
                     self._embeddings.add(id(parameter))
         return sharers
@@ -285,7 +282,7 @@ class Registration:
         if weight is None:
             return [candidate]
         layer: list[_Candidate] = []
-        for name, module in self._sharers[id(weight)]:
+        for module, name in self._sharers[id(weight)].items():
             if module is candidate.module:
                 layer.append(candidate)
             else:
@@ -550,14 +547,15 @@ class Registration:
             if not parameter.requires_grad and id(parameter) not in self._choices.kept:
                 self._reasons.setdefault(id(parameter), FROZEN)
                 continue
-            name, module = self._sharers[id(parameter)][0]
+            sharers = self._sharers[id(parameter)]
+            module, name = next(iter(sharers.items()))
             if (reason := self._build_of_parameter(full, parameter, name, module)) is None:
                 continue
             reason = self._reasons.setdefault(id(parameter), reason)
             if self._auxiliary is None:
                 continue
             _require_elements(full, parameter)
-            if (why := sparse(parameter, self._sharers)) is not None:
+            if (why := sparse(sharers)) is not None:
                 raise ValueError(f"{full}: {why}, or freeze it")
             layout: Layout = PlainLayout(module, full.rpartition(".")[2])
             if parameter.is_complex() and self._auxiliary.factors(layout.shape):
@@ -578,7 +576,8 @@ class Registration:
             return Reason.NO_BLOCK
         self._methods.mark_used(name)  # whether or not the method takes the parameter
         _require_elements(full, parameter)
-        if (reason := sparse(parameter, self._sharers)) is not None:
+        sharers = self._sharers[id(parameter)]
+        if (reason := sparse(sharers)) is not None:
             return reason
         layout = self._layout(name, module, full.rpartition(".")[2])
         method, layout = self._cut(name, full, method, layout)
@@ -586,9 +585,9 @@ class Registration:
             return reason
         if note := _flattened(parameter, layout):
             self._notes.setdefault(full, note)
-        sharers = dict.fromkeys(name for name, _ in self._sharers[id(parameter)])
-        if len(sharers) > 1:
-            self._notes[full] = f"shared by {', '.join(sharers)}"
+        names = dict.fromkeys(sharers.values())
+        if len(names) > 1:
+            self._notes[full] = f"shared by {', '.join(names)}"
         self._build(full, method, (), layout)
         return None
 
@@ -898,14 +897,11 @@ def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) 
         )
 
 
-def _is_apart(
-    layer: Sequence[_Candidate], key: str, sharers: Iterable[tuple[str, nn.Module]]
-) -> bool:
+def _is_apart(layer: Sequence[_Candidate], key: str, sharers: Collection[nn.Module]) -> bool:
     """Return whether a parameter is not shared by the same modules as the layer's weight."""
     # A block has a parameter only if it has all of its gradient.
-    owners = {id(module) for _, module in sharers}
-    members = {id(candidate.module) for candidate in layer}
-    if len(owners) > 1 and not owners <= members:
+    members = {candidate.module for candidate in layer}
+    if len(sharers) > 1 and not members.issuperset(sharers):
         return True
     return len({id(parameter_of(candidate.module, key)) for candidate in layer}) > 1
 
