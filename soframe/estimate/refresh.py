@@ -50,9 +50,10 @@ class Refresh:
         Statistics of calls are taken every 10 steps, of gradients at every step. Solves are 10
         steps apart; if all methods read calls, from step 100 on 100 steps.
         """
-        calls = gradients = statistics_every
-        if calls is None or gradients is None:
-            calls, gradients = 10, 1
+        calls: Interval = 10
+        gradients: Interval = 1
+        if statistics_every is not None:
+            calls = gradients = statistics_every
         if solve_every is None:
             solve_every = WarmInterval(100, steps=100, first=10) if reads_calls else 10
         return cls(
@@ -77,7 +78,7 @@ class Refresh:
 
     def warn_of_settings(self, blocks: Sequence[Block], stacklevel: int) -> None:
         """Warn of mismatched intervals before the first step, if they are numbers."""
-        if not callable(self.statistics_every.value) and not callable(self.solve_every.value):
+        if not any(map(callable, (self.statistics_every.value, self.solve_every.value))):
             every = self.solve_every.at(0)
             self._warn_of_intervals(blocks, every, stacklevel=stacklevel + 1)
 
@@ -87,7 +88,7 @@ class Refresh:
         """Warn if solves lack new statistics at these intervals, once per pair."""
         pair = (self.coming, solve_every)
         # Only statistics of calls have an interval of their own.
-        if pair not in self._told and any(block.captured and block.tensors for block in blocks):
+        if pair not in self._told and any(block.captured for block in blocks if block.tensors):
             self._told.add(pair)
             if (what := mismatch(*pair)) is not None:
                 warnings.warn(f"soframe: {what}", stacklevel=stacklevel)

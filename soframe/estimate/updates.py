@@ -65,7 +65,8 @@ class Update:
         direction = direction_of(block.acting, arguments)
         self.matrix = direction.matrix
         if block.parcel:
-            self.parcel = parcel_of(block.method, direction, block.parcel, len(members))
+            parcel = parcel_of(block.method, direction, block.parcel, len(members))
+            self.parcel = {name: tensor.to(block.dtype) for name, tensor in parcel.items()}
         # State tensors that the method does not return are kept, from the first update on.
         self.states = {**state, **direction.state}
 
@@ -198,7 +199,8 @@ def _sent(
 def _receive(update: Update, sending: _Sending) -> None:
     """Take the updates, or make them, out of the tensors that were sent."""
     stack, block = update.stack, update.blocks[0]
-    received = list(sending.parcel.tensors or ())
+    assert sending.parcel.tensors is not None
+    received = list(sending.parcel.tensors)
     if update.members != sending.members:
         for index, tensor in enumerate(received):
             split = stack.split(tensor, sending.members)
