@@ -109,12 +109,8 @@ def _last(module: nn.Module) -> tuple[list[nn.Module], bool]:
             layers += child.children() if isinstance(child, lists) else [child]
     if layers:
         return layers, False
-    is_only = last == list(filter(_is_linear, module.modules()))
+    is_only = last == [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     return last if is_only else [], True
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:

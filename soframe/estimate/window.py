@@ -85,7 +85,12 @@ class Sums:
         if isinstance(moment, Tensor) and moment.shape != factor.shape:
             return False
         if len(self.stack.blocks) == 1 and factor.name not in self.totals:
-            return self._begin(factor, moment, multiplier)
+            # The first moment of a single block is its sum.
+            new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
+            if new.shape != factor.shape:
+                return False
+            self.totals[factor.name] = new
+            return True
         if self._keep(factor, member, moment, multiplier):
             return True
         total = self._parts_of(factor)[member]
@@ -126,14 +131,6 @@ class Sums:
             for member in rows.members:
                 matrix = of_blocks[member]
                 parts[member].baddbmm_(matrix.mT, matrix, alpha=rows.scale)
-
-    def _begin(self, factor: FactorSpec, moment: Tensor | Addend, multiplier: float) -> bool:
-        """Make the first moment of a single block the sum; False if shapes differ."""
-        new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
-        if new.shape != factor.shape:
-            return False
-        self.totals[factor.name] = new
-        return True
 
     def _keep(self, factor: FactorSpec, member: int, moment: Tensor | Addend, scale: float) -> bool:
         """Copy the rows of a call, if they are few, and in shape and scale like those here."""
