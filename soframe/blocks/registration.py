@@ -165,7 +165,8 @@ class Registration:
             why = "" if self.solver == "inverse" else ", since a method does not take 'inverse'"
             solver_note = f"solver {self.solver!r} by default{why}"
         self.report = self._make_report(solver_note)
-        self.unused = sorted({*choices.skip, *choices.layers, *choices.cut} - self._used)
+        patterns = set(choices.skip).union(choices.layers, choices.cut)
+        self.unused = sorted(patterns - self._used)
         self.unused += self._methods.unused() + self._solvers.unused()
         if self.unused and not choices.staged:
             warn_unused(self.unused, stacklevel=9)
@@ -392,7 +393,7 @@ class Registration:
             helper, module = candidate.helper, candidate.module
             assert helper is not None
             names = helper.names(module)
-            for key in dict.fromkeys([*names, *module._parameters]):
+            for key in dict.fromkeys(chain(names, module._parameters)):
                 parameter = parameter_of(module, key)
                 if parameter is None:
                     if key in names:
@@ -531,7 +532,7 @@ class Registration:
                 if not all(map(self._is_free, parameters)):
                     continue
                 if self._unsuited(name, method, layout) is None:
-                    self._methods.mark_used(name)
+                    self._methods.choose(name)
                     self._build(name, method, (), layout)
 
     def _is_free(self, parameter: nn.Parameter) -> bool:
@@ -574,7 +575,7 @@ class Registration:
             return Reason.NO_METHOD
         if self._captures[id(method)]:
             return Reason.NO_BLOCK
-        self._methods.mark_used(name)  # whether or not the method takes the parameter
+        self._methods.choose(name)  # used, whether or not it takes the parameter
         _require_elements(full, parameter)
         sharers = self._sharers[id(parameter)]
         if (reason := sparse(sharers)) is not None:
@@ -691,9 +692,9 @@ class Registration:
             # Blocks of one kind have the same dict of tensors, and the same texts.
             kind = id(block.tensors)
             if kind not in texts:
-                solvers = [_name(solver) for _, _, solver in block.solved_factors]
-                method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
-                texts[kind] = method, [*_diagonals(block), *_left_out(block)]
+                names = [_name(block.method)]
+                names += [_name(solver) for _, _, solver in block.solved_factors]
+                texts[kind] = " / ".join(dict.fromkeys(names)), list(_reduced(block))
             method, reduced = texts[kind]
             notes = [self._notes.get(block.name, ""), *reduced]
             if block.name == self._possible_head:
@@ -751,12 +752,6 @@ class _PerLayer:
         pattern = first_match(self._by_pattern, name)
         return None if pattern is None else self._by_pattern[pattern]
 
-    def mark_used(self, name: str) -> None:
-        """Take the pattern of a module out of `unused`."""
-        pattern = first_match(self._by_pattern, name)
-        if pattern is not None:
-            self._used.add(pattern)
-
     def choose(self, name: str) -> Any:
         """Return the component of a module, and mark its pattern as used."""
         pattern = first_match(self._by_pattern, name)
@@ -770,8 +765,7 @@ class _PerLayer:
 
     def is_by_name(self, name: str) -> bool:
         """Return whether a module has its component by a pattern other than those for all."""
-        pattern = first_match(self._by_pattern, name)
-        return pattern not in (None, "", ".*")
+        return first_match(self._by_pattern, name) not in (None, "", ".*")
 
     def unused(self) -> list[str]:
         return sorted(set(self._by_pattern) - self._used - {"", ".*"})
@@ -941,15 +935,11 @@ def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
     return True
 
 
-def _diagonals(block: Block) -> Iterator[str]:
-    """Yield notes on the factors that are diagonal, for the report."""
+def _reduced(block: Block) -> Iterator[str]:
+    """Yield notes on the factors that are diagonal, or left out for their size, for the report."""
     for factor in block.factors:
         if factor.kind == "diagonal":
             yield f"{factor.name} diagonal ({factor.size} rows)"
-
-
-def _left_out(block: Block) -> Iterator[str]:
-    """Yield notes on the factors that are left out for their size, for the report."""
     _, out, into = block.shape
     # Only methods of gradients do so, and of matrices alone.
     if min(out, into) == 1 or block.captured:

@@ -48,13 +48,13 @@ class BlockSpec:
     @property
     def kind(self) -> tuple[object, ...]:
         """A key: blocks with equal keys have the same factors, solvers and states, see `share`."""
-        layout, parts = self.layout, (self.method, self.solver)
+        layout = self.layout
         shapes = tuple((name, parameter.shape) for name, parameter in self.parameters.items())
         # A helper that overrides `factor` may do so by any setting of its module.
         adapts = isinstance(layout, LayerHelper) and type(layout).factor is not LayerHelper.factor
         types = (type(layout), *map(type, self.helpers))
         shape = (self.shape, shapes, bool(self.shards), self.factors if adapts else ())
-        return (types, *map(id, parts), *self.dtypes, *shape)
+        return types, id(self.method), id(self.solver), self.dtypes, shape
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
