@@ -222,11 +222,12 @@ class BlockSpec:
     def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
         """Return each solved factor's share of the damping, ``[groups]``, given mean traces."""
         # Each solver splits the block's damping over all of its factors together.
-        shares: dict[int, Tensor] = {}
+        shares = list(traces)
         for solver, numbers in self.solvers:
             split = solver.shares([traces[number] for number in numbers], damping)
-            shares.update(zip(numbers, split, strict=True))
-        return [shares[number] for number in range(len(traces))]
+            for number, share in zip(numbers, split, strict=True):
+                shares[number] = share
+        return shares
 
     def work(self, kind: int) -> BlockWork:
         """Return the block's work, for its placement; for ``kind`` see `BlockWork`."""
