@@ -35,15 +35,20 @@ class Arrangement(Generic[B]):
         # The first entry of each block in a flat stack, and the end.
         self._starts = [0, *accumulate(prod(block.shape) for block in self.blocks)]
 
+    def blocks_of(self, members: Members) -> Sequence[B]:
+        """Return some of the blocks."""
+        if len(members) == len(self.blocks):
+            return self.blocks
+        return [self.blocks[member] for member in members]
+
     def views(self, tensor: Tensor, members: Members) -> list[Tensor]:
         """Return the slices of some blocks, one for each run of neighbours."""
         if len(members) == len(self.blocks):
             return [tensor]
-        if self._flat:
-            starts = self._starts
-            return [tensor[starts[first] : starts[last]] for first, last in _runs(members)]
-        size = len(tensor) // len(self.blocks)
-        return [tensor[first * size : last * size] for first, last in _runs(members)]
+        starts: Sequence[int] = self._starts
+        if not self._flat:
+            starts = range(0, len(tensor) + 1, len(tensor) // len(self.blocks))
+        return [tensor[starts[first] : starts[last]] for first, last in _runs(members)]
 
     def take(self, tensor: Tensor, members: Members) -> Tensor:
         """Return the groups of some blocks: a view where they are neighbours, else a copy."""
@@ -58,17 +63,25 @@ class Arrangement(Generic[B]):
             return dict(tensors)
         return {name: self.take(tensor, members) for name, tensor in tensors.items()}
 
+    def matched(
+        self, tensor: Tensor, members: Members, values: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the slices of some blocks, each with its part of values of these blocks."""
+        views = self.views(tensor, members)
+        if len(views) == 1:
+            return [(views[0], values)]
+        return list(zip(views, values.split(list(map(len, views))), strict=True))
+
     def put(self, tensor: Tensor, members: Members, values: Tensor) -> None:
         """Overwrite the groups of some blocks, in place."""
-        views = self.views(tensor, members)
-        parts = values.split([len(view) for view in views]) if len(views) > 1 else [values]
-        for view, part in zip(views, parts, strict=True):
+        for view, part in self.matched(tensor, members, values):
             view.copy_(part)
 
     def shape_of(self, members: Members) -> tuple[int, ...]:
         """Return the shape of the gradients of some blocks as one tensor."""
         if self._flat:
-            return sum(prod(self.blocks[member].shape) for member in members), 1, 1
+            sizes = [prod(block.shape) for block in self.blocks_of(members)]
+            return sum(sizes), 1, 1
         groups, out, into = self.like.shape
         return len(members) * groups, out, into
 
@@ -76,8 +89,8 @@ class Arrangement(Generic[B]):
         """Return views of the gradients or updates of some blocks, ``[groups, out, in]`` each."""
         if not self._flat:
             return list(tensor.chunk(len(members)))
-        shapes = [self.blocks[member].shape for member in members]
-        parts = tensor.split([prod(shape) for shape in shapes])
+        shapes = [block.shape for block in self.blocks_of(members)]
+        parts = tensor.split(list(map(prod, shapes)))
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
@@ -96,7 +109,7 @@ class Arrangement(Generic[B]):
 
     def used(self) -> tuple[int, ...]:
         """Return the blocks with a gradient."""
-        if all(gradient is not None for gradient in self.like.home.each(self.parameters)):
+        if len(self.like.home.of(self.parameters)) == len(self.parameters):
             return self.all
         return tuple(i for i, block in enumerate(self.blocks) if block.has_gradient)
 
@@ -105,8 +118,9 @@ class Arrangement(Generic[B]):
         windows = self._windows
         if not self._flat or windows is None or None in windows:
             return None
-        if any(g.dtype != self.like.dtype or g.is_sparse for g in gradients):
-            return None
+        for gradient in gradients:
+            if gradient.dtype != self.like.dtype or gradient.is_sparse:
+                return None
         flat: Tensor = _flatten_dense_tensors(gradients)
         return flat.view(-1, 1, 1)
 
@@ -156,8 +170,7 @@ class Arrangement(Generic[B]):
             shape = self.shape_of(self.all)
         elif len(self.blocks) > 1:
             shape = (shape[0] // blocks * len(self.blocks), *shape[1:])
-        kind = like.dtype if dtype is None else dtype
-        return torch.zeros(tuple(shape), dtype=kind, device=like.device)
+        return torch.zeros(tuple(shape), dtype=dtype or like.dtype, device=like.device)
 
 
 def _windows(block: BlockSpec, matrix: Tensor, in_order: bool) -> _Windows | None:
@@ -184,12 +197,12 @@ def _windows(block: BlockSpec, matrix: Tensor, in_order: bool) -> _Windows | Non
     return tuple(windows)
 
 
-def _runs(members: Members) -> list[tuple[int, int]]:
-    """Return runs of neighbours as (first, last + 1)."""
+def _runs(members: Members) -> list[list[int]]:
+    """Return runs of neighbours as [first, last + 1]."""
     runs: list[list[int]] = []
     for member in members:
         if runs and member == runs[-1][1]:
             runs[-1][1] += 1
         else:
             runs.append([member, member + 1])
-    return [(first, last) for first, last in runs]
+    return runs

@@ -12,11 +12,13 @@ blocks (*members*, ascending indices). Numbers that differ by block are in `Reco
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -75,30 +77,55 @@ class Block(BlockSpec):
 
     record: Record = field(default_factory=Record, repr=False)  # its numbers
     member: int = 0  # its index in its stack
-    acting: Method | None = field(default=None, repr=False)  # with settings of a param group
+    acting: Method = field(init=False, repr=False)  # the method with settings of a param group
     stack: Stack = field(init=False, repr=False)  # keeps its tensors, once it has a place
+
+    def __post_init__(self) -> None:
+        self.acting = self.method
 
     # -- state ------------------------------------------------------------------------------------
 
     @property
     def running(self) -> RunningFactors:
         """The running factors that this rank holds."""
-        return RunningFactors(self)
+        masses = self.record.masses
+        return RunningFactors(self, [name for name in self.stack.factors if name in masses])
 
     @property
     def second_order(self) -> SecondOrderData:
         """The second-order data that this rank holds."""
-        return SecondOrderData(self)
+        return SecondOrderData(self, self.stack.data if self.record.solved else ())
 
     @property
     def state(self) -> State:
-        """The method's state, on gradient workers."""
-        return State(self)
+        """The method's state, on gradient workers; empty on ranks that hold none."""
+        return State(self, self.stack.state if self.record.updates else ())
 
     @cached_property
-    def dependent(self) -> bool:
-        """Whether the statistics of a factor are computed with second-order data."""
-        return any(factor.needs for factor in self.factors)
+    def captured_names(self) -> frozenset[str]:
+        """The names of the factors with statistics of calls."""
+        return frozenset(factor.name for factor in self.captured)
+
+    @cached_property
+    def needy(self) -> frozenset[str]:
+        """The names of those of them whose statistics are computed with second-order data."""
+        return frozenset(factor.name for factor in self.captured if factor.needs)
+
+    @cached_property
+    def dependents(self) -> list[str]:
+        """The names of the factors whose statistics are computed with data of solved factors."""
+        solved = self.tensors.keys()
+        return [factor.name for factor in self.factors if not solved.isdisjoint(factor.needs)]
+
+    @cached_property
+    def rebases(self) -> bool:
+        """Whether states are kept in the basis of second-order data."""
+        return self.method.rebases
+
+    @cached_property
+    def solvers_text(self) -> str:
+        """The text of `solvers`: blocks with equal texts split their damping alike."""
+        return repr(self.solvers)
 
     @property
     def identity(self) -> tuple[int, str]:
@@ -121,24 +148,16 @@ class Block(BlockSpec):
     @property
     def lacks(self) -> bool:
         """Whether a factor without statistics could take its first ones now."""
-        if not self.dependent:
-            return False
-        able, masses = self.gatherable(), self.record.masses
-        return any(f.needs and f.name in able and f.name not in masses for f in self.captured)
+        return not self.needy <= self.record.masses.keys() and self.solved
 
     def gatherable(self, *, late: bool = False) -> frozenset[str]:
         """Return the factors that can take statistics: some need second-order data for that.
 
         ``late`` means that the data are there, and these factors take statistics a window later.
         """
-        if not self.dependent:
-            return self._captured_names
-        ready = self.solved and not late
-        return frozenset([f.name for f in self.captured if ready or not f.needs])
-
-    @cached_property
-    def _captured_names(self) -> frozenset[str]:
-        return frozenset(factor.name for factor in self.captured)
+        if self.needy and (late or not self.solved):
+            return self.captured_names - self.needy
+        return self.captured_names
 
     def damped_with(self, damping: float) -> float:
         """Return the block's damping, given the preconditioner's."""
@@ -150,8 +169,7 @@ class Block(BlockSpec):
 
     def act(self, method: Method) -> None:
         """Compute updates by the method with other settings from now on."""
-        # None for settings as they were built: such blocks stay in one batch.
-        self.acting = None if method is self.method else method
+        self.acting = method
 
     def snapshot(self) -> Solved:
         """Return the second-order data and the damping, and begin to note failures anew."""
@@ -184,20 +202,17 @@ class Block(BlockSpec):
     def gradient(self) -> Tensor:
         """Return the gradient ``[groups, out, in]`` in the factors' dtype, with zeros for None."""
         assert not self.shards, "the gradient is in parts, which have to be gathered first"
-        gradients = self.home.each(list(self.parameters.values()))
-        tensors: dict[str, Tensor] = {}
-        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
-            tensors[name] = torch.zeros_like(parameter) if gradient is None else gradient
-        return self.layout.pack(tensors).to(self.dtype)
+        return self.layout.pack(self.parts()).to(self.dtype)
 
     def parts(self) -> dict[str, Tensor]:
         """Return this rank's part of each gradient by name, in the shape of the home's `local`."""
+        parameters = list(self.parameters.values())
         parts: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            gradient = self.home.read(parameter)
-            if gradient is None:
-                gradient = torch.zeros_like(self.home.local(parameter))
-            parts[name] = gradient
+        for name, gradient in zip(self.parameters, self.home.each(parameters), strict=True):
+            if gradient is not None:
+                parts[name] = gradient
+            else:
+                parts[name] = torch.zeros_like(self.home.local(self.parameters[name]))
         return parts
 
     def assemble(self, gradients: Mapping[str, Tensor]) -> Tensor:
@@ -252,23 +267,16 @@ class Stack(Arrangement[Block]):
 
     def alike(self, members: Members) -> list[tuple[int, ...]]:
         """Return sets of blocks in the same state; a method is called once for each set."""
-        statuses = list(map(_STATUS, [self.blocks[member] for member in members]))
-        unsolved = [factor.name for factor in self.like.unsolved]
+        statuses = list(map(_STATUS, self.blocks_of(members)))
+        unsolved = self.like.unsolved
         if members and not unsolved and statuses.count(statuses[0]) == len(statuses):
             return [tuple(members)]
         same: dict[tuple[object, ...], list[int]] = {}
         for member, status in zip(members, statuses, strict=True):
             masses = self.blocks[member].record.masses
-            known = tuple([name in masses for name in unsolved])
+            known = tuple([factor.name in masses for factor in unsolved])
             same.setdefault((status[:-1], known, id(status[-1])), []).append(member)
         return list(map(tuple, same.values()))
-
-    def drop_dependent(self, members: Members, name: str) -> None:
-        """Drop the averages that need second-order data of factor ``name``, now replaced."""
-        for factor in self.like.factors:
-            if name in factor.needs:
-                for member in members:
-                    self.blocks[member].record.masses.pop(factor.name, None)
 
     # -- running factors --------------------------------------------------------------------------
 
@@ -295,16 +303,21 @@ class Stack(Arrangement[Block]):
         stored = self._factors[name]
         return on_device(stored, self.like.device) if self.like.offload else stored
 
-    def hold(self, name: str, factor: Tensor) -> None:
-        """Store a running factor of all blocks, on the host if it is offloaded."""
+    def hold(self, name: str, factor: Tensor, *, lower: bool = False) -> None:
+        """Store a running factor of all blocks, on the host if it is offloaded.
+
+        With ``lower`` its matrices are valid in the lower triangle alone.
+        """
         self._factors[name] = on_host(factor) if self.like.offload else factor
+        self.lower.discard(name)
+        if lower:
+            self.lower.add(name)
 
     def factor(self, name: str) -> Tensor:
         """Return a running factor of all blocks as `held` does, with both triangles."""
         running = self.held(name)
         if name in self.lower:
             self.hold(name, mirror(running))
-            self.lower.discard(name)
         return running
 
     def matrices(self, factor: FactorSpec, members: Members, *, lower: bool = False) -> Tensor:
@@ -328,18 +341,17 @@ class Stack(Arrangement[Block]):
         """Return the running factor of some blocks in the dtype in which it is kept."""
         if factor.dtype == self.like.factor_dtype:
             return factor
-        # As triangles, in which some placements keep them: all round alike.
-        is_matrix = name in self.like.psd and factor.dim() == 3
-        rows = pack_triangle(factor) if is_matrix else factor
-        kept = dithered(rows, self.like.factor_dtype, rows.numel() // blocks, turn)
-        return unpack_triangle(kept, factor.shape[-1]) if is_matrix else kept
+        if name in self.like.psd and factor.dim() == 3:
+            # As triangles, in which some placements keep them: all round alike.
+            triangles = self.rounded(pack_triangle(factor), name, blocks, turn)
+            return unpack_triangle(triangles, factor.shape[-1])
+        return dithered(factor, self.like.factor_dtype, factor.numel() // blocks, turn)
 
     def set_factor(self, name: str, members: Members, stored: Tensor, turn: int = 0) -> None:
         """Store the running factor of some blocks, as the placement stores it."""
         stored = self.rounded(stored, name, len(members), turn)
         if len(members) == len(self.blocks):
             self.hold(name, stored)
-            self.lower.discard(name)
             return
         if name in self.factors:
             running = self.factor(name)
@@ -410,71 +422,54 @@ class Stack(Arrangement[Block]):
             self.state[name] = self.with_values(self.state.get(name), members, kept)
 
 
-class _View(Mapping[str, Tensor]):
-    """Tensors of one block by name, as slices of its stack's."""
+V = TypeVar("V")
 
-    def __init__(self, block: Block) -> None:
-        self._block, self._stack = block, block.stack
-        self._members = (block.member,)
+
+class _View(Mapping[str, V]):
+    """Data of one block by name, as slices of its stack's tensors."""
+
+    def __init__(self, block: Block, names: Collection[str]) -> None:
+        self._block, self._names = block, names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._names())
+        return len(self._names)
 
-    def _names(self) -> list[str]:
-        raise NotImplementedError
+    def __getitem__(self, name: str) -> V:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name, self._block.stack, (self._block.member,))
+
+    @abstractmethod
+    def _read(self, name: str, stack: Stack, members: Members) -> V:
+        """Return what the stack has of the block under a name."""
 
 
-class RunningFactors(_View):
+class RunningFactors(_View[Tensor]):
     """The running factors of a block that this rank holds, as they are stored."""
 
-    def _names(self) -> list[str]:
-        masses = self._block.record.masses
-        return [name for name in self._stack.factors if name in masses]
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._block.record.masses:
-            raise KeyError(name)
-        kept = self._stack.take(self._stack.factor(name), self._members)
-        return kept.to(self._block.dtype)
+    def _read(self, name: str, stack: Stack, members: Members) -> Tensor:
+        return stack.take(stack.factor(name), members).to(self._block.dtype)
 
     def matrix(self, factor: FactorSpec) -> Tensor:
         """Return a factor as whole matrices, ``[groups, n, n]``, or in its own shape."""
         return unpack(self[factor.name], factor)
 
 
-class SecondOrderData(Mapping[str, Mapping[str, Tensor]]):
+class SecondOrderData(_View[Mapping[str, Tensor]]):
     """The second-order data of a block on this rank: factor -> tensor name -> tensor."""
 
-    def __init__(self, block: Block) -> None:
-        self._block = block
-
-    def __getitem__(self, factor: str) -> Mapping[str, Tensor]:
-        if not self._block.record.solved:
-            raise KeyError(factor)
-        stack, members = self._block.stack, (self._block.member,)
-        return stack.take_each(stack.data[factor], members)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._block.stack.data if self._block.record.solved else ())
-
-    def __len__(self) -> int:
-        return len(self._block.stack.data) if self._block.record.solved else 0
+    def _read(self, name: str, stack: Stack, members: Members) -> Mapping[str, Tensor]:
+        return stack.take_each(stack.data[name], members)
 
 
-class State(_View):
-    """The method's state of a block; empty on ranks that hold none."""
+class State(_View[Tensor]):
+    """The method's state of a block."""
 
-    def _names(self) -> list[str]:
-        return list(self._stack.state) if self._block.record.updates else []
-
-    def __getitem__(self, name: str) -> Tensor:
-        if not self._block.record.updates:
-            raise KeyError(name)
-        stored = self._stack.take(self._stack.state[name], self._members)
-        return stored.view(self._block.states[name].shape)
+    def _read(self, name: str, stack: Stack, members: Members) -> Tensor:
+        return stack.take(stack.state[name], members).view(self._block.states[name].shape)
 
     @property
     def updates(self) -> int:

@@ -85,7 +85,8 @@ def _ends(module: nn.Module, *, guessed: bool = True) -> Iterator[_End]:
 def _named_heads(module: nn.Module) -> list[nn.Module]:
     """Return the heads that a module names by a method."""
     for getter in _GETTERS:
-        heads = getattr(module, getter)() if callable(getattr(module, getter, None)) else None
+        get = getattr(module, getter, None)
+        heads = get() if callable(get) else None
         # timm's distilled models have two.
         named = heads if isinstance(heads, tuple) else (heads,)
         present = [head for head in named if head is not None]
@@ -108,19 +109,14 @@ def _last(module: nn.Module) -> tuple[list[nn.Module], bool]:
             layers += child.children() if isinstance(child, lists) else [child]
     if layers:
         return layers, False
-    is_only = last == list(filter(_is_linear, module.modules()))
+    is_only = last == [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     return last if is_only else [], True
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:
     """Return the children that have parameters, by name."""
     named: dict[str, nn.Module] = {}
     for name, child in module.named_children():
-        parameters = child._parameters.values()  # first: walking over modules takes a while
-        if any(p is not None for p in parameters) or next(child.parameters(), None) is not None:
+        if next(child.parameters(), None) is not None:
             named[name] = child
     return named

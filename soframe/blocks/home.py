@@ -64,8 +64,12 @@ class GradientHome(ABC):
             The part of each rank; None, the default unless it is a DTensor, where every rank has
             the whole.
         """
-        home = _home_of(parameter)
+        home = self._elsewhere(parameter)
         return None if home is None else home.shards(parameter, ranks)
+
+    def _elsewhere(self, parameter: nn.Parameter) -> GradientHome | None:
+        """Return the home of a parameter of another kind than this one is for."""
+        return _home_of(parameter)
 
     def each(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return the gradient of each parameter, as `read` does."""
@@ -216,10 +220,6 @@ class PlainGrad(GradientHome):
             return super().locals(parameters)
         return [p if type(p) is nn.Parameter else self.local(p) for p in parameters]
 
-    def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
-        home = self._elsewhere(parameter)
-        return None if home is None else home.shards(parameter, ranks)
-
     def is_partial(self, parameter: nn.Parameter) -> bool:
         home = self._elsewhere(parameter)
         return home is not None and home.is_partial(parameter)
@@ -234,18 +234,26 @@ class PlainGrad(GradientHome):
         deepspeed = sharding.met("deepspeed")
         if deepspeed is not None:  # gradients that ZeRO keeps
             self._zero = {**self._zero, **deepspeed.homes(named, self._zero, self._sources)}
-        sharding.require_served((name, p) for name, p in named if p not in self._zero)
+        if self._zero:
+            named = [(name, parameter) for name, parameter in named if parameter not in self._zero]
+        sharding.require_served(named)
 
     def incomplete(self, parameters: Iterable[nn.Parameter]) -> str | None:
-        homes = dict.fromkeys(filter(None, map(self._zero.get, parameters))) if self._zero else ()
-        return next((why for home in homes if (why := home.incomplete(()))), None)
+        if not self._zero:
+            return None
+        for home in dict.fromkeys(filter(None, map(self._zero.get, parameters))):
+            if (why := home.incomplete(())) is not None:
+                return why
+        return None
 
     def shaped(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         return sharding.shaped(parameters)
 
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
-        of_zero = (home.groups(optimizer) for home in dict.fromkeys(self._zero.values()))
-        return next(filter(None, of_zero), None) or super().groups(optimizer)
+        for home in dict.fromkeys(self._zero.values()):
+            if groups := home.groups(optimizer):
+                return groups
+        return super().groups(optimizer)
 
 
 def _home_of(parameter: nn.Parameter) -> GradientHome | None:

@@ -14,7 +14,7 @@ from soframe.strategies.work import BlockPlacement
 log = logging.getLogger("soframe")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PlacedBlocks:
     """The blocks of a model, their placement on ranks, and the backend that sends their tensors.
 
@@ -24,22 +24,17 @@ class PlacedBlocks:
     blocks: Sequence[Block]
     placement: Placement  # the owner, gradient workers and receivers of each block
     backend: Backend  # the collectives between them
-    stacks: tuple[Stack, ...] = field(init=False, repr=False)  # the blocks that are alike, batched
-    captured: tuple[Block, ...] = field(init=False, repr=False)  # with statistics of calls
-    solvable: tuple[Block, ...] = field(init=False, repr=False)  # with solved factors
     errors: list[Exception] = field(default_factory=list, repr=False)  # the first of this rank
-    rank: int = field(init=False, repr=False)  # this rank
 
     def __post_init__(self) -> None:
-        blocks, places = self.blocks, self.placement.blocks
+        self.rank = self.backend.rank  # this rank
         stacks: list[Stack] = []
         for members in self.placement.stacks:
-            of_stack = [blocks[index] for index in members]
-            stacks.append(Stack(of_stack, [places[index] for index in members]))
-        object.__setattr__(self, "rank", self.backend.rank)
-        object.__setattr__(self, "stacks", tuple(stacks))
-        object.__setattr__(self, "captured", tuple(b for b in blocks if b.captured))
-        object.__setattr__(self, "solvable", tuple(b for b in blocks if b.tensors))
+            blocks = [self.blocks[index] for index in members]
+            stacks.append(Stack(blocks, [self.placement.blocks[index] for index in members]))
+        self.stacks = tuple(stacks)  # the blocks that are alike, batched
+        self.captured = tuple(b for b in self.blocks if b.captured)  # with statistics of calls
+        self.solvable = tuple(b for b in self.blocks if b.tensors)  # with solved factors
 
     def __iter__(self) -> Iterator[tuple[Block, BlockPlacement]]:
         return zip(self.blocks, self.placement.blocks, strict=True)

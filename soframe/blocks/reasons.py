@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
 import torch
@@ -57,30 +57,17 @@ _UNCALLED: Mapping[str, tuple[str, ...]] = {
 """Modules that use parameters of submodules without calling these, by name, and which ones."""
 
 
-def _uncalled_children(kind: type[nn.Module]) -> list[tuple[str, str]]:
-    """Return the submodules that modules of a class use without calling them.
-
-    Each is a pair of names: of the class (or its base) that does so, and of the submodule.
-    """
-    uncalled: list[tuple[str, str]] = []
-    for base in kind.__mro__:
-        name = base.__name__
-        if base.__module__.startswith("torch.nn."):
-            name = f"nn.{name}"
-        children = _UNCALLED.get(f"{base.__module__}.{base.__qualname__}", ())
-        uncalled += [(name, child) for child in children]
-    return uncalled
-
-
 def reasons_of_uncalled(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
     """Return the reason why each submodule that is never called has no block, by its name."""
-    kinds = {type(module) for _, module in modules}
-    children_of = {kind: _uncalled_children(kind) for kind in kinds}
     reasons: dict[str, str] = {}
     for name, module in modules:
-        for kind, child in children_of[type(module)]:
-            full = f"{name}.{child}" if name else child
-            reasons[full] = Reason.UNCALLED.format(kind)
+        for base in type(module).__mro__:
+            kind = f"{base.__module__}.{base.__qualname__}"
+            for child in _UNCALLED.get(kind, ()):
+                shown = base.__name__
+                if kind.startswith("torch.nn."):
+                    shown = f"nn.{shown}"
+                reasons[f"{name}.{child}".removeprefix(".")] = Reason.UNCALLED.format(shown)
     return reasons
 
 
@@ -123,20 +110,22 @@ def why_no_helper(module: nn.Module) -> str:
     return Reason.UNKNOWN.format(kind)
 
 
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module itself, by name."""
+    return {name: p for name, p in module._parameters.items() if p is not None}
+
+
 def _has_matrix(module: nn.Module) -> bool:
     """Return whether a module has a weight ``[out, in]``, perhaps a bias ``[out]``, and no more."""
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    if weight is None or weight.dim() != 2:
-        return False
-    names = {name for name, p in module._parameters.items() if p is not None}
-    return names <= {"weight", "bias"} and (bias is None or bias.shape == weight.shape[:1])
+    shapes = {name: parameter.shape for name, parameter in parameters_of(module).items()}
+    weight = shapes.pop("weight", torch.Size())
+    bias = shapes.pop("bias", weight[:1])
+    return len(weight) == 2 and bias == weight[:1] and not shapes
 
 
-def sparse(
-    parameter: nn.Parameter, sharers: Mapping[int, Sequence[tuple[str, nn.Module]]]
-) -> str | None:
-    """Return the reason if the gradient of a parameter is sparse, else None."""
-    for _, module in sharers.get(id(parameter), ()):
+def sparse(modules: Iterable[nn.Module]) -> str | None:
+    """Return the reason if the gradient of a parameter of some modules is sparse, else None."""
+    for module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return Reason.SPARSE.format(type(module).__name__)
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -28,6 +28,7 @@ from soframe.blocks.reasons import (
     REMEDY,
     Reason,
     find_override,
+    parameters_of,
     reasons_of_uncalled,
     sparse,
     why_no_helper,
@@ -164,7 +165,8 @@ class Registration:
             why = "" if self.solver == "inverse" else ", since a method does not take 'inverse'"
             solver_note = f"solver {self.solver!r} by default{why}"
         self.report = self._make_report(solver_note)
-        self.unused = sorted({*choices.skip, *choices.layers, *choices.cut} - self._used)
+        patterns = set(choices.skip).union(choices.layers, choices.cut)
+        self.unused = sorted(patterns - self._used)
         self.unused += self._methods.unused() + self._solvers.unused()
         if self.unused and not choices.staged:
             warn_unused(self.unused, stacklevel=9)
@@ -197,7 +199,7 @@ class Registration:
         self._heads = {id(weight) for weight in heads.weights}
         self._heads_are_guessed = heads.guessed
         # Where neither the model nor the choices show the head, any layer may be it.
-        self._is_head_shown = bool(self._heads or self._choices.skip or self._choices.staged)
+        self._is_head_shown = any((self._heads, self._choices.skip, self._choices.staged))
         self._embeddings: set[int] = set()  # parameters of embeddings, by identity
         self._used: set[str] = set()  # patterns of `skip`, `layers` and `cut` that match a module
         self._names: dict[int, list[str]] = {}  # of each module, by identity
@@ -208,8 +210,10 @@ class Registration:
             name = plain_name(full)
             self._names.setdefault(id(module), []).append(name)
             self._by_name[name] = modules[id(module)] = module
-        with_parameters = [module for module in modules.values() if module._parameters]
-        self._modules = [(self._names[id(module)][0], module) for module in with_parameters]
+        self._modules: list[tuple[str, nn.Module]] = []  # those with parameters
+        for module in modules.values():
+            if module._parameters:
+                self._modules.append((self._names[id(module)][0], module))
         self._parameters = [(plain_name(name), p) for name, p in named]
         self._sharers = self._find_sharers()
         self._uncalled = reasons_of_uncalled(self._modules)
@@ -232,28 +236,22 @@ class Registration:
             self._decide(layer)
         self._register_layouts()
         self._register_parameters()
-        unserved = {p: why for p, why in self._unserved.items() if p not in self._served}
-        _require_served(unserved, self._choices.layers)
+        _require_served(self._unserved, self._served, self._choices.layers)
 
     # -- candidates -----------------------------------------------------------------------------
 
-    def _find_sharers(self) -> dict[int, list[tuple[str, nn.Module]]]:
-        """Return the modules that have each parameter, by its id.
+    def _find_sharers(self) -> dict[int, dict[nn.Module, str]]:
+        """Return the modules that have each parameter, by its id, with their names.
 
         Lazy parameters are refused, and parameters of embeddings are put down in `_embeddings`.
         """
-        sharers: dict[int, list[tuple[str, nn.Module]]] = {}
+        sharers: dict[int, dict[nn.Module, str]] = {}
         for name, module in self._modules:
             is_skipped = self._skipping(module) is not None
-            for parameter in module._parameters.values():
-                if parameter is None:
-                    continue
+            for parameter in parameters_of(module).values():
                 if not is_skipped:
                     _require_initialised(name, module, parameter)
-                owners = sharers.setdefault(id(parameter), [])
-                # A module may have the parameter under two names.
-                if not owners or owners[-1][1] is not module:
-                    owners.append((name, module))
+                sharers.setdefault(id(parameter), {})[module] = name
                 if isinstance(module, nn.Embedding):
                     self._embeddings.add(id(parameter))
         return sharers
@@ -285,7 +283,7 @@ class Registration:
         if weight is None:
             return [candidate]
         layer: list[_Candidate] = []
-        for name, module in self._sharers[id(weight)]:
+        for module, name in self._sharers[id(weight)].items():
             if module is candidate.module:
                 layer.append(candidate)
             else:
@@ -302,7 +300,7 @@ class Registration:
             return Reason.SKIPPED.format(pattern)
         if helper is None:
             return why_no_helper(module)
-        empty = [n for n, p in module._parameters.items() if p is not None and p.numel() == 0]
+        empty = [key for key, p in parameters_of(module).items() if p.numel() == 0]
         if empty:
             return Reason.EMPTY.format(", ".join(empty))
         if name in self._uncalled:
@@ -339,9 +337,9 @@ class Registration:
             chosen = self._choices.layers[pattern]
             if chosen != "all":
                 return chosen
-        helper = KINDS["layer"].lookup(type(module), optional=pattern is not None)
-        assert helper is None or issubclass(helper, LayerHelper)
-        return helper
+        known: type[LayerHelper] | None
+        known = KINDS["layer"].lookup(type(module), optional=pattern is not None)
+        return known
 
     def _reads_calls(self, name: str) -> bool:
         """Return whether the method of a module reads its calls.
@@ -381,7 +379,9 @@ class Registration:
             for candidate, helper in zip(layer, block_helpers, strict=True):
                 _require_own_parameters(candidate.name, helper)
             self._build_of_layer(name, layer, method, block_helpers)
-        for key in () if method.joint else trained:
+        if method.joint:
+            return
+        for key in trained:
             parameter = parameter_of(layer[0].module, key)
             if id(parameter) not in self._in_block:
                 self._reasons.setdefault(id(parameter), Reason.WEIGHT_ALONE)
@@ -393,7 +393,7 @@ class Registration:
             helper, module = candidate.helper, candidate.module
             assert helper is not None
             names = helper.names(module)
-            for key in dict.fromkeys([*names, *module._parameters]):
+            for key in dict.fromkeys(chain(names, module._parameters)):
                 parameter = parameter_of(module, key)
                 if parameter is None:
                     if key in names:
@@ -450,24 +450,23 @@ class Registration:
         auxiliary: bool = False,
     ) -> None:
         """Build a block with its solver and its dtypes, and admit it."""
-        reads_calls = bool(helpers)
-        positions = 1 if reads_calls else positions_of(layout.module, layout)
-        if positions > 1:
+        if helpers:
+            cut = first_match(self._choices.cut, *self._names[id(layout.module)])
+            if cut is not None:
+                raise ValueError(
+                    f"{name}: cut[{cut!r}] is for methods that read gradients alone, and "
+                    f"{method!r} reads calls: choose another method for this module by a pattern "
+                    f"of method=, or leave it out of cut="
+                )
+        elif (positions := positions_of(layout.module, layout)) > 1:
             key = id(method), positions
             method = self._of_kernels.setdefault(key, method.of_kernel(positions))
-        cut = first_match(self._choices.cut, *self._names[id(layout.module)])
-        if reads_calls and cut is not None:
-            raise ValueError(
-                f"{name}: cut[{cut!r}] is for methods that read gradients alone, and {method!r} "
-                f"reads calls: choose another method for this module by a pattern of method=, or "
-                f"leave it out of cut="
-            )
         dtype = factor_dtype(list(layout.parameters.values()), self._choices.dtype)
         block = Block(
             name=name or sharding.class_name(layout.module),
             helpers=helpers,
             method=method,
-            solver=self._solver_of(name, reads_calls=reads_calls),
+            solver=self._solver_of(name, reads_calls=bool(helpers)),
             dtype=dtype,
             state_dtype=self._choices.state_dtype or dtype,
             factor_dtype=self._choices.dtype or dtype,
@@ -549,14 +548,15 @@ class Registration:
             if not parameter.requires_grad and id(parameter) not in self._choices.kept:
                 self._reasons.setdefault(id(parameter), FROZEN)
                 continue
-            name, module = self._sharers[id(parameter)][0]
+            sharers = self._sharers[id(parameter)]
+            module, name = next(iter(sharers.items()))
             if (reason := self._build_of_parameter(full, parameter, name, module)) is None:
                 continue
             reason = self._reasons.setdefault(id(parameter), reason)
             if self._auxiliary is None:
                 continue
             _require_elements(full, parameter)
-            if (why := sparse(parameter, self._sharers)) is not None:
+            if (why := sparse(sharers)) is not None:
                 raise ValueError(f"{full}: {why}, or freeze it")
             layout: Layout = PlainLayout(module, full.rpartition(".")[2])
             if parameter.is_complex() and self._auxiliary.factors(layout.shape):
@@ -575,9 +575,10 @@ class Registration:
             return Reason.NO_METHOD
         if self._captures[id(method)]:
             return Reason.NO_BLOCK
-        self._methods.mark_used(name)  # whether or not the method takes the parameter
+        self._methods.choose(name)  # used, whether or not it takes the parameter
         _require_elements(full, parameter)
-        if (reason := sparse(parameter, self._sharers)) is not None:
+        sharers = self._sharers[id(parameter)]
+        if (reason := sparse(sharers)) is not None:
             return reason
         layout = self._layout(name, module, full.rpartition(".")[2])
         method, layout = self._cut(name, full, method, layout)
@@ -585,9 +586,9 @@ class Registration:
             return reason
         if note := _flattened(parameter, layout):
             self._notes.setdefault(full, note)
-        sharers = dict.fromkeys(name for name, _ in self._sharers[id(parameter)])
-        if len(sharers) > 1:
-            self._notes[full] = f"shared by {', '.join(sharers)}"
+        names = dict.fromkeys(sharers.values())
+        if len(names) > 1:
+            self._notes[full] = f"shared by {', '.join(names)}"
         self._build(full, method, (), layout)
         return None
 
@@ -669,10 +670,9 @@ class Registration:
         return method, layout
 
     def _explain(self, module: nn.Module, reason: str) -> None:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                frozen = not parameter.requires_grad
-                self._reasons.setdefault(id(parameter), FROZEN if frozen else reason)
+        for parameter in parameters_of(module).values():
+            why = reason if parameter.requires_grad else FROZEN
+            self._reasons.setdefault(id(parameter), why)
 
     # -- report -------------------------------------------------------------------------------
 
@@ -692,9 +692,9 @@ class Registration:
             # Blocks of one kind have the same dict of tensors, and the same texts.
             kind = id(block.tensors)
             if kind not in texts:
-                solvers = [_name(solver) for _, _, solver in block.solved_factors]
-                method = " / ".join(dict.fromkeys([_name(block.method), *solvers]))
-                texts[kind] = method, [*_diagonals(block), *_left_out(block)]
+                names = [_name(block.method)]
+                names += [_name(solver) for _, _, solver in block.solved_factors]
+                texts[kind] = " / ".join(dict.fromkeys(names)), list(_reduced(block))
             method, reduced = texts[kind]
             notes = [self._notes.get(block.name, ""), *reduced]
             if block.name == self._possible_head:
@@ -733,9 +733,10 @@ class _PerLayer:
 
     def __init__(self, kind: str, choice: Choice, base: type) -> None:
         self._kind = kind
-        registry = KINDS[kind]
         patterns = choice if isinstance(choice, Mapping) else {"": choice}
-        self._by_pattern = {key: registry.build(value, base) for key, value in patterns.items()}
+        self._by_pattern: dict[str, Any] = {}
+        for pattern, value in patterns.items():
+            self._by_pattern[pattern] = KINDS[kind].build(value, base)
         self._used: set[str] = set()
 
     def replace_each(self, change: Callable[[Any], Any]) -> None:
@@ -751,18 +752,8 @@ class _PerLayer:
         pattern = first_match(self._by_pattern, name)
         return None if pattern is None else self._by_pattern[pattern]
 
-    def mark_used(self, name: str) -> None:
-        """Take the pattern of a module out of `unused`."""
-        pattern = first_match(self._by_pattern, name)
-        if pattern is not None:
-            self._used.add(pattern)
-
     def choose(self, name: str) -> Any:
-        """Return the component of a module, and mark its pattern as used.
-
-        Raises:
-            ValueError: If no pattern matches.
-        """
+        """Return the component of a module, and mark its pattern as used."""
         pattern = first_match(self._by_pattern, name)
         if pattern is None:
             raise ValueError(
@@ -774,18 +765,19 @@ class _PerLayer:
 
     def is_by_name(self, name: str) -> bool:
         """Return whether a module has its component by a pattern other than those for all."""
-        pattern = first_match(self._by_pattern, name)
-        return pattern is not None and pattern not in ("", ".*")
+        return first_match(self._by_pattern, name) not in (None, "", ".*")
 
     def unused(self) -> list[str]:
         return sorted(set(self._by_pattern) - self._used - {"", ".*"})
 
 
-def _require_served(unserved: Mapping[str, str], layers: Mapping[str, Any]) -> None:
+def _require_served(
+    unserved: Mapping[str, str], served: Collection[str], layers: Mapping[str, Any]
+) -> None:
     """Raise ValueError if a helper of ``layers`` serves no parameter of its pattern."""
     for pattern, why in unserved.items():
         chosen = layers[pattern]
-        if chosen != "all":
+        if chosen != "all" and pattern not in served:
             raise ValueError(
                 f"layers[{pattern!r}]={chosen.__name__} changes nothing, since methods that "
                 f"read gradients alone take parameters one by one: {why}. Leave it out"
@@ -899,14 +891,11 @@ def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) 
         )
 
 
-def _is_apart(
-    layer: Sequence[_Candidate], key: str, sharers: Iterable[tuple[str, nn.Module]]
-) -> bool:
+def _is_apart(layer: Sequence[_Candidate], key: str, sharers: Collection[nn.Module]) -> bool:
     """Return whether a parameter is not shared by the same modules as the layer's weight."""
     # A block has a parameter only if it has all of its gradient.
-    owners = {id(module) for _, module in sharers}
-    members = {id(candidate.module) for candidate in layer}
-    if len(owners) > 1 and not owners <= members:
+    members = {candidate.module for candidate in layer}
+    if len(sharers) > 1 and not members.issuperset(sharers):
         return True
     return len({id(parameter_of(candidate.module, key)) for candidate in layer}) > 1
 
@@ -931,32 +920,26 @@ def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
     # 7B.
     if len(helpers) == 1:
         return True
-    if any(helper.shape != first.shape for helper in helpers):
-        return False
     sides = (FactorSpec("A", "right", 1, 1), FactorSpec("G", "left", 1, 1))
     # Each entry gets a number, to be found in the same place of every matrix.
     numbers = {
         name: torch.arange(p.numel(), dtype=torch.float64, device="cpu").view(p.shape)
         for name, p in first.parameters.items()
     }
-    factors, matrix = [first.factor(side) for side in sides], first.pack(numbers)
+    factors, matrix = list(map(first.factor, sides)), first.pack(numbers)
     for helper in helpers[1:]:
-        if [helper.factor(side) for side in sides] != factors:
+        if helper.shape != first.shape or list(map(helper.factor, sides)) != factors:
             return False
         if not torch.equal(helper.pack(numbers), matrix):
             return False
     return True
 
 
-def _diagonals(block: Block) -> Iterator[str]:
-    """Yield notes on the factors that are diagonal, for the report."""
+def _reduced(block: Block) -> Iterator[str]:
+    """Yield notes on the factors that are diagonal, or left out for their size, for the report."""
     for factor in block.factors:
         if factor.kind == "diagonal":
             yield f"{factor.name} diagonal ({factor.size} rows)"
-
-
-def _left_out(block: Block) -> Iterator[str]:
-    """Yield notes on the factors that are left out for their size, for the report."""
     _, out, into = block.shape
     # Only methods of gradients do so, and of matrices alone.
     if min(out, into) == 1 or block.captured:
@@ -973,7 +956,7 @@ _SIDES = {"left": "outputs", "right": "inputs"}
 
 
 def _nameless(name: str, module: nn.Module, helper: type[LayerHelper]) -> ValueError:
-    names = ", ".join(n for n, p in module._parameters.items() if p is not None)
+    names = ", ".join(parameters_of(module))
     return ValueError(
         f"module {name!r} ({type(module).__name__}) has no parameter 'weight' but {names}, "
         f"while {helper.__name__}.unsupported() accepts it: let {helper.__name__}.names() "
@@ -1004,7 +987,11 @@ def _require_own_parameters(name: str, helper: LayerHelper) -> None:
 
 def _require_matrix(name: str, helper: LayerHelper) -> None:
     """Check the shapes of ``pack`` and ``unpack`` on meta tensors."""
-    tensors = {key: torch.empty(p.shape, device="meta") for key, p in helper.parameters.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, parameter in helper.parameters.items():
+        tensors[key] = torch.empty(parameter.shape, device="meta")
+        shapes[key] = tuple(parameter.shape)
     matrix = helper.pack(tensors)
     if matrix.shape != torch.Size(helper.shape):
         raise ValueError(
@@ -1012,7 +999,6 @@ def _require_matrix(name: str, helper: LayerHelper) -> None:
             f"its shape says {tuple(helper.shape)}, [groups, out, in]"
         )
     unpacked = {key: tuple(tensor.shape) for key, tensor in helper.unpack(matrix).items()}
-    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if unpacked != shapes:
         raise ValueError(
             f"{name}: {type(helper).__name__}.unpack() gives {unpacked}, and the parameters are "

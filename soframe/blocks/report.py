@@ -90,10 +90,9 @@ class Report:
 
     @property
     def _covered(self) -> str:
-        covered = [row for row in self.rows if row.block is not None]
-        blocks = len({row.block for row in covered})
+        blocks = [row.block for row in self.rows if row.block is not None]
         coverage = self.coverage
-        text = f"{len(covered)} of {len(self.rows)} parameters in {blocks} block(s)"
+        text = f"{len(blocks)} of {len(self.rows)} parameters in {len(set(blocks))} block(s)"
         text += f", {sum(coverage.values()):.0%} of the trained weights"
         if len(coverage) > 1:
             text += ": " + ", ".join(f"{part:.0%} {method}" for method, part in coverage.items())
@@ -161,6 +160,13 @@ def warn_of_lost_blocks(before: Report, after: Report, stacklevel: int) -> None:
 
 def _reasons(report: Report, name: str) -> list[str]:
     """Return why the trained parameters of a layer have no block, or blocks of single ones."""
-    rows = [row for row in report if row.parameter.startswith(f"{name}.")]
-    reasons = [row.reason for row in rows if row.block is None and row.reason != FROZEN]
-    return reasons + [row.note for row in rows if row.block == row.parameter]
+    reasons: list[str] = []
+    notes: list[str] = []
+    for row in report:
+        if not row.parameter.startswith(f"{name}."):
+            continue
+        if row.block == row.parameter:
+            notes.append(row.note)
+        elif row.block is None and row.reason != FROZEN:
+            reasons.append(row.reason)
+    return reasons + notes

@@ -39,7 +39,7 @@ def met(package: str) -> Any:
 
 def is_distributed(tensor: object) -> bool:
     """Return whether a tensor is a DTensor."""
-    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+    if type(tensor) in (Tensor, nn.Parameter):
         return False
     dtensors = met("torch.distributed.tensor")
     return dtensors is not None and isinstance(tensor, dtensors.DTensor)

@@ -48,13 +48,13 @@ class BlockSpec:
     @property
     def kind(self) -> tuple[object, ...]:
         """A key: blocks with equal keys have the same factors, solvers and states, see `share`."""
-        layout, parts = self.layout, (self.method, self.solver)
+        layout = self.layout
         shapes = tuple((name, parameter.shape) for name, parameter in self.parameters.items())
         # A helper that overrides `factor` may do so by any setting of its module.
         adapts = isinstance(layout, LayerHelper) and type(layout).factor is not LayerHelper.factor
         types = (type(layout), *map(type, self.helpers))
         shape = (self.shape, shapes, bool(self.shards), self.factors if adapts else ())
-        return (types, *map(id, parts), *self.dtypes, *shape)
+        return types, id(self.method), id(self.solver), self.dtypes, shape
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -150,8 +150,7 @@ class BlockSpec:
     @cached_property
     def unsolved(self) -> tuple[FactorSpec, ...]:
         """The factors that are their own data."""
-        solved = {factor.name for _, factor, _ in self.solved_factors}
-        return tuple(factor for factor in self.factors if factor.name not in solved)
+        return tuple(factor for factor in self.factors if factor.name not in self.tensors)
 
     @cached_property
     def tensors(self) -> dict[str, dict[str, TensorSpec]]:
@@ -179,11 +178,6 @@ class BlockSpec:
         return parcel if size * len(self.ranks) < math.prod(self.shape) else {}
 
     @cached_property
-    def rebases(self) -> bool:
-        """Whether states are kept in the basis of second-order data."""
-        return self.method.rebases
-
-    @cached_property
     def remembers(self) -> bool:
         """Whether its updates depend on earlier gradients: by a state, or by factors of them."""
         return bool(self.states) or self.observes
@@ -198,7 +192,12 @@ class BlockSpec:
     @cached_property
     def takes_samples(self) -> bool:
         """Whether samples are drawn for ``Statistics(rows=...)`` rather than rows."""
-        return self.method.reduces or any(factor.reads == "both" for factor in self.factors)
+        return self.method.reduces or self.pairs
+
+    @cached_property
+    def pairs(self) -> bool:
+        """Whether statistics of a factor are computed from inputs and output gradients together."""
+        return any(factor.reads == "both" for factor in self.factors)
 
     @cached_property
     def shards(self) -> dict[str, Shards]:
@@ -223,11 +222,12 @@ class BlockSpec:
     def shares(self, traces: Sequence[Tensor], damping: float) -> list[Tensor]:
         """Return each solved factor's share of the damping, ``[groups]``, given mean traces."""
         # Each solver splits the block's damping over all of its factors together.
-        shares: dict[int, Tensor] = {}
+        shares = list(traces)
         for solver, numbers in self.solvers:
             split = solver.shares([traces[number] for number in numbers], damping)
-            shares.update(zip(numbers, split, strict=True))
-        return [shares[number] for number in range(len(traces))]
+            for number, share in zip(numbers, split, strict=True):
+                shares[number] = share
+        return shares
 
     def work(self, kind: int) -> BlockWork:
         """Return the block's work, for its placement; for ``kind`` see `BlockWork`."""
@@ -242,19 +242,21 @@ class BlockSpec:
 
     @cached_property
     def _work(self) -> BlockWork:
-        continued = {factor.name for _, factor, solver in self.solved_factors if solver.continues}
-        resident = tuple(not f.captured or f.name in continued for f in self.factors)
+        continued = {position for position, _, solver in self.solved_factors if solver.continues}
+        resident: list[bool] = []
+        second_order: list[tuple[TensorSpec, ...]] = []
+        for position, factor in enumerate(self.factors):
+            resident.append(position in continued or not factor.captured)
+            second_order.append(tuple(self.tensors.get(factor.name, {}).values()))
         return BlockWork(
             name="",
             shape=self.shape,
             factors=self.factors,
-            second_order=tuple(
-                tuple(self.tensors.get(factor.name, {}).values()) for factor in self.factors
-            ),
+            second_order=tuple(second_order),
             dtype=str(self.dtype).removeprefix("torch."),
             state_dtype=str(self.state_dtype).removeprefix("torch."),
             factor_dtype=str(self.factor_dtype).removeprefix("torch."),
-            resident=resident if any(resident) else (),
+            resident=tuple(resident) if any(resident) else (),
             unsolved=tuple(factor.name for factor in self.unsolved),
             state=tuple(self.states.values()),
             parcel=tuple(self.parcel.values()),

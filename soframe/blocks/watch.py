@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, methodcaller
 
@@ -18,9 +18,11 @@ class Watch:
     """Compares the parameters of a model with the registered ones."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self._slots = [module._parameters for module in modules]
-        self._children = [module._modules for module in modules]
+        self._slots: list[Mapping[str, nn.Parameter | None]] = []
+        self._children: list[Mapping[str, nn.Module | None]] = []
+        for module in model.modules():
+            self._slots.append(module._parameters)
+            self._children.append(module._modules)
         self._sharded = sharding.sharded_modules(model)
         self._seen = self._look(self.parameters())
         self.forgets = False

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from typing import NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class Term:
     # The statistics, divided by the weights of all ranks: ``[groups, n, n]``, with a valid lower
     # triangle. None if this rank has none.
     tensor: Tensor | None
-    # By block the number of rows that reached each group, for averages by group.
+    # By block the number of rows that reached each group, for averages by group; else one number.
     reached: Sequence[Sequence[float]] = ()
     scale: float = 1.0  # that ``tensor`` still lacks for the sum over ranks to be the average
     turn: int = 0  # the number of the step, by which factors of half precision are rounded
@@ -57,7 +57,9 @@ class Term:
 
     def __post_init__(self) -> None:
         self.factor: FactorSpec = self.stack.like.factors[self.index]
-        self.blocks: list[Block] = [self.stack.blocks[member] for member in self.members]
+        self.blocks: Sequence[Block] = self.stack.blocks_of(self.members)
+        if not self.reached:
+            self.reached = list(repeat((1.0,), len(self.members)))
 
     def zeros(self) -> Tensor:
         """Return statistics of zeros, ``[groups, n, n]``."""
@@ -137,25 +139,18 @@ def _gain(term: Term, decay: float) -> None:
     """
     factor = term.factor
     keep = decay if factor.decay is None else factor.decay
-    for number, block in enumerate(term.blocks):
-        masses = block.record.masses
+    for block, reached in zip(term.blocks, term.reached, strict=True):
         block.record.statistics_at[factor.name] = term.turn
-        if factor.mean_over != "group rows":
-            mass = keep * masses.get(factor.name, (0.0,))[0] + (1 - keep)
-            masses[factor.name] = (mass,)
-            term.rates.append((1 - keep) / mass)
-            continue
-        new_masses = []
-        old_masses = masses.get(factor.name, [0.0] * factor.groups)
-        for old_mass, rows in zip(old_masses, term.reached[number], strict=True):
+        old_masses = block.record.masses.get(factor.name, [0.0] * len(reached))
+        new_masses: list[float] = []
+        for old_mass, rows in zip(old_masses, reached, strict=True):
+            mass, rate = old_mass, 0.0
             if rows > 0:
                 mass = keep * old_mass + (1 - keep)
-                new_masses.append(mass)
-                term.rates.append((1 - keep) / mass)
-            else:
-                new_masses.append(old_mass)
-                term.rates.append(0.0)
-        masses[factor.name] = tuple(new_masses)
+                rate = (1 - keep) / mass
+            new_masses.append(mass)
+            term.rates.append(rate)
+        block.record.masses[factor.name] = tuple(new_masses)
 
 
 def average(placed: PlacedBlocks, summed: Iterable[tuple[Term, Tensor | None]]) -> None:
@@ -175,25 +170,24 @@ def average(placed: PlacedBlocks, summed: Iterable[tuple[Term, Tensor | None]]) 
         if lerp is not None:
             lerps.append(lerp)
     if lerps:
-        torch._foreach_lerp_(*map(list, zip(*lerps, strict=True)))
+        averages, statistics_of, rates = zip(*lerps, strict=True)
+        torch._foreach_lerp_(averages, statistics_of, rates)
 
 
-def _averaged(term: Term, new: Tensor) -> _Lerp | None:
+def _averaged(term: Term, statistics: Tensor) -> _Lerp | None:
     """Average into a factor here; with one rate for all its blocks return it for a fused call."""
     stack, factor, name = term.stack, term.factor, term.factor.name
     has_all_blocks = len(term.members) == len(stack.blocks)
-    is_packed = stack.place.packed and factor.kind == "psd"
-    # Statistics of calls have a valid lower triangle only; averaged gradients have both.
-    is_lower = factor.captured and factor.kind == "psd" and new.dim() == 3 and not is_packed
-    new = pack(new, factor) if is_packed else unpack(new, factor)
+    new = pack(statistics, factor) if stack.place.packed else unpack(statistics, factor)
+    # Matrices of calls have a valid lower triangle only; those of averaged gradients have both.
+    is_matrix = factor.kind == "psd" and new.dim() == 3
+    is_lower = is_matrix and factor.captured and new is statistics
 
     # The first statistics have rate 1 (groups without rows are zero): they become the factor.
     if name not in stack.factors:
         if has_all_blocks:
-            stack.hold(name, own_memory(stack.rounded(new, name, len(term.members), term.turn)))
-            stack.lower.discard(name)
-            if is_lower:
-                stack.lower.add(name)
+            rounded = stack.rounded(new, name, len(term.members), term.turn)
+            stack.hold(name, own_memory(rounded), lower=is_lower)
             return None
         kept = stack.like.factor_dtype
         stack.hold(name, stack.empty(tuple(new.shape), len(term.members), kept))
@@ -211,9 +205,8 @@ def _averaged(term: Term, new: Tensor) -> _Lerp | None:
         _lerp_blocks(term, running, new)
     if is_copy:
         rounded = stack.rounded(running, name, len(stack.blocks), term.turn)
-        if rounded is not running:  # with both triangles
-            stack.lower.discard(name)
-        stack.hold(name, rounded)
+        # Rounding makes both triangles.
+        stack.hold(name, rounded, lower=name in stack.lower and rounded is running)
     return None
 
 
@@ -241,16 +234,13 @@ def _rates_of_groups(term: Term, groups: int) -> list[float]:
 
 def _lerp_blocks(term: Term, running: Tensor, new: Tensor) -> None:
     """Average into some blocks of a factor, each by its rates."""
-    rates = _rates_of_groups(term, len(new))
-    start = 0
-    for view in term.stack.views(running, term.members):
-        stop = start + len(view)
-        new_part, view_rates = new[start:stop], rates[start:stop]
-        if len(set(view_rates)) == 1:
-            view.lerp_(new_part, view_rates[0])
+    rates = iter(_rates_of_groups(term, len(new)))
+    for view, part in term.stack.matched(running, term.members, new):
+        rates_of_view = list(islice(rates, len(view)))
+        if len(set(rates_of_view)) == 1:
+            view.lerp_(part, rates_of_view[0])
         else:
-            view.lerp_(new_part, by_group(view_rates, new_part))
-        start = stop
+            view.lerp_(part, by_group(rates_of_view, part))
 
 
 def by_group(numbers: Sequence[float], like: Tensor) -> Tensor:
@@ -265,14 +255,13 @@ def _accumulate(term: Term, decay: float, rank: int) -> None:
         return
     if factor.name not in stack.accumulators:
         stack.accumulators[factor.name] = stack.empty(factor.packed_shape)
-    # Without data the accumulator only decays.
-    packed = None if term.tensor is None else pack(term.tensor, factor)
-    start = 0
-    for view in stack.views(stack.accumulators[factor.name], term.members):
+    accumulator = stack.accumulators[factor.name]
+    for view in stack.views(accumulator, term.members):
         view.mul_(decay)
-        if packed is not None:
-            view.add_(packed[start : start + len(view)], alpha=1 - decay)
-        start += len(view)
+    if term.tensor is not None:
+        packed = pack(term.tensor, factor)
+        for view, part in stack.matched(accumulator, term.members, packed):
+            view.add_(part, alpha=1 - decay)
 
 
 def observe(placed: PlacedBlocks, gradients: Gradients, plan: Plan, *, after: bool) -> None:
@@ -486,11 +475,12 @@ def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:
 
 def _initial(factor: FactorSpec, like: Block) -> Tensor:
     """Return the running factor of a block before its statistics."""
+    if isinstance(factor.kind, FactorKind):
+        start = factor.kind.start(factor)
+        if start is not None:
+            return start.to(like.device, like.dtype)
     scale = 1.0 if factor.start is None else factor.start
     ones = torch.full(factor.running_shape, scale, dtype=like.dtype, device=like.device)
     if factor.kind == "psd":
         return ones * torch.eye(factor.size, dtype=like.dtype, device=like.device)
-    if isinstance(factor.kind, FactorKind):
-        start = factor.kind.start(factor)
-        return ones if start is None else start.to(ones)
     return ones

@@ -14,8 +14,7 @@ gradient, and the parts are sent to the gradient workers alone.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +26,7 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import add_up
 from soframe.comm.base import Backend, Handle
 from soframe.comm.shards import Split, gather
-from soframe.strategies.buckets import fill
+from soframe.strategies.buckets import in_buckets
 
 
 @dataclass(frozen=True)
@@ -59,23 +58,15 @@ Gradients = Mapping[Stack, Gradient]
 
 
 class AveragedGradients:
-    """Gradients that are the same on every rank.
+    """Gradients that are the same on every rank."""
 
-    Attributes:
-        divided: Whether a rank may lack the gradient of a stack.
-        updates_divided: Whether it may lack its update, too.
-        remembers: Whether the updates of any block depend on earlier gradients.
-        can_leave: Whether gradients are whole and averaged where they are, so that some may stay.
-        left_to_optimizer: The stacks whose gradients stay where they are in this step: they get no
-            update, and the optimizer moves their weights.
-    """
-
-    divided = False
-    updates_divided = False
-    can_leave = True
+    divided = False  # whether a rank may lack the gradient of a stack
+    updates_divided = False  # whether it may lack its update, too
+    can_leave = True  # whether gradients are whole and averaged where they are, so that some stay
 
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
         self._backend, self._home = placed.backend, home
+        # The stacks that get no update in this step: the optimizer moves their weights.
         self.left_to_optimizer: Sequence[Stack] = ()
         self._gathered: Gradients | None = None
         self._stacks = placed.stacks
@@ -85,36 +76,27 @@ class AveragedGradients:
             self._of_blocks += block.parameters.values()
         self._shapes = [parameter.shape for parameter in self._of_blocks]
         self._remembering = [block for block in placed.blocks if block.remembers]
-        self.remembers = bool(self._remembering)
+        self.remembers = bool(self._remembering)  # whether updates depend on earlier gradients
         covered = set(self._of_blocks)
         self._rest = [p for p in model.parameters() if p not in covered]
         self._parameters = self._of_blocks + self._rest
 
     def check(self) -> None:
-        """Raise if this rank's gradients are not complete.
-
-        Raises:
-            RuntimeError: If their home does not have them yet.
-            ValueError: If the data of a parameter have another shape than at registration.
-        """
+        """Raise if this rank's gradients are incomplete, or parameters have other shapes."""
         self._gathered = None  # of a step that raised
-        for parameter, shape in zip(self._of_blocks, self._shapes, strict=True):
-            if parameter.shape != shape:
-                raise ValueError(
-                    f"{self._name(parameter)} has the shape {tuple(parameter.shape)}, and had "
-                    f"{tuple(shape)} when it was registered: put a new nn.Parameter in its place "
-                    f"rather than other .data; its statistics and moments then begin anew"
-                )
+        shapes = iter(self._shapes)
+        for block in self._blocks:
+            for name, parameter in block.parameters.items():
+                shape = next(shapes)
+                if parameter.shape != shape:
+                    raise ValueError(
+                        f"{name} of {block.name} has the shape {tuple(parameter.shape)}, and had "
+                        f"{tuple(shape)} when it was registered: put a new nn.Parameter in its "
+                        f"place rather than other .data; its statistics and moments then begin anew"
+                    )
         why = self._home.incomplete(self._of_blocks)
         if why is not None:
             raise RuntimeError(why)
-
-    def _name(self, parameter: nn.Parameter) -> str:
-        for block in self._blocks:
-            for name, member in block.parameters.items():
-                if member is parameter:
-                    return f"{name} of {block.name}"
-        raise AssertionError
 
     def alike(self) -> tuple[str, ...]:
         """Return the blocks with a state that have gradients: they must be the same on all ranks.
@@ -142,11 +124,14 @@ class AveragedGradients:
         if self.divided:  # of each parameter by itself
             return self._home.of(self._parameters)
         self._gathered = self.now()
-        matrices = [gradient.matrix for gradient in self._gathered.values()]
+        tensors: list[Tensor] = []
+        for gradient in self._gathered.values():
+            if gradient.matrix is not None:
+                tensors.append(gradient.matrix)
         rest: list[nn.Parameter] = []
         for stack in self.left_to_optimizer:
             rest += stack.parameters
-        return [*(m for m in matrices if m is not None), *self._home.of(rest + self._rest)]
+        return tensors + self._home.of(rest + self._rest)
 
     def collect(self, present: Sequence[float]) -> Gradients:
         """Average or gather the gradients, and return them for all blocks that have any.
@@ -183,7 +168,7 @@ def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for stack, members in used.items():
-        blocks, like = [stack.blocks[member] for member in members], stack.like
+        blocks, like = stack.blocks_of(members), stack.like
         # One block: its own matrix, without a copy.
         if len(blocks) == 1:
             matrices[stack] = stack.join([blocks[0].gradient()])
@@ -215,11 +200,7 @@ class LocalGradients(AveragedGradients):
     can_leave = False
 
     def check(self) -> None:
-        """See `AveragedGradients.check`.
-
-        Raises:
-            TypeError: If a gradient is sparse.
-        """
+        """Raise if a gradient is sparse, too."""
         super().check()
         if any(map(self._home.is_sparse, self._parameters)):
             raise TypeError("gradients='local' needs dense gradients: build with sparse=False")
@@ -247,7 +228,7 @@ class LocalGradients(AveragedGradients):
         parameters = list(self._rest)
         used = self._used(known)
         for stack, members in used.items():
-            blocks = [stack.blocks[member] for member in members]
+            blocks = stack.blocks_of(members)
             if all(block.active for block in blocks):
                 solved[stack] = members
                 continue
@@ -256,10 +237,15 @@ class LocalGradients(AveragedGradients):
             for block in blocks:
                 parameters += block.parameters.values()
         averaged = _gathered(solved)
-        addends = list(itertools.starmap(_addend, averaged.items()))
-        everywhere = self._home.of(filter(known.__contains__, parameters))
-        addends += [_Addend(None, gradient) for gradient in everywhere]
-        _average(self._backend, addends)
+        addends: list[_Addend] = []
+        for stack, matrix in averaged.items():
+            workers = stack.place.gradient_workers
+            addends.append(_Addend(workers[0] if len(workers) == 1 else None, matrix))
+        for gradient in self._home.of(filter(known.__contains__, parameters)):
+            addends.append(_Addend(None, gradient))
+        if self._backend.world_size > 1:
+            with self._backend.phases("average"):
+                _average(self._backend, addends)
         matrices = _gathered(unsolved)
         for stack, matrix in averaged.items():
             if self._backend.rank in stack.place.gradient_workers:
@@ -280,38 +266,29 @@ class LocalGradients(AveragedGradients):
         """Return the blocks of each stack that have a known parameter."""
         used: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
-            blocks = [b for b in stack.blocks if not known.isdisjoint(b.parameters.values())]
-            if blocks:
-                used[stack] = tuple(block.member for block in blocks)
+            members: list[int] = []
+            for block in stack.blocks:
+                if not known.isdisjoint(block.parameters.values()):
+                    members.append(block.member)
+            if members:
+                used[stack] = tuple(members)
         return used
-
-
-def _addend(stack: Stack, matrix: Tensor) -> _Addend:
-    """Return a gradient that is averaged on the gradient workers of a stack."""
-    workers = stack.place.gradient_workers
-    return _Addend(workers[0] if len(workers) == 1 else None, matrix)
 
 
 def _average(backend: Backend, addends: Sequence[_Addend]) -> None:
     """Average tensors over ranks in place."""
-    if backend.world_size == 1:
-        return
-    with backend.phases("average"):
-        _mean(backend, addends)
 
-
-def _mean(backend: Backend, addends: Sequence[_Addend]) -> None:
-    routes = []
-    for addend in addends:
+    def route(addend: _Addend) -> tuple[Hashable, int]:
         # Fused: one reduce-scatter for all owners, instead of one reduce for each.
         is_fused = backend.fused and addend.rank is not None
-        where = "owners" if is_fused else addend.rank
         tensor = addend.tensor
-        routes.append(((where, tensor.dtype, tensor.device), tensor.nbytes))
+        key = ("owners" if is_fused else addend.rank, tensor.dtype, tensor.device)
+        return key, tensor.nbytes
+
     under_way: list[tuple[Handle, Tensor, list[_Addend]]] = []
-    for bucket in fill(routes):
+    for bucket in in_buckets(addends, route):
         # A reduce-scatter sends contiguous shares, in the order of ranks.
-        parts = sorted((addends[index] for index in bucket), key=lambda part: part.rank or 0)
+        parts = sorted(bucket, key=lambda part: part.rank or 0)
         # One buffer per destination, dtype and device: few large messages.
         flat = torch.cat([part.tensor.flatten() for part in parts])
         flat = flat.to(backend.wire_device(flat.device))
@@ -326,16 +303,15 @@ def _mean(backend: Backend, addends: Sequence[_Addend]) -> None:
 
 def _started(backend: Backend, flat: Tensor, parts: Sequence[_Addend]) -> Handle:
     """Start the sum over ranks of one buffer, whose parts are sorted by rank."""
-    ranks = tuple(range(backend.world_size))
     first = parts[0].rank
     if first is None:
         return backend.all_reduce(flat, "gradients")
-    if all(part.rank == first for part in parts):
-        return backend.reduce(flat, first, ranks, "gradients")
     shares = [0] * backend.world_size
     for part in parts:
         assert part.rank is not None  # of one route
         shares[part.rank] += part.tensor.numel()
+    if shares[first] == len(flat):
+        return backend.reduce(flat, first, tuple(range(backend.world_size)), "gradients")
     return backend.reduce_scatter(flat, shares, "gradients")
 
 
@@ -356,8 +332,9 @@ class ShardedGradients(AveragedGradients):
                 continue
             names.append(block.name)
             # A partial gradient starts a reduction of its own, which all ranks must enter.
-            partial = filter(self._home.is_partial, block.parameters.values())
-            names += [f"{block.name}, a sum over ranks" for _ in partial]
+            for parameter in block.parameters.values():
+                if self._home.is_partial(parameter):
+                    names.append(f"{block.name}, a sum over ranks")
         return tuple(names)
 
     def collect(self, present: Sequence[float]) -> dict[Stack, Gradient]:
@@ -369,29 +346,31 @@ class ShardedGradients(AveragedGradients):
         splits: dict[Block, dict[str, Split]] = {}
         every: list[Split] = []
         used: dict[Stack, tuple[int, ...]] = {}
+        unsharded: dict[Stack, tuple[int, ...]] = {}
         for stack in self._stacks:
             members = stack.used()
             if members:
                 used[stack] = members
-            for block in (stack.blocks[member] for member in members):
+                if not stack.like.shards:
+                    unsharded[stack] = members
+            for block in stack.blocks_of(members):
                 splits[block] = self._splits(block, stack.place.gradient_workers)
                 every += splits[block].values()
         gather(self._backend, every, "gradients")
-        unsharded = _gathered({s: m for s, m in used.items() if not s.like.shards})
-        gradients: dict[Stack, Gradient] = {}
+        matrices = _gathered(unsharded)
         for stack, members in used.items():
-            matrix = unsharded.get(stack)
             if stack.like.shards and self._backend.rank in stack.place.gradient_workers:
-                matrix = _joined(stack, members, splits)
-            gradients[stack] = Gradient(members, matrix)
-        return gradients
+                matrices[stack] = _joined(stack, members, splits)
+        return {stack: Gradient(members, matrices.get(stack)) for stack, members in used.items()}
 
     def _splits(self, block: Block, workers: tuple[int, ...]) -> dict[str, Split]:
         """Return this rank's parts of the gradients of a block, by name, if it is sharded."""
         for parameter in block.parameters.values():
             if self._home.is_partial(parameter):
                 self._home.settle(parameter)
-        parts = block.parts() if block.shards else {}
+        if not block.shards:
+            return {}
+        parts = block.parts()
         splits: dict[str, Split] = {}
         for name, shards in block.shards.items():
             splits[name] = Split(
@@ -409,7 +388,7 @@ def _joined(
 ) -> Tensor:
     """Return the gradient of some blocks from their gathered parameters; see `Gradient.matrix`."""
     matrices: list[Tensor] = []
-    for block in (stack.blocks[member] for member in members):
+    for block in stack.blocks_of(members):
         gradients: dict[str, Tensor] = {}
         for name, split in splits[block].items():
             if split.whole is not None:

@@ -17,25 +17,18 @@ from soframe.strategies.balance import turns
 
 @dataclass
 class Refresh:
-    """The steps at which blocks take statistics and are solved, the same on every rank.
+    """The steps at which blocks take statistics and are solved, the same on every rank."""
 
-    Attributes:
-        statistics_every: The interval of statistics of calls.
-        gradients_every: The interval of statistics of the averaged gradient.
-        solve_every: The interval of solves.
-        stagger: Whether the solves of an interval are spread over its steps.
-        owed: The number of coming steps at which all blocks take statistics, at any interval; in a
-            step the present one is included.
-        coming: The interval of statistics of calls in the window under way, agreed on by all ranks.
-    """
-
-    statistics_every: Every
-    gradients_every: Every
+    statistics_every: Every  # the interval of statistics of calls
+    gradients_every: Every  # the interval of statistics of the averaged gradient
     solve_every: Every
-    stagger: bool = False
+    stagger: bool = False  # whether the solves of an interval are spread over its steps
+    # The number of coming steps, in a step with the present one, in which all blocks take
+    # statistics at any interval.
     owed: int = field(default=0, repr=False)
+    # The interval of statistics of calls in the window under way, agreed on by all ranks.
     coming: int = field(default=1, repr=False)
-    _turns_of: tuple[object, int, Sequence[int]] | None = field(default=None, repr=False)
+    _turns_of: tuple[object, int, Sequence[int]] = field(default=(None, 0, ()), repr=False)
     _told: set[tuple[int, int]] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
@@ -56,18 +49,19 @@ class Refresh:
 
         Statistics of calls are taken every 10 steps, of gradients at every step. Solves are 10
         steps apart; if all methods read calls, from step 100 on 100 steps.
-
-        Raises:
-            ValueError: If an interval is out of range.
-            TypeError: If ``stagger`` is not a bool.
         """
-        calls, gradients = (
-            Every("statistics_every", default if statistics_every is None else statistics_every)
-            for default in (10, 1)
-        )
+        calls: Interval = 10
+        gradients: Interval = 1
+        if statistics_every is not None:
+            calls = gradients = statistics_every
         if solve_every is None:
             solve_every = WarmInterval(100, steps=100, first=10) if reads_calls else 10
-        return cls(calls, gradients, Every("solve_every", solve_every), stagger=stagger)
+        return cls(
+            Every("statistics_every", calls),
+            Every("statistics_every", gradients),
+            Every("solve_every", solve_every),
+            stagger=stagger,
+        )
 
     def continue_from(self, step: int, owed: int) -> None:
         """Continue after ``step`` completed steps."""
@@ -84,7 +78,7 @@ class Refresh:
 
     def warn_of_settings(self, blocks: Sequence[Block], stacklevel: int) -> None:
         """Warn of mismatched intervals before the first step, if they are numbers."""
-        if not callable(self.statistics_every.value) and not callable(self.solve_every.value):
+        if not any(map(callable, (self.statistics_every.value, self.solve_every.value))):
             every = self.solve_every.at(0)
             self._warn_of_intervals(blocks, every, stacklevel=stacklevel + 1)
 
@@ -94,7 +88,7 @@ class Refresh:
         """Warn if solves lack new statistics at these intervals, once per pair."""
         pair = (self.coming, solve_every)
         # Only statistics of calls have an interval of their own.
-        if pair not in self._told and any(block.captured and block.tensors for block in blocks):
+        if pair not in self._told and any(block.captured for block in blocks if block.tensors):
             self._told.add(pair)
             if (what := mismatch(*pair)) is not None:
                 warnings.warn(f"soframe: {what}", stacklevel=stacklevel)
@@ -125,18 +119,18 @@ class Refresh:
         The blocks ``due`` were to take statistics in this step, which `Record.statistics_at` has
         for blocks that did.
         """
-        if not due and not any(block.record.missed for block in placed.captured):
-            return
         used: set[Block] = set()
         for stack, gradient in gradients.items():
-            used.update(stack.blocks[member] for member in gradient.members)
+            used.update(stack.blocks_of(gradient.members))
         for block in placed.captured:
-            record = block.record
-            if block in due:
-                taken = step in record.statistics_at.values()
-                record.missed = 0 if taken or block in used else max(record.missed, 1)
-            elif record.missed and block in used:
-                record.missed = 2
+            record, is_used = block.record, block in used
+            if block not in due:
+                if is_used and record.missed:
+                    record.missed = 2
+            elif is_used or step in record.statistics_at.values():
+                record.missed = 0
+            else:
+                record.missed = max(record.missed, 1)
 
     def interval(self, placed: PlacedBlocks, step: int) -> int:
         """Return the interval of statistics in force: of calls, if any block reads them."""
@@ -153,21 +147,22 @@ class Refresh:
         if placed.captured and not after:
             self._warn_of_intervals(placed.solvable, plan.solve_every)
         turn = plan.step % plan.solve_every
-        return [
-            block
-            for block, its in zip(placed.blocks, self._turns(placed, plan.solve_every), strict=True)
-            if (turn == its or not block.solved)
-            and block.method.refreshes_after == after
-            and block.tensors
-            and block.mass > 0
-        ]
+        due: list[Block] = []
+        turns_of_blocks = self._turns(placed, plan.solve_every)
+        for block, turn_of_block in zip(placed.blocks, turns_of_blocks, strict=True):
+            if not block.tensors or block.method.refreshes_after != after:
+                continue
+            is_turn = turn == turn_of_block or not block.solved
+            if is_turn and block.mass > 0:
+                due.append(block)
+        return due
 
     def _turns(self, placed: PlacedBlocks, every: int) -> Sequence[int]:
         """Return the step of the interval at which each block is solved."""
         if not self.stagger:
             return [0] * len(placed.blocks)
         # The balance is computed once per placement and interval.
-        if self._turns_of is None or self._turns_of[:2] != (placed.placement, every):
+        if self._turns_of[:2] != (placed.placement, every):
             self._turns_of = (placed.placement, every, turns(placed.placement, every))
         return self._turns_of[2]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 
@@ -60,35 +60,24 @@ class Job:
 
 @dataclass(eq=False)
 class Run:
-    """Blocks of a stack that are solved together: with the same owners and damping.
-
-    Attributes:
-        stack: The stack.
-        members: The indices of the blocks.
-        blocks: The blocks.
-        damping: Their damping.
-        jobs: Their factors.
-        rank: This rank.
-        owned: The factors that this rank owns.
-        traces: The mean trace of each factor, ``[groups]``, on owners.
-        error: The error that a solver raised, other than a failed factorisation.
-        work: The solve in the background, on owners; None if it is solved in the step.
-        solved: The numbers of the blocks whose factors were all solved.
-    """
+    """Blocks of a stack that are solved together: with the same owners and damping."""
 
     stack: Stack
-    members: tuple[int, ...]
-    damping: float
-    jobs: list[Job]
-    rank: int
-    traces: list[Tensor] = field(default_factory=list)
-    error: Exception | None = None
-    work: Work | None = None
-    solved: Sequence[int] = ()
+    members: tuple[int, ...]  # the indices of the blocks
+    damping: float  # of the blocks
+    jobs: list[Job]  # their factors
+    rank: int  # this rank
+    traces: list[Tensor] = field(default_factory=list)  # of each factor: ``[groups]``, on owners
+    error: Exception | None = None  # that a solver raised, other than a failed factorisation
+    work: Work | None = None  # the solve in the background, on owners
+    # The blocks whose factors were all solved: their indices, and their numbers in the run.
+    solved: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.blocks = [self.stack.blocks[member] for member in self.members]
+        self.blocks = self.stack.blocks_of(self.members)
         self.owned = [job for job in self.jobs if job.parcel.source == self.rank]
+        # Whether the parcels have this rank's results, or there are none.
+        self.done = not self.owned
         for job in self.jobs:
             job.outcomes, job.retried = [0] * len(self.blocks), [0] * len(self.blocks)
 
@@ -105,18 +94,12 @@ class Run:
 
     def fill_parcels(self, tensors: list[Tensor] | None) -> None:
         """Put the results of this rank into the parcels; None if a solver has raised."""
+        self.done = True
         if tensors is None:
             return
         remaining = iter(tensors)
         for job in self.owned:
             job.parcel.tensors = list(itertools.islice(remaining, len(job.parcel.specs)))
-
-    @property
-    def has_results(self) -> bool:
-        """Whether the parcels have this rank's results: also if it owns none, or has failed."""
-        if not self.owned or self.error is not None:
-            return True
-        return self.owned[0].parcel.tensors is not None
 
     def solve(self) -> list[Tensor] | None:
         """Solve the factors that this rank owns; None if a solver raises."""
@@ -184,21 +167,22 @@ class Run:
 
     def record_outcomes(self) -> list[Block]:
         """Record failed blocks, and return the others, whose factors were all solved."""
-        numbers: list[int] = []
+        solved: list[Block] = []
         for number, block in enumerate(self.blocks):
             failed = [job.factor.name for job in self.jobs if job.outcomes[number]]
             if failed:
                 block.record.failed = True
                 block.record.failures.update(failed)
             else:
-                numbers.append(number)
-        self.solved = numbers
-        return [self.blocks[number] for number in numbers]
+                self.solved[block.member] = number
+                solved.append(block)
+        return solved
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Return the groups of each solved block, of a tensor of the whole run."""
         groups = len(tensor) // len(self.members)
-        return [tensor[number * groups : (number + 1) * groups] for number in self.solved]
+        numbers = self.solved.values()
+        return [tensor[number * groups : (number + 1) * groups] for number in numbers]
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,13 +197,13 @@ class Attempt:
 def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
     """Solve this rank's factors of some runs; None for each with a solver that raises."""
     try:
-        shares = _damping_shares(runs)
-        problems = [run.problems(share) for run, share in zip(runs, shares, strict=True)]
-        all_problems = list(itertools.chain.from_iterable(problems))
-        solutions = solve_stacks(all_problems)
+        problems: list[Problem] = []
+        for run, shares in zip(runs, _damping_shares(runs), strict=True):
+            problems += run.problems(shares)
+        solutions = solve_stacks(problems)
         # The flags of all solves in one tensor, of all devices: the host waits once.
-        flags = [good for _, good in solutions]
-        usable = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
+        device = solutions[0][1].device
+        usable = torch.cat([good.to(device) for _, good in solutions]).tolist()
     except Exception as error:  # of any kind: all ranks raise together
         return _solve_apart(runs, error)
     finally:
@@ -228,10 +212,14 @@ def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
             for job in run.owned:
                 job.copy = None
     results: list[list[Tensor] | None] = []
-    attempts = iter(_attempts(all_problems, solutions, usable))
+    solved, flags = zip(problems, solutions, strict=True), iter(usable)
     for run in runs:
+        attempts: list[Attempt] = []
+        for problem, (data, _) in itertools.islice(solved, len(run.owned)):
+            failed = [group for group in range(len(problem.matrices)) if not next(flags)]
+            attempts.append(Attempt(problem, data, failed))
         try:
-            results.append(run.results([next(attempts) for _ in run.owned]))
+            results.append(run.results(attempts))
         except Exception as error:
             run.fail(error)
             results.append(None)
@@ -241,26 +229,15 @@ def _solve(runs: Sequence[Run]) -> list[list[Tensor] | None]:
 def _solve_apart(runs: Sequence[Run], error: Exception) -> list[list[Tensor] | None]:
     """Solve runs one by one, to find those whose solvers raise."""
     if len(runs) > 1:
-        results = [_solve([run])[0] for run in runs]
+        results: list[list[Tensor] | None] = []
+        for run in runs:
+            results += _solve([run])
         if None in results:
             return results
     # It was raised by this run, or only by all together.
     for run in runs:
         run.fail(error)
     return [None] * len(runs)
-
-
-def _attempts(
-    problems: Sequence[Problem],
-    solutions: Sequence[tuple[dict[str, Tensor], Tensor]],
-    usable: Iterable[bool],
-) -> list[Attempt]:
-    """Return the attempts on problems, given the flags of all their groups."""
-    attempts, flags = [], iter(usable)
-    for problem, (data, _) in zip(problems, solutions, strict=True):
-        failed = [group for group in range(len(problem.matrices)) if not next(flags)]
-        attempts.append(Attempt(problem, data, failed))
-    return attempts
 
 
 def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
@@ -270,8 +247,7 @@ def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
         first = run.traces[0]
         key: tuple[object, ...] = (run,)
         if len(set(map(len, run.traces))) == 1:
-            solvers = [(repr(solver), *numbers) for solver, numbers in run.stack.like.solvers]
-            key = (tuple(solvers), run.damping, first.dtype, first.device)
+            key = (run.stack.like.solvers_text, run.damping, first.dtype, first.device)
         alike.setdefault(key, []).append(run)
     shares: dict[Run, list[Tensor]] = {}
     for same in alike.values():
@@ -293,22 +269,15 @@ class SolveRound:
 
     If a factor of a block cannot be solved, the block keeps its last good second-order data, of all
     its factors, on every rank.
-
-    Args:
-        placed: All blocks, with their places.
-        runs: The solves.
-        blocks: Their blocks, the same on every rank.
-        step: Completed steps, for `Record.solved_at`; None between steps, which leaves it.
-        lands: The step at which the results are installed, of solves in the background.
     """
 
     def __init__(
         self,
         placed: PlacedBlocks,
         runs: Sequence[Run],
-        blocks: Sequence[Block],
-        step: int | None,
-        lands: float = 0,
+        blocks: Sequence[Block],  # the same on every rank
+        step: int | None,  # completed ones, for `Record.solved_at`; None between steps
+        lands: float = 0,  # the step at which the results are installed, of background solves
     ) -> None:
         self.blocks, self._step, self.lands = tuple(blocks), step, lands
         self._placed, self._backend = placed, placed.backend
@@ -353,12 +322,13 @@ class SolveRound:
         for run in self._runs:
             counted: set[int] = set()
             for job in run.owned:
-                counted.update(tensor.data_ptr() for tensor in job.last.values())
+                counted.update(map(Tensor.data_ptr, job.last.values()))
                 if job.copy is not None:
                     yield job.copy
             # A solver may return its inputs, which are counted already.
-            results = [] if run.work is None else run.work.made
-            yield from (tensor for tensor in results if tensor.data_ptr() not in counted)
+            for tensor in run.work.made if run.work is not None else ():
+                if tensor.data_ptr() not in counted:
+                    yield tensor
 
     def drop(self) -> None:
         """Cancel the solves under way, on every rank; errors of solvers are logged."""
@@ -373,14 +343,17 @@ class SolveRound:
         """Compute and send the results, and start to sum the outcomes; every rank must call."""
         for runs, bucket in self._parts():
             with self._backend.phases("solve"):
-                unsolved = [run for run in runs if not run.has_results]
-                now = [run for run in unsolved if run.work is None]
+                now: list[Run] = []
+                for run in runs:
+                    if run.done:
+                        continue
+                    if run.work is None:
+                        now.append(run)
+                    else:
+                        run.fill_parcels(run.work.result())
                 if now:
                     for run, tensors in zip(now, _solve(now), strict=True):
                         run.fill_parcels(tensors)
-                for run in unsolved:
-                    if run.work is not None:
-                        run.fill_parcels(run.work.result())
             if bucket:
                 with self._backend.phases("share"):
                     self._pending.append(send(self._backend, bucket, "share"))
@@ -409,23 +382,20 @@ class SolveRound:
         return parts
 
     def conclude(self, counters: dict[str, int]) -> list[Block]:
-        """Wait for the results, install them, and return the blocks whose factors were all solved.
-
-        Raises:
-            RuntimeError: On every rank, if a solver raised on any.
-        """
+        """Install the results, and return the blocks whose factors were all solved."""
         with self._backend.phases("share"):
             for pending in self._pending:
                 pending.wait()
-            numbers = [int(number) for number in self._outcomes()]
+            numbers = list(map(int, self._outcomes()))
         # The outcomes of all factors, then their retries, equally many: see `share`.
         half = len(numbers) // 2
-        outcomes, retries = iter(numbers[:half]), numbers[half:]
+        outcomes, retried = numbers[:half], numbers[half:]
+        remaining = iter(outcomes)
         for job in self._jobs:
-            job.outcomes = [next(outcomes) for _ in job.outcomes]
+            job.outcomes = list(itertools.islice(remaining, len(job.outcomes)))
         _raise_errors(self._runs)
-        counters["failed_solves"] += sum(job.outcomes.count(FAILED) for job in self._jobs)
-        counters["retried_solves"] += sum(retries)
+        counters["failed_solves"] += outcomes.count(FAILED)
+        counters["retried_solves"] += sum(retried)
         installed: list[Block] = []
         solved_of: dict[Stack, list[Run]] = {}
         for run in self._runs:
@@ -499,7 +469,7 @@ def _take_traces(backend: Backend, runs: Sequence[Run]) -> None:
             traces += [means[job] for job in run.jobs]
         parts = iter(torch.cat(traces).to(dtype).split(list(map(len, traces))))
         for run in alike:
-            run.traces = [next(parts) for _ in run.jobs]
+            run.traces = list(itertools.islice(parts, len(run.jobs)))
 
 
 def _add_up_traces(backend: Backend, runs: Sequence[Run], means: Mapping[Job, Tensor]) -> None:
@@ -544,34 +514,29 @@ def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
     # Runs split a stack by owner and damping; its tensors have the order of members.
     members: list[int] = []
     for run in runs:
-        members += [run.members[number] for number in run.solved]
+        members += run.solved
     order = sorted(range(len(members)), key=members.__getitem__)
     chosen = tuple(sorted(members))
-    blocks = [stack.blocks[member] for member in chosen]
+    blocks = stack.blocks_of(chosen)
     jobs = runs[0].jobs
 
-    # States in the old eigenbases are expressed in the new ones.
-    kept = _with_states(stack, blocks)
+    # States in the old eigenbases are expressed in the new ones, of blocks with earlier updates.
+    kept: list[int] = []
+    if stack.like.rebases and stack.state:
+        kept += [block.member for block in blocks if block.solved and block.record.updates]
     old = stack.solved_data(kept) if kept else {}
     for number, job in enumerate(jobs):
         if job.needed:
             stack.set_data(job.factor.name, chosen, _joined(runs, number, order))
-        if stack.like.dependent:  # statistics that were taken with the old data are dropped
-            stack.drop_dependent(chosen, job.factor.name)
     solved_at = {} if step is None else {job.factor.name: step for job in jobs}
     for block in blocks:
         block.record.solved = True
         block.record.solved_at.update(solved_at)
+        for name in stack.like.dependents:  # of statistics that were taken with the old data
+            block.record.masses.pop(name, None)
     if kept:
         moved = stack.like.method.rebase(stack.state_of(kept), old, stack.solved_data(kept))
         stack.set_state(kept, moved)
-
-
-def _with_states(stack: Stack, blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Return the blocks with states to rebase: those that made updates with earlier data."""
-    if not stack.like.rebases or not stack.state:
-        return ()
-    return tuple([b.member for b in blocks if b.solved and b.record.updates])
 
 
 def _joined(runs: Sequence[Run], number: int, order: Sequence[int]) -> dict[str, Tensor]:
@@ -609,17 +574,8 @@ def _raise_errors(runs: Sequence[Run]) -> None:
 class Solves:
     """The solves under way, and the steps at which they are installed: the same on every rank.
 
-    Args:
-        when: The number of steps, or ``"ready"``; 0 to solve in the step.
-        overlap: Whether a thread solves; otherwise solves run when they begin, and land at the same
-            step.
-
-    Attributes:
-        in_background: Whether solves run in the background.
-
-    Raises:
-        TypeError: If ``when`` is neither an integer nor a string.
-        ValueError: If it is negative, or another string.
+    ``when`` is the number of steps until then, 0 to solve in the step, or ``"ready"``. Without
+    ``overlap`` no thread solves: solves run when they begin, and land at the same step.
     """
 
     def __init__(self, when: object, *, overlap: bool = True) -> None:
@@ -630,10 +586,12 @@ class Solves:
         if isinstance(when, bool) or not isinstance(when, Integral | str):
             raise TypeError(remedy)
         self._ready = when == "ready"
-        self._steps = 0 if isinstance(when, str) else int(when)
-        if self._steps < 0 or (isinstance(when, str) and not self._ready):
+        self._steps: float = math.inf if self._ready else -1
+        if isinstance(when, Integral):
+            self._steps = int(when)
+        if self._steps < 0:
             raise ValueError(remedy)
-        self.in_background = self._ready or self._steps > 0
+        self.in_background = self._steps > 0
         self._worker = Worker(threaded=overlap)
         self._under_way: list[SolveRound] = []  # in the background, the oldest first
 
@@ -643,7 +601,7 @@ class Solves:
     @property
     def delay(self) -> int:
         """The steps from the start of a solve to its use; 1 for ``"ready"``."""
-        return 1 if self._ready else self._steps
+        return 1 if self._ready else int(self._steps)
 
     def waits(self) -> list[float]:
         """Return a flag for ``"ready"``, to be summed: 1 if the oldest solve still runs here."""
@@ -679,29 +637,26 @@ class Solves:
         if self._under_way:
             # Without a step only solves with blocks that are due again land: none lands before 0.
             landed = self._land(-1 if step is None else step, placed, counters, due)
-        now, later = list(due), list[Block]()
-        if self.in_background and step is not None:
+        now: list[Block] = []
+        later: list[Block] = []
+        for block in due:
             # The first solve of a block is never in the background: it has no data yet.
-            now = [block for block in due if not block.solved]
-            later = [block for block in due if block.solved]
+            if self.in_background and step is not None and block.solved:
+                later.append(block)
+            else:
+                now.append(block)
         if following := {*landed, *changed}.difference(now):
             _follow(placed, following)
         if later:
-            self._begin(placed, later, damping, step)
+            assert step is not None
+            lands = step + self._steps
+            solves = SolveRound.begin(placed, later, damping, step, self._worker, lands)
+            self._under_way.append(solves)
         if now:
             solves = SolveRound.begin(placed, now, damping, step)
             solves.share()
             return solves.conclude(counters)
         return []
-
-    def _begin(
-        self, placed: PlacedBlocks, blocks: Sequence[Block], damping: float, step: int | None
-    ) -> None:
-        """Begin to solve blocks in the background."""
-        assert step is not None
-        lands = math.inf if self._ready else step + self._steps
-        solves = SolveRound.begin(placed, blocks, damping, step, self._worker, lands)
-        self._under_way.append(solves)
 
     def _land(
         self,
@@ -778,6 +733,7 @@ def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
                 continue
             try:
                 new = solver.follow(stack.matrices(factor, members), data[factor.name])
-                stack.set_data(factor.name, members, new or {})
+                if new is not None:
+                    stack.set_data(factor.name, members, new)
             except Exception as error:  # of any kind: all ranks raise together
                 placed.keep(error, stack)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from soframe.blocks.block import Block, Stack
 from soframe.blocks.placed import PlacedBlocks
 from soframe.capture.counting import Batch, DataRows, Pass, Passes, Samples
-from soframe.capture.hooks import Capture, LayerCall
+from soframe.capture.hooks import Calls, Capture, LayerCall
 from soframe.capture.sampling import Draw, Sampler
 from soframe.estimate.averages import Term, by_group, enter
 from soframe.estimate.window import Tally, Window
@@ -66,23 +65,7 @@ _NOTHING_COUNTED = -1, Counts(), Contribution()
 
 
 class Accumulator:
-    """Adds calls to the window under way, and folds its sums into running factors.
-
-    Attributes:
-        folded: By block the numbers of the last window with its statistics.
-
-    Args:
-        placed: The blocks, with their places.
-        scale: The scaling convention.
-        samples: The terms that the loss averages over, unless declared for the batch; see
-            `soframe.Statistics`.
-        scale_reader: Returns a function for the factor by which the loss of the backward pass under
-            way is multiplied.
-        capture: Records the calls.
-        sampler: Draws some of their rows.
-        stage_of: Returns the index of the pipeline stage of a block. A backward pass belongs to one
-            stage, and all stages have equally many.
-    """
+    """Adds calls to the window under way, and folds its sums into running factors."""
 
     window: Window  # under way, from `begin` on
 
@@ -91,10 +74,12 @@ class Accumulator:
         placed: PlacedBlocks,
         *,
         scale: Scale,
-        samples: Samples,
+        samples: Samples,  # the terms that the loss averages over, unless declared for the batch
+        # Returns a function for the factor by which the loss of a backward pass is multiplied.
         scale_reader: Callable[[], Callable[[], float]],
         capture: Capture,
         sampler: Sampler,
+        # The index of the pipeline stage of a block: all stages have equally many backward passes.
         stage_of: Callable[[Block], int],
     ) -> None:
         blocks, backend = placed.blocks, placed.backend
@@ -109,10 +94,12 @@ class Accumulator:
         for block, place in placed:
             if block.captured:
                 factors = self._contributed[block] = _contributed(block, place, backend.rank)
-                readers = [f for f in factors if f.reads_inputs or f.mean_over == "group rows"]
-                self._readers[block] = {factor.name for factor in readers}
+                readers = self._readers[block] = set()
+                for factor in factors:
+                    if factor.reads_inputs or factor.mean_over == "group rows":
+                        readers.add(factor.name)
             self._block_of.update(dict.fromkeys(block.helpers, block))
-            if block.unequal or any(factor.reads == "both" for factor in block.factors):
+            if block.unequal or block.pairs:
                 both += block.helpers
         self._both = frozenset(both)
         self._blocks = blocks
@@ -123,7 +110,7 @@ class Accumulator:
         self._warned = False  # of samples whose number is in doubt
         self._stage_of = dict(zip(blocks, map(stage_of, blocks), strict=True))
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
-        self.folded: dict[Block, Folded] = {}
+        self.folded: dict[Block, Folded] = {}  # the last window with statistics of each block
         # A pipeline stage with the counts of a block, and what they contribute: see `weights`.
         self._counted = _NOTHING_COUNTED
 
@@ -152,10 +139,10 @@ class Accumulator:
         tallies: dict[Block, Tally] = {}
         if taking:
             tallies = {block: Tally(gathered(block)) for block in self._blocks}
-        passes = Passes(self._samples, self._scale_reader)
-        window = Window(taking, passes, Draw(self._sampler, step), tallies)
+        passes, calls = Passes(self._samples, self._scale_reader), Calls()
         if former is not None:
-            window = replace(window, passes=former.passes, calls=former.calls)
+            passes, calls = former.passes, former.calls
+        window = Window(taking, passes, Draw(self._sampler, step), tallies, calls)
         self.window = window
         without_inputs: set[LayerHelper] = set()
         no_statistics: set[LayerHelper] = set()
@@ -207,19 +194,19 @@ class Accumulator:
             if batch > 1:
                 call, rows = _as_one_sample(call, rows)
                 batch, shared = 1, batch * shared
-        # Under a method that reduces, all positions of a sample make one row.
-        shared = 1 if block.method.reduces else shared
+        if block.method.reduces:  # all positions of a sample make one row
+            shared = 1
         reached = None
         if block.unequal and self._wants_inputs(helper):
             rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         rows_of_data = _sizes(data, batch, shared)[1]
-        counts = self.window.tallies[block].counts
-        if probe is None or probe.first:
-            # Several probes go through the same call, whose samples count once.
-            weight = users * self.window.weight
+        # Several probes go through the same call, whose samples and inputs count once.
+        is_repeated = probe is not None and not probe.first
+        if not is_repeated:
+            counts, weight = self.window.tallies[block].counts, users * self.window.weight
             counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
 
-        loss_scale = 1.0 if probe is not None else self.window.passes.loss_scale(backward)
+        loss_scale = self.window.passes.loss_scale(backward) if probe is None else 1.0
         factors = self._gathered(block)
         if factors and data_sizes[1] > 0:
             scale = self._scale.call(
@@ -227,7 +214,7 @@ class Accumulator:
             )
             with self._backend.phases("accumulate"):
                 for part, part_rows, part_data in _split(factors, rows, data):
-                    self._sum(block, part, call, part_rows, part_data, scale)
+                    self._sum(block, part, call, part_rows, part_data, scale, is_repeated)
 
     def _gathered(self, block: Block) -> list[FactorSpec]:
         """Return the factors of a block to which this rank contributes in this window."""
@@ -254,9 +241,11 @@ class Accumulator:
         if call.earlier is None or call.earlier < window.tallies[block].counts.since:
             return True  # the gradients of the earlier one are gone
         earlier = window.passes.by_number.get(call.earlier)
-        twice = earlier is not None and earlier.loss_scale is not None
-        if twice and any(factor.reads != "inputs" for factor in block.captured):
-            self.window.passes.fail(
+        if earlier is None:
+            return True
+        reads_gradients = any(factor.reads != "inputs" for factor in block.captured)
+        if reads_gradients and earlier.loss_scale is not None:
+            window.passes.fail(
                 RuntimeError(
                     f"two backward passes went through the same call of {block.name!r}, as those "
                     f"of two losses of one forward pass do (retain_graph=True). Each would count "
@@ -278,12 +267,13 @@ class Accumulator:
         rows: Tensor,
         data: DataRows | None,
         scale: Multipliers,
+        is_repeated: bool,
     ) -> None:
         """Add the moments of a call to the sums of some factors; for ``data`` see `_data`."""
         helper, probe = call.helper, call.probe
-        # Moments of inputs alone are added with the first probe only.
-        is_repeated = probe is not None and not probe.first
-        reads = self._wants_inputs(helper) and (not is_repeated or helper in self._both)
+        reads = self._wants_inputs(helper)
+        if is_repeated and helper not in self._both:
+            reads = False
         inputs, part = call.inputs if reads else (), 1.0
         if data is not None or self._sampler.draws:
             inputs, rows, part = self.window.draw.take(
@@ -295,8 +285,8 @@ class Accumulator:
         )
         sums = self.window.sums_of(block.stack)
         for factor in factors:
-            if not _is_added(factor, reads=reads, is_repeated=is_repeated):
-                continue
+            if is_repeated and factor.reads == "inputs":
+                continue  # added with the first probe
             multiplier = scale[factor.degree] * part * self.window.weight
             if probe is not None and factor.reads != "inputs":
                 multiplier *= probe.weight
@@ -331,7 +321,7 @@ class Accumulator:
         data = batch.rows.of(rows.shape[1], rows.shape[2], rows.device)
         if data is None:
             return None
-        if data.unit == "row" and rows.shape[2] == 1 and helper.unit == "sample":
+        if rows.shape[2] == 1 and helper.unit == "sample":
             data = data._replace(unit="sample")
         takes_rows = helper.unit == "row" and not block.method.reduces
         if helper.unit is None or (data.unit == "row" and not takes_rows):
@@ -463,9 +453,10 @@ class Accumulator:
         """
         names: list[str] = []
         for block in self._blocks:
+            if not block.lacks:
+                continue
             is_due = block in self.window.due
-            is_gathered = is_due and block.gatherable() <= self.window.tallies[block].gathered
-            if block.lacks and not is_gathered:
+            if not is_due or not block.gatherable() <= self.window.tallies[block].gathered:
                 names.append(block.name)
         return names
 
@@ -482,13 +473,19 @@ def _contributed(block: Block, place: BlockPlacement, rank: int) -> list[FactorS
 def weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool) -> Weights | None:
     """Take a block's part of the sums of `Accumulator.weights`; None if no rank used the block."""
     factors = block.captured
-    divisors = [next(numbers) for _ in factors] if some_contribute else []
+    divisors: list[float] = []
+    if some_contribute:
+        divisors += itertools.islice(numbers, len(factors))
     inputs, outputs = next(numbers), next(numbers)
-    groups = [next(numbers) for _ in range(block.shape.groups)] if block.unequal else []
     if not some_contribute:
-        divisors = [inputs if f.mean_over == "samples" else outputs for f in factors]
-    used = outputs > 0 and all(divisor > 0 for divisor in divisors)
-    return Weights(divisors, inputs, groups) if used else None
+        divisors += [inputs if factor.mean_over == "samples" else outputs for factor in factors]
+    groups: list[float] = []
+    if block.unequal:
+        groups += itertools.islice(numbers, block.shape.groups)
+    for weight in (outputs, *divisors):
+        if not weight > 0:
+            return None
+    return Weights(divisors, inputs, groups)
 
 
 def _reaching(
@@ -578,10 +575,14 @@ def _sizes(data: DataRows | None, batch: int, shared: int) -> tuple[int, int]:
 
 def _multiply(terms: Iterable[Term]) -> None:
     """Multiply the sums with one multiplier each, by one fused call."""
-    scaled = [term for term in terms if term.scale != 1]
-    tensors = [term.tensor for term in scaled if term.tensor is not None]
+    tensors: list[Tensor] = []
+    scales: list[float] = []
+    for term in terms:
+        if term.tensor is not None and term.scale != 1:
+            tensors.append(term.tensor)
+            scales.append(term.scale)
     if tensors:
-        torch._foreach_mul_(tensors, [term.scale for term in scaled])
+        torch._foreach_mul_(tensors, scales)
 
 
 def _as_one_sample(call: LayerCall, rows: Tensor) -> tuple[LayerCall, Tensor]:
@@ -604,13 +605,6 @@ def _split(
     return parts
 
 
-def _is_added(factor: FactorSpec, *, reads: bool, is_repeated: bool) -> bool:
-    """Return whether a call adds to a factor: a repeated one has the same inputs."""
-    if is_repeated and factor.reads == "inputs":
-        return False
-    return reads or not factor.reads_inputs
-
-
 def _call(
     block: Block,
     helper: LayerHelper,
@@ -630,7 +624,7 @@ def _call(
         rows=rows,
         dtype=block.dtype,
         shared=shared,
-        data=block.second_order if block.dependent else {},
+        data=block.second_order if block.needy else {},
         widens=is_widened,
         first=first,
     )
@@ -646,9 +640,8 @@ def _without(rows: Tensor, data: DataRows) -> Tensor:
 
 def _all_contribute(placed: PlacedBlocks) -> bool:
     """Return whether all ranks contribute to all factors with statistics of calls."""
-    ranks = range(placed.backend.world_size)
     for block, place in placed:
         for index, factor in enumerate(block.factors):
-            if factor.captured and not all(place.contributes(rank, index) for rank in ranks):
+            if factor.captured and place.contributing(index) != place.everyone:
                 return False
     return True

@@ -44,9 +44,9 @@ class Update:
     parts: dict[Block, dict[str, Tensor]] = field(default_factory=dict)
 
     @cached_property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> Sequence[Block]:
         """The blocks."""
-        return [self.stack.blocks[member] for member in self.members]
+        return self.stack.blocks_of(self.members)
 
     def compute(self, gradient: Tensor, damping: float) -> None:
         """Compute the update and the new state by the method."""
@@ -62,10 +62,11 @@ class Update:
             damping=block.damped_with(damping),
             weights=self._weights,
         )
-        direction = direction_of(block.acting or block.method, arguments)
+        direction = direction_of(block.acting, arguments)
         self.matrix = direction.matrix
         if block.parcel:
-            self.parcel = parcel_of(block.method, direction, block.parcel, len(members))
+            parcel = parcel_of(block.method, direction, block.parcel, len(members))
+            self.parcel = {name: tensor.to(block.dtype) for name, tensor in parcel.items()}
         # State tensors that the method does not return are kept, from the first update on.
         self.states = {**state, **direction.state}
 
@@ -81,6 +82,10 @@ class Update:
         matrices = [block.assemble(block.parameters) for block in self.blocks]
         return self.stack.join(matrices).detach()
 
+    def sent(self, name: str) -> Tensor | None:
+        """Return the tensor of a name in the parcel, or with an empty name the update itself."""
+        return self.parcel.get(name) if name else self.matrix
+
     def tensors(self) -> list[Tensor]:
         """Return the tensors that this rank writes."""
         if self.stack.like.shards:
@@ -94,6 +99,15 @@ class Update:
         """Yield each block with its update, if this rank has the whole matrix."""
         if self.matrix is not None:
             yield from zip(self.blocks, self.stack.split(self.matrix, self.members), strict=True)
+
+    def unpacked(self) -> dict[Block, Mapping[str, Tensor]]:
+        """Return the updates of parameters by block and name, if this rank has the matrix."""
+        unpacked: dict[Block, Mapping[str, Tensor]] = {}
+        if self.matrix is not None:
+            matrices = self.stack.split(self.matrix, self.members)
+            for block, matrix in zip(self.blocks, matrices, strict=True):
+                unpacked[block] = block.layout.unpack(matrix)
+        return unpacked
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +143,10 @@ def exchange(placed: PlacedBlocks, updates: Sequence[Update]) -> None:
         for update in updates_of.pop(sending.stack, ()):
             _receive(update, sending)
             _cut(update, backend.rank)
-    if any(stack.like.shards for stack in updates_of):
+    sharded = {stack: parts for stack, parts in updates_of.items() if stack.like.shards}
+    if sharded:
         with backend.phases("exchange"):
-            _scatter(placed, updates_of)
+            _scatter(placed, sharded)
 
 
 def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Sending | None:
@@ -154,21 +169,6 @@ def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Send
     return _Sending(stack, active, parcel)
 
 
-def _all_of(stack: Stack, active: tuple[int, ...], updates: Sequence[Update]) -> Tensor:
-    """Return the updates of all active blocks of a stack, with zeros for missing gradients."""
-    if len(updates) == 1 and updates[0].members == active and updates[0].matrix is not None:
-        return updates[0].matrix
-    matrices: dict[Block, Tensor] = {}
-    for update in updates:
-        matrices.update(update.each())
-    like = stack.like
-    zeros = torch.zeros(stack.shape_of(active), dtype=like.dtype, device=like.device)
-    parts: list[Tensor] = []
-    for member, zero in zip(active, stack.split(zeros, active), strict=True):
-        parts.append(matrices.get(stack.blocks[member], zero))
-    return stack.join(parts)
-
-
 def _sent(
     stack: Stack,
     active: tuple[int, ...],
@@ -176,62 +176,51 @@ def _sent(
     specs: Sequence[TensorSpec],
 ) -> list[Tensor]:
     """Return the tensors that are sent for all active blocks of a stack."""
-    if not stack.like.parcel:
-        return [_all_of(stack, active, updates)]
-    named = zip(stack.like.parcel, specs, strict=True)
-    return [_part_of_all(stack, active, updates, *pair) for pair in named]
-
-
-def _part_of_all(
-    stack: Stack,
-    active: tuple[int, ...],
-    updates: Sequence[Update],
-    name: str,
-    spec: TensorSpec,
-) -> Tensor:
-    """Return a tensor of the parcels of all active blocks, with zeros for missing gradients."""
-    tensor = torch.zeros(spec.shape, dtype=stack.like.dtype, device=stack.like.device)
-    parts = dict(zip(active, tensor.chunk(len(active)), strict=True))
-    for update in updates:
-        # Without it an error is about to be raised.
-        if name in update.parcel:
-            values = update.parcel[name].chunk(len(update.members))
-            for member, value in zip(update.members, values, strict=True):
-                parts[member].copy_(value)
-    return tensor
-
-
-def _open(update: Update, sending: _Sending) -> None:
-    """Make the updates out of the tensors that were sent."""
-    assert sending.parcel.tensors is not None
-    block, parcel = update.blocks[0], dict[str, Tensor]()
-    for name, tensor in zip(block.parcel, sending.parcel.tensors, strict=True):
-        parts = dict(zip(sending.members, tensor.chunk(len(sending.members)), strict=True))
-        parcel[name] = torch.cat([parts[member] for member in update.members])
-    update.matrix = (block.acting or block.method).opened(parcel)
+    like = stack.like
+    tensors: list[Tensor] = []
+    for name, spec in zip(like.parcel or ("",), specs, strict=True):
+        if len(updates) == 1 and updates[0].members == active:
+            complete = updates[0].sent(name)
+            if complete is not None:
+                tensors.append(complete)
+                continue
+        # Missing gradients have zeros; so has an update before its error is raised.
+        zeros = torch.zeros(spec.shape, dtype=like.dtype, device=like.device)
+        parts = dict(zip(active, stack.split(zeros, active), strict=True))
+        for update in updates:
+            tensor = update.sent(name)
+            if tensor is not None:
+                split = stack.split(tensor, update.members)
+                parts.update(zip(update.members, split, strict=True))
+        tensors.append(stack.join([parts[member] for member in active]))
+    return tensors
 
 
 def _receive(update: Update, sending: _Sending) -> None:
-    if update.stack.like.parcel:
-        _open(update, sending)
-        return
+    """Take the updates, or make them, out of the tensors that were sent."""
+    stack, block = update.stack, update.blocks[0]
     assert sending.parcel.tensors is not None
-    (update.matrix,) = sending.parcel.tensors
+    received = list(sending.parcel.tensors)
     if update.members != sending.members:
-        parts = update.stack.split(update.matrix, sending.members)
-        matrices = dict(zip(sending.members, parts, strict=True))
-        update.matrix = update.stack.join([matrices[member] for member in update.members])
+        for index, tensor in enumerate(received):
+            split = stack.split(tensor, sending.members)
+            parts = dict(zip(sending.members, split, strict=True))
+            received[index] = stack.join([parts[member] for member in update.members])
+    if block.parcel:
+        named = dict(zip(block.parcel, received, strict=True))
+        update.matrix = block.acting.opened(named)
+    else:
+        (update.matrix,) = received
 
 
 def _cut(update: Update, rank: int) -> None:
     """Keep this rank's parts of the updates of sharded parameters."""
     if not update.stack.like.shards:
         return
-    for block, matrix in update.each():
-        unpacked = block.layout.unpack(matrix)
+    for block, named in update.unpacked().items():
         parts = update.parts.setdefault(block, {})
         for name, shards in block.shards.items():
-            parts[name] = shards.part(unpacked[name], rank).clone()
+            parts[name] = shards.part(named[name], rank).clone()
     if rank not in update.stack.place.gradient_workers:
         update.matrix = None  # as without a parcel
 
@@ -241,10 +230,8 @@ def _scatter(placed: PlacedBlocks, updates_of: Mapping[Stack, Sequence[Update]])
     splits: list[Split] = []
     targets: list[tuple[Update, Block, str]] = []
     for stack in placed.stacks:
-        if not stack.like.shards:
-            continue
         for update in updates_of.get(stack, ()):
-            unpacked = {block: block.layout.unpack(matrix) for block, matrix in update.each()}
+            unpacked = update.unpacked()
             for block in update.blocks:
                 for name, shards in block.shards.items():
                     split = Split(
@@ -253,7 +240,7 @@ def _scatter(placed: PlacedBlocks, updates_of: Mapping[Stack, Sequence[Update]])
                         device=block.device,
                         workers=stack.place.gradient_workers,
                         sources=stack.place.sources,
-                        whole=unpacked[block][name] if block in unpacked else None,
+                        whole=unpacked.get(block, {}).get(name),
                     )
                     splits.append(split)
                     targets.append((update, block, name))
@@ -268,14 +255,15 @@ def by_parameter(updates: Sequence[Update]) -> tuple[list[nn.Parameter], list[Te
     parameters: list[nn.Parameter] = []
     values: list[Tensor] = []
     for update in updates:
-        parts = _parts(update)
-        if parts is not None:
-            parameters += update.stack.parameters
-            values += parts
-            continue
-        of_blocks: Mapping[Block, Mapping[str, Tensor]] = update.parts
-        if not update.stack.like.shards:
-            of_blocks = {block: block.layout.unpack(matrix) for block, matrix in update.each()}
+        stack, matrix = update.stack, update.matrix
+        if 1 < len(stack.blocks) == len(update.members) and not stack.like.shards:
+            # Views of a whole stack at once, if its layouts allow that.
+            parts = None if matrix is None else stack.parts(matrix)
+            if parts is not None:
+                parameters += stack.parameters
+                values += parts
+                continue
+        of_blocks = update.parts if stack.like.shards else update.unpacked()
         for block, named in of_blocks.items():
             parameters += [block.parameters[name] for name in named]
             values += named.values()
@@ -291,13 +279,3 @@ def write(updates: Sequence[Update], home: GradientHome) -> None:
     if written:
         targets, sources = zip(*written, strict=True)
         torch._foreach_copy_(targets, sources)
-
-
-def _parts(update: Update) -> list[Tensor] | None:
-    """Return each parameter's part of the update of a whole stack, if all are views."""
-    stack, matrix = update.stack, update.matrix
-    if matrix is None or stack.like.shards:
-        return None
-    if len(stack.blocks) == 1 or len(update.members) < len(stack.blocks):
-        return None
-    return stack.parts(matrix)

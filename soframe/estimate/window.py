@@ -85,7 +85,12 @@ class Sums:
         if isinstance(moment, Tensor) and moment.shape != factor.shape:
             return False
         if len(self.stack.blocks) == 1 and factor.name not in self.totals:
-            return self._begin(factor, moment, multiplier)
+            # The first moment of a single block is its sum.
+            new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
+            if new.shape != factor.shape:
+                return False
+            self.totals[factor.name] = new
+            return True
         if self._keep(factor, member, moment, multiplier):
             return True
         total = self._parts_of(factor)[member]
@@ -126,14 +131,6 @@ class Sums:
             for member in rows.members:
                 matrix = of_blocks[member]
                 parts[member].baddbmm_(matrix.mT, matrix, alpha=rows.scale)
-
-    def _begin(self, factor: FactorSpec, moment: Tensor | Addend, multiplier: float) -> bool:
-        """Make the first moment of a single block the sum; False if shapes differ."""
-        new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
-        if new.shape != factor.shape:
-            return False
-        self.totals[factor.name] = new
-        return True
 
     def _keep(self, factor: FactorSpec, member: int, moment: Tensor | Addend, scale: float) -> bool:
         """Copy the rows of a call, if they are few, and in shape and scale like those here."""
@@ -186,7 +183,7 @@ class Window:
     passes: Passes  # the backward passes, and their samples
     draw: Draw  # takes some of the rows of each call
     tallies: dict[Block, Tally]  # the numbers of each block; empty if no block takes statistics
-    calls: Calls = field(default_factory=Calls)  # the records of the hooks
+    calls: Calls  # the records of the hooks
     sums: dict[Stack, Sums] = field(default_factory=dict)  # the sums of statistics by stack
     # The multipliers and weights that this rank sent last, by block.
     contributions: dict[Block, Contribution] = field(default_factory=dict)
@@ -255,9 +252,11 @@ class Window:
             if len(block.stack.blocks) == 1:
                 self.sums.pop(block.stack, None)
             elif block.stack in self.sums:
-                self.sums[block.stack].zero(block.member, [f.name for f in block.factors])
+                self.sums[block.stack].zero(block.member, block.captured_names)
         self.shared = SharedInputs()
-        used = set[int]().union(*(tally.counts.samples for tally in self.tallies.values()))
+        used: set[int] = set()
+        for tally in self.tallies.values():
+            used.update(tally.counts.samples)
         if not used:
             # Nothing of the earlier passes counts, nor do their errors.
             self.passes = Passes(self.passes.samples, self.passes.scale_reader)
@@ -276,34 +275,32 @@ class Window:
     def drop_dependent(self, blocks: Iterable[Block]) -> None:
         """Drop statistics that were made with second-order data of blocks, now replaced."""
         for block in blocks:
-            needing = {factor.name for factor in block.captured if factor.needs}
-            if needing and block in self.tallies:
-                self.tallies[block].gathered -= needing
+            if block.needy and block in self.tallies:
+                self.tallies[block].gathered -= block.needy
                 if block.stack in self.sums:
-                    self.sums[block.stack].zero(block.member, needing)
+                    self.sums[block.stack].zero(block.member, block.needy)
 
     def magnitudes(self, precision: Precision) -> list[Tensor]:
         """Return infinity norms of the sums, as scalars: not finite where a sum is not.
 
         Of matrices that are psd the norms of the diagonals are enough. Rows are multiplied first.
         """
+        totals: dict[torch.device, list[Tensor]] = {}
+        diagonals: dict[torch.device, list[Tensor]] = {}
+        for stack, sums in self.sums.items():
+            with within(precision):
+                sums.multiply()
+            for name, total in sums.totals.items():
+                if name in stack.like.psd:
+                    diagonal = total.diagonal(dim1=-2, dim2=-1)
+                    diagonals.setdefault(stack.like.device, []).extend(diagonal.unbind())
+                else:
+                    totals.setdefault(stack.like.device, []).append(total)
+        for device, parts in diagonals.items():
+            totals.setdefault(device, []).append(torch.cat(parts))
         scalars: list[Tensor] = []
-        for device in {stack.like.device for stack in self.sums}:
-            totals, diagonals = list[Tensor](), list[Tensor]()
-            for stack, sums in self.sums.items():
-                if stack.like.device != device:
-                    continue
-                with within(precision):
-                    sums.multiply()
-                for name, total in sums.totals.items():
-                    if name in stack.like.psd:
-                        diagonals += total.diagonal(dim1=-2, dim2=-1).unbind()
-                    else:
-                        totals.append(total)
-            if diagonals:
-                totals.append(torch.cat(diagonals))
-            if totals:
-                scalars += torch._foreach_norm(totals, math.inf)
+        for tensors in totals.values():
+            scalars += torch._foreach_norm(tensors, math.inf)
         return scalars
 
     # -- the number of samples ----------------------------------------------------------------

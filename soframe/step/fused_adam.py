@@ -109,7 +109,7 @@ class Adam:
             self._source, self._batches = source, self._batch(alike, group_of, decays)
         device = stack.like.device
         for blocks, batches in self._batches:
-            method = blocks[0].acting or blocks[0].method
+            method = blocks[0].acting
             assert isinstance(method, AdamW)
             number = float(blocks[0].record.updates + 1)
             count = torch.full((), number, dtype=torch.float32, device=device)
