@@ -108,7 +108,7 @@ def part(preconditioner: Owner) -> dict[str, Any]:
         for entry in block_entries:
             if backend.rank == entry.source:
                 tensor = state.lasting(entry.path, present[entry.path])
-                tensors["/".join((block.name, *entry.path))] = tensor
+                tensors[entry.name_in(block)] = tensor
     # DCP keeps one header, so it has the checksums of all ranks.
     sums = {name: [str(t.dtype), checksums.of_tensor(t)] for name, t in tensors.items()}
     header[TENSORS] = {}
@@ -186,7 +186,7 @@ def load(
     for block, place in curvature.placed:
         for entry in entries_saved(block, place, saved["blocks"][block.name]):
             if curvature.placed.rank in entry.holders:
-                name = "/".join((block.name, *entry.path))
+                name = entry.name_in(block)
                 # Keep the saved dtype until the checksums are compared.
                 dtype = _DTYPES[saved[TENSORS][name][0]]
                 tensors[name] = torch.empty(entry.spec.shape, dtype=dtype, device="cpu")

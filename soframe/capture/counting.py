@@ -98,22 +98,19 @@ class Batch:
     @property
     def is_under_way(self) -> bool:
         """Whether the backward pass under way goes through this forward pass; False if unsure."""
-        call = None if self.call is None else self.call()
+        if self.call is None:
+            return False
+        call = self.call()
         return call is not None and bool(torch._C._will_engine_execute_node(call.marker))
-
-    def counted(self, samples: Samples) -> int | None:
-        """Return the number of terms that the root shows; None if it shows none."""
-        root = self.root
-        if samples == "positions" or (samples is None and root.by_token):
-            return root.tokens
-        return root.size if samples == "batch" else root.terms or root.size
 
 
 def declare(terms: object, rows: Tensor | None) -> Batch:
     """Check and return the declaration of `Preconditioner.count`."""
     if terms is None and rows is None:
         raise ValueError("count() says terms=, rows= or both")
-    batch = Batch(rows=None if rows is None else Rows(_mask("rows", rows)), declared=True)
+    batch = Batch(declared=True)
+    if rows is not None:
+        batch.rows = Rows(_mask(rows))
     if isinstance(terms, Tensor) and terms.dtype == torch.bool and terms.dim() > 0:
         batch.terms, batch.mask = int(terms.sum()), terms.detach()
     elif terms is not None:
@@ -123,32 +120,40 @@ def declare(terms: object, rows: Tensor | None) -> Batch:
 
 def _number(terms: object) -> int:
     """Return a declared number of terms."""
-    if isinstance(terms, Tensor):
-        if terms.dim() > 0 or terms.dtype == torch.bool or terms.is_floating_point():
+    number = _integer(terms)
+    if number is None:
+        if isinstance(terms, Tensor):
             raise TypeError(
                 f"count: terms is a number, or a bool mask such as labels != -100, not a tensor of "
                 f"{terms.dtype} and shape {tuple(terms.shape)}"
             )
-        terms = int(terms)
-    if isinstance(terms, bool) or not isinstance(terms, Integral):
         raise TypeError(f"count: terms is a number of terms or a bool mask, not {terms!r}")
-    if terms < 0:
-        raise ValueError(f"count: terms must not be negative, not {terms}")
-    return int(terms)
+    if number < 0:
+        raise ValueError(f"count: terms must not be negative, not {number}")
+    return number
 
 
-def _mask(name: str, mask: object) -> Tensor:
+def _integer(number: object) -> int | None:
+    """Return an integer, perhaps in a scalar tensor, as an int; None for anything else."""
+    if isinstance(number, Tensor) and number.dim() == 0:
+        number = number.item()
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        return None
+    return int(number)
+
+
+def _mask(rows: object) -> Tensor:
     """Return a mask as bool; an attention mask of zeros and ones is one."""
-    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
-        what = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"count: {name} is a mask, a tensor of bool or of 0 and 1, not {what}")
-    if mask.dim() == 0:
-        raise ValueError(f"count: {name} is a mask [N, ...], not a single number")
-    if mask.dtype == torch.bool:
-        return mask
-    data = mask == 1
-    if not bool((data | (mask == 0)).all()):
-        raise ValueError(f"count: {name} is a mask: True or 1 for data, False or 0 for padding")
+    if not isinstance(rows, Tensor) or rows.is_floating_point() or rows.is_complex():
+        what = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise TypeError(f"count: rows is a mask, a tensor of bool or of 0 and 1, not {what}")
+    if rows.dim() == 0:
+        raise ValueError("count: rows is a mask [N, ...], not a single number")
+    if rows.dtype == torch.bool:
+        return rows
+    data = rows == 1
+    if not bool((data | (rows == 0)).all()):
+        raise ValueError("count: rows is a mask: True or 1 for data, False or 0 for padding")
     return data
 
 
@@ -157,7 +162,7 @@ class Observed:
     """The terms of an observation."""
 
     terms: int | None  # N; None for the layers' batch size
-    masks: tuple[Tensor | None, ...]  # multipliers of each output's vectors; None for ones
+    masks: Sequence[Tensor] = ()  # multipliers of each output's vectors; empty for ones
     factor: float = 1.0  # a multiplier of g g^T
 
     def of(
@@ -165,12 +170,11 @@ class Observed:
     ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
         """Mask and scale weighted vectors of a mean over all terms to the terms that count."""
         for vector, weight in vectors:
-            masked: list[Tensor | None] = []
-            for part, mask in zip(vector, self.masks, strict=True):
-                if part is None or mask is None:
-                    masked.append(part)
-                else:
-                    masked.append(part * mask)
+            masked = list(vector)
+            for index, mask in enumerate(self.masks):
+                part = vector[index]
+                if part is not None:
+                    masked[index] = part * mask
             yield masked, weight * self.factor
 
 
@@ -182,33 +186,27 @@ def observed(
     # over positions, sums, or (None) either; the factor rescales them to the mean over terms.
     size = len(outputs[0])
     positions = [math.prod(output.shape[2:]) for output in outputs]
-    several = any(number > 1 for number in positions)
-    unmasked = tuple(None for _ in outputs)
-    if batch.terms is None:
-        by_position = samples == "positions" and several and not means
+    terms = batch.terms
+    if terms is None:
+        by_position = samples == "positions" and max(positions) > 1 and not means
         unknown = callable(samples) or by_position
-        return Observed(None if unknown else size, unmasked)
+        return Observed(None if unknown else size)
     counted: Observed | None = None
     if batch.mask is not None:
-        counted = _masked(batch.terms, batch.mask, outputs, positions, means)
-    elif batch.terms == size:
-        counted = Observed(size, unmasked)
-    elif len(set(positions)) == 1 and batch.terms == size * positions[0]:
-        counted = Observed(batch.terms, unmasked, _undone(positions[0], means))
+        counted = _masked(terms, batch.mask, outputs, positions, means)
+    elif terms == size:
+        counted = Observed(size)
+    elif all(terms == size * number for number in positions):
+        counted = Observed(terms, factor=_undone(positions[0], means))
     if counted is None:
-        raise _unknown_terms(outputs, batch)
+        shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
+        declared = terms if batch.mask is None else f"a mask {tuple(batch.mask.shape)}"
+        raise ValueError(
+            f"count() was given {declared}, which does not say which terms of the outputs {shapes} "
+            f"count: observe outputs [N, features, positions...] or [terms, features], and pass "
+            f"count() a mask [N, positions...]"
+        )
     return counted
-
-
-def _unknown_terms(outputs: Sequence[Tensor], batch: Batch) -> ValueError:
-    """Return the error of a declaration that does not fit the outputs."""
-    shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
-    terms = batch.terms if batch.mask is None else f"a mask {tuple(batch.mask.shape)}"
-    return ValueError(
-        f"count() was given {terms}, which does not say which terms of the outputs {shapes} count: "
-        f"observe outputs [N, features, positions...] or [terms, features], and pass count() a "
-        f"mask [N, positions...]"
-    )
 
 
 def _masked(
@@ -225,10 +223,10 @@ def _masked(
         elif mask.numel() == size:
             mask = mask.reshape(-1)
         elif terms == size:  # the outputs have the counted terms alone
-            return Observed(size, tuple(None for _ in outputs))
+            return Observed(size)
         else:
             return None
-    return Observed(terms, tuple(_like(mask, output) for output in outputs), factor)
+    return Observed(terms, [_like(mask, output) for output in outputs], factor)
 
 
 def _undone(positions: int, means: bool | None) -> float:
@@ -247,11 +245,10 @@ def _like(mask: Tensor, output: Tensor) -> Tensor:
 
 def checked(number: object) -> int:
     """Return the number that a callable ``samples`` has returned, if it is a positive integer."""
-    if isinstance(number, Tensor) and number.dim() == 0 and not number.is_floating_point():
-        number = number.item()
-    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+    terms = _integer(number)
+    if terms is None or terms < 1:
         raise ValueError(f"samples() must return a positive integer, not {number!r}")
-    return int(number)
+    return terms
 
 
 @dataclass
@@ -305,7 +302,8 @@ class Passes:
         """
         backward = self.by_number.get(number)
         if backward is None:
-            backward = self._through(batches) if terms is None else None
+            if terms is None:
+                backward = self._through(batches)
             if backward is None:
                 backward = self._begin(sizes, terms, batch, batches)
                 backward.number, backward.stage = number, stage
@@ -345,19 +343,22 @@ class Passes:
         """Return a new pass, given its first call."""
         setting, root = self.samples, batch.root
         by_token = root.by_token if setting is None else setting == "positions"
-        call_terms = sizes[1] if by_token else sizes[0]
-        if terms is None and callable(setting):
-            terms = self._called(setting, call_terms)
-        if root.is_empty and terms is None:
-            return Pass(0, 0, is_declared=True, batches=list(batches))
+        call_samples, call_rows = sizes
+        call_terms = call_rows if by_token else call_samples
+        if terms is None:
+            if callable(setting):
+                terms = self._called(setting, call_terms)
+            elif root.is_empty:
+                return Pass(0, 0, is_declared=True, batches=list(batches))
+            elif batch.rows is not None:
+                terms = call_terms
         # Gradients reach the layer nearest to the loss first. If it has one sample, the root was
         # called without a batch; unless the one is of positions, which come first.
-        size = root.size or sizes[0]
-        if sizes[0] == 1 and sizes[1] != size:
+        size = root.size or call_samples
+        if call_samples == 1 and call_rows != size:
             size = 1
-        if terms is not None or batch.rows is not None:
-            samples = call_terms if terms is None else terms
-            return Pass(samples, size, is_declared=True, batches=list(batches))
+        if terms is not None:
+            return Pass(terms, size, is_declared=True, batches=list(batches))
         distinct, certain = _of_other_samples(batches)
         if size == 1 and not by_token:
             samples = len(distinct)
@@ -379,16 +380,19 @@ class Passes:
         """
         if backward.loss_scale is None:
             try:
-                self._read_scale = self._read_scale or self.scale_reader()
+                if self._read_scale is None:
+                    self._read_scale = self.scale_reader()
                 backward.loss_scale = self._read_scale()
             except Exception as error:  # of any kind: all ranks raise it, at the step
-                self.scale_failure = self.scale_failure or error
+                if self.scale_failure is None:
+                    self.scale_failure = error
                 backward.loss_scale = math.nan
         return backward.loss_scale
 
     def fail(self, error: Exception) -> None:
         """Keep an error for the step, if it is the first."""
-        self.failure = self.failure or error
+        if self.failure is None:
+            self.failure = error
 
     def require_counted(self) -> None:
         """Raise the first failure, or a ValueError if a mask of rows fits no layer."""
@@ -411,7 +415,9 @@ class Passes:
         if callable(self.samples):
             return None
         for backward in self.by_number.values():
-            question = None if backward.is_declared else self._question(backward)
+            if backward.is_declared:
+                continue
+            question = self._question(backward)
             if question is not None:
                 return f"{question}: {REMEDY}"
         return None
@@ -428,23 +434,26 @@ class Passes:
             question = self._question_of(batch.root, samples)
             if question is not None:
                 return question
+        if samples != 1:
+            return None
         batch_size = max(filter(None, sizes), default=0)
-        partial = [number for number in backward.reached if number < batch_size]
-        if samples == 1 and max(partial, default=0) > 1:
+        most = max((number for number in backward.reached if number < batch_size), default=0)
+        if most > 1:
             return (
                 f"the layer nearest to the loss was called with one sample, so that the "
                 f"model's arguments, of {batch_size} samples, are taken for one without a batch; "
-                f"but another layer had {max(partial)}"
+                f"but another layer had {most}"
             )
         return None
 
     def _question_of(self, root: Sight, samples: int) -> str | None:
         """Return the question that inputs and outputs leave open, with the number that is taken."""
-        answers = self.samples is not None and root.asks_of_tokens
-        if answers or self.samples == "positions" or not root.question:
+        if not root.question or self.samples == "positions":
             return None
         number = f"{samples} {'tokens' if root.by_token else 'samples'}"
         if root.asks_of_tokens:
+            if self.samples is not None:
+                return None  # the setting is the answer
             return (
                 f"the model shows {root.question}, and its loss, perhaps a mean over "
                 f"tokens, is taken for a mean over {number} "
@@ -454,10 +463,19 @@ class Passes:
 
 
 def _added_up(batches: Iterable[Batch], setting: Samples, otherwise: int) -> int:
-    """Return the terms of forward passes, or another number if one shows none."""
-    numbers = [batch.counted(setting) for batch in batches]
-    known = [number for number in numbers if number is not None]
-    return sum(known) if len(known) == len(numbers) else otherwise
+    """Return the terms that the roots of forward passes show, or another number if one has none."""
+    total = 0
+    for batch in batches:
+        root = batch.root
+        terms = root.terms or root.size
+        if setting == "batch":
+            terms = root.size
+        elif setting == "positions" or root.by_token:
+            terms = root.tokens
+        if terms is None:
+            return otherwise
+        total += terms
+    return total
 
 
 def _of_other_samples(batches: Sequence[Batch]) -> tuple[list[Batch], bool]:
@@ -468,5 +486,6 @@ def _of_other_samples(batches: Sequence[Batch]) -> tuple[list[Batch], bool]:
         related = [batch.root.has_samples_of(earlier.root) for earlier in batches[:number]]
         if True not in related:
             distinct.append(batch)
-            certain = certain and None not in related
+            if None in related:
+                certain = False
     return distinct, certain

@@ -106,15 +106,12 @@ _compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_cal
 class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
-    With a helper it is of a layer, after its call. Without one it is of the root module: before its
-    call, when the output is an ellipsis, and after it.
+    With a helper it is of a layer, after its call. With layers it is of the root module that has
+    them: before its call, when the output is an ellipsis, and after it.
     """
 
-    def __init__(self, capture: Capture, helper: LayerHelper | None, layers: Layers) -> None:
-        self._capture = weakref.ref(capture)
-        self._layers = layers  # of the root module
-        self._root = helper is None
-        self._helper = None if helper is None else weakref.ref(helper)
+    def __init__(self, capture: Capture, target: LayerHelper | Layers) -> None:
+        self._capture, self._target = weakref.ref(capture), weakref.ref(target)
         self._take_call = _take_call_uncompiled()
 
     @property
@@ -133,14 +130,13 @@ class _Hook:
         output: Any = ...,
     ) -> None:
         # Torch passes no kwargs if the capture is collected while the pass goes through its hooks.
-        capture = self._capture()
-        helper = None if self._helper is None else self._helper()
+        capture, target = self._capture(), self._target()
         # torch.compile traces this much: only at statistics steps do layers break the graph.
-        if capture is not None and (self._root or helper is not None) and capture.enabled:
+        if capture is not None and target is not None and capture.enabled:
             # Between compiled frames a call is exempt; a plain one does not pay for that.
             is_plain = not torch.compiler.is_compiling() and _compiler() is None
             take_call = _take_call if is_plain else self._take_call
-            take_call(capture, helper, module, args, kwargs or {}, output, self._layers)
+            take_call(capture, target, module, args, kwargs or {}, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model is another model, perhaps of a machine without soframe: its
@@ -150,12 +146,11 @@ class _Hook:
 
 def _take_call(
     capture: Capture,
-    helper: LayerHelper | None,
+    target: LayerHelper | Layers,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
-    layers: Layers,
 ) -> None:
     # A torch function mode of the user is for the model, not for the hooks.
     with torch._C.DisableTorchFunction():
@@ -163,10 +158,10 @@ def _take_call(
         # (torch.jit.trace, TensorBoard's add_graph) would contain what the hooks compute.
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return
-        if helper is None:
-            capture._on_root(args, kwargs, output, layers)
+        if isinstance(target, Layers):
+            capture._on_root(args, kwargs, output, target)
             return
-        if module is not helper.module and getattr(module, "_is_replica", False):
+        if module is not target.module and getattr(module, "_is_replica", False):
             raise RuntimeError(
                 f"torch.nn.DataParallel runs copies of a {type(module).__name__}, each on a part "
                 f"of the batch, and statistics need the whole batch: use DistributedDataParallel "
@@ -174,12 +169,12 @@ def _take_call(
                 f"'muon'"
             )
         try:
-            capture._on_forward(helper, args, kwargs, output)
+            capture._on_forward(target, args, kwargs, output)
         except Exception as error:  # of any kind: all ranks raise together
             # A checkpoint ends the calls that it repeats in the backward pass by an exception.
             if torch._C._current_graph_task_id() != -1:
                 raise
-            capture.raise_or_defer(error, helper)
+            capture.raise_or_defer(error, target)
 
 
 @cache
@@ -199,6 +194,9 @@ class _LatestPass(NamedTuple):
     batch: Batch
 
 
+_NO_PASS = _LatestPass(-1, Batch())
+
+
 @dataclass(eq=False)
 class Calls:
     """The records of the hooks in one window; the next begins empty."""
@@ -212,8 +210,7 @@ class Calls:
     watched: list[_Watched] = field(default_factory=list)  # the ends of the next probe
     # The batches of forward passes that no backward pass has reached.
     waiting: list[Batch] = field(default_factory=list)
-    # The last backward pass that has reached a call; None before the first.
-    latest: _LatestPass | None = None
+    latest: _LatestPass = _NO_PASS  # the last backward pass that has reached a call
     current: int | None = None  # the number of the backward pass under way, at its outermost level
     count: int = 0  # the number of backward passes
     shares: bool = False  # whether a layer was called without the batch since the last probe
@@ -235,7 +232,8 @@ class Calls:
 
     def fail(self, error: Exception) -> None:
         """Keep the first error, perhaps of this rank alone, for the step, where ranks agree."""
-        self.failure = self.failure or error
+        if self.failure is None:
+            self.failure = error
 
     def take_waiting(self, batch: Batch) -> list[Batch]:
         """Take out the waiting batches of the backward pass under way, in order.
@@ -275,7 +273,8 @@ class Capture:
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._roots: dict[nn.Module, _Hook] = {}
+        self._reading: frozenset[LayerHelper] = frozenset()  # the helpers whose inputs are of use
+        self._roots: dict[nn.Module, tuple[_Hook, Layers]] = {}  # hooks refer to layers weakly
         self._after: list[RemovableHandle] = []  # of the roots, after their calls
         self._probe: Probe | None = None
         self._delivering = False
@@ -301,13 +300,21 @@ class Capture:
         _remove(self._handles)
         self._roots, self._after = {}, []
         self.names = dict(names)
+        reading = set(rereading)
         for helper in names:
-            hook = _Hook(self, helper, Layers())
+            # For a bias alone, inputs show which of several groups a call reaches.
+            if helper.multiplies or helper.shape[0] > 1:
+                reading.add(helper)
+            hook = _Hook(self, helper)
             self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
-        for root in roots if names else ():
-            hook = _Hook(self, None, Layers.of(root))
+        self._reading = frozenset(reading)
+        if not names:
+            return
+        for root in roots:
+            layers = Layers.of(root)
+            hook = _Hook(self, layers)
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True))
-            self._roots[root] = hook
+            self._roots[root] = (hook, layers)
 
     def _precede(self) -> None:
         """Run before the hooks of others, which may replace the output (adapters do)."""
@@ -331,8 +338,10 @@ class Capture:
             for handle in self._after:
                 handle.remove()
                 self._handles.remove(handle)
-            roots = self._roots.items() if enabled else ()
-            self._after = [root.register_forward_hook(h, with_kwargs=True) for root, h in roots]
+            self._after = []
+            if enabled:
+                for root, (hook, _) in self._roots.items():
+                    self._after.append(root.register_forward_hook(hook, with_kwargs=True))
             self._handles += self._after
         if enabled:
             self._precede()
@@ -428,11 +437,7 @@ class Capture:
     # -- forward ----------------------------------------------------------------------------------
 
     def _on_root(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-        layers: Layers,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, layers: Layers
     ) -> None:
         """See the batch of a forward pass in the root's arguments, and afterwards in its output."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
@@ -452,7 +457,10 @@ class Capture:
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self.sink is None or (computing := self._tensors_of_call(helper)) is None:
+        if self.sink is None:
+            return
+        computing = self._tensors_of_call(helper)
+        if computing is None:
             return
         is_recomputed = self._begin_call()
         inner = helper.observe(args, kwargs, output)
@@ -469,9 +477,7 @@ class Capture:
             return
         self.calls.called[helper] = helper.parameters[next(iter(computing))]._version
         trained = list(computing.values())
-        # For a bias alone, inputs show which of several groups a call reaches.
-        reads = helper.multiplies or helper.shape[0] > 1 or helper in self.rereading
-        keeps = reads and helper not in self.without_inputs
+        keeps = helper in self._reading and helper not in self.without_inputs
         if inner is None:
             self._watch(
                 helper, trained, args, kwargs, output, keeps=keeps, is_recomputed=is_recomputed
@@ -500,19 +506,21 @@ class Capture:
         if self.probing and size is not None and not output.is_nested:
             # [groups, batch, shared, out]
             _, batch, shared, _ = helper.output_rows(output.detach()).shape
-            self.calls.shares = self.calls.shares or helper.lacks_batch(batch, shared, size)
+            if helper.lacks_batch(batch, shared, size):
+                self.calls.shares = True
         hooked, view = _tensor_to_hook(output, inputs)
         pending = self._pending(helper, trained, inputs if keeps else (), hooked.output_nr, view)
+        node = hooked.grad_fn
         if self.probing:
             # A probe ends here, where hooks of nodes do not run.
             if not is_recomputed:  # else it is reached through the graph of its first pass
                 self.calls.watched.append(_Watched(get_gradient_edge(hooked)))
             hooked.register_hook(pending)
-        elif (node := hooked.grad_fn) is not None:
+        elif node is None:
+            hooked.register_hook(pending)  # a leaf has no node
+        else:
             pending.find_marker(node, inputs)
             node.register_prehook(pending)
-        else:
-            hooked.register_hook(pending)  # a leaf has no node
 
     def _watch_inner(
         self,
@@ -609,7 +617,7 @@ class Capture:
         accumulators = [node for node, _ in keeper.grad_fn.next_functions[: len(trained)]]
         kept = keeper if needed else None
         batch, latest = self.calls.batch, self.calls.latest
-        if latest is not None and latest.number == self.calls.current:
+        if latest.number == self.calls.current:
             batch = latest.batch  # a checkpoint recomputes, for the backward pass under way
         return _Pending(
             weakref.ref(self),
@@ -646,7 +654,7 @@ class Capture:
             return  # called in a window of other turns: some layers' inputs were not kept
         calls = self.calls
         number = calls.enter(self._on_end)
-        if calls.latest is None or calls.latest.number != number:
+        if calls.latest.number != number:
             calls.latest = _LatestPass(number, batch)
         earlier = call.earlier_pass(calls, number)
         batch.closed = True  # the next forward pass is of another one
@@ -661,7 +669,8 @@ class Capture:
                     gradient = sharding.whole(gradient, read=helper not in self.no_statistics)
                 is_ragged = gradient.is_nested
                 gradient = _values(gradient)
-                gradient = gradient if call.view is None else call.view(gradient)
+                if call.view is not None:
+                    gradient = call.view(gradient)
                 complete = LayerCall(
                     helper, inputs, gradient, number, self._probe, batch, earlier, is_ragged
                 )
@@ -695,7 +704,7 @@ class _Pending:
     batch: Batch
     output_index: int  # of the output among the outputs of its node
     view: Callable[[Tensor], Tensor] | None  # from the gradient received to the output's
-    passed: tuple[Calls, int] | None = None  # the last backward pass through the call
+    passed: tuple[Calls | None, int] = (None, -1)  # the last backward pass through the call
     marker: Any = None  # a node by which a backward pass through this forward pass is recognised
 
     def __call__(self, received: Tensor | tuple[Tensor | None, ...] | None) -> None:
@@ -741,10 +750,8 @@ class _Pending:
 
     def earlier_pass(self, calls: Calls, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""
-        previous, self.passed = self.passed, (calls, number)
-        if previous is None or previous[0] is not calls or previous[1] == number:
-            return None
-        return previous[1]
+        (window, previous), self.passed = self.passed, (calls, number)
+        return previous if window is calls and previous != number else None
 
 
 _TRANSPOSITION = "TBackward0"

@@ -8,11 +8,12 @@ such a pass are NaN, and are dropped (`soframe.capture.counting.Passes.loss_scal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from numbers import Real
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+
+from soframe.checks.numbers import is_number
 
 LEAST, MOST = 1e-100, 1e100
 """Scales are squared, in numbers of 64 bits."""
@@ -24,7 +25,7 @@ class LossScale:
     def __init__(self, scaler: torch.amp.GradScaler | Callable[[], float] | None) -> None:
         self._scaler = scaler
         self._known = scaler if isinstance(scaler, torch.amp.GradScaler) else None
-        self._read: tuple[object, float] | None = None  # the version of a tensor, and its value
+        self._read: tuple[object, float] = (None, 1.0)  # the version of a tensor, and its value
 
     @property
     def used(self) -> bool:
@@ -39,10 +40,9 @@ class LossScale:
         of_window: list[float] = []
 
         def now() -> float:
-            scaler = self._scaler
-            if scaler is None:
+            if self._scaler is None:
                 return 1.0
-            scale = scaler if isinstance(scaler, torch.amp.GradScaler) else scaler()
+            scale = self._current()
             if not isinstance(scale, torch.amp.GradScaler):
                 return _checked("grad_scaler()", scale)
             self._known = scale
@@ -61,6 +61,10 @@ class LossScale:
 
         return now
 
+    def _current(self) -> object:
+        """Return the GradScaler, or what the callable returns now."""
+        return self._scaler() if callable(self._scaler) else self._scaler
+
     def _of_scaler(self, scaler: torch.amp.GradScaler) -> float:
         tensor = scaler._scale
         if tensor is None:
@@ -68,7 +72,7 @@ class LossScale:
                 "the given grad_scaler has not scaled the loss: call scaler.scale(loss).backward()"
             )
         version = (id(tensor), tensor._version)
-        if self._read is None or self._read[0] != version:
+        if self._read[0] != version:
             self._read = (version, float(scaler.get_scale()))  # makes the host wait
         return _checked("the scale of grad_scaler", self._read[1])
 
@@ -84,9 +88,10 @@ class LossScale:
                 "GradScaler scales the loss, the statistics carry the square of its scale. Pass "
                 "grad_scaler=scaler, or grad_scaler=lambda: 1.0 for a loss that is not scaled"
             )
-        if probed and self._known is None and callable(self._scaler):
-            scale = self._scaler()
-            self._known = scale if isinstance(scale, torch.amp.GradScaler) else None
+        if probed and self._known is None:
+            scale = self._current()
+            if isinstance(scale, torch.amp.GradScaler):
+                self._known = scale
         if self._known is not None and self._known.is_enabled():
             _require_unscaled(self._known, optimizer)
 
@@ -94,8 +99,7 @@ class LossScale:
 def _checked(name: str, value: object) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    real = isinstance(value, Real) and not isinstance(value, bool)
-    if not real or not LEAST <= value <= MOST:  # type: ignore[operator]  # it is real
+    if not is_number(value) or not LEAST <= value <= MOST:  # type: ignore[operator]  # it is real
         raise ValueError(
             f"{name} must be a positive, finite number (from {LEAST:g} to {MOST:g}), not {value!r}"
         )

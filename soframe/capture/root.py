@@ -13,7 +13,6 @@ of one tensor, or one has outputs of the other as inputs. Slices along the batch
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -60,12 +59,14 @@ class Layers:
     @staticmethod
     def of(model: nn.Module) -> Layers:
         """Look at the modules of a model."""
-        modules = list(model.modules())
-        rows = (getattr(module, "num_embeddings", None) for module in modules)
-        return Layers(
-            frozenset(number for number in rows if isinstance(number, int)),
-            any(getattr(module, "batch_first", None) is False for module in modules),
-        )
+        rows: set[int] = set()
+        sequences_first = False
+        for module in model.modules():
+            number = getattr(module, "num_embeddings", None)
+            if isinstance(number, int):
+                rows.add(number)
+            sequences_first |= getattr(module, "batch_first", None) is False
+        return Layers(frozenset(rows), sequences_first)
 
 
 @dataclass(frozen=True)
@@ -105,17 +106,18 @@ class Region:
             return None
         first, second = sorted((self, other), key=lambda region: region.offset)
         moved = first._moved(second.offset - first.offset)
-        if moved[dim] == 0:
+        along = moved.pop(dim)
+        if along == 0:
             return True  # the same tensor, or other positions
-        if first.is_indexed or second.is_indexed or any(moved[:dim]) or any(moved[dim + 1 :]):
+        if any(moved) or first.is_indexed or second.is_indexed:
             return None
-        samples, rest = divmod(moved[dim], max(1, first.stride[dim] // first.steps[dim]))
+        samples, rest = divmod(along, max(1, first.stride[dim] // first.steps[dim]))
         # Every k-th sample looks like every k-th position of sequences in one dimension.
         return False if rest == 0 and samples >= first.shape[dim] else None
 
     def _moved(self, offset: int) -> list[int]:
         """Return by how many entries of the whole tensor an offset moves along each dimension."""
-        moved = [0 for _ in self.shape]
+        moved = [0] * len(self.shape)
         for dim in sorted(range(len(moved)), key=lambda dim: -self.steps[dim]):
             moved[dim], offset = divmod(offset, max(1, self.steps[dim]))
         return moved
@@ -139,18 +141,19 @@ class Sight:
 
     def has_samples_of(self, other: Sight) -> bool | None:
         """Return whether two forward passes are of the same samples; None if unknown."""
-        for inputs, outputs in ((self.inputs, other.outputs), (other.inputs, self.outputs)):
-            for region in inputs:
-                if any(region.storage == output.storage for output in outputs):
-                    return True
-        known = set[bool | None]()
-        for region in self.inputs:
+        if _meet(self.inputs, other.outputs) or _meet(other.inputs, self.outputs):
+            return True
+        answer: bool | None = None
+        for region in filter(self._is_batched, self.inputs):
             for previous in other.inputs:
-                if region.storage == previous.storage and self._is_batched(region):
-                    known.add(region.has_samples_of(previous, self.dim))
-        known.discard(None)
-        # A tensor that all passes have, such as a mask, does not outweigh slices of a batch.
-        return None if not known else False not in known
+                if region.storage != previous.storage:
+                    continue
+                are_same = region.has_samples_of(previous, self.dim)
+                if are_same is False:
+                    return False  # a tensor that all passes have, such as a mask, may be the same
+                if are_same:
+                    answer = True
+        return answer
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in the memory of an input; True if that is unknown."""
@@ -161,13 +164,19 @@ class Sight:
         return len(region.shape) > self.dim and region.shape[self.dim] == self.size
 
 
+def _meet(inputs: Iterable[Region], outputs: Iterable[Region]) -> bool:
+    """Return whether some inputs and outputs have a storage in common."""
+    storages = {region.storage for region in inputs}
+    return any(output.storage in storages for output in outputs)
+
+
 def look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sight:
     """Return the batch that the inputs of a forward pass show."""
     tensors = list(tensors_in((args, kwargs)))
     question = ""
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
-    if any(isinstance(value, Tensor) for value in itertools.chain.from_iterable(lists)):
-        question = f"it takes a list of tensors {_shapes(tensors)}"
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | tuple) and any(isinstance(part, Tensor) for part in value):
+            question = f"it takes a list of tensors {_shapes(tensors)}"
     lengths = {len(tensor) for tensor in tensors}
     return Sight(
         size=common(lengths),
@@ -193,23 +202,20 @@ def look_at_outputs(
     if not outputs:
         return _without_outputs(sight, integers)
     lengths = {len(tensor) for tensor in outputs}
-    seen = replace(
-        sight,
-        outputs=list(filter(None, map(Region.of, outputs))),
-        question="",
-        is_empty=lengths == {0},
-    )
+    regions = list(filter(None, map(Region.of, outputs)))
+    seen = replace(sight, outputs=regions, question="", is_empty=lengths == {0})
     agreed = lengths & {len(tensor) for tensor in inputs}
     if len(agreed) == 1:
         seen = replace(seen, size=common(agreed))
         if layers.sequences_first:
             seen = _of_sequences(seen, inputs, outputs, terms)
-    elif len(lengths) == 1:
-        scored = _of_scores(seen, inputs, outputs, common(lengths))
-        seen = scored or _of_outputs(seen, inputs, common(lengths))
-    else:
+    elif len(lengths) > 1:
         question = f"{_shown(inputs, outputs)} have no batch in common"
         seen = replace(seen, size=None, question=question)
+    elif (length := common(lengths)) is not None:  # else the outputs have no rows
+        seen = _of_scores(seen, inputs, outputs, length) or _of_outputs(seen, inputs, length)
+    if not integers:
+        return seen
     return _with_tokens(seen, integers, inputs, outputs, layers.rows)
 
 
@@ -237,10 +243,9 @@ def _with_tokens(
     for tensor in outputs:
         features = tensor.shape[-1] if tensor.dim() > 1 else 1
         tokens = entries(tensor) // max(1, features)
-        of_size = [t for t in integers if entries(t) == tokens]
-        if tensor.dim() != 2:  # else the tokens are perhaps flattened
-            of_size = [t for t in of_size if t.shape == tensor.shape[:-1]]
-        if not of_size:
+        of_size = [table for table in integers if entries(table) == tokens]
+        is_flat = tensor.dim() == 2  # the tokens are perhaps flattened
+        if not any(is_flat or table.shape == tensor.shape[:-1] for table in of_size):
             continue
         if features in rows:
             return replace(sight, tokens=tokens, by_token=True, question="")
@@ -250,14 +255,10 @@ def _with_tokens(
 
 
 def _of_sequences(
-    sight: Sight,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    terms: int | None,
+    sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], terms: int | None
 ) -> Sight:
     """Return the batch of inputs and outputs with two dimensions in common, perhaps ``[T, N]``."""
-    of_inputs = {tensor.shape[:2] for tensor in inputs if tensor.dim() > 2}
-    both = of_inputs & {tensor.shape[:2] for tensor in outputs if tensor.dim() > 2}
+    both = _leading_sizes(inputs) & _leading_sizes(outputs)
     unequal = [(first, second) for first, second in both if first != second]
     if len(unequal) != 1:
         return sight
@@ -269,16 +270,18 @@ def _of_sequences(
     return replace(sight, question=question)
 
 
+def _leading_sizes(tensors: Iterable[Tensor]) -> set[tuple[int, ...]]:
+    """Return the first two sizes of the tensors with more dimensions."""
+    return {tuple(tensor.shape[:2]) for tensor in tensors if tensor.dim() > 2}
+
+
 def _of_scores(
-    sight: Sight,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    length: int | None,
+    sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], length: int
 ) -> Sight | None:
     """Return the batch of outputs ``[T, N, features]`` of inputs ``[N, ...]``; None for others."""
-    seconds = {tensor.shape[1] for tensor in outputs if tensor.dim() > 2}
+    seconds = {second for _, second in _leading_sizes(outputs)}
     size = common(seconds & {len(tensor) for tensor in inputs})
-    if length is None or size is None:
+    if size is None:
         return None
     question = ""
     if length % size == 0 or _has_second(inputs, length):
@@ -286,13 +289,12 @@ def _of_scores(
     return replace(sight, size=size, question=question)
 
 
-def _of_outputs(sight: Sight, inputs: Sequence[Tensor], length: int | None) -> Sight:
+def _of_outputs(sight: Sight, inputs: Sequence[Tensor], length: int) -> Sight:
     """Return the batch of outputs of one length, which no input has."""
-    if length is None:
-        return sight
     if _has_second(inputs, length):
         return replace(sight, size=length, dim=1)
-    if sight.size is not None and length > sight.size and length % sight.size == 0:
+    size = sight.size or length
+    if length > size and length % size == 0:
         return replace(sight, terms=length)  # several rows of each sample
     return replace(sight, size=length)
 
@@ -303,7 +305,10 @@ def _has_second(tensors: Sequence[Tensor], length: int) -> bool:
 
 def common(numbers: Collection[int]) -> int | None:
     """Return the only number, if it is positive."""
-    return (next(iter(numbers)) or None) if len(numbers) == 1 else None
+    if len(numbers) != 1:
+        return None
+    (number,) = numbers
+    return number or None
 
 
 def _shown(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:

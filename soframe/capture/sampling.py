@@ -29,13 +29,14 @@ Rows = float | int
 
 def check_rows(rows: object) -> None:
     """Raise ValueError unless rows is a fraction of the rows of a call, or a number of them."""
-    number = isinstance(rows, int) and not isinstance(rows, bool) and rows >= 1
-    fraction = isinstance(rows, float) and 0 < rows <= 1
-    if not number and not fraction:
-        raise ValueError(
-            f"rows must be a fraction in (0, 1] (float) of the rows of a call, or a number of rows "
-            f"(int), not {rows!r}"
-        )
+    if isinstance(rows, float) and 0 < rows <= 1:
+        return
+    if isinstance(rows, int) and not isinstance(rows, bool) and rows >= 1:
+        return
+    raise ValueError(
+        f"rows must be a fraction in (0, 1] (float) of the rows of a call, or a number of rows "
+        f"(int), not {rows!r}"
+    )
 
 
 def chosen(step: int, rank: int, number: int, total: int, count: int) -> Tensor:
@@ -104,19 +105,12 @@ class Draw:
         if key not in self._indices:
             self._indices[key] = self._index(number, total, count, rows.device, data)
         index = self._indices[key]
-        return (
-            self._inputs(helper, inputs, index, unit, key),
-            helper.take_rows(rows, index, unit),
-            total / count,
-        )
+        if inputs:
+            inputs = self._inputs(helper, inputs, index, unit, key)
+        return inputs, helper.take_rows(rows, index, unit), total / count
 
     def _index(
-        self,
-        number: int,
-        total: int,
-        count: int,
-        device: torch.device,
-        data: DataRows | None,
+        self, number: int, total: int, count: int, device: torch.device, data: DataRows | None
     ) -> Tensor:
         if data is not None and count >= total:
             return data.indices
@@ -139,8 +133,6 @@ class Draw:
         key: Hashable,
     ) -> tuple[Tensor, ...]:
         """Return the same tensor for the same input, so that layers can share its moment."""
-        if not inputs:
-            return inputs
         inputs_key, memory = content(inputs)
         now = (key, unit, type(helper), inputs_key)
         if self._last is None or self._last[0] != now:
@@ -155,5 +147,6 @@ def _units(
     _, batch, shared, _ = rows.shape
     if data is not None:
         return data.unit, len(data.indices), shared if data.unit == "sample" else 1
-    unit: Unit | None = "sample" if by_sample and helper.unit == "row" else helper.unit
-    return (unit, batch * shared, 1) if unit == "row" else (unit, batch, shared)
+    if helper.unit == "row" and not by_sample:
+        return "row", batch * shared, 1
+    return None if helper.unit is None else "sample", batch, shared

@@ -44,7 +44,7 @@ def text(value: Any, where: str = "") -> str:
     if isinstance(value, list | tuple):
         rows = [text(v, f"{where}/{number}") for number, v in enumerate(value)]
         return f"{'list' if isinstance(value, list) else 'tuple'}[{', '.join(rows)}]"
-    if value is None or isinstance(value, bool | str):
+    if isinstance(value, bool | str | None):
         return repr(value)
     # Not ``repr``: a NumPy float is a float too, but a file restores it as a plain one.
     for kind in (int, float):

@@ -37,16 +37,15 @@ class Entry:
     source: int
     holders: frozenset[int]
 
+    def name_in(self, block: Block) -> str:
+        """Return its name among the tensors of all blocks."""
+        return "/".join((block.name, *self.path))
+
 
 def entries(
-    block: Block,
-    place: BlockPlacement,
-    *,
-    factors: Collection[str],
-    solved: Collection[str],
-    updates: int,
+    block: Block, place: BlockPlacement, *, factors: Collection[str], solved: bool, updates: int
 ) -> Iterator[Entry]:
-    """Yield the tensors of a block that has these factors, solved factors and updates."""
+    """Yield the tensors of a block with these factors, perhaps solved, after so many updates."""
     workers = place.gradient_workers
     for index, factor in enumerate(block.factors):
         owner = place.owners[index]
@@ -54,7 +53,7 @@ def entries(
             holders = frozenset(place.holding(index))
             spec = TensorSpec(factor.kept_shape())
             yield Entry(("factors", factor.name), spec, owner, holders)
-        if factor.name in solved:
+        if solved and factor.name in block.tensors:
             source = owner if owner in workers else workers[0]
             holders = frozenset(place.needing[index])
             for name, spec in block.tensors[factor.name].items():
@@ -68,15 +67,8 @@ def entries_saved(block: Block, place: BlockPlacement, saved: Mapping[str, Any])
     """Return the tensors that a block loads from its part of a state."""
     # Second-order data of another solver are dropped; the next step solves the block.
     solved = saved.get("solved", bool(saved.get("second_order"))) and same_solvers(saved, block)
-    return list(
-        entries(
-            block,
-            place,
-            factors=saved["masses"],
-            solved=block.tensors if solved else (),
-            updates=saved["updates"],
-        )
-    )
+    factors, updates = saved["masses"], saved["updates"]
+    return list(entries(block, place, factors=factors, solved=solved, updates=updates))
 
 
 def solvers(block: Block) -> dict[str, str]:

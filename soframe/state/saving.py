@@ -55,13 +55,14 @@ def save(placed: PlacedBlocks, header: Mapping[str, Any]) -> dict[str, Any]:
         # Tensors that every rank holds are not sent.
         spread = [entry for entry in block_entries if entry.holders != everyone]
         tensors.update(gather(backend, block, spread, tensors, "state"))
-        solved = block.tensors if block.solved else ()
         saved = state["blocks"][block.name] = {
             **header["blocks"][block.name],
             "factors": {},
-            "second_order": {factor: {} for factor in solved},
+            "second_order": {},
             "state": {},
         }
+        if block.solved:
+            saved["second_order"] = {factor: {} for factor in block.tensors}
         for entry in block_entries:
             *parents, name = entry.path
             target = saved
@@ -73,11 +74,11 @@ def save(placed: PlacedBlocks, header: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_spread(place: BlockPlacement) -> bool:
     """Return whether a rank lacks tensors of a block, or has statistics of its own."""
-    holders = map(place.holding, range(len(place.owners)))
+    if place.deferred:
+        return True
     everyone = set(place.everyone)
-    return place.deferred or any(
-        set(ranks) != everyone for ranks in (place.gradient_workers, *holders)
-    )
+    holders = [place.gradient_workers, *map(place.holding, range(len(place.owners)))]
+    return any(set(ranks) != everyone for ranks in holders)
 
 
 def present(
@@ -89,7 +90,7 @@ def present(
     factors = settled(placed, block.stack, (block.member,), "state") if masses else {}
     tensors = held(block, {name: t for name, t in factors.items() if name in masses})
     # It is saved as solved only if all its factors are; otherwise the next step solves it.
-    solved, updates = block.tensors if block.solved else (), block.record.updates
+    solved, updates = block.solved, block.record.updates
     return list(entries(block, place, factors=masses, solved=solved, updates=updates)), tensors
 
 
@@ -114,8 +115,7 @@ def of_block(block: Block) -> dict[str, Any]:
 def _check_names(saved: set[str], expected: set[str], frozen: set[str]) -> None:
     """Raise ValueError unless a state has the expected blocks, perhaps with frozen parameters."""
     # Moments of parameters that were frozen before construction have no block here.
-    has_frozen = expected <= saved and saved - expected <= frozen
-    if saved != expected and not has_frozen:
+    if not expected <= saved <= expected | frozen:
         raise ValueError(
             f"the state is of another model or another choice of layers: it lacks "
             f"{sorted(expected - saved) or 'nothing'} and has "
@@ -181,14 +181,16 @@ def check(
         for entry in entries_saved(block, place, state["blocks"][block.name]):
             if not everywhere and placed.rank not in entry.holders:
                 continue
-            name = "/".join((block.name, *entry.path))
-            tensor, shape = tensors.get(name), tuple(entry.spec.shape)
-            if tensor is None or tuple(tensor.shape) != shape or not tensor.is_floating_point():
-                got = "missing" if tensor is None else f"{tensor.dtype}, {tuple(tensor.shape)}"
-                raise ValueError(
-                    f"the state is damaged: {name} is {got}, not a floating-point tensor of shape "
-                    f"{shape}"
-                )
+            name = entry.name_in(block)
+            tensor, shape, got = tensors.get(name), tuple(entry.spec.shape), "missing"
+            if tensor is not None:
+                if tensor.is_floating_point() and tuple(tensor.shape) == shape:
+                    continue
+                got = f"{tensor.dtype}, {tuple(tensor.shape)}"
+            raise ValueError(
+                f"the state is damaged: {name} is {got}, not a floating-point tensor of shape "
+                f"{shape}"
+            )
 
 
 def load(
@@ -213,14 +215,12 @@ def load(
     for block, place in placed:
         of_block = saved["blocks"][block.name]
         block_entries = entries_saved(block, place, of_block)
-        kept = {
-            entry.path: tensors["/".join((block.name, *entry.path))]
-            .detach()
-            # A copy: steps change tensors in place, and the state is the caller's.
-            .to(device=block.device, dtype=stored_dtype(block, entry.path), copy=True)
-            for entry in block_entries
-            if placed.rank in entry.holders
-        }
+        kept: dict[Path, Tensor] = {}
+        for entry in block_entries:
+            if placed.rank in entry.holders:
+                tensor, dtype = tensors[entry.name_in(block)], stored_dtype(block, entry.path)
+                # A copy: steps change tensors in place, and the state is the caller's.
+                kept[entry.path] = tensor.detach().to(block.device, dtype, copy=True)
         solved = any(entry.path[0] == "second_order" for entry in block_entries)
         masses = {name: tuple(masses) for name, masses in of_block["masses"].items()}
         put(block, place, kept, masses=masses, solved=solved, updates=of_block["updates"])

@@ -20,6 +20,8 @@ from soframe.registry import describe
 from soframe.state.entries import entries, gather, held, put, stored_dtype
 from soframe.strategies.work import BlockPlacement
 
+_ALL = slice(None)
+
 
 def hand_over(
     before: PlacedBlocks,
@@ -49,26 +51,22 @@ def hand_over(
             continue
         block.damp(old.record.damping)
         # The layer may have lost its bias, the last column, or its weight, all others.
-        columns = _remaining_columns(old, block) if _succeeds(old, block) else None
+        columns = _remaining_columns(old, block)
         if columns is None:
             lacking = True
             continue
-        same = old.shape == block.shape
-        keep = functools.partial(_left, old, block, None if same else columns)
+        keep = functools.partial(_left, old, block, columns)
         if was.contributors == place.contributors:
             _move_window(windows, old, block, keep)
         else:
             lacking = True
         if not forgets:
-            _move(after.backend, (old, was), (block, place), keep, same=same)
+            _move(after.backend, (old, was), (block, place), keep, same=columns == _ALL)
     return lacking
 
 
 def _move_window(
-    windows: tuple[Window, Window],
-    old: Block,
-    block: Block,
-    keep: Callable[[str, Tensor], Tensor],
+    windows: tuple[Window, Window], old: Block, block: Block, keep: Callable[[str, Tensor], Tensor]
 ) -> None:
     """Keep the statistics of the window under way."""
     former, window = windows
@@ -94,13 +92,11 @@ def _move(
 ) -> None:
     """Send the tensors of a block to its new holders, and copy its counters."""
     (old, was), (block, place) = before, after
-    masses, updates = old.record.masses, old.record.updates if same else 0
-    solved = same and old.record.solved
-    having: dict[str, Any] = {
-        "factors": masses,
-        "solved": block.tensors if solved else (),
-        "updates": updates,
-    }
+    # Second-order data and states of fewer columns are made anew.
+    masses, solved, updates = old.record.masses, False, 0
+    if same:
+        solved, updates = old.record.solved, old.record.updates
+    having: dict[str, Any] = {"factors": masses, "solved": solved, "updates": updates}
     entries_now = list(entries(block, place, **having))
     sent = [
         replace(now, source=then.source)
@@ -120,15 +116,6 @@ def _move(
     block.record.statistics_at = old.record.statistics_at
     block.record.missed = old.record.missed
     block.record.solved_at = old.record.solved_at if solved else {}
-
-
-def _succeeds(old: Block, block: Block) -> bool:
-    """Return whether a block has the layer, the method and perhaps the factors of another."""
-    return (
-        old.layout.module is block.layout.module
-        and describe(old.method) == describe(block.method)
-        and _is_cut(old, block)
-    )
 
 
 def _is_cut(before: Block, after: Block) -> bool:
@@ -151,9 +138,13 @@ def _is_cut(before: Block, after: Block) -> bool:
 def _remaining_columns(old: Block, block: Block) -> slice | None:
     """Return the remaining input columns; None if columns are new or unknown."""
     before, after = old.layout, block.layout
+    if before.module is not after.module or describe(old.method) != describe(block.method):
+        return None
+    if not _is_cut(old, block):
+        return None
     if set(before.parameters) == set(after.parameters):
         # A parameter of another shape may be in the place of a former one.
-        return slice(None) if old.shape == block.shape else None
+        return _ALL if old.shape == block.shape else None
     if not isinstance(before, LayerHelper) or not isinstance(after, LayerHelper):
         return None
     has = set(after.parameters)
@@ -162,11 +153,11 @@ def _remaining_columns(old: Block, block: Block) -> slice | None:
     return slice(-1) if "weight" in has else slice(-1, None)
 
 
-def _left(before: Block, after: Block, columns: slice | None, name: str, stored: Tensor) -> Tensor:
-    """Return the given input columns of a factor or its sum; all of them for None."""
+def _left(before: Block, after: Block, columns: slice, name: str, stored: Tensor) -> Tensor:
+    """Return the given input columns of a factor or its sum."""
     stored = stored.to(after.device, after.dtype)
     factor = next(factor for factor in before.factors if factor.name == name)
-    if columns is None or factor.side == "left":
+    if columns == _ALL or factor.side == "left":
         return stored
     cut = unpack(stored, factor)[:, columns, columns].contiguous()
     return cut if stored.dim() == 3 else pack_triangle(cut)

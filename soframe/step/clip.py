@@ -92,24 +92,19 @@ def clip(
 
 
 def _total(
-    bounded: Clip,
-    updates: Sequence[Update],
-    gradients: AveragedGradients,
-    plan: Plan,
-    like: Tensor,
+    bounded: Clip, updates: Sequence[Update], gradients: AveragedGradients, plan: Plan, like: Tensor
 ) -> Tensor:
     """Return this rank's part of a clip's sum, a float64 scalar on the device of ``like``."""
     matrices: list[Tensor] = []
     averages: list[Tensor] = []
     for update in updates:
         # Each block's term is added by one rank: the clip sums over ranks.
-        leads = gradients.leads(update.stack, updates=not bounded.reads_gradients)
-        if update.matrix is None or not leads:
-            continue
-        gradient = update.gradient if bounded.reads_gradients else update.matrix
-        if gradient is None:
+        if not gradients.leads(update.stack, updates=not bounded.reads_gradients):
             continue
         matrix = update.matrix
+        gradient = update.gradient if bounded.reads_gradients else matrix
+        if matrix is None or gradient is None:
+            continue
         if plan.careful:  # products of float32 numbers may overflow in float32
             matrix, gradient = matrix.double(), gradient.double()
         matrices.append(matrix)
@@ -137,13 +132,13 @@ def _scale(tensors: list[Tensor], factor: Tensor) -> None:
 def _finite(updates: Sequence[Update], gradients: AveragedGradients) -> bool:
     """Return whether the updates and the new states of all ranks are finite."""
     # Every rank checks the tensors that it has; together the ranks have all.
-    tensors = [update.matrix for update in updates if update.matrix is not None]
+    tensors: list[Tensor] = []
     for update in updates:
+        if update.matrix is not None:
+            tensors.append(update.matrix)
         tensors += update.states.values()
-    bad = [tensor.isfinite().all().logical_not() for tensor in tensors]
-    device = bad[0].device if bad else torch.device("cpu")
     # One number per rank, so that one wait for the device is enough.
-    count = torch.tensor(0.0, device=device)
-    for flag in bad:
-        count += flag.to(device)
+    count = torch.tensor(0.0, device=tensors[0].device if tensors else torch.device("cpu"))
+    for tensor in tensors:
+        count += tensor.isfinite().all().logical_not().to(count.device)
     return not bool(gradients.total(count, updates=True, states=gradients.remembers))

@@ -36,13 +36,7 @@ _SHOWN = 8
 
 
 class Effect:
-    """The gradients and statistics of this rank's blocks in their first windows with statistics.
-
-    Args:
-        blocks: The blocks of the model, in the placement's order.
-        others: Its parameters without a block.
-        partial: A window in which the model changed, so that the hooks may have missed calls.
-    """
+    """The gradients and statistics of this rank's blocks in their first windows with statistics."""
 
     def __init__(
         self,
@@ -54,9 +48,10 @@ class Effect:
         home: GradientHome,
         partial: Window | None,
     ) -> None:
-        self._model, self._blocks, self._others = model, blocks, others
+        self._model, self._blocks = model, blocks
+        self._others = others  # parameters without a block
         self._capture, self._home = capture, home
-        self._partial = partial
+        self._partial = partial  # the model changed in it, so that hooks may have missed calls
         self._windows: Counter[Block] = Counter()  # by block those with statistics that have ended
         self._judged: Sequence[Block] = ()  # those that are checked in the window under way
 
@@ -67,12 +62,15 @@ class Effect:
     def begin(self, window: Window) -> None:
         """Choose the blocks that are checked; raise if a framework has sharded them since."""
         self._judged = ()
-        if window is not self._partial:
-            due = [block for block in self._blocks if block in window.due]
-            self._judged = [block for block in due if self._windows[block] < WINDOWS]
+        if window is self._partial:
+            return
+        judged: list[Block] = []
         named: list[tuple[str, nn.Parameter]] = []
-        for block in self._judged:
-            named += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
+        for block in self._blocks:
+            if block in window.due and self._windows[block] < WINDOWS:
+                judged.append(block)
+                named += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
+        self._judged = judged
         if named:
             self._home.check(named)
 

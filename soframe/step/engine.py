@@ -40,15 +40,7 @@ OF_ALL_STAGES = ("step", "statistics_every of the next step", "solve_every")
 
 
 class Engine:
-    """Takes the steps of a model with its curvature.
-
-    Args:
-        curvature: The curvature.
-        clipping: The clips with their bounds.
-        moving_optimizer: The optimizer that moves the weights along the updates; None where updates
-            replace gradients.
-        measuring: Keeps the numbers of the last step.
-    """
+    """Takes the steps of a model with its curvature."""
 
     def __init__(
         self,
@@ -60,6 +52,7 @@ class Engine:
     ) -> None:
         self._curvature, self._parts = curvature, curvature.parts
         self._clipping, self.measuring = clipping, measuring
+        # Moves the weights along the updates; None where updates replace gradients.
         self._moving_optimizer = moving_optimizer
         self.verdict = Verdict(self._parts.backend, curvature.counts)  # on the last step
         self.updates: Sequence[Update] = ()  # of the last step, for the moving optimizer
@@ -94,12 +87,7 @@ class Engine:
         with ranges("agree"):
             plan = self._agree()
         step = Step(
-            curvature,
-            plan,
-            self.verdict,
-            self._clipping,
-            self.measuring,
-            self._moving_optimizer,
+            curvature, plan, self.verdict, self._clipping, self.measuring, self._moving_optimizer
         )
         try:
             for phase in PHASES:
@@ -221,14 +209,13 @@ class Engine:
                 solve_every=refresh.solve_every.at(step),
                 observes=refresh.gradients_every.due(step),
             )
-            gradients, optimizer = self._gradients, self._moving_optimizer
             stacks: Sequence[Stack] = ()
-            if optimizer is not None:
-                optimizer.check_settings()
+            if self._moving_optimizer is not None:
+                self._moving_optimizer.check_settings()
                 # If norms are measured, every stack has an update: its norm is measured, too.
-                if gradients.can_leave and not self.measuring.norms:
-                    stacks = optimizer.moves(curvature.placed.stacks)
-            gradients.leave(stacks)
+                if self._gradients.can_leave and not self.measuring.norms:
+                    stacks = self._moving_optimizer.moves(curvature.placed.stacks)
+            self._gradients.leave(stacks)
             # The values that decide which collectives are entered. The interval is the next step's:
             # it decides which blocks have weights in the next report.
             common: dict[str, object] = {
@@ -269,7 +256,8 @@ class Engine:
         self.verdict.leave_unread(unread)
         is_large = magnitude > 0  # zero for moderate gradients, see `Magnitude.read`
         passes, most, fewest = window.largest_counts()
-        counted = parts.scaling == "fisher"
+        if parts.scaling != "fisher":  # other scalings count no samples
+            most = fewest = 0
         changed = float(curvature.watch.changed(parameters))
         report = Report(
             failed=float(error is not None),
@@ -282,8 +270,8 @@ class Engine:
             due=float(bool(window.due)),
             curved=float(curvature.curved),
             passes=float(passes),
-            samples=float(most if counted else 0),
-            fewest=float(fewest if counted else 0),
+            samples=float(most),
+            fewest=float(fewest),
             common=fingerprint(common) if parts.backend.world_size > 1 else (),
             present=present,
             waits=parts.solves.waits(),

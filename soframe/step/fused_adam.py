@@ -21,15 +21,15 @@ from soframe.comm.base import Backend
 from soframe.methods.adam import AdamW
 from soframe.step.moving import Move
 
-STATES = ("mean", "square")
-
 
 def serves(stack: Stack, backend: Backend) -> bool:
     """Return whether a stack's method is Adam, and every rank makes its whole update."""
     like = stack.like
-    if type(like.method) is not AdamW or type(like.home) is not PlainGrad or like.shards:
+    if type(like.method) is not AdamW or type(like.home) is not PlainGrad:
         return False
-    if like.dtype != like.state_dtype or like.device.type not in ("cpu", "cuda"):
+    if like.shards or like.dtype != like.state_dtype:
+        return False
+    if like.device.type not in ("cpu", "cuda"):
         return False
     if not all(_is_plain(parameter, like.dtype) for parameter in stack.parameters):
         return False
@@ -86,7 +86,10 @@ class Adam:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._source: _Source | None = None
+        # The source of the batches: groups and moments by identity, which are kept, so that no
+        # other object gets it.
+        self._source: tuple[object, ...] = ()
+        self._kept: tuple[object, ...] = ()
         self._batches: list[tuple[list[Block], list[Batch]]] = []
 
     def move(
@@ -103,10 +106,11 @@ class Adam:
                 stack.set_state(members, stack.state_of(members))  # zeros
         # At a decay of zero vectors and matrices are one batch.
         decays = [move.decay_vectors or move.weight_decay == 0 for move in moves]
-        states = tuple(stack.state[name] for name in STATES)
-        source = _Source(states, alike, group_of, decays)
-        if not source.is_that_of(self._source):
-            self._source, self._batches = source, self._batch(alike, group_of, decays)
+        kept = (group_of, stack.state["mean"], stack.state["square"])
+        source = (*map(id, kept), alike, decays)
+        if source != self._source:
+            self._source, self._kept = source, kept
+            self._batches = self._batch(alike, group_of, decays)
         device = stack.like.device
         for blocks, batches in self._batches:
             method = blocks[0].acting
@@ -127,7 +131,7 @@ class Adam:
     ) -> list[tuple[list[Block], list[Batch]]]:
         """Return the blocks that are alike, with their parameters by group and decay."""
         stack = self._stack
-        means, squares = (_by_parameter(stack, name) for name in STATES)
+        means, squares = _by_parameter(stack, "mean"), _by_parameter(stack, "square")
         batched: list[tuple[list[Block], list[Batch]]] = []
         for members in alike:
             blocks = [stack.blocks[member] for member in members]
@@ -142,24 +146,6 @@ class Adam:
                     batch.squares.append(squares[id(parameter)])
             batched.append((blocks, list(batches.values())))
         return batched
-
-
-@dataclass(frozen=True, eq=False)
-class _Source:
-    """The layout of the batches of a stack."""
-
-    states: tuple[Tensor, ...]  # the moments
-    alike: Sequence[Sequence[int]]  # the sets of blocks in the same state
-    group_of: Mapping[int, int]
-    decays: Sequence[bool]  # whether vectors of each group are in one batch with matrices
-
-    def is_that_of(self, other: _Source | None) -> bool:
-        """Return whether batches of the other are still right: tensors and dicts by identity."""
-        if other is None or self.group_of is not other.group_of:
-            return False
-        if any(new is not old for new, old in zip(self.states, other.states, strict=True)):
-            return False
-        return self.alike == other.alike and self.decays == other.decays
 
 
 def _by_parameter(stack: Stack, name: str) -> dict[int, Tensor]:

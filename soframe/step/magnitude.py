@@ -20,9 +20,6 @@ class Flags:
     """The magnitudes of all ranks' gradients on the device, on their way to the host.
 
     Every rank must make them. They do not refer to the gradients.
-
-    Attributes:
-        moderate: Whether all are moderate: a bool scalar on the device.
     """
 
     def __init__(self, magnitude: Tensor, backend: Backend) -> None:
@@ -30,7 +27,8 @@ class Flags:
         if backend.world_size > 1:
             numbers = torch.stack([magnitude, magnitude])
             backend.all_reduce(numbers[1], "agree").wait()
-        self.moderate = numbers[-1] < MODERATE  # not if it is NaN
+        # Whether all are moderate, a bool scalar on the device: not if one is NaN.
+        self.moderate = numbers[-1] < MODERATE
         self._reading = Reading(numbers)
 
     def read(self) -> tuple[float, float]:
@@ -42,13 +40,8 @@ class Flags:
 class Magnitude:
     """The magnitude of the gradients, which a GPU computes while the host goes on.
 
-    Attributes:
-        queues: Whether the parameters are on a GPU, the same on every rank.
-
-    Args:
-        statistics: Scalars that are to be finite, too.
-        squared: Whether a method keeps squares of gradients: the sum of all squares is then to be
-            finite, too, or the gradients count as infinite.
+    ``statistics`` are scalars that are to be finite, too. With ``squared`` a method keeps squares
+    of gradients, and these count as infinite if the sum of all squares is.
     """
 
     def __init__(
@@ -69,9 +62,9 @@ class Magnitude:
         devices = {scalar.device for scalar in scalars}
         if len(devices) > 1:
             scalars = [scalar.to(scalars[0].device) for scalar in scalars]
-        self._all = torch.stack(scalars) if scalars else None
-        self.queues = bool(parameters) and on_gpu(parameters[0])
-        self._device = parameters[0].device if parameters else torch.device("cpu")
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self._all = torch.stack(scalars) if scalars else torch.empty(0, device=device)
+        self.queues = bool(parameters) and on_gpu(parameters[0])  # the same on every rank
 
     def read(self) -> tuple[float, bool]:
         """Return the magnitude, and whether the statistics are finite.
@@ -79,7 +72,7 @@ class Magnitude:
         The magnitude is the largest absolute value, infinite or NaN if an element is, or zero if
         the norms of gradients are moderate.
         """
-        numbers = [] if self._all is None else self._all.tolist()
+        numbers = self._all.tolist()
         count = len(self._dense)
         finite = all(abs(number) < math.inf for number in numbers[count:])
         if sum(numbers[:count]) < MODERATE:  # not if one is NaN
@@ -88,8 +81,7 @@ class Magnitude:
 
     def queue(self, backend: Backend) -> None:
         """Begin to sum the magnitudes over ranks, as `flags`; every rank must call."""
-        total = torch.zeros((), device=self._device) if self._all is None else self._all.sum()
-        self.flags = Flags(total, backend)
+        self.flags = Flags(self._all.sum(), backend)
 
     def read_queued(self) -> tuple[float, bool]:
         """Return the magnitude here, and whether all ranks' are moderate, the same on all ranks."""

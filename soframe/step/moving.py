@@ -74,11 +74,13 @@ def check(move: Move, *, name: str, prefix: str) -> None:
         raise ValueError(
             f"{name}{prefix}weight_decay_kind must be one of {kinds}, not {move.kind!r}"
         )
-    if move.constraint is not None and move.constraint not in CONSTRAINTS:
+    if move.constraint is None:
+        return
+    if move.constraint not in CONSTRAINTS:
         raise ValueError(
             f"{name}{prefix}constraint must be None or 'hyperball', not {move.constraint!r}"
         )
-    if move.constraint is not None and move.weight_decay != 0:
+    if move.weight_decay != 0:
         raise ValueError(
             f"{name}{prefix}constraint='hyperball' keeps the norm of weights, so "
             f"{prefix}weight_decay={move.weight_decay:g} could not change it: pass "
@@ -111,14 +113,10 @@ def descend(
     updates: Mapping[int, Tensor] = NONE,
     bad: Tensor | None = None,
 ) -> None:
-    """Move parameters along their updates, without a constraint; others stay.
+    """Move the parameters with a gradient along their updates, without a constraint.
 
-    Args:
-        parameters: The parameters; those without a gradient stay.
-        home: Where gradients live: parameters without an update move along theirs.
-        move: The settings of the step.
-        updates: This rank's part of each update, by the identity of its parameter.
-        bad: A scalar on the device, see `selects`: all stay where it is one. None for none.
+    ``updates`` has this rank's part of each update, by the identity of its parameter; others move
+    along their gradients. All stay where ``bad``, a scalar on the device, is one: see `selects`.
     """
     moving: list[tuple[Tensor, Tensor]] = []  # weights here, and their updates
     decaying: list[tuple[Tensor, Tensor]] = []
@@ -141,9 +139,7 @@ def descend(
         _add(weights, of_weights, move.lr, bad)
 
 
-def _alike(
-    moved: Sequence[tuple[Tensor, Tensor]],
-) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _alike(moved: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield parameters with their updates by device and dtype, for which kernels are fused."""
     pairs: Any = list(map(list, zip(*moved, strict=True)))
     alike: Any = Optimizer._group_tensors_by_device_and_dtype(pairs) if moved else {}
@@ -210,19 +206,12 @@ class Ball:
 
     Several matrices that the method treats as one have one norm. Vectors in the same block, such as
     a bias, are not constrained.
-
-    Args:
-        block: The block.
-        names: The qualified name of each parameter in the model, by identity.
-
-    Attributes:
-        matrices: The matrices, by their name in the block's layout.
-        key: The same name for the same matrices in every run.
     """
 
     def __init__(self, block: Block, names: Mapping[int, str]) -> None:
         self._block = block
         self.matrices = {k: p for k, p in block.parameters.items() if is_matrix(p)}
+        # The same in every run: ``names`` has the qualified names by identity.
         self.key = ", ".join([names[id(parameter)] for parameter in self.matrices.values()])
 
     @property

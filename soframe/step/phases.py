@@ -223,11 +223,7 @@ PHASES = [
     ),
     Phase("solve", lambda step: step.curvature.solve(step.plan), is_range=False, within=("share",)),
     Phase("direct", direct, is_range=False),
-    Phase(
-        "exchange",
-        lambda step: exchange(step.curvature.placed, step.updates),
-        is_range=False,
-    ),
+    Phase("exchange", lambda step: exchange(step.curvature.placed, step.updates), is_range=False),
     # Late: the device has computed the flags while the host queued the work before.
     Phase("agree", judge, when="unread", is_range=False),
     Phase("clip", clip, when="finite", is_range=False),

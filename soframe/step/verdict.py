@@ -28,18 +28,13 @@ MANY = 10
 
 
 class Verdict:
-    """Whether the updates of the last step count, and how many did not.
-
-    Attributes:
-        good: Whether the last step counts, a bool scalar on the device; None if the host knows.
-        moderate: Whether the last gradients whose flags the host has read were moderate.
-        counts: The numbers of updates and of statistics that were skipped, among others.
-    """
+    """Whether the updates of the last step count, and how many did not."""
 
     def __init__(self, backend: Backend, counts: dict[str, int]) -> None:
+        # Whether the last step counts, a bool scalar on the device; None if the host knows.
         self.good: Tensor | None = None
-        self.moderate = True
-        self.counts = counts  # to be increased
+        self.moderate = True  # of the last gradients whose flags the host has read
+        self.counts = counts  # of skipped updates and statistics, among others; to be increased
         self._backend = backend
         self._in_a_row, self._taken = 0, False
         self._queued: Magnitude | None = None  # of the step under way
@@ -85,7 +80,7 @@ class Verdict:
         if self._queued is not None:
             self._queued.queue(self._backend)
             return plan
-        self._judge(skipped=bad > 0, moderate=not (bad > 0 or large > 0), local=local)
+        self._judge(skipped=bad > 0, moderate=bad + large == 0, local=local)
         # From reduced flags, so that all ranks compute in the same dtype.
         return replace(plan, finite=not bad, careful=large > 0 or plan.damping < UNDAMPED)
 
