@@ -32,7 +32,9 @@ def within(precision: Precision) -> AbstractContextManager[None]:
     context: AbstractContextManager[None] = _NOTHING
     if torch.version.hip is None and torch.cuda.is_initialized():
         context = _set(_VALUES[precision])
-    return _without_casts(context) if any(map(torch.is_autocast_enabled, _CASTING)) else context
+    if any(map(torch.is_autocast_enabled, _CASTING)):
+        return _without_casts(context)
+    return context
 
 
 @contextmanager

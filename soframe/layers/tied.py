@@ -51,9 +51,13 @@ class TiedHeadHelper(LinearHelper):
 
 def tables_and_heads(helpers: Sequence[LayerHelper]) -> tuple[LayerHelper, ...]:
     """Return the helpers of tables and heads with one weight, tables first; none for others."""
-    tables = [helper for helper in helpers if isinstance(helper, EmbeddingHelper)]
-    heads = [helper for helper in helpers if type(helper) is LinearHelper and helper.bias is None]
-    if not tables or len(tables) + len(heads) < len(helpers):
-        return ()
-    tied_heads = [TiedHeadHelper(head.module, bias=False) for head in heads]
-    return (*tables, *tied_heads)
+    tables: list[LayerHelper] = []
+    heads: list[LayerHelper] = []
+    for helper in helpers:
+        if isinstance(helper, EmbeddingHelper):
+            tables.append(helper)
+        elif type(helper) is LinearHelper and helper.bias is None:
+            heads.append(TiedHeadHelper(helper.module, bias=False))
+        else:
+            return ()
+    return tuple(tables + heads) if tables else ()
