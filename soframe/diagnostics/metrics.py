@@ -26,6 +26,7 @@ from soframe.estimate.plan import Plan
 from soframe.estimate.updates import Update
 from soframe.registry import describe
 from soframe.solvers.relative import Relative
+from soframe.specs import FactorSpec
 from soframe.strategies.work import BlockPlacement
 from soframe.tracing.phases import Phases, Seconds
 
@@ -171,18 +172,7 @@ def _of_block(
     norms = None if taken is None else taken.norms
     factors: dict[str, dict[str, Any]] = {}
     for factor in block.factors:
-        name, record = factor.name, block.record
-        known, solved = name in record.masses, block.solved and name in block.tensors
-        factors[name] = {
-            "kind": str(factor.kind),
-            "size": factor.size,
-            "groups": factor.groups,
-            "mass": max(record.masses.get(name, (0.0,))),
-            "statistics_age": _age(steps, record.statistics_at.get(name)) if known else None,
-            "solve_age": _age(steps, record.solved_at.get(name)) if solved else None,
-            "failed_solves": record.failures[name],
-            "spectrum": spectra.get(name),
-        }
+        factors[factor.name] = _of_factor(block, factor, spectra.get(factor.name), steps)
     return {
         "method": describe(block.method),
         "solver": describe(block.solver),
@@ -200,9 +190,25 @@ def _of_block(
     }
 
 
-def _age(steps: int, at: int | None) -> int | None:
-    """Return the steps between an event and the last step: 0 for the last one."""
-    return None if at is None else steps - 1 - at
+def _of_factor(
+    block: Block, factor: FactorSpec, spectrum: dict[str, Any] | None, steps: int
+) -> dict[str, Any]:
+    name, record = factor.name, block.record
+    ages: dict[str, int | None] = {"statistics_age": None, "solve_age": None}
+    # The steps between an event and the last step: 0 for the last one.
+    if name in record.masses and name in record.statistics_at:
+        ages["statistics_age"] = steps - 1 - record.statistics_at[name]
+    if block.solved and name in block.tensors and name in record.solved_at:
+        ages["solve_age"] = steps - 1 - record.solved_at[name]
+    return {
+        "kind": str(factor.kind),
+        "size": factor.size,
+        "groups": factor.groups,
+        "mass": max(record.masses.get(name, (0.0,))),
+        **ages,
+        "failed_solves": record.failures[name],
+        "spectrum": spectrum,
+    }
 
 
 def _damping(block: Block, taken: Taken | None) -> tuple[float | None, float | None]:
