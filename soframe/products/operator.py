@@ -68,7 +68,7 @@ def shared(
             parcels[block] = Parcel(
                 worker,
                 group,
-                (TensorSpec((*leading, *block.shape)),),
+                (TensorSpec(leading + block.shape),),
                 dtype=block.dtype,
                 device=block.device,
                 tensors=[results[block]] if worker == backend.rank else None,

@@ -61,7 +61,8 @@ class Rows:
     @property
     def pays(self) -> bool:
         """Whether rows are smaller than gradients."""
-        positions, out, into = *self.left.shape[2:], self.right.shape[3]
+        _, _, positions, out = self.left.shape
+        into = self.right.shape[3]
         return positions * (out + into) < out * into
 
     @property
@@ -419,16 +420,20 @@ class _Collected:
                 sides = left * self.samples, right
                 calls = rows if right.is_floating_point() else lookups
                 calls.append(sides)
-        parts: list[Rows | Lookups | Dense] = []
+        gradients: Rows | Dense | None = None
         if rows:
-            joined = Rows(*_joined(rows))
-            parts.append(joined if joined.pays else Dense(joined.dense()))
+            left, right = _joined(rows)
+            gradients = Rows(left, right)
+            if not gradients.pays:
+                gradients = Dense(gradients.dense())
         if lookups:
-            parts.append(Lookups(*_joined(lookups), block.shape.in_features))
-        if not parts:
+            left, indices = _joined(lookups)
+            in_table = Lookups(left, indices, block.shape.in_features)
+            return in_table if gradients is None else Sum(gradients, in_table)
+        if gradients is None:
             shape = (self.samples, *block.shape)
             return Dense(torch.zeros(shape, dtype=block.dtype, device=block.device))
-        return parts[0] if len(parts) == 1 else Sum(*parts)
+        return gradients
 
 
 def _joined(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -71,22 +71,21 @@ class Coordinates:
             raise TypeError(f"a vector is a dict of tensors by name, not a {type(vector).__name__}")
         if (problem := self._misnamed(vector)) is not None:
             raise ValueError(problem)
-        common: torch.Size | None = None
-        for name, shape in self.shapes.items():
+        leading = torch.Size()
+        for number, (name, shape) in enumerate(self.shapes.items()):
             actual = vector[name].shape
-            leading = actual[: max(0, len(actual) - len(shape))]
+            common, leading = leading, actual[: max(0, len(actual) - len(shape))]
             if actual != leading + shape:
                 raise ValueError(
                     f"{name} has the shape {list(shape)}, and the vector {list(actual)}: pass "
                     f"[..., *shape]"
                 )
-            if common is not None and leading != common:
+            if number > 0 and leading != common:
                 raise ValueError(
                     f"{name} has the leading dimensions {list(leading)}, and the names before it "
                     f"{list(common)}: pass the same for all"
                 )
-            common = leading
-        return torch.Size() if common is None else common
+        return leading
 
     def _misnamed(self, vector: Vector) -> str | None:
         """Return a problem with the names of a vector, or None."""
@@ -121,7 +120,7 @@ class Coordinates:
                 tensors[key] = tensor.reshape(-1, *self.shapes[name])  # [vectors, *shape]
             packed: Tensor = torch.vmap(block.layout.pack)(tensors)
             matrix = packed.to(device=block.device, dtype=block.dtype)
-            matrices[block] = matrix.reshape(*leading, *block.shape)
+            matrices[block] = matrix.reshape(leading + block.shape)
         return matrices
 
     def vector(self, matrices: Matrices, like: Vector | None = None) -> dict[str, Tensor]:
@@ -134,7 +133,7 @@ class Coordinates:
             )
             for key, tensor in unpacked.items():
                 name = self.names[block][key]
-                tensors[name] = tensor.reshape(*leading, *self.shapes[name])
+                tensors[name] = tensor.reshape(leading + self.shapes[name])
                 if like is not None:
                     # A DTensor is multiplied whole, and its product is a plain tensor.
                     of = like[name]
@@ -148,9 +147,11 @@ class Coordinates:
 
     def unflat(self, entries: Tensor) -> dict[str, Tensor]:
         """Undo `flat`."""
+        vector: dict[str, Tensor] = {}
         parts = entries.split(self._sizes, -1)
-        pairs = zip(self.shapes.items(), parts, strict=True)
-        return {name: part.reshape(*part.shape[:-1], *shape) for (name, shape), part in pairs}
+        for (name, shape), part in zip(self.shapes.items(), parts, strict=True):
+            vector[name] = part.reshape(part.shape[:-1] + shape)
+        return vector
 
 
 def total(tensors: Sequence[Tensor]) -> Tensor:
