@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
@@ -182,8 +184,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         current = [b for b in blocks if known >= set(map(id, b.parameters.values()))]
         self._join(current)
         options = {"momentum"}
-        for method in {id(block.method): block.method for block in blocks}.values():
-            options.update(method.settings())
+        for block in blocks:
+            options.update(block.method.settings())
         self._options = sorted(options)
         self._current = current
         self.__dict__.pop("_balls", None)
@@ -204,9 +206,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             parameters: list[nn.Parameter] = []
             for p in group["params"]:
                 # Where a parameter was replaced, as by fully_shard, the new one has its place.
-                present = p if id(p) in self._names else named.get(former.get(id(p), ""))
-                if present is not None:
-                    parameters.append(present)
+                name = self._names.get(id(p), former.get(id(p)))
+                if name in named:
+                    parameters.append(named[name])
             group["params"] = parameters
 
     def _join(self, blocks: Sequence[Block]) -> None:
@@ -318,7 +320,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         for group in self.param_groups:
             if group["constraint"] is not None:
                 rates.update(dict.fromkeys(map(id, group["params"]), float(group["lr"])))
-        for ball in self._balls if rates else ():
+        if not rates:
+            return
+        for ball in self._balls:
             first = id(next(iter(ball.matrices.values())))
             if first in rates:
                 yield ball, rates[first]
@@ -382,12 +386,13 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         engine = self.preconditioner.engine
         good = engine.verdict.good
         if good is not None or engine.verdict.taken:
-            measured = self.preconditioner.blocks if engine.measuring.norms else ()
-            before = copies(measured) if measured else {}
+            before: Mapping[nn.Parameter, Tensor] = {}
+            if engine.measuring.norms:
+                before = copies(self.preconditioner.blocks)
             with self.preconditioner.backend.phases("move"):
                 self._move(good)
-            if measured:
-                self._moved = changes(before, measured)
+            if before:
+                self._moved = changes(before, self.preconditioner.blocks)
         if self._new:
             self._warn_of_new()
         return loss
@@ -514,9 +519,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             saved_group["names"] = [names[id(p)] for p in group["params"]]
         # Norms of matrices that are frozen or gone are not saved.
         radii: dict[str, Tensor] = {}
-        for ball in self._balls if self._radii else ():
-            if ball.key in self._radii:
-                radii[ball.key] = self._radii[ball.key].clone()
+        if self._radii:
+            for ball in self._balls:
+                if ball.key in self._radii:
+                    radii[ball.key] = self._radii[ball.key].clone()
         groups = list(map(_without_params, saved["param_groups"]))
         sealed = checksums.seal({"radii": radii, "groups": groups})
         buffer = io.BytesIO()
@@ -685,11 +691,12 @@ def _members(groups: Iterable[Mapping[str, Any]]) -> set[int]:
 def _momentum_default(settings: Sequence[Mapping[str, Any]]) -> dict[str, None]:
     """Return the default that names the momentum, for schedulers that cycle it."""
     # OneCycleLR and CyclicLR change "betas" of all groups if it is a default, else "momentum".
-    have_betas = ["betas" in of_group for of_group in settings]
-    have_momentum = ["momentum" in of_group for of_group in settings]
-    if all(have_betas) and not any(have_momentum):
+    counts = Counter(itertools.chain.from_iterable(settings))
+    if counts["betas"] == len(settings) and counts["momentum"] == 0:
         return {"betas": None}
-    return {"momentum": None} if any(have_betas) or any(have_momentum) else {}
+    if counts["betas"] + counts["momentum"] == 0:
+        return {}
+    return {"momentum": None}
 
 
 def _require_norms(
