@@ -16,7 +16,6 @@ or one that `soframe.step.moving` defines: cautious decay, a constraint.
 
 from __future__ import annotations
 
-import inspect
 import io
 import itertools
 import math
@@ -34,7 +33,7 @@ from soframe.blocks.block import Block, Stack
 from soframe.blocks.registration import Choice, plain_name, unwrap
 from soframe.blocks.report import Report
 from soframe.capture.untraced import untraced
-from soframe.checks.arguments import check_model
+from soframe.checks.arguments import check_model, keywords, require_known
 from soframe.checks.numbers import require_numbers
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes, copies
@@ -132,7 +131,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         check_model(model)
         if "optimizer" in preconditioner:
             raise TypeError("optimizer= is this optimizer's own; leave it out")
-        _require_known(preconditioner)
+        known = keywords(Optimizer) | keywords(Preconditioner) - {"optimizer"}
+        require_known("soframe.Optimizer", preconditioner, known)
         if auxiliary is None:
             raise TypeError(
                 "auxiliary= names the method of parameters that method= leaves out; freeze those "
@@ -645,19 +645,6 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     def close(self) -> None:
         """See `soframe.Preconditioner.close`."""
         self.preconditioner.close()
-
-
-def _require_known(names: Iterable[str]) -> None:
-    """Raise if a setting is neither this optimizer's nor a preconditioner's."""
-    parameters = inspect.signature(Preconditioner.__init__).parameters
-    known = sorted(set(parameters) - {"self", "model", "method", "auxiliary", "optimizer", "lr"})
-    for name in names:
-        if name not in known:
-            raise TypeError(
-                f"soframe.Optimizer has no setting {name!r}. What a method takes is given to the "
-                f"method: method=soframe.methods.SOAP(betas=(0.9, 0.95)), for example. There are "
-                f"the optimizer's own settings, and {', '.join(known)}"
-            )
 
 
 def _ratio(method: Choice) -> float:
