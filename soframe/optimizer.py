@@ -202,7 +202,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """Read the names of parameters, and take replaced ones out of the param groups."""
         former, named = self._names, _named(self._model)
         self._names = {id(p): name for name, p in named.items()}
-        for group in (*self.param_groups, *self._given):
+        for group in self.param_groups + self._given:
             parameters: list[nn.Parameter] = []
             for p in group["params"]:
                 # Where a parameter was replaced, as by fully_shard, the new one has its place.
@@ -241,9 +241,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             kind = id(block.method), block.auxiliary
             if kind not in names:
                 names[kind] = self._method_name(block)
-            key = number_of.get(id(parameter), 0), names[kind]
+            number, method = number_of.get(id(parameter), 0), names[kind]
+            key = number, method
             if key not in groups:
-                groups[key] = self._begin(*key, block)
+                groups[key] = self._begin(number, method, block)
             groups[key]["params"].append(parameter)
 
     def _method_name(self, block: Block) -> str:

@@ -50,12 +50,7 @@ class Taken:
 
 
 class Measuring:
-    """Measures norms and the times of phases if enabled, which is off by default.
-
-    Args:
-        phases: The phase of this rank.
-        order: Returns the names of phases in their order.
-    """
+    """Measures norms and the times of phases, in their order, if enabled; off by default."""
 
     def __init__(self, phases: Phases, order: Callable[[], Sequence[str]] = list) -> None:
         self._phases, self._order, self._timed_from = phases, order, 0
@@ -271,9 +266,9 @@ def _phases(
     sent = {_PHASE_OF.get(name, name): count for name, count in traffic.items() if name != "total"}
     total = sum(seconds.host for seconds in times.values())
     phases: dict[str, dict[str, Any]] = {}
-    seen = {*sent, *times}
+    seen = sent.keys() | times.keys()
     known = [name for name in order if name in seen]
-    for name in [*known, *sorted(seen.difference(known))]:
+    for name in known + sorted(seen.difference(known)):
         seconds, count = times.get(name), sent.get(name, {"bytes": 0, "calls": 0})
         phase: dict[str, Any] = {"bytes": count["bytes"], "calls": count["calls"]}
         phase |= dict.fromkeys(("seconds", "device_seconds", "share"))
@@ -356,9 +351,9 @@ _OF_SPECTRUM = ("largest", "smallest", "condition", "effective_rank")
 
 
 def _named(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    further = [key for key in metrics if key.endswith(("_clip", "_clip_factor"))]
-    for key in dict.fromkeys((*_OVERALL, *further)):
-        yield f"overall/{key}", metrics[key]
+    for key, value in metrics.items():
+        if key in _OVERALL or key.endswith(("_clip", "_clip_factor")):
+            yield f"overall/{key}", value
     for key, value in metrics["norms"].items():
         yield f"overall/{key}", value
     for key, value in metrics["counters"].items():

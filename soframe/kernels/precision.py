@@ -68,14 +68,9 @@ def _set(value: str) -> Iterator[None]:
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply in the precision of the dtype, whatever torch's setting, for solvers.
+    """Multiply ``[groups, m, k]`` by ``[groups, k, n]`` in the precision of their common dtype.
 
-    Args:
-        left: ``[groups, m, k]``.
-        right: ``[groups, k, n]``, in the same dtype.
-
-    Returns:
-        ``[groups, m, n]``.
+    Torch's setting has no effect, for solvers.
     """
     if left.dtype != torch.float32:
         return left @ right

@@ -14,6 +14,7 @@ an ``nn.Linear`` for each projection.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -138,7 +139,8 @@ class AttentionHelper(LayerHelper):
             is_trained |= weight is not None and weight.requires_grad
         if not (first.requires_grad and is_trained):
             return []
-        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        arguments = itertools.chain(args, kwargs.values())
+        inputs = [x for x in arguments if isinstance(x, Tensor)]
         batch = self._batch(args[0] if args else kwargs["query"])
         calls, seen = [], [0] * self.groups
         for node, group, size in products(first.grad_fn, groups, self._out, inputs):

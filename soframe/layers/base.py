@@ -445,14 +445,7 @@ class LayerHelper(WeightAndBias, ABC):
     ) -> Tensor:
         """Return ``total`` plus ``scale`` times the sum of ``a a^T`` over samples, of `mean_rows`.
 
-        Args:
-            inputs: The tensors of the call.
-            output_rows: The rows of the same call's output gradient, in the factors' dtype.
-            total: The sum to add to in place, ``[groups, in, in]``; None for zeros.
-            scale: The multiplier.
-
-        Returns:
-            ``[groups, in, in]``. Only the lower triangle is defined.
+        For arguments and result see `input_moment`.
         """
         rows = self.mean_rows(inputs, output_rows)
         if self.counts_inputs:

@@ -45,27 +45,15 @@ Gathering = Mapping[str, Sequence[str]]
 
 @dataclass
 class Progress:
-    """How far a fit has come; empty before and after one.
+    """How far the pass under way has come; empty before and after a fit."""
 
-    Attributes:
-        batches: The batches of this rank in the pass under way that are in the factors.
-        gathering: The factors of the pass under way.
-        weights: The weights of their means, over all ranks: see `Accumulator.weights`.
-    """
-
-    batches: int = 0
-    gathering: Gathering = field(default_factory=dict)
-    weights: Sequence[float] = ()
+    batches: int = 0  # of this rank that are in the factors
+    gathering: Gathering = field(default_factory=dict)  # the factors of the pass
+    weights: Sequence[float] = ()  # of their means, over all ranks: see `Accumulator.weights`
 
 
 class Fit:
-    """Fits the factors of blocks to data.
-
-    Attributes:
-        progress: How far it has come, to be saved with the factors.
-        weights: The number of samples or rows that each factor is a mean over, by block and name;
-            of each group where groups have rows of their own.
-    """
+    """Fits the factors of blocks to data."""
 
     def __init__(
         self,
@@ -82,7 +70,9 @@ class Fit:
         self._fisher, self._statistics, self._solves = fisher, statistics, solves
         self._samples = samples
         self._copies = sharding.copies(model)  # ranks that count the same samples
-        self.progress = Progress()
+        self.progress = Progress()  # saved with the factors
+        # The number of samples or rows that each factor is a mean over, by block and name; of each
+        # group where groups have rows of their own.
         self.weights: dict[str, dict[str, list[float]]] = {}
         self._rest()
 

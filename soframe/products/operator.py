@@ -29,12 +29,7 @@ Spectra = Mapping[Block, Spectrum]
 
 
 def spectra_of(placed: PlacedBlocks) -> dict[Block, Spectrum]:
-    """Return the spectra of the last solve, of the blocks that this rank preconditions.
-
-    Raises:
-        RuntimeError: If a block is not solved yet.
-        ValueError: If its solver has computed no eigenvalues, and this rank lacks the factor.
-    """
+    """Return the spectra of the last solve, of the blocks that this rank preconditions."""
     if unsolved := [block.name for block in placed.blocks if not block.solved]:
         raise RuntimeError(f"no curvature yet of {', '.join(unsolved)}: fit it to data")
     spectra = {}

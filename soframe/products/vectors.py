@@ -21,22 +21,17 @@ Matrices = Mapping[Block, Tensor]
 
 
 class Coordinates:
-    """The names and shapes of the parameters of a curvature.
-
-    Attributes:
-        names: For each block, the names in the model by the names in the block.
-        shapes: The shapes of the parameters by name, in the order of the model.
-        left_out: Why the other parameters have no block, by name.
-    """
+    """The names and shapes of the parameters of a curvature, in the order of the model."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], report: Report) -> None:
         name_of = {parameter: name for name, parameter in model.named_parameters()}
-        self.names: dict[Block, dict[str, str]] = {}
+        self.names: dict[Block, dict[str, str]] = {}  # by the names in the block
         covered: set[nn.Parameter] = set()
         for block in blocks:
             self.names[block] = {key: name_of[p] for key, p in block.parameters.items()}
             covered.update(block.parameters.values())
         self.shapes = {name: p.shape for p, name in name_of.items() if p in covered}
+        # Why the other parameters have no block.
         self.left_out = {row.parameter: row.reason for row in report if row.block is None}
 
     @property
@@ -58,15 +53,7 @@ class Coordinates:
         return lost
 
     def leading(self, vector: Vector) -> torch.Size:
-        """Check a vector.
-
-        Returns:
-            Its leading dimensions.
-
-        Raises:
-            TypeError: If it is no mapping.
-            ValueError: If names are unknown or missing, or shapes do not fit.
-        """
+        """Return the leading dimensions of a vector; raise if names or shapes do not fit."""
         if not isinstance(vector, Mapping):
             raise TypeError(f"a vector is a dict of tensors by name, not a {type(vector).__name__}")
         if (problem := self._misnamed(vector)) is not None:
@@ -106,11 +93,7 @@ class Coordinates:
         return None
 
     def matrices(self, vector: Vector) -> dict[Block, Tensor]:
-        """Return the gradient matrices of a vector in the dtype of their blocks.
-
-        Raises:
-            ValueError: See `leading`.
-        """
+        """Return the gradient matrices of a vector, see `leading`, in the dtype of their blocks."""
         leading = self.leading(vector)
         matrices = {}
         for block, names in self.names.items():
