@@ -12,6 +12,7 @@ torch multiplies the images of a batch into one matrix one after the other there
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 from itertools import pairwise
@@ -134,7 +135,7 @@ def add_moment(total: Tensor | None, rows: Tensor, scale: float = 1.0, beta: flo
         flat = rows.flatten(1, 2)
         return total.baddbmm_(flat.mT, flat, beta=beta, alpha=scale)
     _, _, along, across = rows.stride()
-    add_part = add_rows
+    add_part: Callable[[Tensor, Tensor, float, float], None] = add_rows
     if across != 1 and along == 1 and rows.dtype == total.dtype:
         parts, add_part = rows.mT, add_maps
     else:

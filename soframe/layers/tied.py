@@ -9,32 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from torch import Tensor
 
 from soframe.kernels.samples import sample_moments
-from soframe.layers.base import BlockShape, Inputs, LayerHelper
+from soframe.layers.base import Inputs, LayerHelper
 from soframe.layers.embedding import EmbeddingHelper
-from soframe.layers.linear import LinearHelper
+from soframe.layers.linear import LinearHelper, TransposedLinearHelper
 from soframe.specs import FactorSpec
 
 
-class TiedHeadHelper(LinearHelper):
-    """``nn.Linear`` as the head of an embedding, for methods that read moments of both sides."""
+class TiedHeadHelper(TransposedLinearHelper):
+    """``nn.Linear`` as the head of an embedding, for methods that read moments of both sides.
 
-    @cached_property
-    def shape(self) -> BlockShape:
-        """The shape of the transposed table."""
-        groups, out, into = super().shape
-        return BlockShape(groups, into, out)
-
-    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        assert weight is not None
-        return weight.T.unsqueeze(0)
-
-    def _weight_of(self, matrix: Tensor) -> Tensor:
-        return matrix[0].T
+    The matrix is the transposed weight, while rows are those of the weight as it is.
+    """
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         """Keep the diagonal of the side of the table's rows, as the embedding does."""
