@@ -139,7 +139,7 @@ def compare(plan: Plan, screen: Console) -> tuple[Table, dict[str, Any]]:
         )
         for index, (mark, _) in enumerate(contenders):
             groups.append(Group(tuple(records[index :: len(contenders)]), mark))
-    return _report(plan, groups, {name: outcome for name, (*_, outcome) in tuned.items()})
+    return _report(plan, groups, {name: outcome for name, (_, _, outcome) in tuned.items()})
 
 
 def _say_kept(screen: Console, folder: Path, number: int) -> None:

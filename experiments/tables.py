@@ -365,15 +365,15 @@ def tidy(groups: Sequence[Group]) -> str:
     for group in groups:
         for record in group.records:
             config = record.config
-            which = [config.workload, config.optimizer, group.label, group.tuning, config.strategy]
-            which += [record.processes, config.seed]
-            costs = [
+            which: list[object] = [config.workload, config.optimizer, group.label, group.tuning]
+            which += [config.strategy, record.processes, config.seed]
+            costs: list[object] = [
                 record.milliseconds_per_step,
                 sum(record.sent_bytes_per_step.values()),
                 max(record.curvature_bytes, default=0),
             ]
             for row in record.rows:
-                evaluation = [row.step, row.seconds, row.loss, row.accuracy]
+                evaluation: list[object] = [row.step, row.seconds, row.loss, row.accuracy]
                 writer.writerow(which + evaluation + costs)
     return text.getvalue()
 
