@@ -169,11 +169,7 @@ class Curvature(OfModel):
 
     @classmethod
     def of(cls, parts: Parts) -> Self:
-        """Return a curvature of parts that were made for training.
-
-        Returns:
-            It: the model is registered, its blocks are placed, and its layers hooked.
-        """
+        """Return a curvature of parts that were made for training, with its layers hooked."""
         curvature = cls.__new__(cls)
         curvature._open(parts)
         return curvature
@@ -263,9 +259,10 @@ class Curvature(OfModel):
         )
         # Moments of gradients outlast a freeze, as in torch's optimizers.
         kept: set[int] = set()
-        for block in former.blocks if former is not None else ():
-            if not block.captured:
-                kept.update(id(parameter) for parameter in block.parameters.values())
+        if former is not None:
+            for block in former.blocks:
+                if not block.captured:
+                    kept.update(map(id, block.parameters.values()))
         choices = replace(self._choices, kept=frozenset(kept))
         registration, placement, self.strategy = building.build(
             parts, choices, self.strategy, self.capture, settings

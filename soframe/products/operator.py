@@ -148,7 +148,7 @@ class Operator:
 
     def eigenvalues(self, block: str | None = None) -> Tensor:
         """Return the eigenvalues, ascending, of one block or of all; every rank must call."""
-        powers = {b: self._of(spectrum.values) for b, spectrum in self.spectra.items()}
+        powers = {b: self.values(spectrum) for b, spectrum in self.spectra.items()}
         values = shared(self.placed, powers)
         chosen = [values[b].flatten().cpu() for b in self._blocks(block)]
         return torch.cat(chosen).sort().values
@@ -193,7 +193,7 @@ class Operator:
         for block, place in self.placed:
             first = min(place.gradient_workers)
             if block in blocks and self.placed.rank == first:
-                values = self._of(self.spectra[block].values)
+                values = self.values(self.spectra[block])
                 total += float(function(values.double()).sum())
         (total,) = add_over_ranks(self.placed.backend, [total])
         return total
