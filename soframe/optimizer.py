@@ -609,14 +609,12 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     def metrics(self, *, spectra: Spectra = False, all_ranks: bool = False) -> dict[str, Any]:
         """Return the settings in force and the outcome of the last step, by block and overall.
 
-        Args:
-            spectra: See `soframe.Preconditioner.metrics`.
-            all_ranks: See `soframe.Preconditioner.metrics`.
+        For the arguments see `soframe.Preconditioner.metrics`.
 
         Returns:
-            See `soframe.Preconditioner.metrics`; ``"param_groups"``, the settings of each; and for
-            each block ``"update_norm"``, the distance that its weights moved, in a step that
-            measures norms: for this it keeps a copy of the weights while they move.
+            The same; ``"param_groups"``, the settings of each; and for each block
+            ``"update_norm"``, the distance that its weights moved, in a step that measures norms:
+            for this it keeps a copy of the weights while they move.
         """
         metrics = self.preconditioner.metrics(spectra=spectra, all_ranks=all_ranks)
         norms = self._moved if self.preconditioner.updated else {}

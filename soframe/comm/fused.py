@@ -212,14 +212,17 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
     reductions = in_buckets(reduced, lambda s: s.route(s.way.group))
     pending = [_reduce(backend, bucket, phase) for bucket in reductions]
     spread = [s for s in sums if len(s.way.spread) > 1]
-    if not spread:  # on any rank
-        return pending
-    for reduction in pending:
-        reduction.wait()
-    copied = [s for s in spread if backend.rank in s.way.spread]
-    for bucket in in_buckets(copied, lambda s: s.route(s.way.spread)):
-        pending.append(_spread(backend, bucket, phase))
-    return pending
+    if spread:  # on any rank
+        for reduction in pending:
+            reduction.wait()
+    return pending + _copy(backend, spread, phase)
+
+
+def _copy(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
+    """Return the started broadcasts of sums that several ranks keep."""
+    copied = [s for s in sums if backend.rank in s.way.spread]
+    copies = in_buckets(copied, lambda s: s.route(s.way.spread))
+    return [_spread(backend, bucket, phase) for bucket in copies]
 
 
 def _reduce(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:

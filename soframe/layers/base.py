@@ -330,12 +330,7 @@ class LayerHelper(WeightAndBias, ABC):
         return tuple(x[index] for x in inputs)
 
     def take_rows(self, output_rows: Tensor, index: Tensor, unit: Unit) -> Tensor:
-        """Select samples or rows from the output gradients of a call.
-
-        Args:
-            output_rows: ``[groups, batch, shared, out]``.
-            index: Indices of samples, or of rows numbered sample by sample.
-            unit: The unit of ``index``.
+        """Select samples or rows from the output gradients of a call, as `take_inputs`.
 
         Returns:
             ``[groups, samples, shared, out]``, or ``[groups, rows, 1, out]``.
@@ -457,14 +452,8 @@ class LayerHelper(WeightAndBias, ABC):
     ) -> Tensor:
         """Return ``total`` plus ``scale`` times the sum of ``g g^T`` over batch and positions.
 
-        Args:
-            output_rows: ``[groups, batch, shared, out]`` in the factors' dtype. Rows that are a
-                view of an image, channels first or last, are not copied.
-            total: The sum to add to in place, ``[groups, out, out]``; None for zeros.
-            scale: The multiplier.
-
-        Returns:
-            ``[groups, out, out]``. Only the lower triangle is defined.
+        For arguments and result see `input_moment`. Rows that are a view of an image, channels
+        first or last, are not copied.
         """
         return add_moment(total, output_rows, scale)
 
