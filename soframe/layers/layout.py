@@ -199,7 +199,7 @@ def plain_layout(module: nn.Module, name: str) -> Layout:
     plain = PlainLayout(module, name)
     if parameter.is_complex():
         return plain
-    if _stacks(module, name):
+    if _stacks(module, parameter):
         return GroupedLayout(module, name)
     if isinstance(module, _CONVOLUTIONS) and parameter.dim() > 2 and module.groups > 1:
         return CutLayout(plain, module.groups)
@@ -225,22 +225,20 @@ def _stacks_vectors(module: nn.Module, name: str, parameter: nn.Parameter) -> bo
     """Return whether a parameter is a bias for each of a stack of matrices."""
     if parameter.dim() != 2 or _BIAS.fullmatch(name) is None:
         return False
-    for other, stack in module.named_parameters(recurse=False):
-        if len(stack) == len(parameter) and _stacks(module, other):
+    for stack in module.parameters(recurse=False):
+        if _stacks(module, stack) and len(stack) == len(parameter):
             return True
     return False
 
 
-def _stacks(module: nn.Module, name: str) -> bool:
+def _stacks(module: nn.Module, parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a stack of matrices."""
-    parameter = module._parameters[name]
-    if parameter is None or parameter.dim() < 3 or isinstance(module, ParametrizationList):
+    if parameter.dim() < 3 or isinstance(module, ParametrizationList):
         return False
     if any(hasattr(module, setting) for setting in ("kernel_size", "stride", "padding")):
         return False  # a convolution, of torch or home-made
-    *groups, out, into = parameter.shape
     # One group is a table for all samples, such as positions [1, T, features].
-    return prod(groups) > 1 and min(out, into) > 1
+    return parameter.shape[:-2].numel() > 1 and min(parameter.shape[-2:]) > 1
 
 
 class CutLayout:
