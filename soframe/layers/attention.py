@@ -166,7 +166,7 @@ class AttentionHelper(LayerHelper):
         name, _ = PRODUCTS[node.name()]
         meta = node._input_metadata[0]
         groups, out, into = self.groups, self._out, self._into
-        positions = torch.Size(meta.shape[:-1]).numel() // batch
+        positions = torch.Size(meta.shape[:-1]).numel() // max(batch, 1)
         reaches = torch.zeros(groups, dtype=torch.bool, device="cpu")
         reaches[group : group + size] = True
 
@@ -182,7 +182,7 @@ class AttentionHelper(LayerHelper):
             edge=GradientEdge(node, 0),
             read=like if self.weight is None else read,
             like=like,
-            arrange=_arranging(batch, (group * out, (groups - group - size) * out)),
+            arrange=_arranging(positions, batch, (group * out, (groups - group - size) * out)),
         )
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
@@ -258,14 +258,14 @@ def _mask(reaches: Tensor, like: Tensor) -> Tensor:
     return sent(reaches.float().tolist(), like)
 
 
-def _arranging(batch: int, around: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+def _arranging(positions: int, batch: int, around: tuple[int, int]) -> Callable[[Tensor], Tensor]:
     """Return a function from a gradient ``[..., out]``, positions first, to ``[N, T, groups out]``.
 
     ``around`` counts the features of other projections before and after, which are zeros.
     """
 
     def arrange(gradient: Tensor) -> Tensor:
-        rows = gradient.reshape(-1, batch, gradient.shape[-1]).transpose(0, 1)
+        rows = gradient.reshape(positions, batch, gradient.shape[-1]).transpose(0, 1)
         return torch.nn.functional.pad(rows, around) if any(around) else rows
 
     return arrange
