@@ -184,8 +184,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         current = [b for b in blocks if known >= set(map(id, b.parameters.values()))]
         self._join(current)
         options = {"momentum"}
-        for block in blocks:
-            options.update(block.method.settings())
+        for method in {id(block.method): block.method for block in blocks}.values():
+            options.update(method.settings())
         self._options = sorted(options)
         self._current = current
         self.__dict__.pop("_balls", None)
