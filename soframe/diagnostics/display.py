@@ -225,7 +225,7 @@ def bytes_text(size: float) -> str:
     if size == 0:
         return "-"
     for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
+        if size < 999.5:  # three digits would be 1e+03 from here
             return f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.3g} GiB"
