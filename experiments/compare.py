@@ -18,7 +18,7 @@ import soframe
 from experiments import display, runs, tables, train, tuning
 from experiments.config import PRECONDITIONED, RunConfig, method_of
 from experiments.environment import environment, sources
-from experiments.records import MARK, RunRecord, write_json
+from experiments.records import MARK, RunRecord, ranks, write_json
 from experiments.tables import Group, Table
 from experiments.workloads import workload
 
@@ -82,7 +82,7 @@ class Plan:
     @property
     def budget(self) -> str:
         """The length of a run, in words."""
-        return f"{self.steps} steps" if self.seconds is None else f"{self.seconds:g} s"
+        return tuning.budget(self.seconds, self.steps)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def compare(plan: Plan, screen: Console) -> tuple[Table, dict[str, Any]]:
         )
         for index, (mark, _) in enumerate(contenders):
             groups.append(Group(tuple(records[index :: len(contenders)]), mark))
-    return _report(plan, groups, {name: outcome for name, (*_, outcome) in tuned.items()})
+    return _report(plan, groups, {name: outcome for name, (_, _, outcome) in tuned.items()})
 
 
 def _say_kept(screen: Console, folder: Path, number: int) -> None:
@@ -231,17 +231,15 @@ def _named(groups: Sequence[Group]) -> dict[str, Sequence[RunRecord]]:
     several = len({group.processes for group in groups}) > 1
     named: dict[str, Sequence[RunRecord]] = {}
     for label, group in zip(tables.labels(groups, MARK), groups, strict=True):
-        ranks = f", {_ranks(group.processes)}" if several else ""
-        named[f"{label}{ranks} ({group.tuning})"] = group.records
+        name = label
+        if several:
+            name += f", {ranks([group.processes])}"
+        named[f"{name} ({group.tuning})"] = group.records
     return named
 
 
 def _title(plan: Plan, title: str) -> str:
-    where = f"{title}, {_ranks(*plan.processes)}"
+    where = f"{title}, {ranks(plan.processes)}"
     if len(plan.seeds) == 1:
         return f"{where}, seed {plan.seeds[0]}"
     return f"{where}: mean and range of {len(plan.seeds)} seeds"
-
-
-def _ranks(*counts: int) -> str:
-    return f"{' and '.join(map(str, counts))} {'rank' if counts == (1,) else 'ranks'}"

@@ -73,7 +73,7 @@ MARGIN = 1.2  # below the lowest loss, in a panel that is cut
 
 def console(*, to_stderr: bool = False, width: int = 100) -> Console:
     """Return a console on the standard output, or the error output where JSON has the other one."""
-    screen = Console(file=sys.stderr if to_stderr else sys.stdout)
+    screen = Console(stderr=to_stderr)
     if not screen.is_terminal:
         screen.width = max(screen.width, width)  # no terminal, no edge to wrap at
     return screen
@@ -173,7 +173,10 @@ def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
         cells = [name]
         for target in record.targets:
             row = record.reached(target)
-            cells.append("not reached" if row is None else f"{row.step} / {row.seconds:.1f}")
+            if row is None:
+                cells.append("not reached")
+            else:
+                cells.append(f"{row.step} / {row.seconds:.1f}")
         cells.append(f"{record.last.loss:.3g}")
         if workload.classifies:
             cells.append(f"{record.last.accuracy:.1%}")
@@ -213,9 +216,12 @@ def loss_curves(
         right.plot([row.seconds for row in rows], losses, **style)
         if not record.diverged:
             _hold(right, record.last.seconds, record.last.loss, end, style)
-    _finish(workload, records, workload.targets if targets is None else targets, left, right)
-    processes = max(record.processes for record in records)
-    where = f"{processes} processes" if processes > 1 else "1 process"
+    if targets is None:
+        targets = workload.targets
+    _finish(workload, records, targets, left, right)
+    where, processes = "1 process", max(record.processes for record in records)
+    if processes > 1:
+        where = f"{processes} processes"
     figure.suptitle(f"{workload.title}, {where}", fontsize=12)
     right.legend(frameon=False, fontsize=9, loc="upper right")
     return figure
@@ -250,8 +256,9 @@ def loss_bands(workload: Workload, groups: Mapping[str, Sequence[RunRecord]], ti
     _finish(workload, every, every[0].targets, left, right)
     figure.suptitle(title, fontsize=12)
     handles, labels = left.get_legend_handles_labels()
-    place: Any = {"loc": "outside lower center", "ncols": 2 if len(labels) < 7 else 3}
-    figure.legend(handles, labels, frameon=False, fontsize=9, **place)
+    place: Any = "outside lower center"
+    columns = 2 if len(labels) < 7 else 3
+    figure.legend(handles, labels, frameon=False, fontsize=9, loc=place, ncols=columns)
     return figure
 
 
@@ -308,7 +315,10 @@ def _on_grid(records: Sequence[RunRecord], of: str) -> tuple[Array, Array]:
         return np.empty(0), np.empty((1, 0))
     grid = np.unique(np.concatenate([points for points, _ in curves]))
     ends = [points[-1] for points, _ in curves]
-    grid = grid[grid <= (max(ends) if of == "seconds" else min(ends))]
+    end = min(ends)
+    if of == "seconds":
+        end = max(ends)
+    grid = grid[grid <= end]
     return grid, np.stack([np.interp(grid, points, losses) for points, losses in curves])
 
 
@@ -332,7 +342,7 @@ def _finish(
     low, high = min(losses, default=0.0), max(losses, default=0.0)
     # A part of a decade has too few powers of ten, and their multiples, to read losses at.
     logarithmic = low >= 0 and high > NARROW * low
-    losses = [loss for loss in losses if loss > 0]
+    positive = [loss for loss in losses if loss > 0]
     _dress(left, targets, "steps", logarithmic=logarithmic)
     _dress(right, targets, "seconds of training (evaluations excluded)", logarithmic=logarithmic)
     for target in targets:
@@ -347,10 +357,10 @@ def _finish(
             color="#555555",
         )
     right.set_xlim(right=max(record.last.seconds for record in records) or None)
-    begun = [record.rows[0].loss for record in records]
+    top = DIVERGED * max(record.rows[0].loss for record in records)
     # Runs that diverge leave the panel: they would leave the others no room.
-    if logarithmic and max(losses, default=0.0) > DIVERGED * max(begun):
-        left.set_ylim(min([*losses, *targets]) / MARGIN, DIVERGED * max(begun))
+    if logarithmic and max(positive, default=0.0) > top:
+        left.set_ylim(min(itertools.chain(positive, targets)) / MARGIN, top)
     left.set_ylabel(workload.loss_name)
 
 
@@ -366,26 +376,22 @@ def _styles(records: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
     preconditioned = 0
     for record, marked in zip(records, labels(records, " (not tuned)"), strict=True):
         label, fixed = record.label, _FIXED.get(record.config.optimizer)
-        named = label in assigned
-        if not named:
-            cycle = _PRECONDITIONED[preconditioned % len(_PRECONDITIONED)]
-            preconditioned += fixed is None
-            assigned[label] = fixed or cycle
+        shown, width = f"_{label}", 1.0  # named before
+        if label not in assigned:
+            shown, width = marked, 1.8
+            if fixed is None:
+                fixed = _PRECONDITIONED[preconditioned % len(_PRECONDITIONED)]
+                preconditioned += 1
+            assigned[label] = fixed
         color, dashes = assigned[label]
-        yield {
-            "color": color,
-            "linestyle": dashes,
-            "linewidth": 1.0 if named else 1.8,
-            "label": f"_{label}" if named else marked,
-        }
+        yield {"color": color, "linestyle": dashes, "linewidth": width, "label": shown}
 
 
 def _dress(axes: Axes, targets: Sequence[float], label: str, *, logarithmic: bool) -> None:
     if logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
-        # 2 and 5 between powers of ten: few decades are drawn, and no exponents needed.
-        axes.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "25" else "")
+        axes.yaxis.set_minor_formatter(_twos_and_fives)
     axes.set_xlabel(label)
     axes.set_xlim(left=0)
     axes.grid(visible=True, which="major", linewidth=0.5, color="#DDDDDD")
@@ -394,11 +400,20 @@ def _dress(axes: Axes, targets: Sequence[float], label: str, *, logarithmic: boo
         axes.axhline(target, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
 
 
+def _twos_and_fives(number: float, _: object) -> str:
+    """Return 2 and 5 between powers of ten: few decades are drawn, and no exponents needed."""
+    if f"{number:e}"[0] not in "25":
+        return ""
+    return f"{number:g}"
+
+
 def processor() -> str:
     """Return the machine's name of its processor, or of its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -149,10 +149,12 @@ class Run:
 
     def moved(self, batch: Sequence[Tensor]) -> Examples:
         """Return a batch on the device."""
-        tensors = [tensor.to(self.place.device, non_blocking=True) for tensor in batch]
-        if self.job.channels_last:
-            images = torch.channels_last
-            tensors = [t.contiguous(memory_format=images) if t.dim() == 4 else t for t in tensors]
+        tensors: list[Tensor] = []
+        for tensor in batch:
+            moved = tensor.to(self.place.device, non_blocking=True)
+            if self.job.channels_last and moved.dim() == 4:
+                moved = moved.contiguous(memory_format=torch.channels_last)
+            tensors.append(moved)
         return tuple(tensors)
 
     def _autocast(self) -> torch.autocast:
@@ -203,30 +205,31 @@ class Run:
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
         """Put averaged iterates into the model, where an optimizer has any."""
-        # The schedule-free optimizers have a mode of evaluation.
-        modes: Any = self.optimizer if hasattr(self.optimizer, "eval") else None
-        has_average = isinstance(self.optimizer, soframe.StochasticTrustRegion)
-        with self.optimizer.averaged() if has_average else contextlib.nullcontext():  # type: ignore[attr-defined]
-            if modes:
-                modes.eval()
+        optimizer: Any = self.optimizer
+        if isinstance(optimizer, soframe.StochasticTrustRegion):
+            with optimizer.averaged():
+                yield
+        elif hasattr(optimizer, "eval"):  # the schedule-free optimizers
+            optimizer.eval()
             yield
-            if modes:
-                modes.train()
+            optimizer.train()
+        else:
+            yield
 
     # -- state ------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; a call for every rank."""
-        preconditioner = self.job.preconditioner
-        return {
+        state = {
             "step": self.step,
             "seconds": self.seconds,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "preconditioner": None if preconditioner is None else preconditioner.state_dict(),
-            "scaler": self.job.scaler.state_dict(),
-            "losses": self._losses(),
+            "preconditioner": None,
         }
+        if self.job.preconditioner is not None:
+            state["preconditioner"] = self.job.preconditioner.state_dict()
+        return {**state, "scaler": self.job.scaler.state_dict(), "losses": self._losses()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""

@@ -37,7 +37,7 @@ def autoencoder(encoder: Sequence[int], seed: int, dtype: torch.dtype) -> nn.Seq
     connections, a narrow middle (Hinton and Salakhutdinov 2006; Martens 2010). The decoder mirrors
     the encoder; code and reconstruction are linear; weights are Xavier uniform, biases zero.
     """
-    widths = (*encoder, *encoder[-2::-1])
+    widths = list(encoder) + list(encoder[-2::-1])
     linear = (len(encoder) - 2, len(widths) - 2)
     layers: list[nn.Module] = []
     with own_randomness():

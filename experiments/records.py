@@ -109,10 +109,7 @@ class RunRecord:
         """Return the inverse of `as_dict`, also from JSON, which has no infinite losses."""
         values = dict(fields)
         values["config"] = RunConfig.from_dict(values["config"])
-        values["rows"] = tuple(
-            Row(**{**row, "loss": math.inf if row["loss"] is None else row["loss"]})
-            for row in values["rows"]
-        )
+        values["rows"] = tuple(Row(**with_infinity(row)) for row in values["rows"])
         for name in ("targets", "curvature_bytes", "gradient_workers"):
             values[name] = tuple(values[name])
         return cls(**values)
@@ -121,10 +118,20 @@ class RunRecord:
 def labels(records: Sequence[RunRecord], mark: str) -> list[str]:
     """Return the names of runs, with a mark at those that were not tuned beside one that was."""
     is_mixed = any(record.tuned for record in records)
-    return [
-        f"{record.label}{mark}" if is_mixed and not record.tuned else record.label
-        for record in records
-    ]
+    names: list[str] = []
+    for record in records:
+        name = record.label
+        if is_mixed and not record.tuned:
+            name += mark
+        names.append(name)
+    return names
+
+
+def ranks(counts: Sequence[int]) -> str:
+    """Return numbers of ranks in words."""
+    if list(counts) == [1]:
+        return "1 rank"
+    return f"{' and '.join(map(str, counts))} ranks"
 
 
 def jsonable(value: Any) -> Any:
@@ -136,6 +143,21 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def with_infinity(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of JSON with its loss: infinite where `jsonable` has put None."""
+    if row["loss"] is None:
+        return {**row, "loss": math.inf}
+    return dict(row)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a file of JSON, and an empty dict where it is missing."""
+    if not path.exists():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def write_json(path: Path, content: object) -> None:
@@ -161,8 +183,8 @@ def verdict(records: Sequence[RunRecord], target: float, optimizer: str = "kfac"
     first = next((r for r in records if r.config.optimizer == optimizer), None)
     if first is None:
         raise ValueError(f"a verdict on {optimizer} needs a run of it")
-    held_out = workload(first.config.workload).held_out
-    measured = f"{'held-out' if held_out else 'training'} loss of {target:g}"
+    kind = "held-out" if workload(first.config.workload).held_out else "training"
+    measured = f"{kind} loss of {target:g}"
     row = first.reached(target)
     hits: list[tuple[RunRecord, Row]] = []
     for record in records:

@@ -23,7 +23,7 @@ import torch
 
 from experiments.config import RunConfig
 from experiments.launch import Worker
-from experiments.records import RunRecord, jsonable, write_json
+from experiments.records import RunRecord, jsonable, read_json, write_json
 from experiments.train import ALONE, WorkloadRun, numerics, run, train
 
 Train = Callable[[Sequence[RunConfig]], Iterable[RunRecord]]
@@ -40,7 +40,9 @@ def trainer(processes: int = 1, at_once: int = 1) -> Train:
         raise ValueError(f"runs of {processes} processes are trained one at a time, not {at_once}")
     if processes > 1:
         return partial(map, partial(run, processes=processes))
-    return partial(_in_pool, at_once) if at_once > 1 else partial(map, partial(train, ALONE))
+    if at_once > 1:
+        return partial(_in_pool, at_once)
+    return partial(map, partial(train, ALONE))
 
 
 def _in_pool(at_once: int, configs: Sequence[RunConfig]) -> Iterator[RunRecord]:
@@ -151,29 +153,34 @@ def kept(
         tell: Called with every new run.
         on_kept: Called with the number of runs that are in the folder already, if there are any.
     """
-    paths = [folder / f"{digest(config, processes, word)}.json" for config in configs]
-    missing = {
-        path: config
-        for path, config in zip(paths, configs, strict=True)
-        if not path.exists()  # one that stands here twice is trained once
-    }
     train = train or trainer(processes, at_once)
-    if number := sum(path not in missing for path in paths):
+    paths: list[Path] = []
+    missing: dict[Path, RunConfig] = {}  # one that stands here twice is trained once
+    number = 0
+    for config in configs:
+        path = folder / f"{digest(config, processes, word)}.json"
+        paths.append(path)
+        if path.exists():
+            number += 1
+        else:
+            missing[path] = config
+    if number > 0:
         on_kept(number)
     if missing:
         for path, record in zip(missing, train(list(missing.values())), strict=True):
             write_json(path, record.as_dict())
             tell(record)
-    return [RunRecord.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [RunRecord.from_dict(read_json(path)) for path in paths]
 
 
 def tell(record: RunRecord) -> None:
     """Print a trained run on the error output."""
     config, last = record.config, record.last
     start = f"{config.workload}, {config.label} {dict(config.method)}, lr {config.lr:g}"
-    accuracy = "" if last.accuracy is None else f"accuracy {last.accuracy:.4f}, "
-    end = f"{last.step} steps, seed {config.seed}: {accuracy}loss {last.loss:.4f}"
-    print(f"{start}, {end}", file=sys.stderr, flush=True)
+    end = f"{last.step} steps, seed {config.seed}: "
+    if last.accuracy is not None:
+        end += f"accuracy {last.accuracy:.4f}, "
+    print(f"{start}, {end}loss {last.loss:.4f}", file=sys.stderr, flush=True)
 
 
 def ratios(times: Sequence[float], base: Sequence[float]) -> tuple[float, list[float]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import math
 import re
 import statistics
@@ -82,7 +81,9 @@ class Measured:
     def of(cls, values: Sequence[float], seeds: int) -> Measured:
         """Return the mean and the interval of a figure's values."""
         count = len(values)
-        mean, half = (statistics.fmean(values) if values else None), None
+        mean = half = None
+        if count > 0:
+            mean = statistics.fmean(values)
         if count > 1:
             quantile = float(stdtrit(count - 1, 0.5 + CONFIDENCE / 2))
             half = quantile * statistics.stdev(values) / math.sqrt(count)
@@ -91,14 +92,18 @@ class Measured:
     def __str__(self) -> str:
         if self.mean is None:
             return f"0/{self.seeds}" if self.seeds > 1 else "-"
-        share = "" if self.count == self.seeds else f" ({self.count}/{self.seeds})"
-        return f"{_rounded(self.mean, self.half)}{share}"
+        text = _rounded(self.mean, self.half)
+        if self.count < self.seeds:
+            text += f" ({self.count}/{self.seeds})"
+        return text
 
 
 def _rounded(mean: float, half: float | None) -> str:
     """Return a mean with its half-width, both to the second digit of the latter."""
     if not half:
-        alone = f"{mean:.0f}" if 1e3 <= abs(mean) < 1e6 else f"{mean:.4g}"
+        alone = f"{mean:.4g}"
+        if 1e3 <= abs(mean) < 1e6:
+            alone = f"{mean:.0f}"
         return alone if half is None else f"{alone} ± 0"
     decimals = 1 - math.floor(math.log10(half))
     if not -5 <= decimals <= 6:
@@ -137,13 +142,13 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table in Markdown, with its caption."""
-        heads = [
-            f"{a}<br>{b}" if b else a for a, b in zip(self.heads, self.statistics, strict=True)
-        ]
-        rule = [":--", ":--", *itertools.repeat("--:", len(heads) - 2)]
-        rows = [list(map(_escaped, row)) for row in self.rows]
-        lines = [f"| {' | '.join(line)} |" for line in (heads, rule, *rows)]
-        return "\n".join([f"**{self.title}**", "", *lines, "", " ".join(self.notes), ""])
+        heads: list[str] = []
+        for head, statistic in zip(self.heads, self.statistics, strict=True):
+            heads.append("<br>".join(filter(None, (head, statistic))))
+        rule = [":--", ":--"] + ["--:" for _ in heads[2:]]
+        rows = [map(_escaped, row) for row in self.rows]
+        lines = [f"| {' | '.join(line)} |\n" for line in (heads, rule, *rows)]
+        return f"**{self.title}**\n\n{''.join(lines)}\n{' '.join(self.notes)}\n"
 
     def latex(self, label: str) -> str:
         r"""Return a ``table`` with the rules of booktabs, which ``\ref{tab:LABEL}`` refers to."""
@@ -151,7 +156,7 @@ class Table:
         def row(cells: Sequence[object]) -> str:
             return f"{' & '.join(latex_text(str(cell)) for cell in cells)} \\\\"
 
-        caption = latex_text(" ".join((f"{self.title}.", *self.notes)))
+        caption = latex_text(f"{self.title}. {' '.join(self.notes)}".strip())
         return "\n".join(
             [
                 r"% needs \usepackage{booktabs}",
@@ -164,7 +169,7 @@ class Table:
                 row(self.heads),
                 row(self.statistics),
                 r"\midrule",
-                *map(row, self.rows),
+                "\n".join(map(row, self.rows)),
                 r"\bottomrule",
                 r"\end{tabular}",
                 r"\end{table}",
@@ -237,15 +242,8 @@ def summary(workload: Workload, groups: Sequence[Group], budget: str) -> Table:
         add("sent/step", "maximum", [bytes_text(_sent(group)) for group in groups])
     add("memory", "maximum", [bytes_text(_curvature(group)) for group in groups])
     title = f"{workload.title}: {workload.loss_name}"
-    notes = _notes(groups, seeds, budget, targets, lost=any(lost))
-    notes += _note_of_marks(names, groups)
+    notes = _notes(groups, names, seeds, budget, targets, lost=any(lost))
     return Table(title, tuple(heads), tuple(below), tuple(map(tuple, rows)), notes)
-
-
-def _note_of_marks(names: Sequence[str], groups: Sequence[Group]) -> tuple[str, ...]:
-    """Return the meaning of the mark, if a name has one."""
-    has_marks = list(names) != [group.label for group in groups]
-    return (NOTE,) if has_marks else ()
 
 
 def _seeds(groups: Sequence[Group]) -> list[int]:
@@ -272,6 +270,7 @@ def _columns(workload: Workload, targets: Sequence[float], mean: str) -> list[_C
 
 def _notes(
     groups: Sequence[Group],
+    names: Sequence[str],
     seeds: Sequence[int],
     budget: str,
     targets: Sequence[float],
@@ -279,7 +278,7 @@ def _notes(
     lost: bool,
 ) -> tuple[str, ...]:
     ranks = sorted({group.processes for group in groups})
-    counts = " and ".join(map(str, ranks)) + (" rank" if ranks == [1] else " ranks")
+    counts = records.ranks(ranks)
     if len(seeds) > 1:
         start = (
             f"Means over seeds {', '.join(map(str, seeds))}, ± the 95 % interval of Student's t, "
@@ -306,6 +305,8 @@ def _notes(
         notes.append(f"Trials: settings were tuned for {aim}.")
     if "untuned" in tunings:
         notes.append("Untuned: default settings and a default learning rate.")
+    if list(names) != [group.label for group in groups]:
+        notes.append(NOTE)
     return tuple(notes)
 
 
@@ -364,15 +365,16 @@ def tidy(groups: Sequence[Group]) -> str:
     for group in groups:
         for record in group.records:
             config = record.config
-            which = (config.workload, config.optimizer, group.label, group.tuning, config.strategy)
-            costs = (
+            which: list[object] = [config.workload, config.optimizer, group.label, group.tuning]
+            which += [config.strategy, record.processes, config.seed]
+            costs: list[object] = [
                 record.milliseconds_per_step,
                 sum(record.sent_bytes_per_step.values()),
                 max(record.curvature_bytes, default=0),
-            )
+            ]
             for row in record.rows:
-                evaluation = (row.step, row.seconds, row.loss, row.accuracy)
-                writer.writerow((*which, record.processes, config.seed, *evaluation, *costs))
+                evaluation: list[object] = [row.step, row.seconds, row.loss, row.accuracy]
+                writer.writerow(which + evaluation + costs)
     return text.getvalue()
 
 

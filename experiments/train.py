@@ -7,7 +7,6 @@ and the same budget.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import statistics
 import time
@@ -55,8 +54,9 @@ class Progress:
     @property
     def status(self) -> str:
         """The evaluation in words."""
-        row = self.row
-        loss = f"{row.loss:.4f}" if math.isfinite(row.loss) else "diverged"
+        row, loss = self.row, "diverged"
+        if math.isfinite(row.loss):
+            loss = f"{row.loss:.4f}"
         return f"loss {loss}  step {row.step}  {row.seconds:.1f} s"
 
 
@@ -86,9 +86,7 @@ def run(
     return replace(
         ranks[0],  # it kept the clock
         sent_bytes_per_step=busiest.sent_bytes_per_step,
-        curvature_bytes=tuple(
-            itertools.chain.from_iterable(record.curvature_bytes for record in ranks)
-        ),
+        curvature_bytes=sum((record.curvature_bytes for record in ranks), ()),
     )
 
 
@@ -128,13 +126,15 @@ class WorkloadRun(Run):
         )
         preconditioner = build_preconditioner(task.model, optimizer, config)
         batches = Batches(task.train, task.test, place, batch_size, seed=config.seed)
-        clock = time.perf_counter if config.clock == "wall" else time.process_time
+        clock = {"wall": time.perf_counter, "cpu": time.process_time}[config.clock]
         rate = partial(schedule_factor, config)
         super().__init__(
             Job(task.model, task.loss, optimizer, preconditioner, batches, rate, clock)
         )
         self.settings = settings_of(optimizer, self.preconditioner)
-        self.targets = self.workload.targets if config.targets is None else config.targets
+        self.targets = self.workload.targets
+        if config.targets is not None:
+            self.targets = config.targets
         self.curvature_bytes = 0
         _warm_up()
         self.rows = [self.evaluate()]
@@ -145,12 +145,17 @@ class WorkloadRun(Run):
             self.take(until=self._evaluation_due())
             row = self.evaluate()
             self.rows.append(row)
-            self.worker.send(Progress(row, 1.0 if self.finished() else self._fraction(row)))
+            fraction = 1.0 if self.finished() else self._fraction(row)
+            self.worker.send(Progress(row, fraction))
 
     def record(self) -> RunRecord:
         """Return the record of this rank, so far; before the first step its time is NaN."""
-        seconds = statistics.median(self.step_seconds) if self.step_seconds else math.nan
-        blocks = self.preconditioner.placement.blocks if self.preconditioner else ()
+        seconds, workers = math.nan, list[int]()
+        if self.step_seconds:
+            seconds = statistics.median(self.step_seconds)
+        if self.preconditioner is not None:
+            for block in self.preconditioner.placement.blocks:
+                workers.append(len(block.gradient_workers))
         return RunRecord(
             config=self.config,
             processes=self.place.size,
@@ -160,18 +165,21 @@ class WorkloadRun(Run):
             milliseconds_per_step=1e3 * seconds,
             sent_bytes_per_step=self._sent_bytes_per_step(),
             curvature_bytes=(self.curvature_bytes,),
-            gradient_workers=tuple(len(block.gradient_workers) for block in blocks),
+            gradient_workers=tuple(workers),
             settings=self.settings,
         )
 
     def finished(self) -> bool:
         """Whether the budget is spent, the lowest target reached, or the loss not finite."""
         row = self.rows[-1]
-        stops = self.config.stop_at_target and self.targets
-        reached = row.step > 0 and stops and row.loss <= min(self.targets)
-        # A run whose loss is no longer finite never comes back, unless its last step is undone.
-        lost = not math.isfinite(row.loss) and not isinstance(self.optimizer, soframe.TrustRegion)
-        return self._fraction(row) >= 1.0 or lost or bool(reached)
+        if self._fraction(row) >= 1.0:
+            return True
+        if not math.isfinite(row.loss):
+            # Such a run never comes back, unless its last step is undone.
+            return not isinstance(self.optimizer, soframe.TrustRegion)
+        if row.step == 0 or not self.config.stop_at_target:
+            return False
+        return row.loss <= min(self.targets, default=-math.inf)
 
     def evaluate(self) -> Row:
         """Return the loss and the accuracy; the ranks share the examples."""
@@ -192,9 +200,12 @@ class WorkloadRun(Run):
         return self.means(measure, examples, self.workload.at_once or AT_ONCE)["mean"]
 
     def _batch_size(self, examples: int) -> int:
+        if self.config.batch_size:
+            return self.config.batch_size
         takes_all = self.config.optimizer == "trust-region" and self.workload.whole
-        size = self.config.batch_size or (None if takes_all else self.workload.batch_size)
-        return size or examples // self.worker.world_size * self.worker.world_size
+        if self.workload.batch_size and not takes_all:
+            return self.workload.batch_size
+        return examples // self.worker.world_size * self.worker.world_size
 
     def _look(self) -> None:
         if self.preconditioner is not None:
@@ -212,9 +223,12 @@ class WorkloadRun(Run):
         return lambda: self.step >= step
 
     def _fraction(self, row: Row) -> float:
-        steps = 0.0 if self.config.steps is None else row.step / self.config.steps
-        seconds = 0.0 if self.config.seconds is None else row.seconds / self.config.seconds
-        return min(1.0, max(steps, seconds))
+        fraction = 0.0
+        if self.config.steps is not None:
+            fraction = row.step / self.config.steps
+        if self.config.seconds is not None:
+            fraction = max(fraction, row.seconds / self.config.seconds)
+        return min(1.0, fraction)
 
     def _sent_bytes_per_step(self) -> dict[str, float]:
         if self.place.size == 1 or not self.step:

@@ -11,7 +11,6 @@ beside its tables. Seeds that are reported must differ from the seed of tuning.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from typing import Any
 
 from experiments.config import TRUST_REGIONS, UNTUNED_PEERS, RunConfig, method_of
 from experiments.libraries import require
-from experiments.records import RunRecord, jsonable, write_json
+from experiments.records import RunRecord, jsonable, read_json, with_infinity, write_json
 from experiments.train import ALONE, train
 from experiments.workloads import workload
 
@@ -122,17 +121,27 @@ class Trial:
     def of(cls, settings: Mapping[str, Any], record: RunRecord) -> Trial:
         """Return a run's numbers for comparison."""
         rows = [row for target in record.targets if (row := record.reached(target)) is not None]
-        seconds, step = (rows[-1].seconds, rows[-1].step) if rows else (None, None)
-        return cls(settings, len(rows), seconds, step, record.best_loss)
+        if not rows:
+            return cls(settings, 0, None, None, record.best_loss)
+        return cls(settings, len(rows), rows[-1].seconds, rows[-1].step, record.best_loss)
 
     @property
     def rank(self) -> tuple[int, float]:
         """Sorts trials, the best first."""
-        return (0, self.loss) if self.seconds is None else (-self.reached, self.seconds)
+        if self.seconds is None:
+            return 0, self.loss
+        return -self.reached, self.seconds
 
     def __str__(self) -> str:
-        reached = "none" if self.seconds is None else f"{self.reached}, {self.seconds:.1f} s"
+        reached = "none"
+        if self.seconds is not None:
+            reached = f"{self.reached}, {self.seconds:.1f} s"
         return f"loss {self.loss:.4g}, targets: {reached}; {dict(self.settings)}"
+
+
+def budget(seconds: float | None, steps: int | None) -> str:
+    """Return the budget of a run, in words."""
+    return f"{steps} steps" if seconds is None else f"{seconds:g} s"
 
 
 def _rate(trial: Trial) -> float:
@@ -168,8 +177,7 @@ class Tuned:
     @property
     def mark(self) -> str:
         """The number of trials and their length, and a best rate at an end, for tables."""
-        length = f"{self.steps} steps" if self.seconds is None else f"{self.seconds:g} s"
-        mark = f"{len(self.trials)} trials of {length}"
+        mark = f"{len(self.trials)} trials of {budget(self.seconds, self.steps)}"
         rates = sorted(set(map(_rate, self.trials)))
         if len(rates) < 3:
             return mark
@@ -191,7 +199,7 @@ class Tuned:
 
     def save(self, path: Path, workload_name: str, optimizer: str) -> None:
         """Write the outcome into a file of several."""
-        every = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        every = read_json(path)
         every[f"{workload_name} {optimizer}"] = asdict(self)
         write_json(path, dict(sorted(every.items())))
 
@@ -202,15 +210,10 @@ def load(path: Path, workload_name: str, optimizer: str) -> Tuned:
     Raises:
         FileNotFoundError: If that optimizer was never tuned on that workload.
     """
-    every = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    fields = every.get(f"{workload_name} {optimizer}")
+    fields = read_json(path).get(f"{workload_name} {optimizer}")
     if fields is None:
         raise FileNotFoundError(f"{optimizer} was never tuned on {workload_name}: tune it first")
-    losses = (math.inf if trial["loss"] is None else trial["loss"] for trial in fields["trials"])
-    trials = tuple(
-        Trial(**{**trial, "loss": loss})
-        for trial, loss in zip(fields["trials"], losses, strict=True)
-    )
+    trials = tuple(Trial(**with_infinity(trial)) for trial in fields["trials"])
     return Tuned(**{**fields, "targets": tuple(fields["targets"]), "trials": trials})
 
 
@@ -395,12 +398,12 @@ class TriedRates:
 
     def scores(self, setting: str) -> dict[str, dict[str, float | None]]:
         """Return the scores under a setting; None for one that was not finite."""
-        scores: dict[str, dict[str, float | None]] = self._all().get(setting, {})
+        scores: dict[str, dict[str, float | None]] = read_json(self.path).get(setting, {})
         return scores
 
     def keep(self, setting: str, scores: Iterable[tuple[str, float, float]]) -> None:
         """Write scores of names and learning rates."""
-        every = self._all()
+        every = read_json(self.path)
         for name, lr, score in scores:
             every.setdefault(setting, {}).setdefault(name, {})[f"{lr:g}"] = jsonable(score)
         write_json(self.path, every)
@@ -422,13 +425,9 @@ class TriedRates:
                 raise ValueError(
                     f"{name!r} was not tuned for {setting} at {', '.join(untried)}: add --tune"
                 )
-            sign = -1.0 if self.highest else 1.0
-            finite = {lr: math.inf if s is None else sign * s for lr, s in tried.items()}
-            best[name] = float(min(finite, key=finite.__getitem__))
+            finite = {lr: score for lr, score in tried.items() if score is not None}
+            if not finite:
+                finite = dict.fromkeys(tried, math.inf)  # all are as bad
+            choose = max if self.highest else min
+            best[name] = float(choose(finite, key=finite.__getitem__))
         return best
-
-    def _all(self) -> dict[str, Any]:
-        every: dict[str, Any] = (
-            json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
-        )
-        return every

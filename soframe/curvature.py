@@ -58,7 +58,7 @@ from soframe.products.routing import Routing
 from soframe.products.samples import SampleGradients, sample_gradients
 from soframe.products.vectors import Coordinates, Vector
 from soframe.registry import describe
-from soframe.settings import Distribution, Statistics, flat
+from soframe.settings import Distribution, Statistics, flat, group_of
 from soframe.setup import building, choosing
 from soframe.setup.parts import Parts, parts_of
 from soframe.state import saving as state
@@ -98,6 +98,7 @@ class Curvature(OfModel):
     Raises:
         ValueError: If a setting is out of range, the method defines no products, the model has
             nothing that has a curvature, or some ranks take no statistics under the strategy.
+        TypeError: If a setting has the wrong type.
     """
 
     parts: Parts  # the parts that its settings describe
@@ -127,9 +128,9 @@ class Curvature(OfModel):
         layers: Mapping[str, type[LayerHelper] | Literal["all"]] | Literal["all"] | None = "all",
         skip: Sequence[str] = (),
     ) -> None:
-        ranks = Distribution() if distribution is None else distribution
-        chosen = Statistics() if statistics is None else statistics
-        _require_served(method, chosen, ranks)
+        groups = {"statistics": statistics, "distribution": distribution}
+        ranks: Distribution = group_of("distribution", groups)
+        _require_served(method, group_of("statistics", groups), ranks)
         backend, stages = choosing.choose_backends(ranks.backend, None)
         with choosing.starting(lambda: backend, stages):
             settings = {
@@ -146,8 +147,7 @@ class Curvature(OfModel):
                 "skip": skip,
                 "auxiliary": None,
                 "grad_scaler": None,
-                "statistics": statistics,
-                "distribution": distribution,
+                **groups,
             }
             # A preconditioner may train the same model.
             parts = parts_of(model, flat(settings), backend, stages, keeps_hooks=True, means=True)
@@ -169,11 +169,7 @@ class Curvature(OfModel):
 
     @classmethod
     def of(cls, parts: Parts) -> Self:
-        """Return a curvature of parts that were made for training.
-
-        Returns:
-            It: the model is registered, its blocks are placed, and its layers hooked.
-        """
+        """Return a curvature of parts that were made for training, with its layers hooked."""
         curvature = cls.__new__(cls)
         curvature._open(parts)
         return curvature
@@ -263,9 +259,10 @@ class Curvature(OfModel):
         )
         # Moments of gradients outlast a freeze, as in torch's optimizers.
         kept: set[int] = set()
-        for block in former.blocks if former is not None else ():
-            if not block.captured:
-                kept.update(id(parameter) for parameter in block.parameters.values())
+        if former is not None:
+            for block in former.blocks:
+                if not block.captured:
+                    kept.update(map(id, block.parameters.values()))
         choices = replace(self._choices, kept=frozenset(kept))
         registration, placement, self.strategy = building.build(
             parts, choices, self.strategy, self.capture, settings

@@ -16,10 +16,11 @@ or one that `soframe.step.moving` defines: cautious decay, a constraint.
 
 from __future__ import annotations
 
-import inspect
 import io
+import itertools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
@@ -32,7 +33,7 @@ from soframe.blocks.block import Block, Stack
 from soframe.blocks.registration import Choice, plain_name, unwrap
 from soframe.blocks.report import Report
 from soframe.capture.untraced import untraced
-from soframe.checks.arguments import check_model
+from soframe.checks.arguments import check_model, keywords, require_known
 from soframe.checks.numbers import require_numbers
 from soframe.diagnostics.metrics import Spectra
 from soframe.diagnostics.norms import changes, copies
@@ -130,7 +131,8 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         check_model(model)
         if "optimizer" in preconditioner:
             raise TypeError("optimizer= is this optimizer's own; leave it out")
-        _require_known(preconditioner)
+        known = keywords(Optimizer) | keywords(Preconditioner) - {"optimizer"}
+        require_known("soframe.Optimizer", preconditioner, known)
         if auxiliary is None:
             raise TypeError(
                 "auxiliary= names the method of parameters that method= leaves out; freeze those "
@@ -200,13 +202,13 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         """Read the names of parameters, and take replaced ones out of the param groups."""
         former, named = self._names, _named(self._model)
         self._names = {id(p): name for name, p in named.items()}
-        for group in (*self.param_groups, *self._given):
+        for group in self.param_groups + self._given:
             parameters: list[nn.Parameter] = []
             for p in group["params"]:
                 # Where a parameter was replaced, as by fully_shard, the new one has its place.
-                present = p if id(p) in self._names else named.get(former.get(id(p), ""))
-                if present is not None:
-                    parameters.append(present)
+                name = self._names.get(id(p), former.get(id(p)))
+                if name in named:
+                    parameters.append(named[name])
             group["params"] = parameters
 
     def _join(self, blocks: Sequence[Block]) -> None:
@@ -239,9 +241,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             kind = id(block.method), block.auxiliary
             if kind not in names:
                 names[kind] = self._method_name(block)
-            key = number_of.get(id(parameter), 0), names[kind]
+            number, method = number_of.get(id(parameter), 0), names[kind]
+            key = number, method
             if key not in groups:
-                groups[key] = self._begin(*key, block)
+                groups[key] = self._begin(number, method, block)
             groups[key]["params"].append(parameter)
 
     def _method_name(self, block: Block) -> str:
@@ -318,7 +321,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         for group in self.param_groups:
             if group["constraint"] is not None:
                 rates.update(dict.fromkeys(map(id, group["params"]), float(group["lr"])))
-        for ball in self._balls if rates else ():
+        if not rates:
+            return
+        for ball in self._balls:
             first = id(next(iter(ball.matrices.values())))
             if first in rates:
                 yield ball, rates[first]
@@ -382,12 +387,13 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         engine = self.preconditioner.engine
         good = engine.verdict.good
         if good is not None or engine.verdict.taken:
-            measured = self.preconditioner.blocks if engine.measuring.norms else ()
-            before = copies(measured) if measured else {}
+            before: Mapping[nn.Parameter, Tensor] = {}
+            if engine.measuring.norms:
+                before = copies(self.preconditioner.blocks)
             with self.preconditioner.backend.phases("move"):
                 self._move(good)
-            if measured:
-                self._moved = changes(before, measured)
+            if before:
+                self._moved = changes(before, self.preconditioner.blocks)
         if self._new:
             self._warn_of_new()
         return loss
@@ -514,9 +520,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             saved_group["names"] = [names[id(p)] for p in group["params"]]
         # Norms of matrices that are frozen or gone are not saved.
         radii: dict[str, Tensor] = {}
-        for ball in self._balls if self._radii else ():
-            if ball.key in self._radii:
-                radii[ball.key] = self._radii[ball.key].clone()
+        if self._radii:
+            for ball in self._balls:
+                if ball.key in self._radii:
+                    radii[ball.key] = self._radii[ball.key].clone()
         groups = list(map(_without_params, saved["param_groups"]))
         sealed = checksums.seal({"radii": radii, "groups": groups})
         buffer = io.BytesIO()
@@ -602,14 +609,12 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     def metrics(self, *, spectra: Spectra = False, all_ranks: bool = False) -> dict[str, Any]:
         """Return the settings in force and the outcome of the last step, by block and overall.
 
-        Args:
-            spectra: See `soframe.Preconditioner.metrics`.
-            all_ranks: See `soframe.Preconditioner.metrics`.
+        For the arguments see `soframe.Preconditioner.metrics`.
 
         Returns:
-            See `soframe.Preconditioner.metrics`; ``"param_groups"``, the settings of each; and for
-            each block ``"update_norm"``, the distance that its weights moved, in a step that
-            measures norms: for this it keeps a copy of the weights while they move.
+            The same; ``"param_groups"``, the settings of each; and for each block
+            ``"update_norm"``, the distance that its weights moved, in a step that measures norms:
+            for this it keeps a copy of the weights while they move.
         """
         metrics = self.preconditioner.metrics(spectra=spectra, all_ranks=all_ranks)
         norms = self._moved if self.preconditioner.updated else {}
@@ -639,19 +644,6 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     def close(self) -> None:
         """See `soframe.Preconditioner.close`."""
         self.preconditioner.close()
-
-
-def _require_known(names: Iterable[str]) -> None:
-    """Raise if a setting is neither this optimizer's nor a preconditioner's."""
-    parameters = inspect.signature(Preconditioner.__init__).parameters
-    known = sorted(set(parameters) - {"self", "model", "method", "auxiliary", "optimizer", "lr"})
-    for name in names:
-        if name not in known:
-            raise TypeError(
-                f"soframe.Optimizer has no setting {name!r}. What a method takes is given to the "
-                f"method: method=soframe.methods.SOAP(betas=(0.9, 0.95)), for example. There are "
-                f"the optimizer's own settings, and {', '.join(known)}"
-            )
 
 
 def _ratio(method: Choice) -> float:
@@ -685,11 +677,12 @@ def _members(groups: Iterable[Mapping[str, Any]]) -> set[int]:
 def _momentum_default(settings: Sequence[Mapping[str, Any]]) -> dict[str, None]:
     """Return the default that names the momentum, for schedulers that cycle it."""
     # OneCycleLR and CyclicLR change "betas" of all groups if it is a default, else "momentum".
-    have_betas = ["betas" in of_group for of_group in settings]
-    have_momentum = ["momentum" in of_group for of_group in settings]
-    if all(have_betas) and not any(have_momentum):
+    counts = Counter(itertools.chain.from_iterable(settings))
+    if counts["betas"] == len(settings) and counts["momentum"] == 0:
         return {"betas": None}
-    return {"momentum": None} if any(have_betas) or any(have_momentum) else {}
+    if counts["betas"] + counts["momentum"] == 0:
+        return {}
+    return {"momentum": None}
 
 
 def _require_norms(

@@ -12,7 +12,7 @@ Two lines add it to a training script::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from soframe.blocks.home import GradientHome
 from soframe.blocks.registration import Choice
 from soframe.blocks.report import Report
 from soframe.capture.untraced import untraced
+from soframe.checks.arguments import require_known
 from soframe.comm.stages import PHASE
 from soframe.curvature import Curvature
 from soframe.damping.policies import DampingChoice
@@ -102,6 +103,7 @@ class Preconditioner(OfModel):
         distribution: How ranks communicate, and where gradients are stored: a
             `soframe.Distribution`.
         clips: The other clips: a `soframe.Clips`.
+        **unknown: Empty; a setting that does not exist raises an error with the nearest name.
 
     Attributes:
         curvature: The curvature: blocks, statistics, factors and second-order data.
@@ -111,7 +113,7 @@ class Preconditioner(OfModel):
     Raises:
         ValueError: If a setting is out of range, a component does not exist, the model has nothing
             to precondition, or the ranks do not agree.
-        TypeError: If a setting has the wrong type.
+        TypeError: If a setting has the wrong type or does not exist.
     """
 
     curvature: Curvature
@@ -140,10 +142,12 @@ class Preconditioner(OfModel):
         statistics: Statistics | None = None,
         distribution: Distribution | None = None,
         clips: Clips | None = None,
+        **unknown: Never,
     ) -> None:
         settings = dict(locals())
-        # These two come from `locals()` and are no settings.
-        del settings["self"], settings["model"]
+        # These come from `locals()` and are no settings.
+        del settings["self"], settings["model"], settings["unknown"]
+        require_known("soframe.Preconditioner", unknown, settings)
         ranks: Distribution = group_of("distribution", settings)
         self.backend, stages = choosing.choose_backends(ranks.backend, ranks.pipeline)
         # An error in here is sent to the other ranks, which wait in `building.build`.

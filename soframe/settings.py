@@ -164,8 +164,8 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def defaults(constructor: Callable[..., Any]) -> dict[str, Any]:
     """Return the defaults of a constructor with these groups, by the settings' own names."""
-    parameters = inspect.signature(constructor).parameters
-    return flat({name: parameter.default for name, parameter in parameters.items()})
+    parameters = inspect.signature(constructor).parameters.values()
+    return flat({p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD})
 
 
 def grouped(settings: Mapping[str, Any]) -> dict[str, Any]:

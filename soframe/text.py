@@ -12,7 +12,7 @@ T = TypeVar("T")
 def format_bytes(number: int) -> str:
     """Return a number of bytes with a unit, such as ``"5.4 GB"``."""
     value, units = float(number), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 1000 and len(units) > 1:
+    while value >= 999.5 and len(units) > 1:  # three digits would round up to 1000
         value, units = value / 1000, units[1:]
     return f"{value:.3g} {units[0]}"
 

@@ -33,6 +33,12 @@ def build(**options: Any) -> soframe.Preconditioner:
     [
         ({"model": 5}, TypeError, "model must be a torch.nn.Module, not 5"),
         ({"model": nn.Linear}, TypeError, "model must be a torch.nn.Module, not <class"),
+        (
+            {"solve_evry": 3},
+            TypeError,
+            "Preconditioner has no setting 'solve_evry'; did you mean 'solve_every'.* optimizer, ",
+        ),
+        ({"lamda": 3}, TypeError, r"no setting 'lamda'\. .*The settings are auxiliary, back"),
         ({"optimizer": 5}, TypeError, "optimizer must be a torch.optim.Optimizer, .* not 5"),
         ({"optimizer": torch.optim.SGD}, TypeError, "optimizer must be"),
         ({"dtype": torch.int64}, ValueError, "^dtype must be .* torch.float32 or .* torch.int64"),

@@ -334,6 +334,8 @@ def test_a_bad_batch_moves_nothing() -> None:
             {"fisher": "type-2", "loss": "cross-entropy", "method": "muon"},
             "no block's method reads",
         ),
+        ({"solve_evry": 3}, "Optimizer has no setting 'solve_evry'; did you mean 'solve_every'"),
+        ({"weight_dacay": 0.1}, "did you mean 'weight_decay'.* The settings are auxiliary, "),
         ({"method": "no-such"}, "no method 'no-such'"),
     ],
 )

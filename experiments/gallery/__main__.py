@@ -116,7 +116,7 @@ def race(
     output: Path = Path("runs/gallery"),
 ) -> None:
     """Train all methods, print the table, and write it as Markdown and LaTeX."""
-    names = sorted({*METHODS, *BASELINES} - {"lora-pro"})  # which needs adapters
+    names = sorted(set(METHODS).union(BASELINES) - {"lora-pro"})  # which needs adapters
     screen = display.console()
 
     def trained(missing: Sequence[RunConfig]) -> Iterator[RunRecord]:

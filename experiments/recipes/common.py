@@ -142,6 +142,38 @@ class Common:
         return factor(self.schedule, step, steps, self.warmup)
 
 
+@dataclass(frozen=True)
+class OnCanvases(Common):
+    """Settings of recipes on canvases of digits (`experiments.canvases`)."""
+
+    steps: int | None = 160
+    """Optimizer steps."""
+    warmup: float = 0.1
+    """Fraction of the run in which the rate grows."""
+    base: Literal["sgd", "adamw", "lamb"] | None = "adamw"
+    """Optimizer behind a soframe.Preconditioner."""
+    damping: float | None = 3e-3
+    """Damping (`soframe.recommend`, for nets with batch norm)."""
+    kl_clip: float | None = 3.6e-4
+    """Bound of the KL clip: soframe's 0.4 (`soframe.recommend`) at a rate of 0.03."""
+    decay: float | None = 0.95
+    """Decay of the running factors."""
+    statistics_every: int | None = 10
+    """Steps between statistics."""
+    solve_every: int | None = 50
+    """Steps between solves."""
+    evaluate_every: int | None = 50
+    """Steps between evaluations."""
+    save_every: int | None = 1000
+    """Steps between checkpoints."""
+    channels_last: bool = True
+    """Keep images, and the kernels of convolutions, with the channels last."""
+    canvases: int = 3000
+    """Training canvases."""
+    test_canvases: int = 400
+    """Canvases of held-out digits."""
+
+
 PASSED = ("method", "solver", "strategy", "statistics_every", "solve_every")
 """Settings that soframe takes by the same names."""
 

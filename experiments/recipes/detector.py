@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from experiments.canvases import CLASSES, SIDE, Canvases, canvases
-from experiments.recipes.common import Common
+from experiments.recipes.common import OnCanvases
 from soframe.planning.workloads import Residual, convolution
 
 CELL = 8
@@ -34,40 +34,14 @@ OVERLAP = 0.5
 
 
 @dataclass(frozen=True)
-class Settings(Common):
+class Settings(OnCanvases):
     """A small one-stage detector on canvases of digits (rates of `benchmarks.applications`)."""
 
     rates: ClassVar[Mapping[str, float]] = {"soframe": 3e-2, "sgd": 3e-2, "adamw": 3e-2}
 
     output: Path = Path("runs/detector")
-    steps: int | None = 160
-    """Optimizer steps."""
     batch_size: int = 32
     """Canvases of a step."""
-    warmup: float = 0.1
-    """Fraction of the run in which the rate grows."""
-    base: Literal["sgd", "adamw", "lamb"] | None = "adamw"
-    """Optimizer behind a soframe.Preconditioner."""
-    damping: float | None = 3e-3
-    """Damping (`soframe.recommend`, for nets with batch norm)."""
-    kl_clip: float | None = 3.6e-4
-    """Bound of the KL clip: soframe's 0.4 (`soframe.recommend`) at a rate of 0.03."""
-    decay: float | None = 0.95
-    """Decay of the running factors."""
-    statistics_every: int | None = 10
-    """Steps between statistics."""
-    solve_every: int | None = 50
-    """Steps between solves."""
-    evaluate_every: int | None = 50
-    """Steps between evaluations."""
-    save_every: int | None = 1000
-    """Steps between checkpoints."""
-    channels_last: bool = True
-    """Keep images, and the kernels of convolutions, with the channels last."""
-    canvases: int = 3000
-    """Training canvases."""
-    test_canvases: int = 400
-    """Canvases of held-out digits."""
     width: int = 16
     """Channels of the first stage; they double twice."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,47 +22,21 @@ from torch.utils.data import TensorDataset
 
 from experiments.canvases import canvases
 from experiments.recipes import common
-from experiments.recipes.common import Built, Common
+from experiments.recipes.common import Built, OnCanvases
 
 LAYERS = {"^up": "all"}
 """Transposed convolutions have no block by default."""
 
 
 @dataclass(frozen=True)
-class Settings(Common):
+class Settings(OnCanvases):
     """A small U-Net on canvases of digits (rates of `benchmarks.applications`)."""
 
     rates: ClassVar[Mapping[str, float]] = {"soframe": 3e-2, "sgd": 0.3, "adamw": 3e-2}
 
     output: Path = Path("runs/unet")
-    steps: int | None = 160
-    """Optimizer steps."""
     batch_size: int = 16
     """Canvases of a step."""
-    warmup: float = 0.1
-    """Fraction of the run in which the rate grows."""
-    base: Literal["sgd", "adamw", "lamb"] | None = "adamw"
-    """Optimizer behind a soframe.Preconditioner."""
-    damping: float | None = 3e-3
-    """Damping (`soframe.recommend`, for nets with batch norm)."""
-    kl_clip: float | None = 3.6e-4
-    """Bound of the KL clip: soframe's 0.4 (`soframe.recommend`) at a rate of 0.03."""
-    decay: float | None = 0.95
-    """Decay of the running factors."""
-    statistics_every: int | None = 10
-    """Steps between statistics."""
-    solve_every: int | None = 50
-    """Steps between solves."""
-    evaluate_every: int | None = 50
-    """Steps between evaluations."""
-    save_every: int | None = 1000
-    """Steps between checkpoints."""
-    channels_last: bool = True
-    """Keep images, and the kernels of convolutions, with the channels last."""
-    canvases: int = 3000
-    """Training canvases."""
-    test_canvases: int = 400
-    """Canvases of held-out digits."""
     width: int = 8
     """Channels at the full resolution; they double with each halving."""
 

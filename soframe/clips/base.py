@@ -41,15 +41,7 @@ class Clip(ABC):
         """
 
     def terms(self, updates: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the term of each; override it where fewer calls of torch do.
-
-        Args:
-            updates: See `term`.
-            gradients: See `term`.
-
-        Returns:
-            Scalars.
-        """
+        """Return the `term` of each update; override it where fewer calls of torch do."""
         return [self.term(*pair) for pair in zip(updates, gradients, strict=True)]
 
     @abstractmethod

@@ -142,25 +142,27 @@ class Backend(ABC):
             flat: ``[sum(sizes)]``, contiguous; shares of other ranks are undefined afterwards.
             sizes: The elements of each rank's share, in the order of ranks; may be 0.
         """
-        everyone, handles = tuple(range(self.world_size)), list[Handle]()
-        for rank, share in enumerate(flat.split(list(sizes))):
-            if len(share):
-                handles.append(self._reduce(share, rank, everyone))
-        return together(handles)
+        return self._by_share(self._reduce, flat, sizes)
 
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         """Fill in the shares of the other ranks of a flat tensor, in place.
 
-        The default broadcasts each share; an override must give the same result.
-
-        Args:
-            flat: ``[sum(sizes)]``, contiguous, with this rank's share filled in.
-            sizes: The elements of each rank's share, in the order of ranks; may be 0.
+        The default broadcasts each share; an override must give the same result. The arguments are
+        those of `_reduce_scatter`, with this rank's share filled in.
         """
+        return self._by_share(self._broadcast, flat, sizes)
+
+    def _by_share(
+        self,
+        start: Callable[[Tensor, int, tuple[int, ...]], Handle],
+        flat: Tensor,
+        sizes: Sequence[int],
+    ) -> Handle:
+        """Start a collective of all ranks for each rank's share of a flat tensor."""
         everyone, handles = tuple(range(self.world_size)), list[Handle]()
         for rank, share in enumerate(flat.split(list(sizes))):
             if len(share):
-                handles.append(self._broadcast(share, rank, everyone))
+                handles.append(start(share, rank, everyone))
         return together(handles)
 
     def _all_to_all(

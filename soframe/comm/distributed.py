@@ -52,7 +52,9 @@ class TorchDistributed(Backend):
                 "backend 'torch': torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group first, or pass Distribution(backend='single')"
             )
-        default = group_of(group) if isinstance(group, DeviceMesh) else group or dist.group.WORLD
+        if isinstance(group, DeviceMesh):
+            group = group_of(group)
+        default = group or dist.group.WORLD
         assert default is not None
         if dist.get_rank(default) < 0:
             raise ValueError("backend 'torch': this process is not a member of the given group")
@@ -221,7 +223,9 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    if mesh.ndim > 1:
+        mesh = mesh._flatten()
+    return mesh.get_group()
 
 
 def _handle(work: dist.Work | None) -> Handle:

@@ -101,8 +101,9 @@ def buckets(
     moving = [p for p in parcels if backend.rank in p.group and len(p.group) > 1]
 
     def route(parcel: Parcel) -> tuple[Hashable, int]:
-        any_source = fused and len(parcel.group) == backend.world_size
-        source = None if any_source else parcel.source
+        source: int | None = parcel.source
+        if fused and len(parcel.group) == backend.world_size:
+            source = None  # any
         size = parcel.numel * parcel.dtype.itemsize
         return (source, parcel.group, parcel.dtype, parcel.device), size
 
@@ -162,7 +163,9 @@ class Sum:
     @property
     def packed_shape(self) -> tuple[int, ...]:
         """The shape in which it travels."""
-        return (self.shape[0], packed_size(self.shape[1])) if self.symmetric else self.shape
+        if not self.symmetric:
+            return self.shape
+        return self.shape[0], packed_size(self.shape[1])
 
     @property
     def numel(self) -> int:
@@ -282,5 +285,6 @@ def started(
 
 def own_memory(tensor: Tensor) -> Tensor:
     """Return a tensor with storage of its own: a view would keep its whole buffer alive."""
-    exact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if exact else tensor.clone()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone()

@@ -23,14 +23,9 @@ def packed_size(n: int) -> int:
 
 
 def pack_triangle(matrix: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the lower triangle of symmetric matrices.
+    """Return the lower triangles of ``[..., n, n]``, the only part read: ``[..., n (n + 1) / 2]``.
 
-    Args:
-        matrix: ``[..., n, n]``; only the lower triangle is read.
-        out: The output, contiguous, with as many elements, of any dtype; None for a new tensor.
-
-    Returns:
-        ``[..., n (n + 1) / 2]``.
+    ``out`` is contiguous, with as many elements, of any dtype; None for a new tensor.
     """
     *leading, n, _ = matrix.shape
     if out is None:

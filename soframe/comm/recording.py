@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soframe.comm.base import Backend, Handle
+from soframe.comm.base import Backend, Handle, SingleProcess
 from soframe.registry import register
 
 
@@ -115,18 +115,12 @@ class Recording(Backend):
         self.events.append(Event(operation, tensor.numel(), tensor.dtype, source, group))
 
 
-class _OnPaper(Backend):
+class _OnPaper(SingleProcess):
     """A rank of a simulated world: nothing travels, and zeros arrive in place of other tensors."""
 
     def __init__(self, rank: int, world_size: int, *, fused: bool) -> None:
         super().__init__()
         self.rank, self.world_size, self.fused = rank, world_size, fused
-
-    def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Make no groups."""
-
-    def _all_reduce(self, tensor: Tensor) -> Handle:
-        return Handle()
 
     def _reduce(self, tensor: Tensor, destination: int, group: tuple[int, ...]) -> Handle:
         return Handle()

@@ -56,17 +56,17 @@ class Report:
         """Return the sums over all ranks, the same on every rank, by one all-reduce."""
         if backend.world_size == 1:
             return self
-        flat: list[float] = []
-        for name in OVER_RANKS:
-            value = getattr(self, name)
-            flat += [value] if isinstance(value, float) else value
+        flat: list[float] = [getattr(self, name) for name in _NUMBERS]
+        for name in _LISTS:
+            flat += getattr(self, name)
         sums = iter(add_over_ranks(backend, flat))
-        total: dict[str, Any] = {}
-        for name in OVER_RANKS:
-            value = getattr(self, name)
-            total[name] = next(sums) if isinstance(value, float) else [*islice(sums, len(value))]
+        total: dict[str, Any] = {name: next(sums) for name in _NUMBERS}
+        for name in _LISTS:
+            total[name] = list(islice(sums, len(getattr(self, name))))
         return replace(self, **total)
 
 
 OVER_STAGES = tuple(f.name for f in fields(Report) if f.metadata["stages"])
 OVER_RANKS = tuple(f.name for f in fields(Report) if f.metadata["ranks"])
+_LISTS = tuple(f.name for f in fields(Report) if f.default == ())
+_NUMBERS = tuple(name for name in OVER_RANKS if name not in _LISTS)

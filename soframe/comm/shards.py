@@ -87,11 +87,11 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
     receives: list[list[tuple[Split, int]]] = [[] for _ in range(backend.world_size)]
     rank = backend.rank
     for split in splits:
-        way = (split.workers, split.sources)
-        for receiver in split.shards.receivers(rank, *way):
+        shards, workers, sources = split.shards, split.workers, split.sources
+        for receiver in shards.receivers(rank, workers, sources):
             sends[receiver].append(_sent(split, receiver).flatten())
-        for sender in split.shards.senders(rank, *way):
-            owner = rank if split.sources else sender
+        for sender in shards.senders(rank, workers, sources):
+            owner = rank if sources else sender
             receives[sender].append((split, owner))
 
     first = splits[0]

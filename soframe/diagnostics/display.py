@@ -69,7 +69,7 @@ def tables(metrics: Mapping[str, Any]) -> list[Table]:
     for name, block in metrics["blocks"].items():
         numbers = ("damping", "gradient_norm", "direction_norm", "weight_norm")
         shown = [_show(block[number]) for number in numbers]
-        blocks.add_row(name, "", *shown, "", "", "", "", "")
+        blocks.add_row(name, "", *shown)
         for factor, of_factor in block["factors"].items():
             spectrum = of_factor["spectrum"] or {}
             cells = [
@@ -168,10 +168,8 @@ def spectra(curvature: WithSpectra) -> Figure:
         positive = values[values > rounding]
         share = float(values.sum()) / trace if trace else 0.0
         label = f"{name or 'model'}: {share:.0%} of the trace, {len(positive)} of {len(values)}"
-        dashes = "-" if number % (2 * len(COLORS)) < len(COLORS) else "--"
-        color = COLORS[number % len(COLORS)]
         places = range(1, len(positive) + 1)
-        axes.plot(places, positive.tolist(), dashes, color=color, label=label)
+        axes.plot(places, positive.tolist(), label=label, **_look(number))
     axes.set(xscale="log", yscale="log", xlabel="number", ylabel="eigenvalue")
     _plain(axes)
     axes.legend(frameon=False, fontsize=8)
@@ -180,12 +178,16 @@ def spectra(curvature: WithSpectra) -> Figure:
 
 def _plot_spectrum(axes: Axes, number: int, name: str, spectrum: Mapping[str, Any]) -> None:
     """Draw the positive eigenvalues of each group over the group's largest."""
-    dashes = "-" if number < len(COLORS) else "--"
-    color = COLORS[number % len(COLORS)]
     for group, values in enumerate(spectrum.get("eigenvalues", ())):
         positive = [value / values[0] for value in values if value > 0]
         label = name if group == 0 else f"_{name}"
-        axes.plot(range(1, len(positive) + 1), positive, dashes, color=color, label=label)
+        axes.plot(range(1, len(positive) + 1), positive, label=label, **_look(number))
+
+
+def _look(number: int) -> dict[str, Any]:
+    """Return the color and the dashes of a curve: all colors solid, then dashed."""
+    turn, color = divmod(number, len(COLORS))
+    return {"color": COLORS[color], "linestyle": ("-", "--")[turn % 2]}
 
 
 def _bars(
@@ -223,7 +225,7 @@ def bytes_text(size: float) -> str:
     if size == 0:
         return "-"
     for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
+        if size < 999.5:  # three digits would be 1e+03 from here
             return f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.3g} GiB"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from soframe.blocks.block import Block
@@ -57,14 +57,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as lists and dicts of numbers and texts, as in JSON."""
-        return {
-            "name": self.name,
-            "block": dict(self.block),
-            "ranks": list(map(dict, self.ranks)),
-            "factors": {name: dict(numbers) for name, numbers in self.factors.items()},
-            "update": dict(self.update),
-            "reasons": list(self.reasons),
-        }
+        return asdict(self)
 
 
 def _short(value: object) -> str:

@@ -46,6 +46,7 @@ class ScalarLogger:
 
     Raises:
         ValueError: If ``rank`` does not exist.
+        TypeError: If ``writer`` is neither.
     """
 
     def __init__(
@@ -64,6 +65,11 @@ class ScalarLogger:
         self._source = source if hasattr(source, "metrics") else measured
         self._writer, self._every, self._prefix = writer, every, prefix
         self._spectra, self._all_ranks = spectra, all_ranks
+        if not isinstance(writer, Writer) and not callable(writer):
+            raise TypeError(
+                f"writer must have add_scalar(name, number, step), or be a function of scalars by "
+                f"name and the step, not {writer!r}"
+            )
         backend = self._measured.backend
         if rank >= backend.world_size:
             raise ValueError(f"rank={rank}, of {backend.world_size} rank(s)")

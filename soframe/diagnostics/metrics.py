@@ -26,6 +26,7 @@ from soframe.estimate.plan import Plan
 from soframe.estimate.updates import Update
 from soframe.registry import describe
 from soframe.solvers.relative import Relative
+from soframe.specs import FactorSpec
 from soframe.strategies.work import BlockPlacement
 from soframe.tracing.phases import Phases, Seconds
 
@@ -49,12 +50,7 @@ class Taken:
 
 
 class Measuring:
-    """Measures norms and the times of phases if enabled, which is off by default.
-
-    Args:
-        phases: The phase of this rank.
-        order: Returns the names of phases in their order.
-    """
+    """Measures norms and the times of phases, in their order, if enabled; off by default."""
 
     def __init__(self, phases: Phases, order: Callable[[], Sequence[str]] = list) -> None:
         self._phases, self._order, self._timed_from = phases, order, 0
@@ -171,18 +167,7 @@ def _of_block(
     norms = None if taken is None else taken.norms
     factors: dict[str, dict[str, Any]] = {}
     for factor in block.factors:
-        name, record = factor.name, block.record
-        known, solved = name in record.masses, block.solved and name in block.tensors
-        factors[name] = {
-            "kind": str(factor.kind),
-            "size": factor.size,
-            "groups": factor.groups,
-            "mass": max(record.masses.get(name, (0.0,))),
-            "statistics_age": _age(steps, record.statistics_at.get(name)) if known else None,
-            "solve_age": _age(steps, record.solved_at.get(name)) if solved else None,
-            "failed_solves": record.failures[name],
-            "spectrum": spectra.get(name),
-        }
+        factors[factor.name] = _of_factor(block, factor, spectra.get(factor.name), steps)
     return {
         "method": describe(block.method),
         "solver": describe(block.solver),
@@ -200,9 +185,25 @@ def _of_block(
     }
 
 
-def _age(steps: int, at: int | None) -> int | None:
-    """Return the steps between an event and the last step: 0 for the last one."""
-    return None if at is None else steps - 1 - at
+def _of_factor(
+    block: Block, factor: FactorSpec, spectrum: dict[str, Any] | None, steps: int
+) -> dict[str, Any]:
+    name, record = factor.name, block.record
+    ages: dict[str, int | None] = {"statistics_age": None, "solve_age": None}
+    # The steps between an event and the last step: 0 for the last one.
+    if name in record.masses and name in record.statistics_at:
+        ages["statistics_age"] = steps - 1 - record.statistics_at[name]
+    if block.solved and name in block.tensors and name in record.solved_at:
+        ages["solve_age"] = steps - 1 - record.solved_at[name]
+    return {
+        "kind": str(factor.kind),
+        "size": factor.size,
+        "groups": factor.groups,
+        "mass": max(record.masses.get(name, (0.0,))),
+        **ages,
+        "failed_solves": record.failures[name],
+        "spectrum": spectrum,
+    }
 
 
 def _damping(block: Block, taken: Taken | None) -> tuple[float | None, float | None]:
@@ -265,9 +266,9 @@ def _phases(
     sent = {_PHASE_OF.get(name, name): count for name, count in traffic.items() if name != "total"}
     total = sum(seconds.host for seconds in times.values())
     phases: dict[str, dict[str, Any]] = {}
-    seen = {*sent, *times}
+    seen = sent.keys() | times.keys()
     known = [name for name in order if name in seen]
-    for name in [*known, *sorted(seen.difference(known))]:
+    for name in known + sorted(seen.difference(known)):
         seconds, count = times.get(name), sent.get(name, {"bytes": 0, "calls": 0})
         phase: dict[str, Any] = {"bytes": count["bytes"], "calls": count["calls"]}
         phase |= dict.fromkeys(("seconds", "device_seconds", "share"))
@@ -350,9 +351,9 @@ _OF_SPECTRUM = ("largest", "smallest", "condition", "effective_rank")
 
 
 def _named(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    further = [key for key in metrics if key.endswith(("_clip", "_clip_factor"))]
-    for key in dict.fromkeys((*_OVERALL, *further)):
-        yield f"overall/{key}", metrics[key]
+    for key, value in metrics.items():
+        if key in _OVERALL or key.endswith(("_clip", "_clip_factor")):
+            yield f"overall/{key}", value
     for key, value in metrics["norms"].items():
         yield f"overall/{key}", value
     for key, value in metrics["counters"].items():

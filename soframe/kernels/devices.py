@@ -72,12 +72,9 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 class Reading:
-    """Numbers on their way from a device to the host.
+    """Numbers ``[n]`` on their way from a device to the host.
 
     The host waits for the work before them on the device, and not for later work.
-
-    Args:
-        numbers: A tensor, ``[n]``.
     """
 
     def __init__(self, numbers: Tensor) -> None:

@@ -29,11 +29,11 @@ FEW = 128
 
 def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower factors of ``[groups, n, n]``, and ``[groups]`` errors, zero for none."""
-    parts = [matrices]
-    if devices.on_gpu(matrices) and matrices.shape[-1] > ALONE:
-        parts = list(matrices.split(1))
-    lower, info = zip(*map(torch.linalg.cholesky_ex, parts), strict=True)
-    return (lower[0], info[0]) if len(parts) == 1 else (torch.cat(lower), torch.cat(info))
+    if matrices.shape[-1] <= ALONE or not devices.on_gpu(matrices):
+        lower, info = torch.linalg.cholesky_ex(matrices)
+        return lower, info
+    solved = list(map(torch.linalg.cholesky_ex, matrices.split(1)))
+    return torch.cat([lower for lower, _ in solved]), torch.cat([info for _, info in solved])
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ torch multiplies the images of a batch into one matrix one after the other there
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 from itertools import pairwise
@@ -42,7 +43,8 @@ def new_sum(groups: int, size: int, like: Tensor, *, zero: bool) -> Tensor:
     Zeros, or without ``zero`` uninitialised memory, to be written with ``beta=0``.
     """
     count, name = groups * size * size, str(like.dtype).removeprefix("torch.")
-    if count < HUGE or devices.on_gpu(like) or name not in ("float32", "float64"):
+    is_huge = count >= HUGE and name in ("float32", "float64")
+    if not is_huge or devices.on_gpu(like):
         new = like.new_zeros if zero else like.new_empty
         return new(groups, size, size)
     # NumPy's allocator uses huge pages; its zeros come from the system and are not written.
@@ -117,25 +119,30 @@ def add_maps(total: Tensor, maps: Tensor, scale: float = 1.0, beta: float = 1.0)
             total[start:stop, :stop].addbmm_(left, right, beta=beta, alpha=scale)
 
 
-def add_moment(total: Tensor, rows: Tensor, scale: float = 1.0, beta: float = 1.0) -> None:
+def add_moment(total: Tensor | None, rows: Tensor, scale: float = 1.0, beta: float = 1.0) -> Tensor:
     """Add the outer products of ``[groups, batch, shared, n]`` to ``[groups, n, n]``.
 
-    Rows that lie in memory like an image, channels first or last, are not copied.
+    None makes a new sum. Rows that lie in memory like an image, channels first or last, are not
+    copied.
     """
     groups, batch, shared, size = rows.shape
+    if total is None:
+        total, beta = new_sum(groups, size, halves.widened(rows), zero=False), 0.0
     if groups > 1 and size < SMALL:
         if size == 1:
             add(total, rows.square().sum((1, 2, 3)).view(groups, 1, 1), scale, beta)
-            return
+            return total
         flat = rows.flatten(1, 2)
-        total.baddbmm_(flat.mT, flat, beta=beta, alpha=scale)
-        return
+        return total.baddbmm_(flat.mT, flat, beta=beta, alpha=scale)
     _, _, along, across = rows.stride()
-    as_maps = across != 1 and along == 1 and rows.dtype == total.dtype
-    parts = rows.mT if as_maps else rows.reshape(groups, batch * shared, size)
-    add_part = add_maps if as_maps else add_rows
+    add_part: Callable[[Tensor, Tensor, float, float], None] = add_rows
+    if across != 1 and along == 1 and rows.dtype == total.dtype:
+        parts, add_part = rows.mT, add_maps
+    else:
+        parts = rows.reshape(groups, batch * shared, size)
     for group in range(groups):
         add_part(total.select(0, group), parts.select(0, group), scale, beta)
+    return total
 
 
 def add_squares(

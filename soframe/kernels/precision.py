@@ -32,7 +32,9 @@ def within(precision: Precision) -> AbstractContextManager[None]:
     context: AbstractContextManager[None] = _NOTHING
     if torch.version.hip is None and torch.cuda.is_initialized():
         context = _set(_VALUES[precision])
-    return _without_casts(context) if any(map(torch.is_autocast_enabled, _CASTING)) else context
+    if any(map(torch.is_autocast_enabled, _CASTING)):
+        return _without_casts(context)
+    return context
 
 
 @contextmanager
@@ -66,14 +68,9 @@ def _set(value: str) -> Iterator[None]:
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply in the precision of the dtype, whatever torch's setting, for solvers.
+    """Multiply ``[groups, m, k]`` by ``[groups, k, n]`` in the precision of their common dtype.
 
-    Args:
-        left: ``[groups, m, k]``.
-        right: ``[groups, k, n]``, in the same dtype.
-
-    Returns:
-        ``[groups, m, n]``.
+    Torch's setting has no effect, for solvers.
     """
     if left.dtype != torch.float32:
         return left @ right

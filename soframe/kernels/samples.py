@@ -11,6 +11,8 @@ Rows are ``[groups, batch, positions, in]`` and ``[groups, batch, positions, out
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -27,15 +29,18 @@ def squared_gradients(rows: Tensor, output_rows: Tensor) -> Tensor:
 def by_samples(rows: Tensor, output_rows: Tensor, at_once: int = AT_ONCE) -> Tensor:
     """Compute the same from the gradients, some samples at a time."""
     groups, _, _, into = rows.shape
-    out = output_rows.shape[3]
-    total = rows.new_zeros(groups, out, into)
-    samples = max(1, at_once // (groups * out * into))
-    for inputs, gradients in zip(
-        rows.split(samples, 1), output_rows.split(samples, 1), strict=True
-    ):
-        by_sample = torch.matmul(gradients.mT, inputs)
+    total = rows.new_zeros(groups, output_rows.shape[3], into)
+    for by_sample in _gradients(rows, output_rows, at_once):
         total += by_sample.square_().sum(1)
     return total
+
+
+def _gradients(rows: Tensor, output_rows: Tensor, at_once: int) -> Iterator[Tensor]:
+    """Yield the gradients ``[groups, samples, out, in]`` of some samples at a time."""
+    samples = max(1, at_once // (len(rows) * rows.shape[3] * output_rows.shape[3]))
+    chunks = zip(rows.split(samples, 1), output_rows.split(samples, 1), strict=True)
+    for inputs, gradients in chunks:
+        yield torch.matmul(gradients.mT, inputs)
 
 
 Diagonal = tuple[bool, bool]
@@ -90,14 +95,13 @@ def moments_by_samples(
     """Compute the same from the gradients, some samples at a time: the plain twin."""
     groups, _, _, into = rows.shape
     out = output_rows.shape[3]
-    left_shape = (groups, out) if diagonal[0] else (groups, out, out)
-    right_shape = (groups, into) if diagonal[1] else (groups, into, into)
+    left_shape, right_shape = [groups, out], [groups, into]
+    if not diagonal[0]:
+        left_shape.append(out)
+    if not diagonal[1]:
+        right_shape.append(into)
     left, right = rows.new_zeros(left_shape), rows.new_zeros(right_shape)
-    samples = max(1, at_once // (groups * out * into))
-    for inputs, gradients in zip(
-        rows.split(samples, 1), output_rows.split(samples, 1), strict=True
-    ):
-        by_sample = torch.matmul(gradients.mT, inputs)  # [groups, samples, out, in]
+    for by_sample in _gradients(rows, output_rows, at_once):
         wide, tall = by_sample.transpose(1, 2).flatten(2).mT, by_sample.flatten(1, 2)
         left += _products(wide, wide, diagonal[0])
         right += _products(tall, tall, diagonal[1])

@@ -14,6 +14,7 @@ an ``nn.Linear`` for each projection.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -40,8 +41,8 @@ class AttentionHelper(LayerHelper):
         module: The module.
         weights: The names of the weights whose products have the block's rows, mapped to the first
             group of each.
-        weight: The name of the weight in the block, or None.
-        bias: The name of the bias in the block, or None.
+        weight: The name of the weight in the block; empty without one.
+        bias: The name of the bias in the block; empty without one.
         groups: The number of projections in the block.
     """
 
@@ -53,18 +54,18 @@ class AttentionHelper(LayerHelper):
         module: nn.Module,
         *,
         weights: Mapping[str, int],
-        weight: str | None,
-        bias: str | None,
+        weight: str,
+        bias: str,
         groups: int,
     ) -> None:
         super().__init__(module, weight=False, bias=False)
         self._weights, self.groups = dict(weights), groups
-        self._keys = (weight or "", bias or "")
-        self.weight = parameter_of(module, self._keys[0])
-        self.bias = parameter_of(module, self._keys[1])
-        parameter = parameter_of(module, next(iter(self._weights)))
-        assert parameter is not None
-        self._into = parameter.shape[1]
+        self._keys = (weight, bias)
+        self.weight = parameter_of(module, weight)
+        self.bias = parameter_of(module, bias)
+        multiplied = parameter_of(module, next(iter(self._weights)))
+        assert multiplied is not None
+        self._into = multiplied.shape[1]
         self._out = self.module.embed_dim
 
     @classmethod
@@ -87,20 +88,25 @@ class AttentionHelper(LayerHelper):
         cls, module: nn.Module, trained: Collection[str], *, joint: bool = True
     ) -> Sequence[LayerHelper]:
         helpers: list[LayerHelper] = []
+        chosen = set(trained)
+        if not joint:
+            chosen -= {"in_proj_bias", "out_proj.bias"}
 
         def add(weight: str, bias: str, groups: int) -> None:
-            if weight in trained:  # a bias whose weight is frozen is in no block
-                key = bias if joint and bias in trained else None
-                helpers.append(
-                    cls(module, weights={weight: 0}, weight=weight, bias=key, groups=groups)
-                )
+            if weight not in chosen:
+                return  # a bias whose weight is frozen is in no block
+            if bias not in chosen:
+                bias = ""
+            helpers.append(
+                cls(module, weights={weight: 0}, weight=weight, bias=bias, groups=groups)
+            )
 
         add("in_proj_weight", "in_proj_bias", 3)
         for name in SEPARATE:
             add(name, "", 1)
-        if joint and {*SEPARATE, "in_proj_bias"} <= set(trained):
+        if chosen.issuperset((*SEPARATE, "in_proj_bias")):
             weights = {name: group for group, name in enumerate(SEPARATE)}
-            helpers.append(cls(module, weights=weights, weight=None, bias="in_proj_bias", groups=3))
+            helpers.append(cls(module, weights=weights, weight="", bias="in_proj_bias", groups=3))
         add("out_proj.weight", "out_proj.bias", 1)
         return helpers
 
@@ -133,7 +139,8 @@ class AttentionHelper(LayerHelper):
             is_trained |= weight is not None and weight.requires_grad
         if not (first.requires_grad and is_trained):
             return []
-        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        arguments = itertools.chain(args, kwargs.values())
+        inputs = [x for x in arguments if isinstance(x, Tensor)]
         batch = self._batch(args[0] if args else kwargs["query"])
         calls, seen = [], [0] * self.groups
         for node, group, size in products(first.grad_fn, groups, self._out, inputs):
@@ -151,13 +158,15 @@ class AttentionHelper(LayerHelper):
     def _batch(self, query: Tensor) -> int:
         if query.dim() == 2:
             return 1
-        return query.shape[0 if self.module.batch_first else 1]
+        if self.module.batch_first:
+            return len(query)
+        return query.shape[1]
 
     def _call(self, node: Any, group: int, size: int, batch: int) -> InnerCall:
         name, _ = PRODUCTS[node.name()]
         meta = node._input_metadata[0]
         groups, out, into = self.groups, self._out, self._into
-        positions = torch.Size(meta.shape[:-1]).numel() // batch
+        positions = torch.Size(meta.shape[:-1]).numel() // max(batch, 1)
         reaches = torch.zeros(groups, dtype=torch.bool, device="cpu")
         reaches[group : group + size] = True
 
@@ -173,7 +182,7 @@ class AttentionHelper(LayerHelper):
             edge=GradientEdge(node, 0),
             read=like if self.weight is None else read,
             like=like,
-            arrange=_arranging(batch, (group * out, (groups - group - size) * out)),
+            arrange=_arranging(positions, batch, (group * out, (groups - group - size) * out)),
         )
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
@@ -249,14 +258,14 @@ def _mask(reaches: Tensor, like: Tensor) -> Tensor:
     return sent(reaches.float().tolist(), like)
 
 
-def _arranging(batch: int, around: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+def _arranging(positions: int, batch: int, around: tuple[int, int]) -> Callable[[Tensor], Tensor]:
     """Return a function from a gradient ``[..., out]``, positions first, to ``[N, T, groups out]``.
 
     ``around`` counts the features of other projections before and after, which are zeros.
     """
 
     def arrange(gradient: Tensor) -> Tensor:
-        rows = gradient.reshape(-1, batch, gradient.shape[-1]).transpose(0, 1)
+        rows = gradient.reshape(positions, batch, gradient.shape[-1]).transpose(0, 1)
         return torch.nn.functional.pad(rows, around) if any(around) else rows
 
     return arrange

@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge
 
 from soframe.kernels import devices
 from soframe.kernels.gram import add_bias, add_moment, add_squares, new_sum, with_ones
+from soframe.kernels.halves import widened
 from soframe.kernels.samples import sample_moments, squared_gradients
 from soframe.layers.layout import BlockShape, WeightAndBias
 from soframe.specs import FactorSpec
@@ -145,7 +146,7 @@ class LayerHelper(WeightAndBias, ABC):
             if not hasattr(module, "weight"):
                 return "it has no weight; for other names override unsupported(), names() and of()"
             return "its weight is not a parameter of its own (parametrised or computed)"
-        if any(p is not None and p.is_complex() for p in module._parameters.values()):
+        if any(p.is_complex() for p in module.parameters(recurse=False)):
             return "complex parameters are not supported"
         extra = sorted(set(module._parameters) - {"weight", "bias"})
         if extra:
@@ -329,12 +330,7 @@ class LayerHelper(WeightAndBias, ABC):
         return tuple(x[index] for x in inputs)
 
     def take_rows(self, output_rows: Tensor, index: Tensor, unit: Unit) -> Tensor:
-        """Select samples or rows from the output gradients of a call.
-
-        Args:
-            output_rows: ``[groups, batch, shared, out]``.
-            index: Indices of samples, or of rows numbered sample by sample.
-            unit: The unit of ``index``.
+        """Select samples or rows from the output gradients of a call, as `take_inputs`.
 
         Returns:
             ``[groups, samples, shared, out]``, or ``[groups, rows, 1, out]``.
@@ -416,23 +412,27 @@ class LayerHelper(WeightAndBias, ABC):
             precision. Only the lower triangle is defined. ``[groups, in]``, the diagonal, if
             `factor` makes it one.
         """
-        beta, like = 1.0, widened(output_rows)
+        like = widened(output_rows)
         if self.counts_inputs:
             return add_squares(total, self.block_rows(inputs, output_rows), scale, like.dtype)
-        if total is None:
-            total, beta = new_sum(self.shape[0], self.shape[2], like, zero=False), 0.0
+        rows = None
+        if self.multiplies:
+            rows = self.weight_rows(inputs, output_rows)
+            if self.bias is None:
+                return add_moment(total, rows, scale)
+            if rows.numel() <= FEW or devices.on_gpu(rows):
+                return add_moment(total, with_ones(rows), scale)
+        # The row of the bias is a sum, apart from the moment of the other rows.
         groups, batch, shared, _ = output_rows.shape
-        if not self.multiplies:
-            add_bias(total, total.new_zeros(groups, 0), batch * shared, scale, beta)
-            return total
-        rows = self.weight_rows(inputs, output_rows)
-        if self.bias is None:
-            add_moment(total, rows, scale, beta)
-        elif rows.numel() <= FEW or devices.on_gpu(rows):
-            add_moment(total, with_ones(rows), scale, beta)
+        beta = 1.0
+        if total is None:
+            total, beta = new_sum(groups, self.shape[2], like, zero=False), 0.0
+        if rows is None:
+            sums = total.new_zeros(groups, 0)
         else:
             add_moment(total[:, :-1, :-1], rows, scale, beta)
-            add_bias(total, rows.sum((1, 2), dtype=total.dtype), batch * shared, scale, beta)
+            sums = rows.sum((1, 2), dtype=total.dtype)
+        add_bias(total, sums, batch * shared, scale, beta)
         return total
 
     def mean_moment(
@@ -440,51 +440,22 @@ class LayerHelper(WeightAndBias, ABC):
     ) -> Tensor:
         """Return ``total`` plus ``scale`` times the sum of ``a a^T`` over samples, of `mean_rows`.
 
-        Args:
-            inputs: The tensors of the call.
-            output_rows: The rows of the same call's output gradient, in the factors' dtype.
-            total: The sum to add to in place, ``[groups, in, in]``; None for zeros.
-            scale: The multiplier.
-
-        Returns:
-            ``[groups, in, in]``. Only the lower triangle is defined.
+        For arguments and result see `input_moment`.
         """
         rows = self.mean_rows(inputs, output_rows)
-        beta = 1.0
         if self.counts_inputs:
             return add_squares(total, rows, scale)
-        if total is None:
-            total, beta = new_sum(len(rows), rows.shape[3], rows, zero=False), 0.0
-        add_moment(total, rows, scale, beta)
-        return total
+        return add_moment(total, rows, scale)
 
     def output_moment(
         self, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
         """Return ``total`` plus ``scale`` times the sum of ``g g^T`` over batch and positions.
 
-        Args:
-            output_rows: ``[groups, batch, shared, out]`` in the factors' dtype. Rows that are a
-                view of an image, channels first or last, are not copied.
-            total: The sum to add to in place, ``[groups, out, out]``; None for zeros.
-            scale: The multiplier.
-
-        Returns:
-            ``[groups, out, out]``. Only the lower triangle is defined.
+        For arguments and result see `input_moment`. Rows that are a view of an image, channels
+        first or last, are not copied.
         """
-        beta = 1.0
-        if total is None:
-            total = new_sum(
-                len(output_rows), output_rows.shape[3], widened(output_rows), zero=False
-            )
-            beta = 0.0
-        add_moment(total, output_rows, scale, beta)
-        return total
-
-
-def widened(rows: Tensor) -> Tensor:
-    """Return a tensor in the accumulation dtype of rows: float32 for half precision."""
-    return rows if rows.dtype.itemsize >= 4 else rows.new_empty(0, dtype=torch.float32)
+        return add_moment(total, output_rows, scale)
 
 
 def moment(rows: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -85,9 +84,8 @@ class Conv2dHelper(LayerHelper):
     def output_rows(self, grad_output: Tensor) -> Tensor:
         """Return a view, channels first or last."""
         g = self._batched(grad_output)
-        groups = self.module.groups
-        batch, channels, *locations = g.shape
-        g = g.reshape(batch, groups, channels // groups, prod(locations))
+        groups, locations = self.module.groups, g.shape[2:].numel()
+        g = g.reshape(len(g), groups, g.shape[1] // groups, locations)
         return g.permute(1, 0, 3, 2)
 
     def input_moment(
@@ -136,19 +134,23 @@ class Conv2dHelper(LayerHelper):
         conv, x = self.module, self._batched(inputs[0].to(dtype))
         around: list[tuple[int, int]] = []
         for axis in range(self.dimensions):
+            before = after = 0
             if conv.padding == "same":
                 # An odd total leaves the extra position at the end, as torch does.
                 total = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
-                around.append((total // 2, total - total // 2))
-            else:
-                size = 0 if conv.padding == "valid" else int(conv.padding[axis])
-                around.append((size, size))
+                before, after = total // 2, total - total // 2
+            elif conv.padding != "valid":
+                before = after = int(conv.padding[axis])
+            around.append((before, after))
         if conv.padding_mode != "zeros":
             x = F.pad(x, _last_first(around), mode=conv.padding_mode)
-            around = list(itertools.repeat((0, 0), self.dimensions))
-        before, after = zip(*around, strict=True)
-        axes = map(Axis, x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, before, after)
-        return x, list(axes)
+            around = [(0, 0) for _ in around]
+        axes: list[Axis] = []
+        for axis, (before, after) in enumerate(around):
+            size, kernel = x.shape[axis + 2], conv.kernel_size[axis]
+            stride, dilation = conv.stride[axis], conv.dilation[axis]
+            axes.append(Axis(size, kernel, stride, dilation, before, after))
+        return x, axes
 
     def _image(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Geometry]:
         """Return the batch as images, and the geometry of their patches."""

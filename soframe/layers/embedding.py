@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soframe.layers.base import BlockShape, Inputs, LayerHelper, Unit
+from soframe.layers.linear import rows_of
 from soframe.registry import KINDS
 from soframe.specs import FactorSpec
 
@@ -85,10 +86,7 @@ class EmbeddingHelper(LayerHelper):
         return rows.unsqueeze(0)
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        if grad_output.dim() == 1:
-            return grad_output.view(1, 1, 1, -1)
-        batch, *positions, features = grad_output.shape
-        return grad_output.reshape(1, batch, torch.Size(positions).numel(), features)
+        return rows_of(grad_output)
 
     def mask(self, inputs: Inputs, output_rows: Tensor) -> Tensor | None:
         """Exclude padding."""
@@ -98,13 +96,16 @@ class EmbeddingHelper(LayerHelper):
 
     def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         (x,) = inputs
-        return (x[index],) if unit == "sample" else (x.flatten()[index],)
+        if unit == "row":
+            x = x.flatten()
+        return (x[index],)
 
     def sample_rows(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return output rows, zeros for padding, and the indices of the table."""
         mask = self.mask(inputs, output_rows)
-        rows = output_rows if mask is None else output_rows * mask.unsqueeze(3)
-        return rows, _rows(inputs[0]).unsqueeze(0).unsqueeze(3)
+        if mask is not None:
+            output_rows = output_rows * mask.unsqueeze(3)
+        return output_rows, _rows(inputs[0]).unsqueeze(0).unsqueeze(3)
 
     def input_moment(
         self, inputs: Inputs, output_rows: Tensor, total: Tensor | None = None, scale: float = 1.0

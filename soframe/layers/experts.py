@@ -77,15 +77,17 @@ class ExpertsHelper(LayerHelper):
 
     @cached_property
     def shape(self) -> BlockShape:
-        experts, out, into = self._experts.shape
-        return BlockShape(experts, into, out) if self.transposed else BlockShape(experts, out, into)
+        return BlockShape._make(self._turned(self._experts).shape)
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        tensor = tensors[self.parameter]
-        return tensor.mT if self.transposed else tensor
+        return self._turned(tensors[self.parameter])
 
     def unpack(self, matrix: Tensor) -> Mapping[str, Tensor]:
-        return {self.parameter: matrix.mT if self.transposed else matrix}
+        return {self.parameter: self._turned(matrix)}
+
+    def _turned(self, tensor: Tensor) -> Tensor:
+        """Convert between ``[experts, out, in]`` and the layout of the parameter."""
+        return tensor.mT if self.transposed else tensor
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         """Take means over rows for each expert."""

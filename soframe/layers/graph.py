@@ -39,7 +39,7 @@ def products(
     maps the id of each weight to its first group; ``out`` is the number of rows of a projection.
     """
     ends = [x.grad_fn for x in inputs if x.grad_fn is not None]
-    seen: set[Any] = {*ends}  # nodes, not ids: a freed id may be reused
+    seen = set[Any](ends)  # nodes, not ids: a freed id may be reused
     open_nodes = [start]
     while open_nodes:
         node = open_nodes.pop()
@@ -48,15 +48,16 @@ def products(
         seen.add(node)
         open_nodes += [following for following, _ in node.next_functions]
         if node.name() in PRODUCTS:
-            parameter, offset = _source(*node.next_functions[PRODUCTS[node.name()][1]])
+            _, place = PRODUCTS[node.name()]
+            parameter, offset = _source(node.next_functions[place])
             if id(parameter) in weights:
                 size = node._input_metadata[0].shape[-1] // out
                 yield node, weights[id(parameter)] + offset // out, size
 
 
-def _source(node: Any, number: int) -> tuple[Tensor | None, int]:
+def _source(edge: tuple[Any, int]) -> tuple[Tensor | None, int]:
     """Return the parameter behind a view, and the row of it at which the view begins."""
-    offset = 0
+    (node, number), offset = edge, 0
     while node is not None and node.name() in VIEWS:
         if node.name() == "SplitBackward0":
             offset += number * node._saved_split_size

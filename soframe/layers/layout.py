@@ -177,7 +177,9 @@ class GroupedLayout(PlainLayout):
 
     def __init__(self, module: nn.Module, name: str, *, vectors: bool = False) -> None:
         super().__init__(module, name)
-        shape = [*self._parameter.shape, 1] if vectors else self._parameter.shape
+        shape = tuple(self._parameter.shape)
+        if vectors:
+            shape += (1,)
         *groups, out, into = shape
         self.shape = BlockShape(prod(groups), out, into)
 
@@ -194,15 +196,16 @@ def plain_layout(module: nn.Module, name: str) -> Layout:
     """
     parameter = module._parameters[name]
     assert parameter is not None
+    plain = PlainLayout(module, name)
     if parameter.is_complex():
-        return PlainLayout(module, name)
-    if _stacks(module, name):
+        return plain
+    if _stacks(module, parameter):
         return GroupedLayout(module, name)
     if isinstance(module, _CONVOLUTIONS) and parameter.dim() > 2 and module.groups > 1:
-        return CutLayout(PlainLayout(module, name), module.groups)
+        return CutLayout(plain, module.groups)
     if _stacks_vectors(module, name, parameter):
         return GroupedLayout(module, name, vectors=True)
-    return PlainLayout(module, name)
+    return plain
 
 
 def positions_of(module: nn.Module, layout: Layout) -> int:
@@ -213,30 +216,29 @@ def positions_of(module: nn.Module, layout: Layout) -> int:
     if not isinstance(module, _CONVOLUTIONS):
         return 1
     channels, positions = module.in_channels // module.groups, prod(module.kernel_size)
-    is_kernel = layout.shape[2] == channels * positions
-    return positions if is_kernel and channels > 1 else 1
+    if channels == 1 or layout.shape[2] != channels * positions:
+        return 1
+    return positions
 
 
 def _stacks_vectors(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a bias for each of a stack of matrices."""
     if parameter.dim() != 2 or _BIAS.fullmatch(name) is None:
         return False
-    for other, stack in module.named_parameters(recurse=False):
-        if len(stack) == len(parameter) and _stacks(module, other):
+    for stack in module.parameters(recurse=False):
+        if _stacks(module, stack) and len(stack) == len(parameter):
             return True
     return False
 
 
-def _stacks(module: nn.Module, name: str) -> bool:
+def _stacks(module: nn.Module, parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a stack of matrices."""
-    parameter = module._parameters[name]
-    if parameter is None or parameter.dim() < 3 or isinstance(module, ParametrizationList):
+    if parameter.dim() < 3 or isinstance(module, ParametrizationList):
         return False
     if any(hasattr(module, setting) for setting in ("kernel_size", "stride", "padding")):
         return False  # a convolution, of torch or home-made
-    *groups, out, into = parameter.shape
     # One group is a table for all samples, such as positions [1, T, features].
-    return prod(groups) > 1 and min(out, into) > 1
+    return parameter.shape[:-2].numel() > 1 and min(parameter.shape[-2:]) > 1
 
 
 class CutLayout:
@@ -273,5 +275,8 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
     """Return the current parameter of a module, or of a submodule (``"out_proj.weight"``)."""
     path, _, last = name.rpartition(".")
     # TorchScript has neither get_submodule() nor get().
-    parameters = (module.get_submodule(path) if path else module)._parameters
-    return parameters[last] if last in parameters else None  # noqa: SIM401
+    if path:
+        module = module.get_submodule(path)
+    if last not in module._parameters:
+        return None
+    return module._parameters[last]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cached_property
-from math import prod
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -29,16 +28,16 @@ class LinearHelper(LayerHelper):
         return super().unsupported(module)
 
     def input_rows(self, *inputs: Tensor) -> Tensor:
-        return _rows(inputs[0])
+        return rows_of(inputs[0])
 
     def output_rows(self, grad_output: Tensor) -> Tensor:
-        return _rows(grad_output)
+        return rows_of(grad_output)
 
     def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         (x,) = inputs
-        if unit == "sample":
-            return (x[index],)
-        return (x.reshape(-1, x.shape[-1])[index],)
+        if unit == "row":
+            x = x.reshape(-1, x.shape[-1])
+        return (x[index],)
 
     def input_key(self) -> Hashable:
         return type(self), self.weight is not None, self.bias is not None
@@ -60,7 +59,8 @@ class TransposedLinearHelper(LinearHelper):
         if (why := super().unsupported(module)) is not None:
             return why
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
-        if weight is not None and bias is not None and bias.shape != weight.shape[1:]:
+        assert weight is not None
+        if bias is not None and bias.shape != weight.shape[1:]:
             return f"its bias {tuple(bias.shape)} does not fit its weight {tuple(weight.shape)}"
         return None
 
@@ -78,8 +78,8 @@ class TransposedLinearHelper(LinearHelper):
         return matrix[0].T
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """Return ``[batch, ..., features]``, or the features of one sample, as rows of one group."""
     if x.dim() == 1:
         return x.view(1, 1, 1, -1)
-    batch, *positions, features = x.shape
-    return x.reshape(1, batch, prod(positions), features)
+    return x.reshape(1, len(x), x.shape[1:-1].numel(), x.shape[-1])

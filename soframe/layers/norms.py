@@ -70,10 +70,10 @@ class LayerNormHelper(NormHelper):
         return self._full_weight.shape
 
     def _rows(self, x: Tensor) -> Tensor:
-        leading = x.shape[: x.dim() - len(self._features)]
-        batch = leading[0] if leading else 1
-        shared = leading[1:].numel() if leading else 1
-        return x.reshape(batch, shared, self.groups).permute(2, 0, 1).unsqueeze(3)
+        if x.dim() == len(self._features):
+            x = x.unsqueeze(0)  # one sample
+        shared = x.shape[1 : x.dim() - len(self._features)].numel()
+        return x.reshape(len(x), shared, self.groups).permute(2, 0, 1).unsqueeze(3)
 
 
 @KINDS["layer"].register_optional(nn.RMSNorm)

@@ -9,32 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from torch import Tensor
 
 from soframe.kernels.samples import sample_moments
-from soframe.layers.base import BlockShape, Inputs, LayerHelper
+from soframe.layers.base import Inputs, LayerHelper
 from soframe.layers.embedding import EmbeddingHelper
-from soframe.layers.linear import LinearHelper
+from soframe.layers.linear import LinearHelper, TransposedLinearHelper
 from soframe.specs import FactorSpec
 
 
-class TiedHeadHelper(LinearHelper):
-    """``nn.Linear`` as the head of an embedding, for methods that read moments of both sides."""
+class TiedHeadHelper(TransposedLinearHelper):
+    """``nn.Linear`` as the head of an embedding, for methods that read moments of both sides.
 
-    @cached_property
-    def shape(self) -> BlockShape:
-        """The shape of the transposed table."""
-        groups, out, into = super().shape
-        return BlockShape(groups, into, out)
-
-    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        assert weight is not None
-        return weight.T.unsqueeze(0)
-
-    def _weight_of(self, matrix: Tensor) -> Tensor:
-        return matrix[0].T
+    The matrix is the transposed weight, while rows are those of the weight as it is.
+    """
 
     def factor(self, spec: FactorSpec) -> FactorSpec:
         """Keep the diagonal of the side of the table's rows, as the embedding does."""
@@ -51,9 +40,13 @@ class TiedHeadHelper(LinearHelper):
 
 def tables_and_heads(helpers: Sequence[LayerHelper]) -> tuple[LayerHelper, ...]:
     """Return the helpers of tables and heads with one weight, tables first; none for others."""
-    tables = [helper for helper in helpers if isinstance(helper, EmbeddingHelper)]
-    heads = [helper for helper in helpers if type(helper) is LinearHelper and helper.bias is None]
-    if not tables or len(tables) + len(heads) < len(helpers):
-        return ()
-    tied_heads = [TiedHeadHelper(head.module, bias=False) for head in heads]
-    return (*tables, *tied_heads)
+    tables: list[LayerHelper] = []
+    heads: list[LayerHelper] = []
+    for helper in helpers:
+        if isinstance(helper, EmbeddingHelper):
+            tables.append(helper)
+        elif type(helper) is LinearHelper and helper.bias is None:
+            heads.append(TiedHeadHelper(helper.module, bias=False))
+        else:
+            return ()
+    return tuple(tables + heads) if tables else ()

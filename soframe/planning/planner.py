@@ -340,7 +340,7 @@ class Plan:
         times = [(name, f"{1e3 * seconds:.3g} ms") for name, seconds in phases.items() if seconds]
         times.append(("network, overlapped", f"{1e3 * row.timing.overlapped:.3g} ms"))
         sizes = {**self.fixed, **row.memory}
-        held = [(name, f"{_megabytes(size)} MB") for name, size in sizes.items() if size]
+        held = [(name, format_bytes(size)) for name, size in sizes.items() if size]
         pairs = itertools.zip_longest(times, held, fillvalue=("", ""))
         return format_table(("time", "", "memory", ""), [time + size for time, size in pairs])
 
@@ -360,6 +360,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _megabytes(size: float) -> str:
+    """Return a size for a column of MB; with the unit where it is kB."""
+    if 0 < size < 1e5:
+        return f"{size / 1e3:,.1f} kB"
     return f"{size / 1e6:,.1f}"
 
 

@@ -19,6 +19,7 @@ from soframe.planning.kinds import kind_of
 from soframe.registry import KINDS
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import complete
+from soframe.text import format_bytes
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Recommendation:
     hint: str = ""
 
     def __str__(self) -> str:
-        held = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in self.memory.items())
+        held = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.memory.items())
         rates = "none measured" if self.lrs is None else "{:g} to {:g}".format(*self.lrs)
         lines = {
             "model": self.kind,

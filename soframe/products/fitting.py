@@ -32,6 +32,7 @@ from soframe.comm.agreement import add_over_ranks, require_no_failure
 from soframe.estimate.averages import settle, store
 from soframe.estimate.solves import Solves
 from soframe.estimate.statistics import Accumulator, weights_of
+from soframe.kernels.devices import along_first
 from soframe.kernels.precision import within
 from soframe.specs import FactorSpec
 
@@ -44,27 +45,15 @@ Gathering = Mapping[str, Sequence[str]]
 
 @dataclass
 class Progress:
-    """How far a fit has come; empty before and after one.
+    """How far the pass under way has come; empty before and after a fit."""
 
-    Attributes:
-        batches: The batches of this rank in the pass under way that are in the factors.
-        gathering: The factors of the pass under way.
-        weights: The weights of their means, over all ranks: see `Accumulator.weights`.
-    """
-
-    batches: int = 0
-    gathering: Gathering = field(default_factory=dict)
-    weights: Sequence[float] = ()
+    batches: int = 0  # of this rank that are in the factors
+    gathering: Gathering = field(default_factory=dict)  # the factors of the pass
+    weights: Sequence[float] = ()  # of their means, over all ranks: see `Accumulator.weights`
 
 
 class Fit:
-    """Fits the factors of blocks to data.
-
-    Attributes:
-        progress: How far it has come, to be saved with the factors.
-        weights: The number of samples or rows that each factor is a mean over, by block and name;
-            of each group where groups have rows of their own.
-    """
+    """Fits the factors of blocks to data."""
 
     def __init__(
         self,
@@ -81,7 +70,9 @@ class Fit:
         self._fisher, self._statistics, self._solves = fisher, statistics, solves
         self._samples = samples
         self._copies = sharding.copies(model)  # ranks that count the same samples
-        self.progress = Progress()
+        self.progress = Progress()  # saved with the factors
+        # The number of samples or rows that each factor is a mean over, by block and name; of each
+        # group where groups have rows of their own.
         self.weights: dict[str, dict[str, list[float]]] = {}
         self._rest()
 
@@ -226,9 +217,10 @@ class Fit:
             of_block = self.weights.setdefault(block.name, {})
             for factor, number in zip(block.captured, totals.factors, strict=True):
                 if factor.name in window.tallies[block].gathered:
-                    of_groups = factor.mean_over == "group rows"
-                    numbers_of = list(totals.groups) if of_groups else [number]
-                    of_block[factor.name] = [number / self._copies for number in numbers_of]
+                    of_factor: Sequence[float] = [number]
+                    if factor.mean_over == "group rows":
+                        of_factor = totals.groups
+                    of_block[factor.name] = [number / self._copies for number in of_factor]
 
     def _sums_so_far(self) -> dict[tuple[Block, FactorSpec], Tensor]:
         """Return the factors of this pass times their weights, of those that this rank holds."""
@@ -236,7 +228,8 @@ class Fit:
         for block, tally in self._statistics.window.tallies.items():
             for factor in block.factors:
                 if factor.name in tally.gathered and factor.name in block.running:
-                    sums[block, factor] = block.running.matrix(factor) * self._each(block, factor)
+                    mean = block.running.matrix(factor)
+                    sums[block, factor] = mean * self._each(block, factor, mean)
         return sums
 
     def _add(self, sums: Mapping[tuple[Block, FactorSpec], Tensor]) -> None:
@@ -244,18 +237,16 @@ class Fit:
         for block, place in self._placed:
             for factor in block.factors:
                 if (block, factor) in sums:
-                    weights = self._each(block, factor)
-                    earlier = sums[block, factor] / weights.where(weights > 0, 1.0)
-                    mean = store(
-                        block.running.matrix(factor) + earlier, factor, packed=place.packed
-                    )
-                    block.stack.set_factor(factor.name, (block.member,), mean)
+                    mean = block.running.matrix(factor)
+                    weights = self._each(block, factor, mean)
+                    mean = mean + sums[block, factor] / weights.where(weights > 0, 1.0)
+                    stored = store(mean, factor, packed=place.packed)
+                    block.stack.set_factor(factor.name, (block.member,), stored)
 
-    def _each(self, block: Block, factor: FactorSpec) -> Tensor:
+    def _each(self, block: Block, factor: FactorSpec, like: Tensor) -> Tensor:
         """Return the weights of a factor, ``[groups or 1, 1, ...]``."""
         weights = self.weights[block.name][factor.name]
-        tensor = torch.tensor(weights, dtype=block.dtype, device=block.device)
-        return tensor.view(-1, *[1] * (len(factor.shape) - 1))
+        return along_first(torch.tensor(weights, dtype=block.dtype, device=block.device), like)
 
     def _require_statistics(self, gathering: Gathering) -> None:
         """Raise unless all factors of a pass have statistics now."""

@@ -29,12 +29,7 @@ Spectra = Mapping[Block, Spectrum]
 
 
 def spectra_of(placed: PlacedBlocks) -> dict[Block, Spectrum]:
-    """Return the spectra of the last solve, of the blocks that this rank preconditions.
-
-    Raises:
-        RuntimeError: If a block is not solved yet.
-        ValueError: If its solver has computed no eigenvalues, and this rank lacks the factor.
-    """
+    """Return the spectra of the last solve, of the blocks that this rank preconditions."""
     if unsolved := [block.name for block in placed.blocks if not block.solved]:
         raise RuntimeError(f"no curvature yet of {', '.join(unsolved)}: fit it to data")
     spectra = {}
@@ -68,7 +63,7 @@ def shared(
             parcels[block] = Parcel(
                 worker,
                 group,
-                (TensorSpec((*leading, *block.shape)),),
+                (TensorSpec(leading + block.shape),),
                 dtype=block.dtype,
                 device=block.device,
                 tensors=[results[block]] if worker == backend.rank else None,
@@ -153,7 +148,7 @@ class Operator:
 
     def eigenvalues(self, block: str | None = None) -> Tensor:
         """Return the eigenvalues, ascending, of one block or of all; every rank must call."""
-        powers = {b: self._of(spectrum.values) for b, spectrum in self.spectra.items()}
+        powers = {b: self.values(spectrum) for b, spectrum in self.spectra.items()}
         values = shared(self.placed, powers)
         chosen = [values[b].flatten().cpu() for b in self._blocks(block)]
         return torch.cat(chosen).sort().values
@@ -198,7 +193,7 @@ class Operator:
         for block, place in self.placed:
             first = min(place.gradient_workers)
             if block in blocks and self.placed.rank == first:
-                values = self._of(self.spectra[block].values)
+                values = self.values(self.spectra[block])
                 total += float(function(values.double()).sum())
         (total,) = add_over_ranks(self.placed.backend, [total])
         return total

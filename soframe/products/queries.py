@@ -22,17 +22,11 @@ from soframe.products.vectors import total
 
 @dataclass(eq=False)
 class BlockQueries:
-    """Products of the matrix with the queries of a block.
+    """Products of the matrix with the queries of a block."""
 
-    Attributes:
-        matrices: ``[queries, groups, out, in]``, rotated by the bases below.
-        left: L, ``[groups, out, out]``; None for the identity.
-        right: R, ``[groups, in, in]``; None for the identity.
-    """
-
-    matrices: Tensor
-    left: Tensor | None = None
-    right: Tensor | None = None
+    matrices: Tensor  # [queries, groups, out, in], rotated by the bases below
+    left: Tensor | None = None  # L, [groups, out, out]; None for the identity
+    right: Tensor | None = None  # R, [groups, in, in]; None for the identity
     left_rows: int = 0  # of samples that were rotated by L
     right_rows: int = 0
 

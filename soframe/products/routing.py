@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from soframe.blocks.block import Block
+from soframe.kernels.devices import along_first
 from soframe.layers.base import LayerHelper
 
 BASE = 32
@@ -31,15 +32,10 @@ NONE = -1  # the sample of rows without a gradient
 
 @dataclass
 class Routing:
-    """The layers whose rows may be of any samples.
-
-    Attributes:
-        helpers: Their helpers: by `LayerHelper.routes`, and any that had other rows than the batch.
-        keeps_graph: Whether the graph is kept for further backward passes; the same on all ranks of
-            a sharded model.
-    """
+    """The layers whose rows may be of any samples, or had other rows than the batch."""
 
     helpers: set[LayerHelper] = field(default_factory=set)
+    # Whether further backward passes follow; the same on all ranks of a sharded model.
     keeps_graph: bool = False
 
     @classmethod
@@ -89,7 +85,7 @@ def numbered(outputs: Any, digit: int) -> Iterator[None]:
     for head in _heads(outputs):
         samples = torch.arange(len(head), device=head.device)
         exponents = BASE + samples // BASE**digit % BASE
-        numbers = (2.0**exponents).to(head).view(-1, *(1 for _ in head.shape[1:]))
+        numbers = along_first((2.0**exponents).to(head), head)
         handles.append(head.register_hook(lambda gradient, numbers=numbers: gradient * numbers))
     try:
         yield
@@ -99,15 +95,10 @@ def numbered(outputs: Any, digit: int) -> Iterator[None]:
 
 
 def digits_of(rows: Tensor, numbered_rows: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the digits of rows, from gradients without and with numbers.
+    """Return the digits ``[groups, rows]`` of rows ``[groups, rows, out]``.
 
-    Args:
-        rows: ``[groups, rows, out]``.
-        numbered_rows: The same in a pass with numbers.
-        dtype: The dtype of the backward pass.
-
-    Returns:
-        ``[groups, rows]``, `NONE` for rows that are zero; None if a row has no digit.
+    They are `NONE` for rows that are zero, and None if a row has no digit. ``numbered_rows`` are of
+    a pass with numbers, and ``dtype`` is the dtype of the passes.
     """
     # The largest entries, whose squares might overflow.
     sizes = rows.abs().amax(2)
@@ -123,15 +114,9 @@ def digits_of(rows: Tensor, numbered_rows: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def by_sample(rows: Tensor, samples: Tensor, size: int) -> Tensor:
-    """Arrange rows by sample.
+    """Return rows ``[groups, rows, n]`` as ``[groups, size, positions, n]``, padded by zeros.
 
-    Args:
-        rows: ``[groups, rows, n]``.
-        samples: The sample of each row, ``[groups, rows]``; rows of `NONE` are dropped.
-        size: The number of samples.
-
-    Returns:
-        ``[groups, size, positions, n]``, with zeros after the rows of a sample.
+    ``samples`` has the sample of each row, ``[groups, rows]``; rows of `NONE` are dropped.
     """
     groups, number, width = rows.shape
     keys = samples.where(samples != NONE, size)

@@ -48,20 +48,16 @@ def _rotated(rows: Tensor, basis: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """The gradients of samples in a block, as rows of outputs and of inputs.
+    """The gradients of samples in a block, as rows of outputs and of inputs."""
 
-    Attributes:
-        left: ``[groups, samples, positions, out]``.
-        right: ``[groups, samples, positions, in]``.
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # [groups, samples, positions, out]
+    right: Tensor  # [groups, samples, positions, in]
 
     @property
     def pays(self) -> bool:
         """Whether rows are smaller than gradients."""
-        positions, out, into = *self.left.shape[2:], self.right.shape[3]
+        _, _, positions, out = self.left.shape
+        into = self.right.shape[3]
         return positions * (out + into) < out * into
 
     @property
@@ -91,17 +87,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Lookups:
-    """The gradients of samples in a table, as rows of outputs and the indices that they are of.
+    """The gradients of samples in a table, as rows of outputs and the indices that they are of."""
 
-    Attributes:
-        left: ``[1, samples, positions, out]``.
-        indices: ``[1, samples, positions, 1]``, of the columns of the gradient matrix.
-        size: The number of columns.
-    """
-
-    left: Tensor
-    indices: Tensor
-    size: int
+    left: Tensor  # [1, samples, positions, out]
+    indices: Tensor  # [1, samples, positions, 1], of the columns of the gradient matrix
+    size: int  # columns
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -234,11 +224,7 @@ def sample_gradients(
     precision: Precision,
     routing: Routing,
 ) -> SampleGradients:
-    """Return the gradients of the samples of a batch.
-
-    Raises:
-        ValueError: If a module mixes samples, or rows are of several samples.
-    """
+    """Return the gradients of the samples of a batch; see `Curvature.gradients` for errors."""
     _require_apart(model)
     is_sharded = any(map(sharding.is_distributed, model.parameters()))
     backend = placed.backend if is_sharded else None
@@ -260,11 +246,7 @@ def sample_gradients(
 def _run_passes(
     model: nn.Module, loss: LossOf, batch: Any, collected: _Collected, backend: Backend | None
 ) -> bool:
-    """Run the backward passes of a batch, together with the ranks of a backend.
-
-    Returns:
-        Whether the graph was kept, if it was needed.
-    """
+    """Run the backward passes of a batch; return whether the graph was kept, if it was needed."""
     routing = collected.routing
     outputs, value = loss(model, batch)
     collected.begin(outputs)
@@ -285,17 +267,11 @@ def _run_passes(
 
 @dataclass(eq=False)
 class _Call:
-    """The rows of a call.
+    """The rows of a call."""
 
-    Attributes:
-        left: Of outputs, ``[groups, batch, positions, out]``.
-        right: Of inputs, ``[groups, batch, positions, in]``, or indices.
-        samples: The sample of each row, ``[groups, batch * positions]``; None in the order of the
-            batch.
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # of outputs, [groups, batch, positions, out]
+    right: Tensor  # of inputs, [groups, batch, positions, in], or indices
+    # The sample of each row, [groups, batch * positions]; None in the order of the batch.
     samples: Tensor | None = None
 
     def arranged(self, size: int) -> tuple[Tensor, Tensor]:
@@ -307,13 +283,7 @@ class _Call:
 
 
 class _Collected:
-    """The rows of the calls of a batch.
-
-    Attributes:
-        routing: The layers whose rows may be of any samples.
-        names: The names of their blocks, by helper.
-        samples: The number of samples.
-    """
+    """The rows of the calls of a batch."""
 
     def __init__(self, blocks: Sequence[Block], routing: Routing) -> None:
         self.routing = routing
@@ -378,11 +348,7 @@ class _Collected:
         known.samples = samples.where(digits != NONE, NONE)
 
     def passes(self) -> int:
-        """Return the number of passes that find the samples of the rows.
-
-        Raises:
-            ValueError: If the outputs do not show the samples.
-        """
+        """Return the number of passes that find the samples; raise if outputs do not show them."""
         self._routed = [helper for helper in self.routing.helpers if self._calls.get(helper)]
         for helper in self._routed:
             if self.samples not in (1, samples_of(self._outputs)):
@@ -419,16 +385,20 @@ class _Collected:
                 sides = left * self.samples, right
                 calls = rows if right.is_floating_point() else lookups
                 calls.append(sides)
-        parts: list[Rows | Lookups | Dense] = []
+        gradients: Rows | Dense | None = None
         if rows:
-            joined = Rows(*_joined(rows))
-            parts.append(joined if joined.pays else Dense(joined.dense()))
+            left, right = _joined(rows)
+            gradients = Rows(left, right)
+            if not gradients.pays:
+                gradients = Dense(gradients.dense())
         if lookups:
-            parts.append(Lookups(*_joined(lookups), block.shape.in_features))
-        if not parts:
+            left, indices = _joined(lookups)
+            in_table = Lookups(left, indices, block.shape.in_features)
+            return in_table if gradients is None else Sum(gradients, in_table)
+        if gradients is None:
             shape = (self.samples, *block.shape)
             return Dense(torch.zeros(shape, dtype=block.dtype, device=block.device))
-        return parts[0] if len(parts) == 1 else Sum(*parts)
+        return gradients
 
 
 def _joined(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -21,22 +21,17 @@ Matrices = Mapping[Block, Tensor]
 
 
 class Coordinates:
-    """The names and shapes of the parameters of a curvature.
-
-    Attributes:
-        names: For each block, the names in the model by the names in the block.
-        shapes: The shapes of the parameters by name, in the order of the model.
-        left_out: Why the other parameters have no block, by name.
-    """
+    """The names and shapes of the parameters of a curvature, in the order of the model."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], report: Report) -> None:
         name_of = {parameter: name for name, parameter in model.named_parameters()}
-        self.names: dict[Block, dict[str, str]] = {}
+        self.names: dict[Block, dict[str, str]] = {}  # by the names in the block
         covered: set[nn.Parameter] = set()
         for block in blocks:
             self.names[block] = {key: name_of[p] for key, p in block.parameters.items()}
             covered.update(block.parameters.values())
         self.shapes = {name: p.shape for p, name in name_of.items() if p in covered}
+        # Why the other parameters have no block.
         self.left_out = {row.parameter: row.reason for row in report if row.block is None}
 
     @property
@@ -58,35 +53,26 @@ class Coordinates:
         return lost
 
     def leading(self, vector: Vector) -> torch.Size:
-        """Check a vector.
-
-        Returns:
-            Its leading dimensions.
-
-        Raises:
-            TypeError: If it is no mapping.
-            ValueError: If names are unknown or missing, or shapes do not fit.
-        """
+        """Return the leading dimensions of a vector; raise if names or shapes do not fit."""
         if not isinstance(vector, Mapping):
             raise TypeError(f"a vector is a dict of tensors by name, not a {type(vector).__name__}")
         if (problem := self._misnamed(vector)) is not None:
             raise ValueError(problem)
-        common: torch.Size | None = None
-        for name, shape in self.shapes.items():
+        leading = torch.Size()
+        for number, (name, shape) in enumerate(self.shapes.items()):
             actual = vector[name].shape
-            leading = actual[: max(0, len(actual) - len(shape))]
+            common, leading = leading, actual[: max(0, len(actual) - len(shape))]
             if actual != leading + shape:
                 raise ValueError(
                     f"{name} has the shape {list(shape)}, and the vector {list(actual)}: pass "
                     f"[..., *shape]"
                 )
-            if common is not None and leading != common:
+            if number > 0 and leading != common:
                 raise ValueError(
                     f"{name} has the leading dimensions {list(leading)}, and the names before it "
                     f"{list(common)}: pass the same for all"
                 )
-            common = leading
-        return torch.Size() if common is None else common
+        return leading
 
     def _misnamed(self, vector: Vector) -> str | None:
         """Return a problem with the names of a vector, or None."""
@@ -107,11 +93,7 @@ class Coordinates:
         return None
 
     def matrices(self, vector: Vector) -> dict[Block, Tensor]:
-        """Return the gradient matrices of a vector in the dtype of their blocks.
-
-        Raises:
-            ValueError: See `leading`.
-        """
+        """Return the gradient matrices of a vector, see `leading`, in the dtype of their blocks."""
         leading = self.leading(vector)
         matrices = {}
         for block, names in self.names.items():
@@ -121,7 +103,7 @@ class Coordinates:
                 tensors[key] = tensor.reshape(-1, *self.shapes[name])  # [vectors, *shape]
             packed: Tensor = torch.vmap(block.layout.pack)(tensors)
             matrix = packed.to(device=block.device, dtype=block.dtype)
-            matrices[block] = matrix.reshape(*leading, *block.shape)
+            matrices[block] = matrix.reshape(leading + block.shape)
         return matrices
 
     def vector(self, matrices: Matrices, like: Vector | None = None) -> dict[str, Tensor]:
@@ -134,7 +116,7 @@ class Coordinates:
             )
             for key, tensor in unpacked.items():
                 name = self.names[block][key]
-                tensors[name] = tensor.reshape(*leading, *self.shapes[name])
+                tensors[name] = tensor.reshape(leading + self.shapes[name])
                 if like is not None:
                     # A DTensor is multiplied whole, and its product is a plain tensor.
                     of = like[name]
@@ -148,9 +130,11 @@ class Coordinates:
 
     def unflat(self, entries: Tensor) -> dict[str, Tensor]:
         """Undo `flat`."""
+        vector: dict[str, Tensor] = {}
         parts = entries.split(self._sizes, -1)
-        pairs = zip(self.shapes.items(), parts, strict=True)
-        return {name: part.reshape(*part.shape[:-1], *shape) for (name, shape), part in pairs}
+        for (name, shape), part in zip(self.shapes.items(), parts, strict=True):
+            vector[name] = part.reshape(part.shape[:-1] + shape)
+        return vector
 
 
 def total(tensors: Sequence[Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,14 @@ def loss_of(model: nn.Module, _: int) -> Tensor:
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+@pytest.mark.parametrize("writer", [None, "runs/one"])
+def test_a_writer_that_cannot_write_is_refused_at_once(writer: Any) -> None:
+    own = soframe.Preconditioner(network())
+    with pytest.raises(TypeError, match=r"writer must have add_scalar.*not " + repr(writer)):
+        ScalarLogger(own, writer)
+    own.close()
 
 
 def test_every_third_step_is_written_and_measured() -> None:

@@ -440,3 +440,16 @@ def test_some_rows_stand_for_all() -> None:
         assert torch.equal(one, other)
     biases = [a[:, -1, -1] for a, _ in found]
     compare(biases[2], biases[0], "positions, of a bias")
+
+
+def test_an_empty_batch_enters_no_average() -> None:
+    model = Model(attention(batch_first=True))
+    found = []
+    with closing(preconditioner(model, layers="all", statistics_every=1)) as own:
+        for batch in (BATCH, 0):
+            x = randn(batch, 2, EMBED)
+            model(x, x, x).square().sum().backward()
+            own.step()
+            found.append([factor.clone() for name in blocks(own) for factor in factors(own, name)])
+    for before, after in zip(*found, strict=True):
+        assert torch.equal(before, after)

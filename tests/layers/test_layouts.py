@@ -100,6 +100,12 @@ def test_a_stack_behind_a_parametrisation_is_one_matrix() -> None:
     assert plain_layout(behind, "original").shape == BlockShape(1, 2, 15)  # type: ignore[arg-type]
 
 
+def test_biases_of_a_stack_are_grouped_beside_a_scalar() -> None:
+    module = module_with(scale=(), w=(2, 3, 4), bias=(2, 3))
+    assert plain_layout(module, "bias").shape == BlockShape(2, 3, 1)
+    assert plain_layout(module, "scale").shape == BlockShape(1, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("module", "positions"),
     [

@@ -12,7 +12,7 @@ import soframe
 from soframe.comm import Recording
 from soframe.strategies import CommOpt
 from soframe.strategies.base import Circumstances
-from soframe.text import parse_bytes
+from soframe.text import format_bytes, parse_bytes
 from tests.curvature import closing
 from tests.distributed.harness import run_ranks
 from tests.planning.kit import CPU, GPU, dense, little_traffic
@@ -107,6 +107,15 @@ def test_one_process_needs_neither_profile_nor_measurement() -> None:
 )
 def test_limits_have_units(text: Any, number: int) -> None:
     assert parse_bytes(text) == number
+
+
+def test_sizes_have_three_digits_and_no_exponent() -> None:
+    assert [format_bytes(n) for n in (7, 999, 999_400, 999_600)] == [
+        "7 B",
+        "999 B",
+        "999 kB",
+        "1 MB",
+    ]
 
 
 @pytest.mark.parametrize("text", ["2 parsecs", "", "-1", 0, "1.2.3GB"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -584,6 +585,13 @@ def test_a_plan_prints_and_is_json() -> None:
         assert values["call"] == row.option.call()
     assert plain["chosen"] == made.chosen.option.call()
     assert plain["chosen"] in text
+
+
+def test_sizes_of_a_tiny_model_are_in_kilobytes() -> None:
+    made = plan(task_of(6, 5, 4), ranks=4, hardware=CPU)
+    text = f"{made}\n{soframe.recommend(dense(6, 5, 4), ranks=4)}"
+    assert " kB" in text
+    assert re.search(r"\b0\.0\b", text) is None
 
 
 # -- memory, as recorded ---------------------------------------------------------------------------

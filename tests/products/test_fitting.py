@@ -290,6 +290,13 @@ def under_no_grad(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return outputs, value.requires_grad_()
 
 
+def test_groups_of_settings_are_checked() -> None:
+    with pytest.raises(TypeError, match=r"statistics must be a soframe.Statistics, not 'type-2'"):
+        soframe.Curvature(network(), statistics="type-2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"distribution must be a soframe.Distribution, not 'gloo"):
+        soframe.Curvature(network(), distribution="gloo")  # type: ignore[arg-type]
+
+
 def test_faults_of_data_are_errors_with_a_remedy() -> None:
     curvature = soframe.Curvature(network())
     with pytest.raises(ValueError, match="loader is empty"):

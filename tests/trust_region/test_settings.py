@@ -62,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"loss": nn.MSELoss()}, TypeError, "a loss is a name"),
     ({"loss": "hinge"}, ValueError, "no loss 'hinge'"),
     ({"params": []}, ValueError, "empty parameter list"),
-    ({"moment": True}, TypeError, "unexpected keyword argument 'moment'"),
+    ({"moment": True}, TypeError, "Preconditioner has no setting 'moment'"),
     ({"kl_clip": 1e-3}, ValueError, "TrustRegion takes no kl_clip=: the quadratic model chooses"),
     ({"norm_clip": 1.0}, ValueError, "TrustRegion takes no norm_clip="),
     ({"optimizer": object()}, ValueError, "TrustRegion takes no optimizer=: it is an optimizer"),
