@@ -8,13 +8,15 @@ statistics step, or accumulated by each contributor and reduced when a solve nee
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from math import prod
 from operator import attrgetter
+from typing import Any
 
 from soframe.layers.base import BlockShape
-from soframe.specs import FactorSpec, Shards, TensorSpec
+from soframe.specs import FactorSpec, Shards, TensorSpec, numel
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes that factors can have and statistics can travel in, and their bytes per element."""
@@ -112,18 +114,18 @@ class BlockWork:
     @property
     def alike(self) -> tuple[object, ...]:
         """The properties that blocks of one stack share, beside their place."""
-        dtypes = (self.dtype, self.state_dtype, self.factor_dtype)
+        where = (self.dtype, self.state_dtype, self.factor_dtype, self.device)
         if self.elementwise:
-            return (self.kind, len(self.state), self.after, *dtypes, self.device)
-        tensors = (self.second_order, self.state, dtypes, self.device, self.shards)
-        return (self.kind, self.shape, self.factors, self.resident, self.after, *tensors)
+            return (self.kind, len(self.state), self.after, where)
+        tensors = (self.second_order, self.state, self.shards)
+        return (self.kind, self.shape, self.factors, self.resident, self.after, tensors, where)
 
     @property
     def elements(self) -> float:
         """The elements of the state and the update on a gradient worker; 0 if ``effort`` is."""
         if not self.effort:
             return 0.0
-        return float(sum(prod(s.shape) for s in self.state) + prod(self.shape))
+        return float(numel(self.state) + prod(self.shape))
 
     @property
     def captured(self) -> bool:
@@ -137,8 +139,9 @@ class BlockWork:
     @property
     def plain(self) -> bool:
         """Whether all factors are captured matrices, solved as they are."""
-        needy = any(factor.needs or factor.decay is not None for factor in self.factors)
-        return not self.resident and not self.unsolved and not needy
+        if self.resident or self.unsolved:
+            return False
+        return all(not factor.needs and factor.decay is None for factor in self.factors)
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ class BlockPlacement:
     def sharing(self) -> tuple[tuple[int, ...], ...]:
         """For each factor, the sorted ranks among which its second-order data travel."""
         pairs = zip(self.owners, self.needing, strict=True)
-        return tuple(tuple(sorted({owner, *needing})) for owner, needing in pairs)
+        return tuple(tuple(sorted({owner}.union(needing))) for owner, needing in pairs)
 
     @cached_property
     def exchanges(self) -> dict[int, tuple[int, ...]]:
@@ -248,7 +251,7 @@ class BlockPlacement:
         holders = self.holding(factor)
         if self.makes(factor):
             return Reduction((), None, ())
-        group = tuple(sorted({*self.contributing(factor), *holders}))
+        group = tuple(sorted(set(holders).union(self.contributing(factor))))
         if holders == self.everyone:
             return Reduction(group, None, ())
         return Reduction(group, self.owners[factor], holders)
@@ -256,12 +259,21 @@ class BlockPlacement:
     @cached_property
     def traces_travel(self) -> bool:
         """Whether an owner lacks a factor of the block, so that traces are reduced for solvers."""
-        for factor in range(len(self.owners)):
-            if not all(self.holds(owner, factor) for owner in self.owners):
+        for factor, owner in itertools.product(range(len(self.owners)), self.owners):
+            if not self.holds(owner, factor):
                 return True
         return False
 
 
-UNNAMED_WORK = attrgetter(*(f.name for f in fields(BlockWork) if f.name != "name"))
-UNNAMED_PLACE = attrgetter(*(f.name for f in fields(BlockPlacement) if f.name != "block"))
+def _reader(of: Iterable[Field[Any]]) -> attrgetter[Any]:
+    """Return a function that returns these fields of an instance."""
+    return attrgetter(*(entry.name for entry in of))
+
+
+# The first field is the block's name.
+UNNAMED_WORK = _reader(fields(BlockWork)[1:])
+UNNAMED_PLACE = _reader(fields(BlockPlacement)[1:])
 """Return all but the block's name: blocks with equal work and places are of one kind."""
+
+DIGESTED_WORK = _reader(f for f in fields(BlockWork)[1:] if f.compare)
+"""Return the fields by which work is compared between ranks, but the name."""
