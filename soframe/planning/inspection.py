@@ -22,8 +22,8 @@ from soframe.planning.workloads import WORKLOADS
 
 def build_model(path: str, *, meta: bool = False) -> nn.Module:
     """Import a model, or call the function that builds it: ``package.models:make_model``."""
-    module_name, colon, attribute = path.partition(":")
-    if not (module_name and colon and attribute):
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
         raise ValueError(
             f"{path!r} is neither MODULE:CALLABLE, as in package.models:make_model, nor a workload "
             f"of soframe plan: {', '.join(WORKLOADS)}"
@@ -102,12 +102,11 @@ def problem(path: str, shapes: Sequence[str] | None) -> tuple[nn.Module, list[An
 
     And its inputs, of shapes such as ``"8x1024:int64"``, by default a workload's own; None without.
     """
-    workload = WORKLOADS.get(path)
-    model = build_model(path, meta=True) if workload is None else workload.model()
     inputs = [_input(shape) for shape in shapes or ()]
-    if workload is not None and not inputs:
-        inputs = list(workload.inputs(workload.batch))
-    return model, inputs or None
+    if path not in WORKLOADS:
+        return build_model(path, meta=True), inputs or None
+    workload = WORKLOADS[path]
+    return workload.model(), inputs or list(workload.inputs(workload.batch))
 
 
 def _input(text: str) -> torch.Tensor:

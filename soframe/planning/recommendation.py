@@ -54,7 +54,9 @@ class Recommendation:
 
     def __str__(self) -> str:
         held = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in self.memory.items())
-        rates = "none measured" if self.lrs is None else "{:g} to {:g}".format(*self.lrs)
+        rates = "none measured"
+        if self.lrs is not None:
+            rates = "{:g} to {:g}".format(*self.lrs)
         lines = {
             "model": self.kind,
             "learning rates": rates,
@@ -249,8 +251,10 @@ def _memory(model: nn.Module, advice: Recommendation, ranks: int) -> dict[str, i
     """Return the bytes of the fullest rank, by strategy, the recommended one first."""
     chosen = advice.strategy
     _, placement = inspection.inspect(model, ranks=ranks, strategy=chosen, **advice.plan)
-    placements = {chosen: placement}
-    for name in ("comm-opt", "mem-opt", "sharded") if ranks > 1 else ():
+    sizes = {chosen: placement.fullest["total"]}
+    if ranks == 1:
+        return sizes
+    for name in ("comm-opt", "mem-opt", "sharded"):
         other: Strategy = KINDS["strategy"].build(name, Strategy)
-        placements.setdefault(name, complete(other.place(placement.work, ranks)))
-    return {name: placed.fullest["total"] for name, placed in placements.items()}
+        sizes[name] = complete(other.place(placement.work, ranks)).fullest["total"]
+    return sizes

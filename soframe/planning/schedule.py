@@ -116,8 +116,9 @@ class Schedule:
         self._hardware, self._parts, self._background = hardware, parts, background
         crowd = hardware.crowd(ranks)
         self._is_crowded = crowd >= 1
-        self._passes, self._optimizer = max(1.0, crowd) * passes, max(1.0, crowd) * optimizer
-        self._added = {name: max(1.0, crowd) * time for name, time in added.items()}
+        slowdown = max(1.0, crowd)
+        self._passes, self._optimizer = slowdown * passes, slowdown * optimizer
+        self._added = {name: slowdown * time for name, time in added.items()}
         buckets = -(-gradients // BUCKET)
         size = gradients / max(1, buckets)
         self._bucket = hardware.collective("all_reduce", size, range(ranks))
@@ -157,7 +158,7 @@ class Schedule:
             gathering, long = self._extra("statistics", usual, base)
         rarely = max(0.0, 1 / statistics_every - 1 / solve_every)
         mean = Amounts(float)
-        for name in {**base, **solving, **gathering}:
+        for name in dict.fromkeys(itertools.chain(base, solving, gathering)):
             mean[name] = base[name] + solving[name] / solve_every + gathering[name] * rarely
         exposed = _of(mean, "exposed ")
         return Timing(
@@ -235,8 +236,11 @@ class Schedule:
         """Average sums into factors, and start to send them."""
         clock.compute("reduce", self._slowest["average"])
         seconds, _ = network.get("reduce", NOTHING)
-        clock.arrival = clock.send(seconds, clock.now) if seconds else clock.now
-        clock.wait("reduce", clock.now + (seconds if self._is_crowded else 0.0))
+        clock.arrival = clock.now
+        if seconds:
+            clock.arrival = clock.send(seconds, clock.now)
+        if self._is_crowded:
+            clock.wait("reduce", clock.now + seconds)
 
     def _solve(self, clock: _Clock, kind: str, *, landing: bool) -> None:
         """Solve, or begin to in the background; share the results, also of an earlier solve."""
@@ -264,7 +268,9 @@ class Schedule:
         """Send a phase's messages and wait: while arithmetic makes them, if it began before."""
         seconds, last = network.get(phase, NOTHING)
         if seconds:
-            clock.wait(phase, clock.send(seconds, clock.now if since is None else since, last))
+            if since is None:
+                since = clock.now
+            clock.wait(phase, clock.send(seconds, since, last))
 
 
 def _of(amounts: Amounts, prefix: str) -> dict[str, float]:

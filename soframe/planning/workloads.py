@@ -5,6 +5,7 @@ Layers and sides are the published ones, so that plans are; weights have torch's
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -50,14 +51,16 @@ class Residual(nn.Module):
             into = out
         self.convolutions = nn.ModuleList(convolutions)
         stride = max(stride for _, _, stride in layers)
-        plain = into == channels and stride == 1
-        self.shortcut = nn.Identity() if plain else convolution(channels, into, 1, stride)
+        self.shortcut: nn.Module = nn.Identity()
+        if into != channels or stride > 1:
+            self.shortcut = convolution(channels, into, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations, ``[batch, out, height, width]``."""
-        out = x
-        for index, layer in enumerate(self.convolutions):
-            out = layer(out if index == 0 else out.relu())
+        first, *rest = self.convolutions
+        out = first(x)
+        for layer in rest:
+            out = layer(out.relu())
         result: Tensor = F.relu(out + self.shortcut(x))
         return result
 
@@ -74,7 +77,9 @@ def resnet(counts: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Sequential:
     channels = 64
     for width, count in zip((64, 128, 256, 512), counts, strict=True):
         for index in range(count):
-            stride = 2 if index == 0 and width > 64 else 1
+            stride = 1
+            if index == 0 and width > 64:
+                stride = 2
             sizes = [(width, 1, 1), (width, 3, stride), (4 * width, 1, 1)]
             layers.append(Residual(channels, sizes))
             channels = 4 * width
@@ -96,7 +101,9 @@ class Layer(nn.Module):
         super().__init__()
         self.size, self.causal = width // heads, causal
         self.norm_attention = nn.LayerNorm(width)
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
         self.norm_mlp = nn.LayerNorm(width)
         self.widen = nn.Linear(width, 4 * width)
@@ -112,7 +119,9 @@ class Layer(nn.Module):
         return normed
 
     def _attend(self, x: Tensor) -> Tensor:
-        q, k, v = (heads(part(x), self.size) for part in (self.query, self.key, self.value))
+        q = heads(self.query(x), self.size)
+        k = heads(self.key(x), self.size)
+        v = heads(self.value(x), self.size)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
@@ -121,6 +130,11 @@ class Layer(nn.Module):
         form = "tanh" if self.causal else "none"
         out: Tensor = self.narrow(F.gelu(self.widen(x), approximate=form))
         return out
+
+
+def repeated(make: Callable[[], nn.Module], layers: int) -> nn.Sequential:
+    """Return layers of one kind, one after another."""
+    return nn.Sequential(*(make() for _ in range(layers)))
 
 
 def _tied(head: nn.Linear, table: nn.Embedding) -> nn.Linear:
@@ -135,7 +149,7 @@ class GPT(nn.Module):
     def __init__(self, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(50257, width), nn.Embedding(1024, width)
-        self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)))
+        self.layers = repeated(partial(Layer, width, heads), layers)
         self.norm = nn.LayerNorm(width)
         self.head = _tied(nn.Linear(width, 50257, bias=False), self.tokens)
 
@@ -158,7 +172,7 @@ class BERT(nn.Module):
         width, vocabulary = 1024, 30522
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(512, width)
         self.segments, self.norm = nn.Embedding(2, width), nn.LayerNorm(width)
-        self.layers = nn.Sequential(*(Layer(width, 16, causal=False) for _ in range(24)))
+        self.layers = repeated(partial(Layer, width, 16, causal=False), 24)
         self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
         self.head = _tied(nn.Linear(width, vocabulary), self.tokens)
         self.follows = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
@@ -185,15 +199,17 @@ class Gated(nn.Module):
         self.key = nn.Linear(width, shared * self.size, bias=False)
         self.value = nn.Linear(width, shared * self.size, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the stream, ``[batch, length, width]``."""
         normed = self.norm_attention(x)
-        q, k, v = (heads(part(normed), self.size) for part in (self.query, self.key, self.value))
-        k, v = (part.repeat_interleave(self.queries, 1) for part in (rotated(k), v))
-        mixed = F.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
+        q = rotated(heads(self.query(normed), self.size))
+        k = rotated(heads(self.key(normed), self.size)).repeat_interleave(self.queries, 1)
+        v = heads(self.value(normed), self.size).repeat_interleave(self.queries, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         normed = self.norm_mlp(x)
         out: Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -218,7 +234,7 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.layers = nn.Sequential(*(Gated(width, heads, shared, hidden) for _ in range(layers)))
+        self.layers = repeated(partial(Gated, width, heads, shared, hidden), layers)
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
@@ -234,7 +250,7 @@ def _images(batch: int) -> tuple[Tensor, ...]:
 
 def _tokens(batch: int, *, length: int, inputs: int = 1) -> tuple[Tensor, ...]:
     tokens = torch.empty(batch, length, dtype=torch.long, device="meta")
-    return tuple(tokens for _ in range(inputs))
+    return tuple(itertools.repeat(tokens, inputs))
 
 
 _LLAMA_2, _LLAMA_3 = "Llama 2, Touvron et al., 2023", "Llama 3, Grattafiori et al., 2024"
