@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,17 +40,17 @@ def choose_backends(
 
 
 def _backend_of(choice: str | type[Backend] | Backend | None, stages: Stages) -> Backend:
-    if choice is None and stages.backend is not None:
+    if choice is not None:
+        backend: Backend = KINDS["backend"].build(choice, Backend)
+        stages.require_backend(backend)
+        return backend
+    if stages.backend is not None:
         # Without a backend for the copies of a stage, this rank has the only copy.
         stages.require_backend(None)
         return SingleProcess()
-    if choice is None:
-        distributed = dist.is_available() and dist.is_initialized()
-        return TorchDistributed() if distributed else SingleProcess()
-    backend = KINDS["backend"].build(choice, Backend)
-    assert isinstance(backend, Backend)
-    stages.require_backend(backend)
-    return backend
+    if dist.is_available() and dist.is_initialized():
+        return TorchDistributed()
+    return SingleProcess()
 
 
 @contextmanager
@@ -79,7 +79,9 @@ def choose_damping(choice: DampingChoice) -> DampingPolicy:
 
 def methods(choice: Choice) -> list[Method]:
     """Return the methods of a choice."""
-    choices = choice.values() if isinstance(choice, Mapping) else (choice,)
+    choices: Iterable[object] = (choice,)
+    if isinstance(choice, Mapping):
+        choices = choice.values()
     return [KINDS["method"].build(component, Method) for component in choices]
 
 
@@ -117,7 +119,8 @@ def check_cut(cut: object) -> None:
             f"{{'c_attn': 3}}, or to their sizes, not {cut!r}"
         )
     for pattern, parts in cut.items():
-        for number in parts if isinstance(parts, list | tuple) else (parts,):
+        numbers = parts if isinstance(parts, list | tuple) else (parts,)
+        for number in numbers:
             require_integer(f"cut[{pattern!r}]", number, 1)
 
 

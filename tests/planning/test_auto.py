@@ -109,7 +109,7 @@ def test_limits_have_units(text: Any, number: int) -> None:
     assert parse_bytes(text) == number
 
 
-@pytest.mark.parametrize("text", ["2 parsecs", "", "-1", 0, "1.2.3GB"])
+@pytest.mark.parametrize("text", ["2 parsecs", "", ".", "-1", 0, "1.2.3GB"])
 def test_other_limits_are_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="no number of bytes"):
         soframe.Auto(text)
