@@ -75,13 +75,6 @@ MeanOver = Literal["samples", "rows", "group rows"]
 rows that reach each group (experts)."""
 
 
-_READS_BY_SIDE: dict[str, Reads] = {"right": "inputs", "left": "outputs", "both": "both"}
-_DEGREE_AND_MEAN: dict[str, tuple[int, MeanOver]] = {
-    "inputs": (0, "samples"),
-    "outputs": (2, "rows"),
-}
-
-
 @dataclass(frozen=True)
 class FactorSpec:
     """One statistic of a block that is averaged over time.
@@ -126,8 +119,10 @@ class FactorSpec:
     start: float | None = None
 
     def __post_init__(self) -> None:
-        reads = getattr(self, "reads", None) or _READS_BY_SIDE[self.side]
-        degree, mean_over = _DEGREE_AND_MEAN.get(reads, (2, "samples"))
+        by_side = {"right": "inputs", "left": "outputs", "both": "both"}
+        reads = getattr(self, "reads", None) or by_side[self.side]
+        by_reads = {"inputs": (0, "samples"), "outputs": (2, "rows")}
+        degree, mean_over = by_reads.get(reads, (2, "samples"))
         defaults = {"reads": reads, "degree": degree, "mean_over": mean_over}
         for name, value in defaults.items():
             if getattr(self, name) is None:
@@ -171,9 +166,7 @@ class FactorSpec:
 
     def kept_shape(self, *, packed: bool = True) -> tuple[int, ...]:
         """Return the shape of the running factor as it is kept or saved, perhaps as triangles."""
-        if packed and self.kind == "psd":
-            return self.packed_shape
-        return self.running_shape
+        return self.packed_shape if packed and self.kind == "psd" else self.running_shape
 
     @cached_property
     def starts(self) -> bool:
@@ -184,9 +177,7 @@ class FactorSpec:
 
     def by_group(self) -> FactorSpec:
         """Return the factor with means over the rows that reach each group, if over rows."""
-        if self.mean_over != "rows":
-            return self
-        return replace(self, mean_over="group rows")
+        return replace(self, mean_over="group rows") if self.mean_over == "rows" else self
 
     @property
     def packed_shape(self) -> tuple[int, ...]:

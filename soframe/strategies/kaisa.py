@@ -126,24 +126,29 @@ class HybridOpt(_Grid):
 
     def __post_init__(self) -> None:
         workers = self.gradient_workers
-        is_number = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
-        is_fraction = isinstance(workers, float) and 0 < workers <= 1
-        if not is_number and not is_fraction:
+        is_valid = False
+        match workers:
+            case bool():
+                pass
+            case int():
+                is_valid = workers >= 1
+            case float():
+                is_valid = 0 < workers <= 1
+        if not is_valid:
             raise ValueError(
                 f"HybridOpt: gradient_workers must be a fraction in (0, 1] (float) or a number of "
                 f"ranks (int), not {workers!r}"
             )
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        if isinstance(self.gradient_workers, int):
-            workers = float(self.gradient_workers)
-            if workers > ranks:
-                raise ValueError(
-                    f"HybridOpt: gradient_workers={self.gradient_workers} but there are {ranks} "
-                    f"rank(s); pass at most {ranks}, or a fraction"
-                )
-        else:
-            workers = max(1.0, ranks * self.gradient_workers)
+        workers = float(self.gradient_workers)
+        if isinstance(self.gradient_workers, float):
+            workers = max(1.0, ranks * workers)
+        elif workers > ranks:
+            raise ValueError(
+                f"HybridOpt: gradient_workers={self.gradient_workers} but there are {ranks} "
+                f"rank(s); pass at most {ranks}, or a fraction"
+            )
         columns = max(1, round(ranks / workers))
         # Columns differ by one rank where they do not divide the ranks.
         shortest, rest = divmod(ranks, columns)

@@ -27,38 +27,14 @@ from soframe.strategies.work import (
     UNNAMED_WORK,
     BlockPlacement,
     BlockWork,
+    Pairs,
+    Stacked,
     Traffic,
     with_total,
 )
 from soframe.text import alike, format_table
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StackPlacement:
-    """The blocks of one stack by index, with the work and the place of the first."""
-
-    members: Sequence[int]
-    work: BlockWork
-    place: BlockPlacement
-
-    @property
-    def item(self) -> int:
-        """The bytes of an entry."""
-        return ITEM_BYTES[self.work.dtype]
-
-    def matrix(self, factor: int, blocks: int) -> int:
-        """Return the bytes of a factor of some blocks, or of their statistics."""
-        return self.item * blocks * prod(self.work.factors[factor].shape)
-
-    def triangle(self, factor: int, blocks: int) -> int:
-        """Return the bytes of the same, with matrices as triangles."""
-        return self.item * blocks * self.work.factors[factor].packed_numel
-
-    def unpacks(self, factor: int) -> bool:
-        """Return whether solves of a factor unpack triangles."""
-        return self.place.packed and self.work.factors[factor].kind == "psd"
 
 
 @dataclass(frozen=True)
@@ -135,13 +111,10 @@ class Placement:
         return sorted(map(sorted, stacks.values()))
 
     @cached_property
-    def placed_stacks(self) -> list[StackPlacement]:
+    def stacked(self) -> list[Stacked]:
         """The stacks, each with the work and the place of its first block."""
-        placed: list[StackPlacement] = []
-        for members in self.stacks:
-            first = members[0]
-            placed.append(StackPlacement(members, self.work[first], self.blocks[first]))
-        return placed
+        pairs = self.pairs
+        return [Stacked.of(pairs, members) for members in self.stacks]
 
     @property
     def digest(self) -> bytes:
@@ -155,11 +128,7 @@ class Placement:
         return hashlib.sha256(repr(everything).encode()).digest()
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Return every set of ranks that communicates by itself, sorted, each once.
-
-        Returns:
-            The sets of two or more ranks.
-        """
+        """Return every set of two or more ranks that communicates by itself, sorted, each once."""
         groups: set[tuple[int, ...]] = set()
         for _, block in self._firsts:
             groups.update(block.sharing)
@@ -267,7 +236,7 @@ class Placement:
         return "\n".join([title, format_table(header, rows), *notes])
 
 
-def _cells(pairs: plan.Pairs) -> tuple[str, ...]:
+def _cells(pairs: Pairs) -> tuple[str, ...]:
     """Return shape, owners, gradient workers, exchange and statistics of blocks of one kind."""
     work, first = pairs[0]
     owners: list[set[int]] = [set() for _ in work.factors]

@@ -16,12 +16,17 @@ from typing import NamedTuple
 
 from soframe.specs import numel
 from soframe.strategies.buckets import in_buckets
-from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork, Traffic, with_total
+from soframe.strategies.work import (
+    ITEM_BYTES,
+    BlockPlacement,
+    BlockWork,
+    Pairs,
+    Stacked,
+    Traffic,
+    with_total,
+)
 
-Pairs = Sequence[tuple[BlockWork, BlockPlacement]]
-"""Blocks, each by its work and its place."""
-Stacks = Sequence[Sequence[int]]
-"""The blocks of each stack by index, see `Placement.stacks`."""
+Stacks = Sequence[Sequence[int]]  # the blocks of each stack by index, see `Placement.stacks`
 
 
 @dataclass(frozen=True)
@@ -37,16 +42,6 @@ class LocalPlan:
     rest: tuple[tuple[int, str], ...] = ()
     idle: int = 0
     kl_clip: bool = True
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """Blocks of a stack that take part in a phase."""
-
-    work: BlockWork  # of one of them
-    place: BlockPlacement
-    blocks: int
-    entries: int  # of their gradients
 
 
 class Route(NamedTuple):
@@ -66,8 +61,7 @@ class Message(NamedTuple):
     size: int
 
 
-Items = list[Message]
-"""Tensors that may share a buffer, each with its route and bytes."""
+Items = list[Message]  # tensors that may share a buffer, each with its route and bytes
 
 _FLAGS = 7  # of every step, see `soframe.comm.report.Report`
 _REACHED, _REACHED_BLOCK = 2, 2  # see `soframe.step.effect.Effect.said`
@@ -200,17 +194,14 @@ class Step:
     def _stacked(self, pairs: Pairs, *, owners: bool = False) -> list[Stacked]:
         """Group blocks by stack, and by owner too for solves."""
         names = {work.name for work, _ in pairs}
-        groups = []
+        groups: list[Stacked] = []
         for members in self.stacks:
             alike: dict[object, list[int]] = {}
             for index in members:
                 work, place = self.pairs[index]
                 if work.name in names:
                     alike.setdefault(place.owners if owners else (), []).append(index)
-            for indices in alike.values():
-                entries = sum(prod(self.pairs[index][0].shape) for index in indices)
-                work, place = self.pairs[indices[0]]
-                groups.append(Stacked(work, place, len(indices), entries))
+            groups += [Stacked.of(self.pairs, indices) for indices in alike.values()]
         return groups
 
     def reductions(self, pairs: Pairs, *, deferred: bool) -> list[Message]:
@@ -225,7 +216,7 @@ class Step:
             for factor, way in zip(work.factors, place.reductions, strict=True):
                 if not factor.captured or (self.first and factor.needs):
                     continue
-                size = group.blocks * factor.packed_numel * ITEM_BYTES[wire]
+                size = len(group.members) * factor.packed_numel * ITEM_BYTES[wire]
                 operation = "all_reduce" if way.destination is None else "reduce"
                 adding = Route(operation, way.group, way.destination, wire, work.device)
                 sums += self._entered(adding, size)
@@ -250,7 +241,7 @@ class Step:
                 if work.factors[index].name in work.unsolved:
                     continue
                 owner, ranks = place.owners[index], place.sharing[index]
-                size = ITEM_BYTES[work.dtype] * group.blocks * numel(specs, packed=True)
+                size = group.item * len(group.members) * numel(specs, packed=True)
                 route = Route("broadcast", ranks, owner, work.dtype, work.device)
                 parcels += self._entered(route, size)
         return _calls(parcels)
@@ -263,13 +254,13 @@ class Step:
             worker = place.sources[self.rank]
             ranks = place.exchanges[worker]
             if work.parcel:
-                entries = group.blocks * numel(work.parcel, packed=True)
+                entries = len(group.members) * numel(work.parcel, packed=True)
             elif work.shards:
                 continue  # see `parts`
             else:
                 entries = group.entries
             route = Route("broadcast", ranks, worker, work.dtype, work.device)
-            parcels += self._entered(route, ITEM_BYTES[work.dtype] * entries)
+            parcels += self._entered(route, group.item * entries)
         if not self.fused:
             return _calls(parcels)
 
@@ -323,7 +314,7 @@ class Step:
                 way = route._replace(operation="reduce_scatter")
             elif len(workers) == 1:
                 way = route._replace(operation="reduce", root=workers[0])
-            items.append(Message(way, ITEM_BYTES[work.dtype] * group.entries))
+            items.append(Message(way, group.gradient))
         for size, dtype in self.local.rest:
             items.append(Message(route._replace(dtype=dtype), ITEM_BYTES[dtype] * size))
         return _calls(items)

@@ -8,12 +8,11 @@ statistics step, or accumulated by each contributor and reduced when a solve nee
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
 from operator import attrgetter
-from typing import Any
 
 from soframe.layers.base import BlockShape
 from soframe.specs import FactorSpec, Shards, TensorSpec, numel
@@ -265,15 +264,50 @@ class BlockPlacement:
         return False
 
 
-def _reader(of: Iterable[Field[Any]]) -> attrgetter[Any]:
-    """Return a function that returns these fields of an instance."""
-    return attrgetter(*(entry.name for entry in of))
+Pairs = Sequence[tuple[BlockWork, BlockPlacement]]  # blocks, each by its work and its place
 
 
-# The first field is the block's name.
-UNNAMED_WORK = _reader(fields(BlockWork)[1:])
-UNNAMED_PLACE = _reader(fields(BlockPlacement)[1:])
+@dataclass(frozen=True)
+class Stacked:
+    """Some or all blocks of a stack by index, with the work and the place of the first."""
+
+    members: Sequence[int]
+    work: BlockWork
+    place: BlockPlacement
+    entries: int  # of the gradients of all
+
+    @classmethod
+    def of(cls, pairs: Pairs, members: Sequence[int]) -> Stacked:
+        """Return blocks, which are alike and placed alike, by their indices."""
+        work, place = pairs[members[0]]
+        return cls(members, work, place, sum(prod(pairs[index][0].shape) for index in members))
+
+    @property
+    def item(self) -> int:
+        """The bytes of an entry."""
+        return ITEM_BYTES[self.work.dtype]
+
+    @property
+    def gradient(self) -> int:
+        """The bytes of the gradients."""
+        return self.item * self.entries
+
+    def matrix(self, factor: int, blocks: int) -> int:
+        """Return the bytes of a factor of some blocks, or of their statistics."""
+        return self.item * blocks * prod(self.work.factors[factor].shape)
+
+    def triangle(self, factor: int, blocks: int) -> int:
+        """Return the bytes of the same, with matrices as triangles."""
+        return self.item * blocks * self.work.factors[factor].packed_numel
+
+    def unpacks(self, factor: int) -> bool:
+        """Return whether solves of a factor unpack triangles."""
+        return self.place.packed and self.work.factors[factor].kind == "psd"
+
+
+UNNAMED_WORK = attrgetter(*(f.name for f in fields(BlockWork) if f.name != "name"))
+UNNAMED_PLACE = attrgetter(*(f.name for f in fields(BlockPlacement) if f.name != "block"))
 """Return all but the block's name: blocks with equal work and places are of one kind."""
 
-DIGESTED_WORK = _reader(f for f in fields(BlockWork)[1:] if f.compare)
-"""Return the fields by which work is compared between ranks, but the name."""
+DIGESTED_WORK = attrgetter(*(f.name for f in fields(BlockWork)[1:] if f.compare))
+"""Return the fields by which work is compared between ranks, but the name, the first."""
