@@ -113,8 +113,9 @@ def require_read(
     unread: list[str] = []
     for name, count in zip(read_by, readers, strict=True):
         value, default = settings.get(name), defaults[name]
-        is_chosen = value is not None and (type(value), value) != (type(default), default)
-        if is_chosen and count == 0:
+        if value is None or count > 0:
+            continue
+        if (type(value), value) != (type(default), default):
             unread.append(name)
     if unread:
         they = "it" if len(unread) == 1 else "them"

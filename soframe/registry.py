@@ -131,7 +131,9 @@ class Registry:
     def lookup(self, module_type: type, *, optional: bool = False) -> type | None:
         """Return the class of the nearest registered type along a module type's MRO, or None."""
         self.discover()
-        known = {**self._optional, **self._components} if optional else self._components
+        known = self._components
+        if optional:
+            known = self._optional | known
         for base in module_type.__mro__:
             for key in (base, f"{base.__module__}.{base.__qualname__}"):
                 if key in known:
@@ -142,7 +144,7 @@ class Registry:
         """Return whether a module type is itself a key, optional ones included."""
         name = f"{module_type.__module__}.{module_type.__qualname__}"
         keys = self._optional.keys() | self._components.keys()
-        return module_type in keys or name in keys
+        return not keys.isdisjoint((module_type, name))
 
     def build(self, choice: Any, base: type) -> Any:
         """Return an instance of ``base`` from a registered name, a class or an instance."""

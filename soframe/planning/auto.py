@@ -69,8 +69,10 @@ class Auto(Strategy):
             ValueError: If no strategy fits into the limit, or ranks are simulated and there is no
                 profile.
         """
-        # On one rank all strategies are alike; a stage of a pipeline may have no block.
-        if not now.blocks or (now.ranks == 1 and self.memory_limit is None):
+        if not now.blocks:  # of a stage of a pipeline
+            return CommOpt()
+        # On one rank all strategies are alike.
+        if now.ranks == 1 and self.memory_limit is None:
             return CommOpt()
         # Imported here: a run with a named strategy needs neither.
         from soframe.planning.planner import Option, plan, usual

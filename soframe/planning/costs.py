@@ -27,7 +27,8 @@ from soframe.planning.pricing import Paper, Priced, without_numbers
 from soframe.planning.task import Task
 from soframe.solvers.base import Problem, solve_stacks
 from soframe.specs import VALUE
-from soframe.strategies.placement import Placement, StackPlacement
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import Stacked
 
 DAMPING, UPDATES = 1e-3, 10  # of every block on paper
 REMEDY = "make it run on the meta device, or name a strategy and do without a plan"
@@ -75,7 +76,7 @@ class _Entries:
 def parts(placement: Placement) -> dict[Part, list[int]]:
     """Return the ranks of each part."""
     entries = [_Entries() for _ in range(placement.world_size)]
-    for number, stack in enumerate(placement.placed_stacks):
+    for number, stack in enumerate(placement.stacked):
         _enter(entries, placement, number, stack)
     ranks_of: dict[Part, list[int]] = {}
     for rank, of_rank in enumerate(entries):
@@ -83,9 +84,7 @@ def parts(placement: Placement) -> dict[Part, list[int]]:
     return ranks_of
 
 
-def _enter(
-    entries: Sequence[_Entries], placement: Placement, number: int, stack: StackPlacement
-) -> None:
+def _enter(entries: Sequence[_Entries], placement: Placement, number: int, stack: Stacked) -> None:
     """Enter a stack into the parts of all ranks."""
     work, place = stack.work, stack.place
     contributing: set[int] = set()
@@ -110,8 +109,8 @@ class Costs:
 
     def __init__(self, task: Task, hardware: Hardware, *, amp: bool = False) -> None:
         self._task, self.hardware, self._paper = task, hardware, Paper(hardware)
-        device = "cpu" if hardware.device == "cpu" else "cuda"
-        self.work = tuple(replace(work, device=device) for work in task.work)  # as it is stacked
+        # As it is stacked there.
+        self.work = tuple(replace(work, device=hardware.device) for work in task.work)
         self._priced: dict[Hashable, Priced] = {}
         # See `soframe.Statistics.precision`: all but solves multiply in TF32, if the device can.
         self._fast = "tf32" if "product:tf32" in hardware.operators else "float32"
@@ -142,8 +141,9 @@ class Costs:
                     continue
                 # A tensor that several layers read is one here, too.
                 inputs = tuple(likenesses.setdefault(id(x), self._like(x)) for x in call.inputs)
-                rows = call.helper.output_rows(self._like(call.output))
-                run = functools.partial(self._moments, block, call.helper, inputs, rows, shared)
+                rows, data = call.helper.output_rows(self._like(call.output)), self._data(block, 1)
+                priced_call = Call(call.helper, inputs, rows, block.dtype, shared, data)
+                run = functools.partial(self._moments, block, priced_call)
                 with without_numbers(f"the statistics of {block.name!r}", REMEDY):
                     cost = self._paper.price(run, products=self._fast)
                 total = costs[block.name]
@@ -152,15 +152,7 @@ class Costs:
                 total.host += self.hardware.hooked(type(call.helper), cost.operators)
         return costs
 
-    def _moments(
-        self,
-        block: Block,
-        helper: LayerHelper,
-        inputs: tuple[Tensor, ...],
-        rows: Tensor,
-        shared: SharedInputs,
-    ) -> object:
-        call = Call(helper, inputs, rows, block.dtype, shared, self._data(block, 1))
+    def _moments(self, block: Block, call: Call) -> object:
         shapes = {factor.name: factor.shape for factor in block.factors}
         moments = dict(block.method.statistics(call))
         for name, moment in moments.items():
@@ -242,10 +234,9 @@ class Costs:
 
     def _of_stack(self, phase: str, stack: Sequence[int], run: Callable[[Given], object]) -> Priced:
         block, shape = self._task.blocks[stack[0]], self.shape(stack)
-        states = {
-            name: shape if block.elementwise else _times(spec.shape, len(stack))
-            for name, spec in block.states.items()
-        }
+        states: dict[str, tuple[int, ...]] = {}
+        for name, spec in block.states.items():
+            states[name] = shape if block.elementwise else _times(spec.shape, len(stack))
 
         def make() -> Callable[[], object]:
             gradient = self._paper.new(shape, block.dtype)
@@ -265,10 +256,6 @@ class Costs:
         if len(stack) > 1 and self._task.blocks[stack[0]].elementwise:
             return (sum(prod(self.work[index].shape) for index in stack), 1, 1)
         return _times(tuple(self._task.blocks[stack[0]].shape), len(stack))
-
-    def gradient_bytes(self, stack: StackPlacement) -> int:
-        """Return the bytes of a stack's gradients."""
-        return stack.item * prod(self.shape(stack.members))
 
     def _once(
         self, code: str, key: Hashable, make: Callable[[], Callable[[], object]], products: str
@@ -290,7 +277,7 @@ class Costs:
             gathered += [self.statistics[self.work[index].name] for index in stacks[stack]]
 
         factors, matrices = _bytes_of_factors(placement, part)
-        gradients = sum(map(self.gradient_bytes, placement.placed_stacks))
+        gradients = sum(stack.gradient for stack in placement.stacked)
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
             statistics=self._with_host(sum(call.host for call in gathered), _seconds(gathered)),
@@ -310,7 +297,7 @@ class Costs:
 
 def _bytes_of_factors(placement: Placement, part: Part) -> tuple[int, int]:
     """Return the bytes of running factors, and of matrices to be solved."""
-    stacks = placement.placed_stacks
+    stacks = placement.stacked
     factors = matrices = 0
     for number, index in part.holds:
         stack = stacks[number]

@@ -17,17 +17,14 @@ def front(plan: Plan) -> Figure:
 
     drawn = Figure(figsize=(9, 4.5), layout="constrained")
     axes = drawn.subplots()
-    kinds = (
-        (True, "o", COLORS[0], "all ranks' statistics"),
-        (False, "^", COLORS[1], "fewer samples"),
-    )
+    kinds = ((True, "o", 0, "all ranks' statistics"), (False, "^", 1, "fewer samples"))
     for exact, marker, color, label in kinds:
         sizes, times = list[float](), list[float]()
         for row in plan.rows:
             if row.exact == exact:
                 sizes.append(row.memory["total"] / 1e9)
                 times.append(1e3 * row.timing.mean)
-        axes.plot(sizes, times, marker, color=color, alpha=0.6, label=label)
+        axes.plot(sizes, times, marker, color=COLORS[color], alpha=0.6, label=label)
     for number, row in enumerate(plan.front, 1):
         at = row.memory["total"] / 1e9, 1e3 * row.timing.mean
         axes.annotate(str(number), at, (4, 4), textcoords="offset points", fontsize=8)

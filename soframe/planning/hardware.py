@@ -145,13 +145,9 @@ class Hardware:
         return 0.0 if self.slots is None else min(ranks, self.node or ranks) / self.slots
 
     def product(self, flops: float, batch: int, dtype: str, operator: str = "product") -> float:
-        """Return the seconds of products or convolutions.
+        """Return the seconds of a batch of products or convolutions, of so many FLOPs each.
 
-        Args:
-            flops: The FLOPs of one of them.
-            batch: Their number.
-            dtype: The dtype by its name, or ``"tf32"``.
-            operator: ``"product"`` or ``"convolution"``.
+        Their dtype is one by its name, or ``"tf32"``.
         """
         # A batch takes as long as one product of its work, on processors within a third or so;
         # many times a small one, each with a launch, would be ten times too long.
@@ -188,13 +184,7 @@ class Hardware:
         )
 
     def collective(self, operation: str, size: float, group: Sequence[int]) -> float:
-        """Return the seconds of a collective.
-
-        Args:
-            operation: The collective, see `Collective`.
-            size: The bytes of the tensor that a rank gives or gets.
-            group: The ranks.
-        """
+        """Return the seconds of a `Collective` by its bytes, among some ranks."""
         ranks = len(group)
         if ranks < 2:
             return 0.0

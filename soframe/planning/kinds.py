@@ -17,8 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from soframe.layers.linear import TransposedLinearHelper
 from soframe.registry import KINDS
 
-Shape = tuple[int, int]
-"""Outputs and inputs of a linear layer."""
+Shape = tuple[int, int]  # outputs and inputs of a linear layer
 
 
 def kind_of(model: nn.Module) -> str:
@@ -43,11 +42,10 @@ def kind_of(model: nn.Module) -> str:
 
 def _kind_by_outputs(modules: Sequence[nn.Module]) -> str:
     """Return the kind of a dense net by its last linear layer."""
-    outputs = 0
-    for module in modules:
+    for module in reversed(modules):
         if isinstance(module, nn.Linear):
-            outputs = module.out_features
-    return "regression" if outputs == 1 else "dense"
+            return "regression" if module.out_features == 1 else "dense"
+    return "dense"
 
 
 def _is_mostly_frozen(model: nn.Module) -> bool:

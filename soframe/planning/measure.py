@@ -237,15 +237,15 @@ def factorisations(
     names = dict.fromkeys("float64" if name == "float64" else "float32" for name in dtypes)
     for operator, name, batch in itertools.product(factorise, names, batches):
         # The smallest side in any case, and others up to a quarter of a gigabyte.
-        fit = [side for side in sides if side == sides[0] or batch * side**2 <= 2**26]
+        fit = [sides[0]]
+        fit += [side for side in sides[1:] if batch * side**2 <= 2**26]
         call = partial(make, operator, getattr(torch, name), batch)
         series.append(Series(f"{operator}:{name}", fit, call, 2.5, batch))
     return series
 
 
 def _inverse(matrix: Tensor) -> Call:
-    if devices.fast_double(matrix.device):
-        matrix = matrix.double()
+    matrix = matrix.double() if devices.fast_double(matrix.device) else matrix
     lower = torch.linalg.cholesky(matrix)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     return lambda: half_inverse(lower, eye)
@@ -314,10 +314,7 @@ class _Point:
 
 
 def seconds(
-    series: Sequence[Series],
-    backend: Backend,
-    device: torch.device,
-    budget: float,
+    series: Sequence[Series], backend: Backend, device: torch.device, budget: float
 ) -> dict[Series, dict[int, float]]:
     """Return the seconds by size of each series, the same on every rank.
 
@@ -433,9 +430,7 @@ def _on_wire(backend: Backend, numbers: Sequence[float]) -> Tensor:
 
 def _over_ranks(points: Sequence[_Point], backend: Backend) -> dict[Series, dict[int, float]]:
     """Return the median of each point over samples and ranks, for collectives of the slowest."""
-    samples: list[float] = []
-    for point in points:
-        samples += point.seconds
+    samples = list(itertools.chain.from_iterable(point.seconds for point in points))
     gathered = backend.all_gather(_on_wire(backend, samples), PHASE)
     seconds = torch.stack(gathered).cpu()  # [ranks, samples]
     medians: dict[Series, dict[int, float]] = {}
@@ -449,10 +444,7 @@ def _over_ranks(points: Sequence[_Point], backend: Backend) -> dict[Series, dict
 
 
 def _profile(
-    device: torch.device,
-    backend: Backend,
-    samples: dict[Series, dict[int, float]],
-    python: _Host,
+    device: torch.device, backend: Backend, samples: dict[Series, dict[int, float]], python: _Host
 ) -> Hardware:
     by_key = {series.key: times for series, times in samples.items()}
     (launch,) = by_key["launch"].values()
@@ -569,7 +561,9 @@ def _hooks(name: str, device: torch.device, budget: float) -> tuple[float, float
 
         def run(preconditioner: Preconditioner | None, spent: list[float]) -> None:
             end = time.perf_counter() + budget / 2
-            while len(spent) < LEAST or (len(spent) < MOST and time.perf_counter() < end):
+            for number in range(MOST):
+                if number >= LEAST and time.perf_counter() >= end:
+                    break
                 model.zero_grad()
                 start = clock()
                 model(inputs).square().mean().backward()

@@ -13,7 +13,8 @@ from soframe.comm.packing import BLOCK
 from soframe.planning.costs import Costs, Part
 from soframe.planning.pricing import Priced
 from soframe.specs import numel
-from soframe.strategies.placement import Placement, StackPlacement
+from soframe.strategies.placement import Placement
+from soframe.strategies.work import Stacked
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ def transients(
 ) -> Transients:
     """Return the transient bytes of a rank with some part; ``background`` of its solves."""
     copied = 0
-    for stack in placement.placed_stacks:
+    for stack in placement.stacked:
         # The gradient of a single parameter is read in place.
         if not len(stack.members) == stack.work.parameters == 1:
-            copied += costs.gradient_bytes(stack)
-    sums = _sums(placement.placed_stacks, part)
+            copied += stack.gradient
+    sums = _sums(placement.stacked, part)
     updating = sums.triangles + copied + _updating(costs, placement, part)
     solving = sums.deferred + copied + _solving(costs, placement, part, rank)
     # The first solve is done in its step, later ones perhaps beside windows and updates.
@@ -57,7 +58,7 @@ def transients(
     return Transients(window, max(updating, solving), updating)
 
 
-def _sums(stacks: Sequence[StackPlacement], part: Part) -> _Sums:
+def _sums(stacks: Sequence[Stacked], part: Part) -> _Sums:
     """Return the bytes of a part's sums, and of the triangles in which they are reduced."""
     matrices = triangles = deferred = corner = 0
     factors = set(part.holds)  # pairs of a stack's number and an index
@@ -70,9 +71,11 @@ def _sums(stacks: Sequence[StackPlacement], part: Part) -> _Sums:
     for number, index in factors:
         stack = stacks[number]
         triangle = stack.triangle(index, len(stack.members))
-        if stack.place.deferred and number in part.gathers:
+        if stack.place.deferred:
+            if number not in part.gathers:
+                continue
             deferred = max(deferred, triangle)
-        elif len(stack.place.reductions[index].group) > 1 and not stack.place.deferred:
+        elif len(stack.place.reductions[index].group) > 1:
             triangles += triangle
         else:
             continue
@@ -80,7 +83,7 @@ def _sums(stacks: Sequence[StackPlacement], part: Part) -> _Sums:
     return _Sums(matrices + triangles + deferred + corner, triangles, deferred)
 
 
-def _corner(stack: StackPlacement, index: int) -> int:
+def _corner(stack: Stacked, index: int) -> int:
     """Return the bytes of a matrix's masked corner, which a triangle needs."""
     spec = stack.work.factors[index]
     if spec.kind != "psd":
@@ -91,20 +94,19 @@ def _corner(stack: StackPlacement, index: int) -> int:
 
 def _updating(costs: Costs, placement: Placement, part: Part) -> int:
     """Return the bytes of updates and new states, or of statistics, beside gradients."""
-    stacks = placement.placed_stacks
+    stacks = placement.stacked
     updates = [costs.direct(stacks[number].members) for number in part.directs]
     results = sum(update.results for update in updates)
     exchanged = opened = 0
     for stack in stacks:
         if len(stack.place.gradient_workers) == placement.world_size:
             continue
-        gradient = costs.gradient_bytes(stack)
         if stack.work.parcel:
             parcel = numel(stack.work.parcel, packed=True)
             exchanged += stack.item * len(stack.members) * parcel
-            opened += gradient
+            opened += stack.gradient
         else:
-            exchanged += gradient
+            exchanged += stack.gradient
     # Updates and new states; then updates on the way, and those that arrive.
     computing = max(_peak(updates), results + 2 * exchanged + opened)
     observing = _observing(costs, placement, part)
@@ -118,7 +120,7 @@ def _observing(costs: Costs, placement: Placement, part: Part) -> int:
     """Return the bytes of statistics of gradients."""
     observing = 0
     for number in part.directs:
-        stack = placement.placed_stacks[number]
+        stack = placement.stacked[number]
         size = costs.observe(stack.members).peak
         for owner, index in part.makes:
             if owner == number and stack.place.packed:
@@ -129,7 +131,7 @@ def _observing(costs: Costs, placement: Placement, part: Part) -> int:
 
 def _solving(costs: Costs, placement: Placement, part: Part, rank: int) -> int:
     """Return the bytes of solves and of the data that arrive, beside gradients."""
-    stacks = placement.placed_stacks
+    stacks = placement.stacked
     solve, unpacked = costs.solve_part(placement, part), 0
     for number, index, blocks in part.solves:
         if stacks[number].unpacks(index):
@@ -152,11 +154,11 @@ def _solving(costs: Costs, placement: Placement, part: Part, rank: int) -> int:
     installing = solve.results + sum(arrived) + max(triangles, joined + states)
     updates = 0
     if any(stack.work.after for stack in stacks):
-        updates = sum(map(costs.gradient_bytes, stacks))
+        updates = sum(stack.gradient for stack in stacks)
     return updates + max(unpacked + solve.peak + triangles, installing)
 
 
-def _received(placement: Placement, stack: StackPlacement, rank: int) -> tuple[int, int]:
+def _received(placement: Placement, stack: Stacked, rank: int) -> tuple[int, int]:
     """Return the bytes of a stack's data that reach a rank over the network, and as triangles."""
     arrived = triangles = 0
     for member in stack.members:
@@ -172,7 +174,7 @@ def _background(costs: Costs, placement: Placement, part: Part) -> int:
     """Return the bytes of solves in the background: copies, results, and of one that runs."""
     copies, results, running = 0, 0, 0
     for number, index, blocks in part.solves:
-        stack = placement.placed_stacks[number]
+        stack = placement.stacked[number]
         solve = costs.solve([(stack.members, index, blocks)])
         results += solve.results
         working = solve.peak - solve.results

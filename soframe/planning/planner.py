@@ -33,8 +33,12 @@ from soframe.strategies.plan import LocalPlan, Message, Step
 from soframe.strategies.sharded import OwnerLocal, Sharded
 from soframe.text import format_bytes, format_table
 
-CLOSE = 1.05
-"""The ratio of times below which two options count as equally fast."""
+CLOSE = 1.05  # the ratio of times below which two options count as equally fast
+BACKGROUND = 9  # the steps in the background that `varied` tries, if solves are not more frequent
+# The most parts of ranks whose messages are priced: the largest loads, and the most common.
+MOST_PRICED = 8
+# The intervals of statistics and of solves that `varied` tries.
+INTERVALS = ((1, 1), (1, 10), (10, 10), (10, 50), (10, 100), (50, 500))
 
 HEADER = ("  option", "ms", "longest", "exposed", "MB", "held", "MB sent", "imbalance", "samples")
 
@@ -42,15 +46,6 @@ LEGEND = """\
 * no other, of as many samples, is both faster and smaller. ms of a step with the passes; exposed:
 only the network works. MB of the fullest rank, at the peak of a step and held between steps;
 imbalance: the longest solve of a rank over the mean."""
-
-MOST_PRICED = 8
-"""The most parts of ranks whose messages are priced: the largest loads, and the most common."""
-
-BACKGROUND = 9
-"""The steps in the background that `varied` tries, if solves are not more frequent."""
-
-INTERVALS = ((1, 1), (1, 10), (10, 10), (10, 50), (10, 100), (50, 500))
-"""The intervals of statistics and of solves that `varied` tries."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +282,7 @@ class Plan:
                 f"it is the strategy of soframe.recommend; the fastest{among}, {fastest.option}, "
                 f"takes {ratio:.2f} of its time"
             )
-        next_row = min(other_rows, key=lambda row: row.timing.mean)
+        next_row = other_rows[0]
         ratio = next_row.timing.mean / chosen.timing.mean
         if ratio < 1:  # a faster row was passed over, since its statistics are of fewer samples
             return (
@@ -491,27 +486,18 @@ class Vary(StrEnum):
     DTYPE = "dtype"
 
 
-Words = tuple[tuple[str, str], ...]
-"""Arguments of a task, as in `Option.settings`."""
+Words = tuple[tuple[str, str], ...]  # arguments of a task, as in `Option.settings`
 
 
 def variants(
     settings: Collection[Vary], solver: str | None = None
 ) -> list[tuple[dict[str, Any], Words]]:
-    """Return the arguments of tasks that differ in the solver and in the dtype of factors.
-
-    Args:
-        settings: Which of the two vary.
-        solver: The solver where it does not vary; None for the default.
-
-    Returns:
-        The arguments, and the same in words. Inverses of factors in bfloat16 are left out: rounded
-        factors have negative eigenvalues, with which Cholesky factorisations fail.
-    """
+    """Return the arguments, also in words, of tasks that differ in solver and dtype of factors."""
     solvers = ["inverse", "eigen"] if Vary.SOLVER in settings else [solver]
     dtypes = [torch.float32, torch.bfloat16] if Vary.DTYPE in settings else [None]
     tasks = []
     for name, dtype in itertools.product(solvers, dtypes):
+        # Rounded factors have negative eigenvalues, with which Cholesky factorisations fail.
         if (name, dtype) == ("inverse", torch.bfloat16):
             continue
         arguments, words = dict[str, Any](), list[tuple[str, str]]()
@@ -527,11 +513,7 @@ def variants(
 
 
 def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option]:
-    """Return options with all combinations of some settings.
-
-    Options without a background and without a stagger stay beside those with; their intervals are
-    replaced.
-    """
+    """Return options with all combinations of some settings, beside the options without them."""
     variations = list(options)
     if Vary.BACKGROUND in settings:
         for option in options:
@@ -640,7 +622,7 @@ def _messages(
     """Return the collectives of a rank in a step of some kind, by phase."""
     if placement.world_size == 1:
         return []
-    step = Step(
+    return Step(
         placement.pairs,
         placement.stacks,
         rank,
@@ -648,8 +630,7 @@ def _messages(
         solve=kind == "solve",
         local=local,
         fused=fused,
-    )
-    return step.phases()
+    ).phases()
 
 
 def _traffic(
@@ -671,11 +652,7 @@ def _traffic(
 
 
 def _memory(
-    costs: Costs,
-    placement: Placement,
-    ranks_of: Mapping[Part, Sequence[int]],
-    *,
-    background: bool,
+    costs: Costs, placement: Placement, ranks_of: Mapping[Part, Sequence[int]], *, background: bool
 ) -> dict[str, int]:
     """Return the bytes by category of the rank with most."""
     of_parts: list[dict[str, int]] = []
@@ -690,7 +667,7 @@ def _memory(
 
 def _exact(placement: Placement) -> bool:
     """Return whether all ranks contribute to the statistics of each factor."""
-    for stack in placement.placed_stacks:
+    for stack in placement.stacked:
         for index, factor in enumerate(stack.work.factors):
             if factor.captured and stack.place.contributing(index) != stack.place.everyone:
                 return False
@@ -705,9 +682,10 @@ def _strategy_as_code(strategy: Strategy) -> str:
         value = getattr(strategy, name)
         if value != option.default:
             changed.append(f"{name}={value!r}")
-    for name, registered in available("strategy").items():
-        if registered is kind and not changed:
-            return repr(name)
+    if not changed:
+        for name, registered in available("strategy").items():
+            if registered is kind:
+                return repr(name)
     return f"soframe.strategies.{kind.__name__}({', '.join(changed)})"
 
 

@@ -54,9 +54,7 @@ class Recommendation:
 
     def __str__(self) -> str:
         held = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in self.memory.items())
-        rates = "none measured"
-        if self.lrs is not None:
-            rates = "{:g} to {:g}".format(*self.lrs)
+        rates = "none measured" if self.lrs is None else "{:g} to {:g}".format(*self.lrs)
         lines = {
             "model": self.kind,
             "learning rates": rates,
@@ -228,9 +226,11 @@ def recommend(model: nn.Module, *, ranks: int = 1, kind: str | None = None) -> R
 def _advice(model: nn.Module, kind: str | None) -> Recommendation:
     """Return the entry for a model of some kind; None to recognise it."""
     kinds = {advice.kind: advice for advice in ADVICE}
-    if kind is not None and kind not in kinds:
+    if kind is None:
+        kind = kind_of(model)
+    if kind not in kinds:
         raise ValueError(f"there is no kind {kind!r} of model: choose one of {', '.join(kinds)}")
-    advice = kinds[kind or kind_of(model)]
+    advice = kinds[kind]
     if advice.kind in OF_LAYERS and _covered(model) < 0.5:
         return kinds["other"]
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())

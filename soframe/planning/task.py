@@ -219,7 +219,6 @@ def _tensors_of(model: nn.Module, new: Callable[[Tensor], Tensor]) -> dict[str, 
 
 
 def _sum(output: Any) -> Tensor:
-    """Return the sum of all outputs that have gradients."""
     sums: list[Tensor] = []
     for tensor in tensors_in(output):
         if tensor.is_floating_point() and tensor.requires_grad:

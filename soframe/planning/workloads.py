@@ -51,9 +51,8 @@ class Residual(nn.Module):
             into = out
         self.convolutions = nn.ModuleList(convolutions)
         stride = max(stride for _, _, stride in layers)
-        self.shortcut: nn.Module = nn.Identity()
-        if into != channels or stride > 1:
-            self.shortcut = convolution(channels, into, 1, stride)
+        plain = into == channels and stride == 1
+        self.shortcut = nn.Identity() if plain else convolution(channels, into, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations, ``[batch, out, height, width]``."""
@@ -75,11 +74,8 @@ def resnet(counts: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Sequential:
     """Return a ResNet for images of 224 x 224 (He et al., 2016), by bottlenecks of each width."""
     layers = [convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     channels = 64
-    for width, count in zip((64, 128, 256, 512), counts, strict=True):
-        for index in range(count):
-            stride = 1
-            if index == 0 and width > 64:
-                stride = 2
+    for width, first, count in zip((64, 128, 256, 512), (1, 2, 2, 2), counts, strict=True):
+        for stride in [first] + [1] * (count - 1):
             sizes = [(width, 1, 1), (width, 3, stride), (4 * width, 1, 1)]
             layers.append(Residual(channels, sizes))
             channels = 4 * width
@@ -101,9 +97,7 @@ class Layer(nn.Module):
         super().__init__()
         self.size, self.causal = width // heads, causal
         self.norm_attention = nn.LayerNorm(width)
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width)
         self.norm_mlp = nn.LayerNorm(width)
         self.widen = nn.Linear(width, 4 * width)
@@ -119,9 +113,7 @@ class Layer(nn.Module):
         return normed
 
     def _attend(self, x: Tensor) -> Tensor:
-        q = heads(self.query(x), self.size)
-        k = heads(self.key(x), self.size)
-        v = heads(self.value(x), self.size)
+        q, k, v = (heads(part(x), self.size) for part in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
@@ -199,8 +191,7 @@ class Gated(nn.Module):
         self.key = nn.Linear(width, shared * self.size, bias=False)
         self.value = nn.Linear(width, shared * self.size, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -228,7 +228,9 @@ def silent(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let preconditioners of these modules take no statistics meanwhile."""
     with ExitStack() as paused:
         for module in modules:
-            capture = _hooked[module]() if module in _hooked else None
+            if module not in _hooked:
+                continue
+            capture = _hooked[module]()
             if capture is not None and capture.enabled:
                 paused.enter_context(capture.paused())
         yield
@@ -268,7 +270,7 @@ def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
 def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
     """Raise ValueError if gradients of sharded parameters are declared to be each rank's own."""
     for block in blocks:
-        if block.shards and gradients == "local":
+        if gradients == "local" and block.shards:
             raise ValueError(
                 f"{block.name} is sharded over ranks, and gradients='local' is for those that are "
                 f"each rank's own: the framework averages them (and those of a tensor-parallel "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,9 +79,7 @@ def choose_damping(choice: DampingChoice) -> DampingPolicy:
 
 def methods(choice: Choice) -> list[Method]:
     """Return the methods of a choice."""
-    choices: Iterable[object] = (choice,)
-    if isinstance(choice, Mapping):
-        choices = choice.values()
+    choices = choice.values() if isinstance(choice, Mapping) else (choice,)
     return [KINDS["method"].build(component, Method) for component in choices]
 
 
@@ -119,8 +117,7 @@ def check_cut(cut: object) -> None:
             f"{{'c_attn': 3}}, or to their sizes, not {cut!r}"
         )
     for pattern, parts in cut.items():
-        numbers = parts if isinstance(parts, list | tuple) else (parts,)
-        for number in numbers:
+        for number in parts if isinstance(parts, list | tuple) else (parts,):
             require_integer(f"cut[{pattern!r}]", number, 1)
 
 
