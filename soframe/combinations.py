@@ -1,13 +1,11 @@
-"""Refused combinations of methods, solvers and strategies, as one table.
+"""Refused combinations of methods, solvers and strategies, as conditions of one function.
 
-Each row has a predicate and a message, and applies once blocks are placed; a setting that no block
-reads is refused last.
+They are checked once blocks are placed; a setting that no block reads is refused last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from soframe.blocks.block import Block
@@ -19,84 +17,54 @@ from soframe.strategies.work import BlockPlacement
 # -- blocks and their places -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A block with its place, and the settings for predicates of rows."""
-
-    block: Block
-    place: BlockPlacement
-    strategy: str
-    solve_every: int  # the interval of solves; 0 for a callable
-
-
-def _dropped(of: Placed) -> object:
-    if of.solve_every != 1:
-        return None
-    for factor in of.block.captured:
-        if factor.needs:
-            needs = " and ".join(factor.needs)
-            return f"{factor.name} of {of.block.method!r}: it is gathered with the data of {needs}"
-    return None
-
-
-def _lacking(of: Placed) -> object:
-    if not of.block.follows:
-        return None
-    for index, factor, _ in of.block.solved_factors:
-        ranks = [w for w in of.place.gradient_workers if not of.place.holds(w, index)]
-        if ranks:
-            factors = f"its factor {factor.name}"
-            return f"rank(s) {ranks} precondition the block, and do not hold {factors}"
-    return None
-
-
-_FOLLOW = (
-    "{block.name}: the data of {block.solver!r} follow the factors between solves, which they "
-    "cannot do under the strategy {strategy!r}, since "
-)
-
-BLOCKS: tuple[tuple[Callable[[Placed], object], str], ...] = (
-    (
-        _dropped,
-        (
-            "{block.name}: solve_every=1 never uses the factor {found}, and every solve drops it "
-            "before the update is made; pass a larger solve_every, such as 10, or a method without "
-            "it, such as method='kfac'"
-        ),
-    ),
-    (
-        lambda of: of.block.follows and of.place.deferred,
-        _FOLLOW + "the strategy reduces statistics at the solves only: pass one that reduces them "
-        "at once (deferred=False); or a solver that does not follow",
-    ),
-    (
-        _lacking,
-        _FOLLOW + "{found}: pass a strategy that holds factors where gradients are preconditioned, "
-        "such as Sharded(colocate=True) or 'mem-opt'; or a solver that does not follow",
-    ),
-    (
-        # An accumulator decays all groups alike, also groups without rows.
-        lambda of: of.block.unequal and of.place.deferred,
-        (
-            "{block.name}: its groups have rows of their own, and averages over these cannot be "
-            "deferred to the solves, as the strategy {strategy!r} does: pass one that reduces "
-            "statistics at once (deferred=False), or skip the module"
-        ),
-    ),
-)
-"""A message contains the result of its predicate as ``{found}``."""
-
-
 def refused(blocks: Sequence[Block], placement: Placement, *, solve_every: Interval) -> str | None:
-    """Return the message of the first row of `BLOCKS` that applies to a block, or None."""
-    every = 0 if callable(solve_every) else int(solve_every)
-    for first, *_ in placement.kinds:
-        block, place = blocks[first], placement.blocks[first]
-        of = Placed(block, place, placement.strategy, every)
-        for find, message in BLOCKS:
-            if value := find(of):
-                return message.format(block=block, strategy=placement.strategy, found=value)
+    """Return the first reason why a block does not go with its place, or None."""
+    for kind in placement.kinds:
+        block, place = blocks[kind[0]], placement.blocks[kind[0]]
+        for reason in _reasons(block, place, placement.strategy, solve_every):
+            return reason
     return None
+
+
+def _reasons(
+    block: Block, place: BlockPlacement, strategy: str, solve_every: Interval
+) -> Iterator[str]:
+    """Yield the reasons why a block does not go with its place and the interval of solves."""
+    for factor in block.captured:
+        if factor.needs and solve_every == 1:
+            needs = " and ".join(factor.needs)
+            yield (
+                f"{block.name}: solve_every=1 never uses the factor {factor.name} of "
+                f"{block.method!r}: it is gathered with the data of {needs}, and every solve drops "
+                f"it before the update is made; pass a larger solve_every, such as 10, or a method "
+                f"without it, such as method='kfac'"
+            )
+    if block.follows:
+        follow = (
+            f"{block.name}: the data of {block.solver!r} follow the factors between solves, which "
+            f"they cannot do under the strategy {strategy!r}, since "
+        )
+        if place.deferred:
+            yield (
+                f"{follow}the strategy reduces statistics at the solves only: pass one that "
+                f"reduces them at once (deferred=False); or a solver that does not follow"
+            )
+        for index, factor, _ in block.solved_factors:
+            lacking = sorted(set(place.gradient_workers).difference(place.holding(index)))
+            if lacking:
+                yield (
+                    f"{follow}rank(s) {lacking} precondition the block, and do not hold its factor "
+                    f"{factor.name}: pass a strategy that holds factors where gradients are "
+                    f"preconditioned, such as Sharded(colocate=True) or 'mem-opt'; or a solver "
+                    f"that does not follow"
+                )
+    # An accumulator decays all groups alike, also groups without rows.
+    if block.unequal and place.deferred:
+        yield (
+            f"{block.name}: its groups have rows of their own, and averages over these cannot be "
+            f"deferred to the solves, as the strategy {strategy!r} does: pass one that reduces "
+            f"statistics at once (deferred=False), or skip the module"
+        )
 
 
 # -- settings that no block reads --------------------------------------------------------------
@@ -104,10 +72,17 @@ def refused(blocks: Sequence[Block], placement: Placement, *, solve_every: Inter
 
 def _reads_solver(block: Block) -> bool:
     """Whether a factor is solved by the user's solver, or by one of its class."""
-    # A method may put another solver around the user's.
-    solvers = [solver for _, _, solver in block.solved_factors]
-    solvers += [solver.solver for solver in solvers if isinstance(solver, Around)]
-    return any(type(solver) is type(block.solver) for solver in solvers)
+    for _, _, solver in block.solved_factors:
+        if type(solver) is type(block.solver):
+            return True
+        # A method may put another solver around the user's.
+        if isinstance(solver, Around) and type(solver.solver) is type(block.solver):
+            return True
+    return False
+
+
+def _reads_outputs(block: Block) -> bool:
+    return any(factor.reads in {"outputs", "both"} for factor in block.captured)
 
 
 READ_BY: Mapping[str, Callable[[Block], bool]] = {
@@ -118,7 +93,7 @@ READ_BY: Mapping[str, Callable[[Block], bool]] = {
     "norm_clip": lambda block: block.method.clipped,
     "scaling": lambda block: bool(block.captured),
     "rows": lambda block: bool(block.captured),
-    "fisher": lambda block: any(f.reads in {"outputs", "both"} for f in block.captured),
+    "fisher": _reads_outputs,
 }
 """Which blocks read a setting, of those that some methods do not read."""
 
@@ -137,7 +112,10 @@ def require_read(
     readers = total([float(sum(map(reads, blocks))) for reads in read_by.values()])
     unread: list[str] = []
     for name, count in zip(read_by, readers, strict=True):
-        if count == 0 and _chosen(settings.get(name), defaults[name]):
+        value, default = settings.get(name), defaults[name]
+        if value is None or count > 0:
+            continue
+        if (type(value), value) != (type(default), default):
             unread.append(name)
     if unread:
         they = "it" if len(unread) == 1 else "them"
@@ -146,7 +124,3 @@ def require_read(
             f"{values} would change nothing: no method of this model reads {they}. Leave {they} "
             f"out, or choose a method that does, such as 'kfac'"
         )
-
-
-def _chosen(value: object, default: object) -> bool:
-    return value is not None and (type(value), value) != (type(default), default)

@@ -45,8 +45,8 @@ class Registry:
     def register(self, key: Any, *, override: bool = False) -> Callable[[C], C]:
         """Return a class decorator that adds the class under ``key``."""
         # A type's package need not be installed if its qualified name is the key.
-        qualified = self.key_type is type and isinstance(key, str) and "." in key
-        if not (qualified or isinstance(key, self.key_type)):
+        is_qualified = self.key_type is type and isinstance(key, str) and "." in key
+        if not is_qualified and not isinstance(key, self.key_type):
             raise TypeError(
                 f"a {self.kind} is registered under a {self.key_type.__name__}, not {key!r}"
             )
@@ -131,7 +131,9 @@ class Registry:
     def lookup(self, module_type: type, *, optional: bool = False) -> type | None:
         """Return the class of the nearest registered type along a module type's MRO, or None."""
         self.discover()
-        known = {**self._optional, **self._components} if optional else self._components
+        known = self._components
+        if optional:
+            known = self._optional | known
         for base in module_type.__mro__:
             for key in (base, f"{base.__module__}.{base.__qualname__}"):
                 if key in known:
@@ -142,7 +144,7 @@ class Registry:
         """Return whether a module type is itself a key, optional ones included."""
         name = f"{module_type.__module__}.{module_type.__qualname__}"
         keys = self._optional.keys() | self._components.keys()
-        return module_type in keys or name in keys
+        return not keys.isdisjoint((module_type, name))
 
     def build(self, choice: Any, base: type) -> Any:
         """Return an instance of ``base`` from a registered name, a class or an instance."""
@@ -245,8 +247,10 @@ def describe(component: object) -> str:
     text = re.sub(r" at 0x[0-9a-fA-F]+", "", text)
     if type(component).__repr__ is not object.__repr__:
         return text
-    options = getattr(component, "__dict__", {}).items()
-    shown = [f"{k}={v!r}" for k, v in options if not k.startswith("_") and _is_plain(v)]
+    shown: list[str] = []
+    for name, value in getattr(component, "__dict__", {}).items():
+        if _is_plain(value) and not name.startswith("_"):
+            shown.append(f"{name}={value!r}")
     return f"{text}({', '.join(shown)})" if shown else text
 
 
@@ -260,6 +264,6 @@ def first_match(patterns: Iterable[str], *names: str) -> str | None:
     """Return the first pattern that ``re.search`` finds in one of the names, or None."""
     for pattern in patterns:
         for name in names:
-            if not pattern or re.search(pattern, name):
+            if re.search(pattern, name):
                 return pattern
     return None

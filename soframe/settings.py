@@ -157,8 +157,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     alone = {name: value for name, value in settings.items() if name not in GROUPS}
     for name in GROUPS:
         group = group_of(name, settings)
-        names = [field.name for field in dataclasses.fields(group)]
-        alone.update({name: getattr(group, name) for name in names})
+        alone.update(vars(group))
     return alone
 
 
@@ -172,11 +171,14 @@ def grouped(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of a constructor from settings by their own names, as in a command line."""
     arguments = dict(settings)
     for name, kind in GROUPS.items():
-        fields = {field.name for field in dataclasses.fields(kind)} & set(settings)
+        group: dict[str, Any] = {}
+        for entry in dataclasses.fields(kind):
+            if entry.name in arguments:
+                group[entry.name] = arguments.pop(entry.name)
         # A group that is given whole stays as it is.
-        if not fields:
+        if not group:
             continue
         if settings.get(name) is not None:
-            raise TypeError(f"{', '.join(sorted(fields))} stands beside {name}=, and is part of it")
-        arguments[name] = kind(**{field: arguments.pop(field) for field in fields})
+            raise TypeError(f"{', '.join(sorted(group))} stands beside {name}=, and is part of it")
+        arguments[name] = kind(**group)
     return arguments

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from math import prod
@@ -118,13 +119,11 @@ class FactorSpec:
     start: float | None = None
 
     def __post_init__(self) -> None:
-        by_side: dict[str, Reads] = {"right": "inputs", "left": "outputs", "both": "both"}
+        by_side = {"right": "inputs", "left": "outputs", "both": "both"}
         reads = getattr(self, "reads", None) or by_side[self.side]
-        defaults = {
-            "reads": reads,
-            "degree": 0 if reads == "inputs" else 2,
-            "mean_over": "rows" if reads == "outputs" else "samples",
-        }
+        by_reads = {"inputs": (0, "samples"), "outputs": (2, "rows")}
+        degree, mean_over = by_reads.get(reads, (2, "samples"))
+        defaults = {"reads": reads, "degree": degree, "mean_over": mean_over}
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -143,8 +142,9 @@ class FactorSpec:
 
     def up_to(self, max_size: float) -> FactorSpec:
         """Return this factor, or its diagonal alone if it is a matrix of more rows."""
-        long = self.kind == "psd" and self.size > max_size
-        return replace(self, kind="diagonal") if long else self
+        if self.kind == "psd" and self.size > max_size:
+            return replace(self, kind="diagonal")
+        return self
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -224,6 +224,13 @@ class TensorSpec:
         return prod(leading) * size * (size + 1) // 2
 
 
+def numel(specs: Iterable[TensorSpec], *, packed: bool = False) -> int:
+    """Return the number of elements of tensors, or of those that are sent."""
+    if packed:
+        return sum(spec.packed_numel for spec in specs)
+    return sum(prod(spec.shape) for spec in specs)
+
+
 @dataclass(frozen=True)
 class Cut:
     """The indices along a dimension that each rank holds, from a first to before a last one."""
@@ -287,10 +294,11 @@ class Shards:
 
     def senders(self, rank: int, workers: Sequence[int], back: Sequence[int] = ()) -> list[int]:
         """Return the ranks that a rank receives from; for the arguments see `receivers`."""
-        if back:
-            arrives = back[rank] != rank and self.numel(rank) > 0
-            return [back[rank]] if arrives else []
-        return self.sources(rank) if rank in workers else []
+        if not back:
+            return self.sources(rank) if rank in workers else []
+        if back[rank] == rank or not self.numel(rank):
+            return []
+        return [back[rank]]
 
     def travels(self, workers: Sequence[int], back: Sequence[int] = ()) -> bool:
         """Return whether any rank sends anything; for the arguments see `receivers`."""
@@ -334,4 +342,5 @@ class Shards:
     def none(cls, shape: tuple[int, ...], ranks: int, dtype: str) -> Shards:
         """Return the shards of a tensor that each of several ranks holds whole."""
         size = shape[0] if shape else 1
-        return cls(shape, 0, tuple((0, size) for _ in range(ranks)), tuple(range(ranks)), dtype)
+        ranges = tuple(itertools.repeat((0, size), ranks))
+        return cls(shape, 0, ranges, tuple(range(ranks)), dtype)

@@ -11,10 +11,12 @@ T = TypeVar("T")
 
 def format_bytes(number: int) -> str:
     """Return a number of bytes with a unit, such as ``"5.4 GB"``."""
-    value, units = float(number), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 999.5 and len(units) > 1:  # three digits would round up to 1000
-        value, units = value / 1000, units[1:]
-    return f"{value:.3g} {units[0]}"
+    value = float(number)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5:  # three digits would round up to 1000
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
 
 
 def alike(
@@ -24,32 +26,31 @@ def alike(
     groups: dict[tuple[str, Hashable], list[T]] = {}
     for item in items:
         groups.setdefault((re.sub(r"\d+", "*", name(item)), key(item)), []).append(item)
-    named = []
-    for pattern, members in groups.items():
-        label = name(members[0]) if len(members) == 1 else f"{pattern[0]} ({len(members)})"
+    named: list[tuple[str, list[T]]] = []
+    for (pattern, _), members in groups.items():
+        label = name(members[0])
+        if len(members) > 1:
+            label = f"{pattern} ({len(members)})"
         named.append((label, members))
     return named
 
 
 def parse_bytes(text: int | str) -> int:
     """Return a number of bytes, such as ``"2GiB"``, ``"500 MB"`` or a plain number."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kKMGT]?)(i?)B?\s*", str(text))
-    number = 0.0
-    if match is not None and match[1].count(".") < 2:
-        number = float(match[1])
-    if match is None or number <= 0:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kKMGT]?)(i?)B?\s*", str(text))
+    if match is None or float(match[1]) == 0:
         raise ValueError(f"{text!r} is no number of bytes, such as 2000000000, '2GB' or '1.5GiB'")
     base = 1024 if match[3] else 1000
-    return int(number * base ** " KMGT".index(match[2].upper() or " "))
+    return int(float(match[1]) * base ** ["", "K", "M", "G", "T"].index(match[2].upper()))
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return left-aligned columns under a header and a rule, without a final newline."""
     table = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
+    table.insert(1, ["".ljust(width, "-") for width in widths])
+    lines: list[str] = []
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("".ljust(width, "-") for width in widths))
     return "\n".join(lines)

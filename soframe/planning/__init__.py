@@ -16,17 +16,10 @@ from soframe.planning.auto import Auto
 
 # Type checkers see plain imports; at run time these modules load on first access.
 if TYPE_CHECKING:
-    from soframe.planning.hardware import Collective as Collective
-    from soframe.planning.hardware import Curve as Curve
-    from soframe.planning.hardware import Hardware as Hardware
-    from soframe.planning.hardware import Link as Link
-    from soframe.planning.planner import Option as Option
-    from soframe.planning.planner import Plan as Plan
-    from soframe.planning.planner import Row as Row
-    from soframe.planning.planner import plan as plan
-    from soframe.planning.planner import usual as usual
-    from soframe.planning.schedule import Timing as Timing
-    from soframe.planning.task import Task as Task
+    from soframe.planning.hardware import Collective, Curve, Hardware, Link
+    from soframe.planning.planner import Option, Plan, Row, plan, usual
+    from soframe.planning.schedule import Timing
+    from soframe.planning.task import Task
 else:
     _MODULES = {
         "hardware": ("Collective", "Curve", "Hardware", "Link"),

@@ -53,8 +53,10 @@ class Auto(Strategy):
     budget: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.memory_limit is not None:
-            parse_bytes(self.memory_limit)
+        self._limit()  # an error, if it is none
+
+    def _limit(self) -> int | None:
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
         """Place as ``"comm-opt"``, for the comparison of ranks before they measure."""
@@ -67,8 +69,10 @@ class Auto(Strategy):
             ValueError: If no strategy fits into the limit, or ranks are simulated and there is no
                 profile.
         """
-        # On one rank all strategies are alike; a stage of a pipeline may have no block.
-        if not now.blocks or (now.ranks == 1 and self.memory_limit is None):
+        if not now.blocks:  # of a stage of a pipeline
+            return CommOpt()
+        # On one rank all strategies are alike.
+        if now.ranks == 1 and self.memory_limit is None:
             return CommOpt()
         # Imported here: a run with a named strategy needs neither.
         from soframe.planning.planner import Option, plan, usual
@@ -88,7 +92,7 @@ class Auto(Strategy):
             ranks=now.ranks,
             # Activations are unknown here, so the limit alone counts.
             hardware=replace(self._hardware(now), memory=None),
-            memory_limit=None if self.memory_limit is None else parse_bytes(self.memory_limit),
+            memory_limit=self._limit(),
             options=options,
             refused=now.refused,
         )
@@ -99,7 +103,7 @@ class Auto(Strategy):
 
     def _hardware(self, now: Circumstances) -> Hardware:
         from soframe.planning.hardware import Hardware
-        from soframe.planning.measure import measure
+        from soframe.planning.measure import SIDES, measure
 
         if self.hardware is not None:
             return Hardware.load(self.hardware)
@@ -114,7 +118,7 @@ class Auto(Strategy):
         return measure(
             now.blocks[0].device,
             backend=now.backend,
-            sides=sorted(sides) or None,
+            sides=sorted(sides) or SIDES,
             dtypes=sorted({work.dtype for work in now.work}),
             budget=self.budget,
         )
@@ -122,10 +126,10 @@ class Auto(Strategy):
 
 def _prices(planned: Plan) -> str:
     """Return the time and the memory of the choice and of the runners-up."""
-    chosen = planned.chosen
-    runners_up = [row for row in planned.fitting if row != chosen][:RUNNERS_UP]
-    prices = []
-    for row in (chosen, *runners_up):
+    rows = [planned.chosen]
+    rows += [row for row in planned.fitting if row != planned.chosen][:RUNNERS_UP]
+    prices: list[str] = []
+    for row in rows:
         size = format_bytes(row.memory["total"])
         prices.append(f"{row.option} {1e3 * row.timing.mean:.3g} ms, {size}")
     return "; ".join(prices)

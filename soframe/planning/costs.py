@@ -28,7 +28,7 @@ from soframe.planning.task import Task
 from soframe.solvers.base import Problem, solve_stacks
 from soframe.specs import VALUE
 from soframe.strategies.placement import Placement
-from soframe.strategies.work import ITEM_BYTES
+from soframe.strategies.work import Stacked
 
 DAMPING, UPDATES = 1e-3, 10  # of every block on paper
 REMEDY = "make it run on the meta device, or name a strategy and do without a plan"
@@ -49,17 +49,17 @@ class Part:
 class Arithmetic:
     """Seconds of a rank by phase."""
 
-    statistics: float  # moments of calls, in the backward pass
-    average: float  # running averages of a statistics step
-    observe: float  # statistics of the averaged gradients
-    solve: float  # solves of factors
-    direct: float  # updates
-    write: float  # reading gradients into stacks and writing updates
+    statistics: float = 0.0  # moments of calls, in the backward pass
+    average: float = 0.0  # running averages of a statistics step
+    observe: float = 0.0  # statistics of the averaged gradients
+    solve: float = 0.0  # solves of factors
+    direct: float = 0.0  # updates
+    write: float = 0.0  # reading gradients into stacks and writing updates
 
 
 @dataclass
 class _Entries:
-    """A part that stacks are entered into."""
+    """The part of a rank, while stacks are entered."""
 
     solves: Counter[tuple[int, int]] = field(default_factory=Counter)
     directs: list[int] = field(default_factory=list)
@@ -76,18 +76,17 @@ class _Entries:
 def parts(placement: Placement) -> dict[Part, list[int]]:
     """Return the ranks of each part."""
     entries = [_Entries() for _ in range(placement.world_size)]
-    for number in range(len(placement.stacks)):
-        _enter(entries, placement, number)
+    for number, stack in enumerate(placement.stacked):
+        _enter(entries, placement, number, stack)
     ranks_of: dict[Part, list[int]] = {}
     for rank, of_rank in enumerate(entries):
         ranks_of.setdefault(of_rank.part(), []).append(rank)
     return ranks_of
 
 
-def _enter(entries: Sequence[_Entries], placement: Placement, number: int) -> None:
+def _enter(entries: Sequence[_Entries], placement: Placement, number: int, stack: Stacked) -> None:
     """Enter a stack into the parts of all ranks."""
-    members = placement.stacks[number]
-    work, place = placement.work[members[0]], placement.blocks[members[0]]
+    work, place = stack.work, stack.place
     contributing: set[int] = set()
     for index, factor in enumerate(work.factors):
         if factor.captured:
@@ -96,7 +95,7 @@ def _enter(entries: Sequence[_Entries], placement: Placement, number: int) -> No
             kind = entries[rank].holds if factor.captured else entries[rank].makes
             kind.append((number, index))
         if factor.name not in work.unsolved:
-            for member in members:
+            for member in stack.members:
                 owner = placement.blocks[member].owners[index]
                 entries[owner].solves[number, index] += 1
     for rank in place.gradient_workers:
@@ -110,12 +109,12 @@ class Costs:
 
     def __init__(self, task: Task, hardware: Hardware, *, amp: bool = False) -> None:
         self._task, self.hardware, self._paper = task, hardware, Paper(hardware)
-        self._amp = amp
-        device = "cpu" if hardware.device == "cpu" else "cuda"
-        self.work = tuple(replace(work, device=device) for work in task.work)  # as it is stacked
+        # As it is stacked there.
+        self.work = tuple(replace(work, device=hardware.device) for work in task.work)
         self._priced: dict[Hashable, Priced] = {}
         # See `soframe.Statistics.precision`: all but solves multiply in TF32, if the device can.
         self._fast = "tf32" if "product:tf32" in hardware.operators else "float32"
+        self._of_passes = "bfloat16" if amp else self._fast
 
     @cached_property
     def passes(self) -> Priced:
@@ -124,7 +123,7 @@ class Costs:
             return Priced(self._task.seconds)
         with self._paper:
             run = self._task.run(self._like)
-            return self._paper.price(run, products="bfloat16" if self._amp else self._fast)
+            return self._paper.price(run, products=self._of_passes)
 
     @cached_property
     def statistics(self) -> Mapping[str, Priced]:
@@ -142,33 +141,24 @@ class Costs:
                     continue
                 # A tensor that several layers read is one here, too.
                 inputs = tuple(likenesses.setdefault(id(x), self._like(x)) for x in call.inputs)
-                rows = call.helper.output_rows(self._like(call.output))
-                run = functools.partial(self._moments, block, call.helper, inputs, rows, shared)
+                rows, data = call.helper.output_rows(self._like(call.output)), self._data(block, 1)
+                priced_call = Call(call.helper, inputs, rows, block.dtype, shared, data)
+                run = functools.partial(self._moments, block, priced_call)
                 with without_numbers(f"the statistics of {block.name!r}", REMEDY):
                     cost = self._paper.price(run, products=self._fast)
                 total = costs[block.name]
-                host = self.hardware.hooked(type(call.helper), cost.operators)
-                costs[block.name] = Priced(
-                    total.seconds + cost.seconds,
-                    total.operators + cost.operators,
-                    host=total.host + host,
-                )
+                total.seconds += cost.seconds
+                total.operators += cost.operators
+                total.host += self.hardware.hooked(type(call.helper), cost.operators)
         return costs
 
-    def _moments(
-        self,
-        block: Block,
-        helper: LayerHelper,
-        inputs: tuple[Tensor, ...],
-        rows: Tensor,
-        shared: SharedInputs,
-    ) -> list[Tensor | None]:
-        call = Call(helper, inputs, rows, block.dtype, shared, self._data(block, 1))
+    def _moments(self, block: Block, call: Call) -> object:
         shapes = {factor.name: factor.shape for factor in block.factors}
-        return [
-            moment(self._paper.new(shapes[name], block.dtype), 1.0) if callable(moment) else moment
-            for name, moment in block.method.statistics(call).items()
-        ]
+        moments = dict(block.method.statistics(call))
+        for name, moment in moments.items():
+            if callable(moment):
+                moments[name] = moment(self._paper.new(shapes[name], block.dtype), 1.0)
+        return moments
 
     def _like(self, tensor: Tensor) -> Tensor:
         likeness = self._paper.new(tensor.shape, tensor.dtype)
@@ -176,16 +166,14 @@ class Costs:
 
     def _data(self, block: Block, blocks: int) -> dict[str, dict[str, Tensor]]:
         """Return second-order data of some blocks side by side."""
-        shapes: dict[str, dict[str, Sequence[int]]] = {}
-        for factor, specs in block.tensors.items():
-            shapes[factor] = {name: spec.shape for name, spec in specs.items()}
-        for unsolved in block.unsolved:
-            shapes[unsolved.name] = {VALUE: unsolved.running_shape}
         data: dict[str, dict[str, Tensor]] = {}
-        for factor, tensors in shapes.items():
+        for factor, specs in block.tensors.items():
             data[factor] = {}
-            for name, shape in tensors.items():
-                data[factor][name] = self._paper.new(_times(shape, blocks), block.dtype)
+            for name, spec in specs.items():
+                data[factor][name] = self._paper.new(_times(spec.shape, blocks), block.dtype)
+        for unsolved in block.unsolved:
+            shape = _times(unsolved.running_shape, blocks)
+            data[unsolved.name] = {VALUE: self._paper.new(shape, block.dtype)}
         return data
 
     def solve(self, solves: Sequence[tuple[Sequence[int], int, int]]) -> Priced:
@@ -197,20 +185,24 @@ class Costs:
             solver = next(solver for index, _, solver in block.solved_factors if index == factor)
             last = block.tensors[spec.name] if solver.continues else {}
             shapes = {name: _times(tensor.shape, blocks) for name, tensor in last.items()}
-            calls.append((solver, _times(spec.shape, blocks), block.dtype, tuple(shapes.items())))
+            calls.append((solver, _times(spec.shape, blocks), block.dtype, shapes))
 
         def make() -> Callable[[], object]:
             new = self._paper.new
             problems = []
-            for solver, shape, dtype, last in calls:
-                last_data = {name: new(sizes, dtype) for name, sizes in last}
+            for solver, shape, dtype, shapes in calls:
+                last_data = {name: new(sizes, dtype) for name, sizes in shapes.items()}
                 matrix, damping = new(shape, dtype), new(shape[:1], dtype)
                 problems.append(Problem(solver, matrix, damping, last_data))
             return lambda: solve_stacks(problems)
 
         # A solver of a user may not be hashable.
-        key = ("solve", *((repr(solver), *rest) for solver, *rest in calls))
-        return self._once("a solve", key, make, "float32")
+        return self._once("a solve", ("solve", repr(calls)), make, "float32")
+
+    def solve_part(self, placement: Placement, part: Part) -> Priced:
+        """Return the cost of all solves of a rank."""
+        stacks = placement.stacks
+        return self.solve([(stacks[number], factor, n) for number, factor, n in part.solves])
 
     def direct(self, stack: Sequence[int]) -> Priced:
         """Return the cost of the updates of a stack."""
@@ -242,10 +234,9 @@ class Costs:
 
     def _of_stack(self, phase: str, stack: Sequence[int], run: Callable[[Given], object]) -> Priced:
         block, shape = self._task.blocks[stack[0]], self.shape(stack)
-        states = {
-            name: shape if block.elementwise else _times(spec.shape, len(stack))
-            for name, spec in block.states.items()
-        }
+        states: dict[str, tuple[int, ...]] = {}
+        for name, spec in block.states.items():
+            states[name] = shape if block.elementwise else _times(spec.shape, len(stack))
 
         def make() -> Callable[[], object]:
             gradient = self._paper.new(shape, block.dtype)
@@ -255,10 +246,10 @@ class Costs:
             step = Given(gradient, gradient, data, state, *numbers, weights=lambda: gradient)
             return lambda: run(step)
 
-        parts = (id(block.method), repr(block.solver))
-        of_block = (*parts, block.factors, block.dtype, tuple(states.items()))
+        method, solver = id(block.method), repr(block.solver)
+        key = (phase, method, solver, block.factors, block.dtype, shape, tuple(states.items()))
         code = f"{phase} of {type(block.method).__name__} on {block.name!r}"
-        return self._once(code, (phase, *of_block, shape), make)
+        return self._once(code, key, make, self._fast)
 
     def shape(self, stack: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a stack's gradients."""
@@ -267,32 +258,26 @@ class Costs:
         return _times(tuple(self._task.blocks[stack[0]].shape), len(stack))
 
     def _once(
-        self,
-        code: str,
-        key: Hashable,
-        make: Callable[[], Callable[[], object]],
-        products: str | None = None,
+        self, code: str, key: Hashable, make: Callable[[], Callable[[], object]], products: str
     ) -> Priced:
         """Price the code that ``make`` returns, with tensors that it has made before."""
         if key not in self._priced:
             with self._paper, torch.no_grad(), without_numbers(code, REMEDY):
-                self._priced[key] = self._paper.price(make(), products=products or self._fast)
+                self._priced[key] = self._paper.price(make(), products=products)
         return self._priced[key]
 
     def arithmetic(self, placement: Placement, part: Part) -> Arithmetic:
         """Return the seconds of a rank's phases."""
         stacks = placement.stacks
-        solve = self.solve([(stacks[s], factor, blocks) for s, factor, blocks in part.solves])
+        solve = self.solve_part(placement, part)
         directs = [self.direct(stacks[stack]) for stack in part.directs]
         observes = [self.observe(stacks[stack]) for stack in part.directs]
         gathered: list[Priced] = []
         for stack in part.gathers:
             gathered += [self.statistics[self.work[index].name] for index in stacks[stack]]
 
-        factors, matrices = self._bytes_of_factors(placement, part)
-        gradients = 0  # bytes
-        for members in stacks:
-            gradients += ITEM_BYTES[self.work[members[0]].dtype] * prod(self.shape(members))
+        factors, matrices = _bytes_of_factors(placement, part)
+        gradients = sum(stack.gradient for stack in placement.stacked)
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
             statistics=self._with_host(sum(call.host for call in gathered), _seconds(gathered)),
@@ -305,22 +290,23 @@ class Costs:
             write=self._with_host(self.hardware.host * len(self.work), 4 * gradients / bandwidth),
         )
 
-    def _bytes_of_factors(self, placement: Placement, part: Part) -> tuple[int, int]:
-        """Return the bytes of running factors, and of matrices to be solved."""
-        stacks, first = placement.stacks, [self.work[members[0]] for members in placement.stacks]
-        item = [ITEM_BYTES[work.dtype] for work in first]
-        factors = matrices = 0
-        for stack, index in part.holds:
-            spec, is_packed = first[stack].factors[index], placement.blocks[stacks[stack][0]].packed
-            numel = prod(spec.kept_shape(packed=is_packed))
-            factors += item[stack] * len(stacks[stack]) * numel
-        for stack, index, blocks in part.solves:
-            matrices += item[stack] * blocks * prod(first[stack].factors[index].shape)
-        return factors, matrices
-
     def _with_host(self, host: float, device: float) -> float:
         """Return the seconds of both: a GPU works while the host goes on, a CPU does not."""
         return host + device if self.hardware.device == "cpu" else max(host, device)
+
+
+def _bytes_of_factors(placement: Placement, part: Part) -> tuple[int, int]:
+    """Return the bytes of running factors, and of matrices to be solved."""
+    stacks = placement.stacked
+    factors = matrices = 0
+    for number, index in part.holds:
+        stack = stacks[number]
+        shape = stack.work.factors[index].kept_shape(packed=stack.place.packed)
+        factors += stack.item * len(stack.members) * prod(shape)
+    for number, index, blocks in part.solves:
+        stack = stacks[number]
+        matrices += stack.matrix(index, blocks)
+    return factors, matrices
 
 
 def _seconds(costs: Iterable[Priced]) -> float:

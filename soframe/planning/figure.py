@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from soframe.diagnostics.display import COLORS
-from soframe.planning.planner import Plan, Row
+from soframe.planning.planner import Plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,14 +17,16 @@ def front(plan: Plan) -> Figure:
 
     drawn = Figure(figsize=(9, 4.5), layout="constrained")
     axes = drawn.subplots()
-    kinds = ((True, "o", "all ranks' statistics"), (False, "^", "fewer samples"))
-    for exact, marker, label in kinds:
-        rows = [row for row in plan.rows if row.exact == exact]
-        sizes, times = [row.memory["total"] / 1e9 for row in rows], [_ms(row) for row in rows]
-        color = COLORS[0] if exact else COLORS[1]
-        axes.plot(sizes, times, marker, color=color, alpha=0.6, label=label)
+    kinds = ((True, "o", 0, "all ranks' statistics"), (False, "^", 1, "fewer samples"))
+    for exact, marker, color, label in kinds:
+        sizes, times = list[float](), list[float]()
+        for row in plan.rows:
+            if row.exact == exact:
+                sizes.append(row.memory["total"] / 1e9)
+                times.append(1e3 * row.timing.mean)
+        axes.plot(sizes, times, marker, color=COLORS[color], alpha=0.6, label=label)
     for number, row in enumerate(plan.front, 1):
-        at = row.memory["total"] / 1e9, _ms(row)
+        at = row.memory["total"] / 1e9, 1e3 * row.timing.mean
         axes.annotate(str(number), at, (4, 4), textcoords="offset points", fontsize=8)
         axes.plot([], [], " ", label=f"{number}  {row.option}")
     if plan.limit is not None:
@@ -36,7 +38,3 @@ def front(plan: Plan) -> Figure:
     drawn.legend(frameon=False, fontsize=8, loc="outside right upper")
     axes.set_title(f"planned: {plan.ranks} ranks, {plan.hardware.name}", fontsize=10)
     return drawn
-
-
-def _ms(row: Row) -> float:
-    return 1e3 * row.timing.mean

@@ -145,13 +145,9 @@ class Hardware:
         return 0.0 if self.slots is None else min(ranks, self.node or ranks) / self.slots
 
     def product(self, flops: float, batch: int, dtype: str, operator: str = "product") -> float:
-        """Return the seconds of products or convolutions.
+        """Return the seconds of a batch of products or convolutions, of so many FLOPs each.
 
-        Args:
-            flops: The FLOPs of one of them.
-            batch: Their number.
-            dtype: The dtype by its name, or ``"tf32"``.
-            operator: ``"product"`` or ``"convolution"``.
+        Their dtype is one by its name, or ``"tf32"``.
         """
         # A batch takes as long as one product of its work, on processors within a third or so;
         # many times a small one, each with a launch, would be ten times too long.
@@ -159,20 +155,21 @@ class Hardware:
 
     def factorisation(self, operator: str, side: int, batch: int, dtype: str) -> float:
         """Return the seconds of a batch of factorisations of one side."""
-        exact, usual = f"{operator}:{dtype}", f"{operator}:float32"
-        key = exact if {exact} & {*self.operators, *self.batched} else usual
+        key = f"{operator}:{dtype}"
+        if key not in self.operators and key not in self.batched:
+            key = f"{operator}:float32"
         if key not in self.batched:
             return batch * self._curve(operator, dtype)(side, 3)
-        rows = self.batched[key]
-        batches = sorted({size for _, size, _ in rows})
-        times = []  # of this side, by batch
-        for size in batches:
-            points = sorted((float(n), seconds) for n, b, seconds in rows if b == size)
-            times.append((float(size), Curve(tuple(points))(side, 3)))
-        along = Curve(tuple(times))
-        if batch <= batches[-1]:
+        points: dict[int, list[tuple[float, float]]] = {}  # sides and seconds, by batch
+        for length, size, seconds in sorted(self.batched[key]):
+            points.setdefault(size, []).append((float(length), seconds))
+        times: list[tuple[float, float]] = []  # batches, and the seconds of this side
+        for size in sorted(points):
+            times.append((float(size), Curve(tuple(points[size]))(side, 3)))
+        along, largest = Curve(tuple(times)), max(points)
+        if batch <= largest:
             return along(batch)
-        return along(batches[-1]) * batch / batches[-1]
+        return along(largest) * batch / largest
 
     def _curve(self, operator: str, dtype: str) -> Curve:
         # A device without a rate of its own for a dtype has float32's.
@@ -187,26 +184,20 @@ class Hardware:
         )
 
     def collective(self, operation: str, size: float, group: Sequence[int]) -> float:
-        """Return the seconds of a collective.
-
-        Args:
-            operation: The collective, see `Collective`.
-            size: The bytes of the tensor that a rank gives or gets.
-            group: The ranks.
-        """
+        """Return the seconds of a `Collective` by its bytes, among some ranks."""
         ranks = len(group)
         if ranks < 2:
             return 0.0
         measured = self._measured.get(operation, {})
         if ranks in measured:
             return measured[ranks](size, 1)
-        if measured:  # the nearest group, by the ratio that the links' formula gives
-            near = min(measured, key=lambda other: abs(math.log(other / ranks)))
-            ratio = self._by_links(operation, size, ranks, group) / self._by_links(
-                operation, size, near, group
-            )
-            return measured[near](size, 1) * ratio
-        return self._by_links(operation, size, ranks, group)
+        by_links = self._by_links(operation, size, ranks, group)
+        if not measured:
+            return by_links
+        # The nearest group, by the ratio that the links' formula gives.
+        near = min(measured, key=lambda other: abs(math.log(other / ranks)))
+        ratio = by_links / self._by_links(operation, size, near, group)
+        return measured[near](size, 1) * ratio
 
     @cached_property
     def _measured(self) -> dict[str, dict[int, Curve]]:
@@ -217,9 +208,9 @@ class Hardware:
 
     def _by_links(self, operation: str, size: float, ranks: int, group: Sequence[int]) -> float:
         """Price a collective by a ring for its bytes and a tree for its latency."""
-        is_within = self.node is None or min(group) // self.node == max(group) // self.node
+        node = self.node or max(group) + 1
         link = self.within
-        if self.across is not None and not is_within:
+        if self.across is not None and min(group) // node != max(group) // node:
             link = self.across
         rounds, volume = math.ceil(math.log2(ranks)), (ranks - 1) / ranks
         if operation == "all_reduce":
@@ -232,10 +223,8 @@ class Hardware:
         """Write the profile as JSON."""
         plain = dataclasses.asdict(self)
         plain["operators"] = {name: _plain(curve) for name, curve in self.operators.items()}
-        plain["collectives"] = [
-            {"operation": measured.operation, "ranks": measured.ranks, **_plain(measured.seconds)}
-            for measured in self.collectives
-        ]
+        for collective in plain["collectives"]:
+            collective.update(_plain(Curve(**collective.pop("seconds"))))
         path.write_text(json.dumps(plain, indent=1) + "\n")
 
     @classmethod
@@ -258,23 +247,17 @@ class Hardware:
 
     @classmethod
     def _from(cls, plain: dict[str, Any]) -> Hardware:
-        operators = {name: _curve(curve) for name, curve in plain.pop("operators").items()}
-        batched = {}
-        for name, rows in plain.pop("batched", {}).items():
-            batched[name] = tuple((int(n), int(b), float(seconds)) for n, b, seconds in rows)
-        collectives = tuple(
-            Collective(row.pop("operation"), row.pop("ranks"), _curve(row))
-            for row in plain.pop("collectives", [])
-        )
-        within, across = plain.pop("within"), plain.pop("across", None)
-        return cls(
-            operators=operators,
-            batched=batched,
-            collectives=collectives,
-            within=Link(**within),
-            across=None if across is None else Link(**across),
-            **plain,
-        )
+        plain["operators"] = {name: _curve(curve) for name, curve in plain["operators"].items()}
+        for name, rows in plain.get("batched", {}).items():
+            plain["batched"][name] = tuple((int(n), int(b), float(time)) for n, b, time in rows)
+        collectives: list[Collective] = []
+        for row in plain.get("collectives", ()):
+            collectives.append(Collective(row["operation"], row["ranks"], _curve(row)))
+        plain["collectives"] = tuple(collectives)
+        plain["within"] = Link(**plain["within"])
+        if plain.get("across") is not None:
+            plain["across"] = Link(**plain["across"])
+        return cls(**plain)
 
 
 def names() -> list[str]:

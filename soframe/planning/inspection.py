@@ -22,8 +22,8 @@ from soframe.planning.workloads import WORKLOADS
 
 def build_model(path: str, *, meta: bool = False) -> nn.Module:
     """Import a model, or call the function that builds it: ``package.models:make_model``."""
-    module_name, colon, attribute = path.partition(":")
-    if not (module_name and colon and attribute):
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
         raise ValueError(
             f"{path!r} is neither MODULE:CALLABLE, as in package.models:make_model, nor a workload "
             f"of soframe plan: {', '.join(WORKLOADS)}"
@@ -33,7 +33,9 @@ def build_model(path: str, *, meta: bool = False) -> nn.Module:
         if not hasattr(target, name):
             raise ValueError(f"there is no {attribute!r} in module {module_name!r}")
         target = getattr(target, name)
-    return target if isinstance(target, nn.Module) else _called(target, path, meta=meta)
+    if isinstance(target, nn.Module):
+        return target
+    return _called(target, path, meta=meta)
 
 
 def _called(function: Any, path: str, *, meta: bool) -> nn.Module:
@@ -72,42 +74,25 @@ def import_module(name: str) -> Any:
 
 
 def inspect(
-    model: nn.Module,
-    *,
-    ranks: int,
-    strategy: str,
-    method: Any,
-    solver: Any = None,
-    auxiliary: str | None = None,
-    all_layers: bool = False,
+    model: nn.Module, *, ranks: int, all_layers: bool = False, **settings: Any
 ) -> tuple[soframe.Report, soframe.Placement]:
-    """Register a model as a preconditioner would, with simulated ranks."""
-    preconditioner = OnPaper(
-        model,
-        method=method,
-        solver=solver,
-        auxiliary=auxiliary,
-        strategy=strategy,
-        distribution=soframe.Distribution(backend=Recording(world_size=ranks)),
-        kl_clip=None,
-        layers="all" if all_layers else None,
-    )
+    """Register a model as a preconditioner with these settings would, with simulated ranks."""
+    if all_layers:
+        settings["layers"] = "all"
+    paper = soframe.Distribution(backend=Recording(world_size=ranks))
+    preconditioner = OnPaper(model, distribution=paper, kl_clip=None, **settings)
     report, placement = preconditioner.report(), preconditioner.placement
     preconditioner.close()
     return report, placement
 
 
 def problem(path: str, shapes: Sequence[str] | None) -> tuple[nn.Module, list[Any] | None]:
-    """Return a model by ``MODULE:CALLABLE``, or a workload's by its name, on the meta device.
-
-    And its inputs, of shapes such as ``"8x1024:int64"``, by default a workload's own; None without.
-    """
-    workload = WORKLOADS.get(path)
-    model = build_model(path, meta=True) if workload is None else workload.model()
+    """Return a model, by ``MODULE:CALLABLE`` or a workload's name, and inputs of some shapes."""
     inputs = [_input(shape) for shape in shapes or ()]
-    if workload is not None and not inputs:
-        inputs = list(workload.inputs(workload.batch))
-    return model, inputs or None
+    if path not in WORKLOADS:
+        return build_model(path, meta=True), inputs or None
+    workload = WORKLOADS[path]
+    return workload.model(), inputs or list(workload.inputs(workload.batch))
 
 
 def _input(text: str) -> torch.Tensor:

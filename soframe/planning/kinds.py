@@ -8,6 +8,7 @@ leads back.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import nn
@@ -16,8 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from soframe.layers.linear import TransposedLinearHelper
 from soframe.registry import KINDS
 
-Shape = tuple[int, int]
-"""Outputs and inputs of a linear layer."""
+Shape = tuple[int, int]  # outputs and inputs of a linear layer
 
 
 def kind_of(model: nn.Module) -> str:
@@ -25,18 +25,27 @@ def kind_of(model: nn.Module) -> str:
     if _is_mostly_frozen(model):
         return "adapters"
     modules = list(model.modules())
-    has_attention = _has_attention(modules)
-    if _has_any(modules, nn.RNNBase, nn.RNNCellBase) and not has_attention:
+    has_tables, has_norms = _have_any(modules, nn.Embedding), _have_norms(modules)
+    reads_tokens = has_tables or has_norms
+    has_attention = any(_attends(module, has_tokens=reads_tokens) for module in modules)
+    if not has_attention and _have_any(modules, nn.RNNBase, nn.RNNCellBase):
         return "recurrent"
     has_patches = _embed_patches(modules)
     is_convolutional = _is_most_convolutional(model)
-    has_tokens = has_attention or _has_tokens(modules, has_patches=has_patches)
+    has_tokens = has_attention or (has_norms and (has_tables or has_patches))
     if has_tokens and (has_patches or not is_convolutional):
         return "transformer"
     if is_convolutional or _overlap(modules):
         return "convolutional"
-    has_tables = _has_any(modules, nn.Embedding)
-    return "regression" if _has_one_output(modules) and not has_tables else "dense"
+    return "dense" if has_tables else _kind_by_outputs(modules)
+
+
+def _kind_by_outputs(modules: Sequence[nn.Module]) -> str:
+    """Return the kind of a dense net by its last linear layer."""
+    for module in reversed(modules):
+        if isinstance(module, nn.Linear):
+            return "regression" if module.out_features == 1 else "dense"
+    return "dense"
 
 
 def _is_mostly_frozen(model: nn.Module) -> bool:
@@ -44,30 +53,16 @@ def _is_mostly_frozen(model: nn.Module) -> bool:
     return trained < sum(p.numel() for p in model.parameters()) / 2
 
 
-def _has_any(modules: Sequence[nn.Module], *classes: type[nn.Module]) -> bool:
+def _have_any(modules: Sequence[nn.Module], *classes: type[nn.Module]) -> bool:
     return any(isinstance(module, classes) for module in modules)
 
 
-def _has_attention(modules: Sequence[nn.Module]) -> bool:
-    has_tokens = _has_any(modules, nn.Embedding) or _has_norms(modules)
-    return any(_attends(module, has_tokens=has_tokens) for module in modules)
-
-
-def _has_tokens(modules: Sequence[nn.Module], *, has_patches: bool) -> bool:
-    has_embedding = has_patches or _has_any(modules, nn.Embedding)
-    return has_embedding and _has_norms(modules)
-
-
-def _has_one_output(modules: Sequence[nn.Module]) -> bool:
-    linear = [module for module in modules if isinstance(module, nn.Linear)]
-    return bool(linear) and linear[-1].out_features == 1
-
-
-def _has_norms(modules: Sequence[nn.Module]) -> bool:
+def _have_norms(modules: Sequence[nn.Module]) -> bool:
     """Return whether a module is a layer norm or an RMS norm, torch's or another."""
-    names = [type(module).__name__.lower() for module in modules]
-    is_named = any(name.endswith(("layernorm", "rmsnorm")) for name in names)
-    return is_named or _has_any(modules, nn.LayerNorm, nn.RMSNorm)
+    for module in modules:
+        if type(module).__name__.lower().endswith(("layernorm", "rmsnorm")):
+            return True
+    return _have_any(modules, nn.LayerNorm, nn.RMSNorm)
 
 
 def _overlap(modules: Sequence[nn.Module]) -> bool:
@@ -82,8 +77,11 @@ def _overlap(modules: Sequence[nn.Module]) -> bool:
 
 def _embed_patches(modules: Sequence[nn.Module]) -> bool:
     """Return whether convolutions have strides and none overlap, as in a vision transformer."""
-    strides = [max(module.stride) for module in modules if isinstance(module, _ConvNd)]
-    return max(strides, default=1) > 1 and not _overlap(modules)
+    longest = 1
+    for module in modules:
+        if isinstance(module, _ConvNd):
+            longest = max(longest, *module.stride)
+    return longest > 1 and not _overlap(modules)
 
 
 def _is_most_convolutional(model: nn.Module) -> bool:
@@ -96,9 +94,11 @@ def _is_most_convolutional(model: nn.Module) -> bool:
             kernels.update(map(id, module.parameters(recurse=False)))
     in_kernels, elsewhere = 0, 0
     for parameter in model.parameters():
-        if parameter.dim() > 1 and id(parameter) in kernels:
+        if parameter.dim() < 2:
+            continue
+        if id(parameter) in kernels:
             in_kernels += parameter.numel()
-        elif parameter.dim() > 1 and id(parameter) not in tables:
+        elif id(parameter) not in tables:
             elsewhere += parameter.numel()
     return in_kernels > elsewhere
 
@@ -111,51 +111,55 @@ def _attends(module: nn.Module, *, has_tokens: bool) -> bool:
         return False
     shapes: list[Shape] = []
     for child in module.children():
-        linear = [shape for part in child.modules() if (shape := _shape(part)) is not None]
-        if len(linear) > 1:
+        layers = _linear_layers(child)
+        if len(layers) > 1:
             return False
-        shapes += linear
-    return _has_fused(shapes) or _are_separate(shapes, has_tokens=has_tokens)
+        shapes += layers
+    # Three equal layers may be a perceptron's.
+    if has_tokens and _are_three_projections(shapes):
+        return True
+    return _have_fused(shapes) or _have_separate(shapes, has_tokens=has_tokens)
 
 
-def _has_fused(shapes: Sequence[Shape]) -> bool:
+def _have_fused(shapes: Sequence[Shape]) -> bool:
     """Return whether one of some layers makes queries, keys and values, and one leads back."""
     inputs = {into for _, into in shapes}
-    for out, into in shapes:
+    for (out, into), (width, hidden) in itertools.product(shapes, shapes):
         # An output that no layer reads unchanged may be split.
-        backs = [hidden for width, hidden in shapes if width == into and out not in inputs]
-        if any(_are_projections([out], hidden) for hidden in backs):
+        leads_back = width == into and out not in inputs
+        if leads_back and _are_projections([out], hidden):
             return True
     return False
 
 
-def _are_separate(shapes: Sequence[Shape], *, has_tokens: bool) -> bool:
-    """Return whether layers are those of queries, keys and values, perhaps with a way back."""
-    # Three equal layers may be a perceptron's.
-    if has_tokens and _are_three_projections(shapes):
-        return True
-    return any(_leads_back(shapes, index, has_tokens) for index in range(len(shapes)))
-
-
-def _leads_back(shapes: Sequence[Shape], index: int, has_tokens: bool) -> bool:
+def _have_separate(shapes: list[Shape], *, has_tokens: bool) -> bool:
     """Return whether one of some layers leads back, and the others are queries, keys, values."""
-    width, hidden = shapes[index]
-    projections = [*shapes[:index], *shapes[index + 1 :]]
-    if any(into != width for _, into in projections):
-        return False
-    outs = [out for out, _ in projections]
-    # Keys and values in one layer are split before they are used.
-    is_split = len(outs) == 2 and not {width, hidden}.issuperset(outs)
-    is_complete = is_split or (len(outs) == 3 and has_tokens)
-    return is_complete and _are_projections(outs, hidden)
+    for index, (width, hidden) in enumerate(shapes):
+        outs = _outs_from(width, shapes[:index] + shapes[index + 1 :])
+        match len(outs):
+            case 2:  # keys and values in one layer are split before they are used
+                is_complete = not {width, hidden}.issuperset(outs)
+            case 3:
+                is_complete = has_tokens
+            case _:
+                is_complete = False
+        if is_complete and _are_projections(outs, hidden):
+            return True
+    return False
+
+
+def _outs_from(width: int, shapes: Sequence[Shape]) -> list[int]:
+    """Return the outputs of layers that all read a width; none if another reads something else."""
+    outs = [out for out, into in shapes if into == width]
+    return outs if len(outs) == len(shapes) else []
 
 
 def _are_three_projections(shapes: Sequence[Shape]) -> bool:
     """Return whether three layers make queries, keys and values, without a way back."""
-    if len(shapes) != 3 or len({into for _, into in shapes}) > 1:
+    if len(shapes) != 3:
         return False
-    outs = [out for out, _ in shapes]
-    return _are_projections(outs, max(outs))
+    outs = _outs_from(shapes[0][1], shapes)
+    return len(outs) == 3 and _are_projections(outs, max(outs))
 
 
 def _are_projections(outs: Sequence[int], queries: int) -> bool:
@@ -167,20 +171,24 @@ def _are_projections(outs: Sequence[int], queries: int) -> bool:
         rest.remove(queries)
     else:
         return False
-    if len(rest) == 1:
-        keys, odd = divmod(rest[0], 2)
+    match rest:
+        case [keys, values] if keys == values:
+            return queries % keys == 0
         # Gated perceptrons have h -> d behind two times d -> h, in one layer or in two.
-        is_gate = rest[0] == queries
-        return keys > 0 and not odd and not is_gate and queries % keys == 0
-    return len(rest) == 2 and rest[0] == rest[1] and queries % rest[0] == 0
+        case [both] if both > 0 and both % 2 == 0 and both != queries:
+            return queries % (both // 2) == 0
+        case _:
+            return False
 
 
-def _shape(module: nn.Module) -> Shape | None:
-    """Return the outputs and inputs of a linear layer, or None for another module."""
-    if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features
-    helper = KINDS["layer"].lookup(type(module), optional=True)
-    if isinstance(helper, type) and issubclass(helper, TransposedLinearHelper):
-        into, out = module.get_parameter("weight").shape
-        return out, into
-    return None
+def _linear_layers(module: nn.Module) -> list[Shape]:
+    """Return the shapes of the linear layers in a module."""
+    shapes: list[Shape] = []
+    for layer in module.modules():
+        helper = KINDS["layer"].lookup(type(layer), optional=True)
+        if isinstance(layer, nn.Linear):
+            shapes.append((layer.out_features, layer.in_features))
+        elif helper is not None and issubclass(helper, TransposedLinearHelper):
+            into, out = layer.get_parameter("weight").shape
+            shapes.append((out, into))
+    return shapes

@@ -86,7 +86,7 @@ def measure(
     device: torch.device | str,
     *,
     backend: Backend | None = None,
-    sides: Sequence[int] | None = None,
+    sides: Sequence[int] = SIDES,
     dtypes: Sequence[str] = ("float32",),
     budget: float = 10.0,
 ) -> Hardware:
@@ -119,7 +119,6 @@ def measure(
     """
     device = torch.device(device)
     backend = SingleProcess() if backend is None else backend
-    sides = sides or SIDES
     if problem := _problem(device, backend, sides, dtypes):
         raise ValueError(problem)
     cuda = device.type == "cuda"
@@ -130,12 +129,9 @@ def measure(
     ):
         torch.manual_seed(0)
         (half,) = _of_rank_zero(backend, [float(cuda or devices.fast_bfloat16())])
-        series = [
-            *_limits(device),
-            *collectives(backend, device, BYTES),
-            *products(device, dtypes, half=half > 0),
-            *factorisations(device, dtypes, _some(sides)),
-        ]
+        series = _limits(device) + collectives(backend, device, BYTES)
+        series += products(device, dtypes, half=half > 0)
+        series += factorisations(device, dtypes, _some(sides))
         samples = seconds(series, backend, device, (1 - PYTHON) * budget)
         return _profile(device, backend, samples, _python(device, PYTHON * budget))
 
@@ -152,7 +148,9 @@ def _problem(
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             return f"{name!r} is not a floating dtype of torch"
-    return "sides must be positive" if min(sides) <= 0 else None
+    if min(sides) <= 0:
+        return "sides must be positive"
+    return None
 
 
 def _some(sides: Sequence[int]) -> list[int]:
@@ -161,10 +159,12 @@ def _some(sides: Sequence[int]) -> list[int]:
     last = len(sides) - 1
     if last >= 10:
         sides = [sides[round(last * step / 9)] for step in range(10)]
-    sides = [side for side in (32, 128) if side < sides[0]] + list(sides)
+    for side in (128, 32):
+        if side < sides[0]:
+            sides.insert(0, side)
     # The second is large enough to show how seconds grow beyond overheads.
-    middle = [side for side in sides[1:] if side <= MIDDLE][-1:]
-    return list(dict.fromkeys([sides[0], *middle, *sides]))
+    middle = max((side for side in sides[1:] if side <= MIDDLE), default=sides[0])
+    return list(dict.fromkeys([sides[0], middle, *sides]))
 
 
 def _limits(device: torch.device) -> list[Series]:
@@ -197,7 +197,10 @@ def products(
         return lambda: torch.nn.functional.conv2d(inputs, weight, padding=1)
 
     series: list[Series] = []
-    for name in dict.fromkeys(["float32", *dtypes]):
+    names = ["float32", *dtypes]
+    if half:
+        names.append("bfloat16")
+    for name in dict.fromkeys(names):
         make = partial(product, getattr(torch, name))
         series.append(Series(f"product:{name}", sides, make, 2.5))
     for name in dict.fromkeys(dtypes):
@@ -206,8 +209,6 @@ def products(
     if device.type == "cuda":
         make = partial(product, torch.float32)
         series.append(Series("product:tf32", sides, make, 2.5, precision="fast"))
-    if half and "bfloat16" not in dtypes:
-        series.append(Series("product:bfloat16", sides, partial(product, torch.bfloat16), 2.5))
     return series
 
 
@@ -233,10 +234,11 @@ def factorisations(
     series = []
     batches = BATCHES if device.type == "cuda" else (1,)
     # Half precision is factorised in float32.
-    names = dict.fromkeys(name if name == "float64" else "float32" for name in dtypes)
+    names = dict.fromkeys("float64" if name == "float64" else "float32" for name in dtypes)
     for operator, name, batch in itertools.product(factorise, names, batches):
         # The smallest side in any case, and others up to a quarter of a gigabyte.
-        fit = [side for side in sides if side == sides[0] or batch * side**2 <= 2**26]
+        fit = [sides[0]]
+        fit += [side for side in sides[1:] if batch * side**2 <= 2**26]
         call = partial(make, operator, getattr(torch, name), batch)
         series.append(Series(f"{operator}:{name}", fit, call, 2.5, batch))
     return series
@@ -268,10 +270,11 @@ def collectives(backend: Backend, device: torch.device, sizes: Sequence[int]) ->
         shapes.append(("broadcast", pairs))
         if type(backend)._reduce is not Backend._reduce:  # which is for all ranks alone
             shapes.append(("reduce", pairs))
-    return [
-        Series(operation, sizes, partial(make, operation, groups), 1.0, groups=groups)
-        for operation, groups in shapes
-    ]
+    series: list[Series] = []
+    for operation, groups in shapes:
+        call = partial(make, operation, groups)
+        series.append(Series(operation, sizes, call, 1.0, groups=groups))
+    return series
 
 
 def _collective(
@@ -284,8 +287,9 @@ def _collective(
         return lambda: None
     share = math.ceil(size / 4 / ranks)
     flat = torch.zeros(share * ranks, device=wire)
-    shares = [share for _ in range(ranks)]
-    sends = [0 if peer == rank else len(flat) // (ranks - 1) for peer in range(ranks)]
+    shares = list(itertools.repeat(share, ranks))
+    sends = list(itertools.repeat(len(flat) // (ranks - 1), ranks))
+    sends[rank] = 0
     roots = itertools.cycle(group)  # roots take turns
     calls: dict[str, Callable[[], Handle]] = {
         "all_reduce": lambda: backend.all_reduce(flat, PHASE),
@@ -310,10 +314,7 @@ class _Point:
 
 
 def seconds(
-    series: Sequence[Series],
-    backend: Backend,
-    device: torch.device,
-    budget: float,
+    series: Sequence[Series], backend: Backend, device: torch.device, budget: float
 ) -> dict[Series, dict[int, float]]:
     """Return the seconds by size of each series, the same on every rank.
 
@@ -387,16 +388,20 @@ class _Sampler:
         """Return the seconds of a call, as the mean of some."""
         if series.groups:
             _meet(self._backend, self._device)
-        if self._device.type != "cuda":
-            if series.cold(self._device):
-                self._other.sum()
-            # The turns of other ranks on a shared processor are left to `Hardware.slots`.
-            clock = time.perf_counter if series.groups else time.thread_time
-            start = clock()
-            for _ in range(repeats):
-                call()
-            return (clock() - start) / repeats
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if self._device.type == "cuda":
+            return self._sample_gpu(call, repeats)
+        if series.cold(self._device):
+            self._other.sum()
+        # The turns of other ranks on a shared processor are left to `Hardware.slots`.
+        clock = time.perf_counter if series.groups else time.thread_time
+        start = clock()
+        for _ in range(repeats):
+            call()
+        return (clock() - start) / repeats
+
+    def _sample_gpu(self, call: Call, repeats: int) -> float:
+        first = torch.cuda.Event(enable_timing=True)
+        last = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self._device)
         first.record()
         for _ in range(repeats):
@@ -439,12 +444,8 @@ def _over_ranks(points: Sequence[_Point], backend: Backend) -> dict[Series, dict
 
 
 def _profile(
-    device: torch.device,
-    backend: Backend,
-    samples: dict[Series, dict[int, float]],
-    python: _Host,
+    device: torch.device, backend: Backend, samples: dict[Series, dict[int, float]], python: _Host
 ) -> Hardware:
-    cuda = device.type == "cuda"
     by_key = {series.key: times for series, times in samples.items()}
     (launch,) = by_key["launch"].values()
     ((size, second),) = by_key["bandwidth"].items()
@@ -453,18 +454,21 @@ def _profile(
         if series.groups:
             measured.append(Collective(series.key, len(series.groups[0]), _curve(times, float)))
     texts = gather_texts(backend, json.dumps(_description(device)), PHASE)
-    descriptions = [json.loads(text) for text in texts]
+    descriptions = list(map(json.loads, texts))
     node = _node([description["host"] for description in descriptions])
     operators, batched = _curves(samples)
     links = _links(measured)
-    *calls, host = _of_rank_zero(backend, [*python.calls.values(), python.block])
+    host, *calls = _of_rank_zero(backend, [python.block, *python.calls.values()])
     by_helper = dict(zip(python.calls, calls, strict=True))
-    memory, slots = None, None
-    if cuda:
+    memory = slots = across = None
+    if node is not None:
+        across = links[0]
+    if device.type == "cuda":
         memory = min(rank["memory"] for rank in descriptions)
         host = 0.0  # a GPU is behind the host in a step that reads nothing
     else:
         slots = len(os.sched_getaffinity(0)) / torch.get_num_threads()
+        batched = {}
     return Hardware(
         name="this machine",
         device=device.type,
@@ -475,11 +479,11 @@ def _profile(
         launch=launch,
         bandwidth=2 * size / second,  # read and written
         operators=operators,
-        batched=batched if cuda else {},
+        batched=batched,
         collectives=tuple(measured),
         node=node,
         within=links[-1],
-        across=None if node is None else links[0],
+        across=across,
         memory=memory,
         slots=slots,
         hooks=by_helper["LinearHelper"] / OF_LINEAR,
@@ -496,11 +500,13 @@ def _curves(
     batched: dict[str, tuple[tuple[int, int, float], ...]] = {}
     for series, times in samples.items():
         operator, colon, _ = series.key.partition(":")
-        if colon and series.batch == 1:
+        if not colon:
+            continue
+        if series.batch == 1:
             operators[series.key] = _curve(times, FLOPS.get(operator, float))
-        if colon and operator not in FLOPS:
+        if operator not in FLOPS:
             rows = [(side, series.batch, second) for side, second in times.items()]
-            batched[series.key] = (*batched.get(series.key, ()), *rows)
+            batched[series.key] = batched.get(series.key, ()) + tuple(rows)
     return operators, batched
 
 
@@ -555,7 +561,9 @@ def _hooks(name: str, device: torch.device, budget: float) -> tuple[float, float
 
         def run(preconditioner: Preconditioner | None, spent: list[float]) -> None:
             end = time.perf_counter() + budget / 2
-            while len(spent) < LEAST or (len(spent) < MOST and time.perf_counter() < end):
+            for number in range(MOST):
+                if number >= LEAST and time.perf_counter() >= end:
+                    break
                 model.zero_grad()
                 start = clock()
                 model(inputs).square().mean().backward()
@@ -574,8 +582,8 @@ def _hooks(name: str, device: torch.device, budget: float) -> tuple[float, float
         )
         run(preconditioner, with_hooks)
         preconditioner.close()
-    medians = [statistics.median(samples) for samples in (passes, with_hooks, rest)]
-    return max(0.0, medians[1] - medians[0]) / BLOCKS, medians[2] / BLOCKS
+    hooks = statistics.median(with_hooks) - statistics.median(passes)
+    return max(0.0, hooks) / BLOCKS, statistics.median(rest) / BLOCKS
 
 
 def _curve(times: dict[int, float], unit: Callable[[int], float]) -> Curve:
@@ -604,5 +612,6 @@ def _links(measured: Sequence[Collective]) -> list[Link]:
 def _processor() -> str:
     """Return the name of the processor; only Linux has it in a file."""
     info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else []
-    return names[0] if names else platform.machine()
+    if info.exists() and (name := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M)):
+        return name[1]
+    return platform.machine()

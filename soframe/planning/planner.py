@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,8 +33,12 @@ from soframe.strategies.plan import LocalPlan, Message, Step
 from soframe.strategies.sharded import OwnerLocal, Sharded
 from soframe.text import format_bytes, format_table
 
-CLOSE = 1.05
-"""The ratio of times below which two options count as equally fast."""
+CLOSE = 1.05  # the ratio of times below which two options count as equally fast
+BACKGROUND = 9  # the steps in the background that `varied` tries, if solves are not more frequent
+# The most parts of ranks whose messages are priced: the largest loads, and the most common.
+MOST_PRICED = 8
+# The intervals of statistics and of solves that `varied` tries.
+INTERVALS = ((1, 1), (1, 10), (10, 10), (10, 50), (10, 100), (50, 500))
 
 HEADER = ("  option", "ms", "longest", "exposed", "MB", "held", "MB sent", "imbalance", "samples")
 
@@ -40,15 +46,6 @@ LEGEND = """\
 * no other, of as many samples, is both faster and smaller. ms of a step with the passes; exposed:
 only the network works. MB of the fullest rank, at the peak of a step and held between steps;
 imbalance: the longest solve of a rank over the mean."""
-
-MOST_PRICED = 8
-"""The most parts of ranks whose messages are priced: the largest loads, and the most common."""
-
-BACKGROUND = 9
-"""The steps in the background that `varied` tries, if solves are not more frequent."""
-
-INTERVALS = ((1, 1), (1, 10), (10, 10), (10, 50), (10, 100), (50, 500))
-"""The intervals of statistics and of solves that `varied` tries."""
 
 
 @dataclass(frozen=True)
@@ -75,42 +72,41 @@ class Option:
 
     def __str__(self) -> str:
         """Return the option in few words."""
-        words = [_strategy_as_code(self.strategy).removeprefix("soframe.strategies.").strip("'")]
-        if self.local:
-            words.append("local gradients")
-        if self.stagger:
-            words.append("staggered")
-        if self.background:
-            words.append(f"background {self.background}")
-        words += [f"{key} {value}" for key, value in self._named_intervals()]
-        words += [word for word, _ in self.settings]
-        return ", ".join(words)
+        strategy = _strategy_as_code(self.strategy).removeprefix("soframe.strategies.").strip("'")
+        return ", ".join([strategy, *self._distribution(), *self._further()])
 
     def intervals(self, defaults: tuple[int, int]) -> tuple[int, int]:
         """Return the intervals of statistics and solves; the method's ``defaults`` for None."""
         # An interval is at least 1.
         return self.statistics_every or defaults[0], self.solve_every or defaults[1]
 
-    def _named_intervals(self) -> list[tuple[str, int]]:
-        """Return the intervals that are not the method's own."""
-        intervals = {"statistics_every": self.statistics_every, "solve_every": self.solve_every}
-        return [(key, value) for key, value in intervals.items() if value is not None]
-
     def call(self) -> str:
         """Return the arguments of `soframe.Preconditioner` or `soframe.Optimizer`, to be pasted."""
-        distribution: list[str] = []
-        if self.local:
-            distribution.append('gradients="local"')
-        if self.stagger:
-            distribution.append("stagger=True")
         arguments = [f"strategy={_strategy_as_code(self.strategy)}"]
-        if distribution:
-            arguments.append(f"distribution=soframe.Distribution({', '.join(distribution)})")
-        if self.background:
-            arguments.append(f"background={self.background}")
-        arguments += [f"{key}={value}" for key, value in self._named_intervals()]
-        arguments += [text for _, text in self.settings]
+        if distribution := ", ".join(self._distribution().values()):
+            arguments.append(f"distribution=soframe.Distribution({distribution})")
+        arguments += self._further().values()
         return ", ".join(arguments)
+
+    def _distribution(self) -> dict[str, str]:
+        """Return the arguments of `soframe.Distribution`, by a word for each."""
+        arguments: dict[str, str] = {}
+        if self.local:
+            arguments["local gradients"] = 'gradients="local"'
+        if self.stagger:
+            arguments["staggered"] = "stagger=True"
+        return arguments
+
+    def _further(self) -> dict[str, str]:
+        """Return the other arguments that are not defaults, by a word for each."""
+        arguments: dict[str, str] = {}
+        if self.background:
+            arguments[f"background {self.background}"] = f"background={self.background}"
+        for name in ("statistics_every", "solve_every"):
+            interval = getattr(self, name)
+            if interval is not None:
+                arguments[f"{name} {interval}"] = f"{name}={interval}"
+        return arguments | dict(self.settings)
 
 
 @dataclass(frozen=True)
@@ -168,15 +164,19 @@ class Plan:
     notes: tuple[str, ...] = ()
     recommended: Strategy | None = None
 
-    @property
+    @cached_property
     def front(self) -> list[Row]:
         """The rows that are smaller than every faster row of as many samples."""
         front: list[Row] = []
-        for row in self.rows:  # the fastest first, so that the rows of the front are faster
+        least = least_exact = math.inf  # bytes of the faster rows, and of the exact ones
+        for row in self.rows:  # the fastest first
+            size = row.memory["total"]
             # Rows of fewer samples are no match for a row of all.
-            rivals = [other for other in front if other.exact or not row.exact]
-            if all(row.memory["total"] < other.memory["total"] for other in rivals):
+            if size < (least_exact if row.exact else least):
                 front.append(row)
+            least = min(least, size)
+            if row.exact:
+                least_exact = min(least_exact, size)
         return front
 
     def peak(self, row: Row) -> int:
@@ -190,11 +190,14 @@ class Plan:
 
     def fits(self, row: Row) -> bool:
         """Return whether a row is within the limit and the memory of the device."""
-        within_limit = self.limit is None or row.memory["total"] <= self.limit
-        device = self.hardware.memory
-        return within_limit and (device is None or self.peak(row) <= device)
+        if not self._is_within_limit(row):
+            return False
+        return self.hardware.memory is None or self.peak(row) <= self.hardware.memory
 
-    @property
+    def _is_within_limit(self, row: Row) -> bool:
+        return self.limit is None or row.memory["total"] <= self.limit
+
+    @cached_property
     def fitting(self) -> list[Row]:
         """The rows within the limit and the memory of the device."""
         return [row for row in self.rows if self.fits(row)]
@@ -203,7 +206,7 @@ class Plan:
     def misfit(self) -> str:
         """The reason if no row fits, and a remedy."""
         least = min(self.rows, key=lambda row: row.memory["total"])
-        if self.limit is not None and least.memory["total"] > self.limit:
+        if not self._is_within_limit(least):
             return (
                 f"no strategy fits into memory_limit={self.limit} bytes a rank on {self.ranks} "
                 f"rank(s): {least.option.call()} holds least, {least.memory['total']} bytes; raise "
@@ -227,11 +230,9 @@ class Plan:
         Raises:
             ValueError: If none fits.
         """
-        fitting = self.fitting
-        if not fitting:
+        if not self.fitting:
             raise ValueError(self.misfit)
-        fastest = self._fastest
-        recommended = self._recommended
+        fastest, recommended = self._fastest, self._recommended
         if recommended is None:
             return fastest
         if fastest.exact and not recommended.exact:  # it has statistics of fewer samples
@@ -253,8 +254,7 @@ class Plan:
     @property
     def why(self) -> str:
         """The reason of the choice, in a sentence."""
-        chosen = self.chosen
-        recommended = self._recommended
+        chosen, recommended = self.chosen, self._recommended
         why = self._why(chosen)
         if recommended is None or chosen.option.strategy == self.recommended:
             return why
@@ -282,7 +282,7 @@ class Plan:
                 f"it is the strategy of soframe.recommend; the fastest{among}, {fastest.option}, "
                 f"takes {ratio:.2f} of its time"
             )
-        next_row = min(other_rows, key=lambda row: row.timing.mean)
+        next_row = other_rows[0]
         ratio = next_row.timing.mean / chosen.timing.mean
         if ratio < 1:  # a faster row was passed over, since its statistics are of fewer samples
             return (
@@ -296,6 +296,9 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
+        chosen, why = None, None
+        if self.fitting:
+            chosen, why = self.chosen.option.call(), self.why
         return {
             "hardware": self.hardware.name,
             "source": self.hardware.source,
@@ -307,30 +310,28 @@ class Plan:
             "notes": list(self.notes),
             "rows": [_row_as_dict(row, self.fits(row)) for row in self.rows],
             "front": [row.option.call() for row in self.front],
-            "chosen": self.chosen.option.call() if self.fitting else None,
-            "why": self.why if self.fitting else None,
+            "chosen": chosen,
+            "why": why,
         }
 
     def __str__(self) -> str:
-        front, fitting = self.front, self.fitting
-        misfits = [row for row in self.rows if not self.fits(row)]
-
-        def mark(row: Row) -> str:
-            if not self.fits(row):
-                return "!"
-            return "*" if row in front else " "
-
-        rows = [(f"{mark(row)} {row.option}", *_cells(row)) for row in (*fitting, *misfits)]
+        ordered = sorted(self.rows, key=self.fits, reverse=True)
+        cells = [(f"{self._mark(row)} {row.option}", *_cells(row)) for row in ordered]
         title = f"planned for {self.ranks} rank(s), {self.hardware.name}"
-        lines = [title, format_table(HEADER, rows), LEGEND]
-        if misfits:
+        lines = [title, format_table(HEADER, cells), LEGEND]
+        if len(self.fitting) < len(self.rows):
             lines.append("! does not fit.")
         lines += [f"note: {note}" for note in self.notes]
-        if fitting:
+        if self.fitting:
             chosen = self.chosen
             intervals = "statistics every {} and solves every {} steps".format(*chosen.intervals)
             lines += ["", self.details(chosen), "", chosen.option.call(), intervals, self.why]
         return "\n".join(lines)
+
+    def _mark(self, row: Row) -> str:
+        if not self.fits(row):
+            return "!"
+        return "*" if row in self.front else " "
 
     def details(self, row: Row) -> str:
         """Return a row's time by phase and its memory by category, as a table."""
@@ -397,11 +398,12 @@ def plan(
     """
     costs = Costs(task, hardware, amp=amp)
     rows, reasons = list[Row](), list[str]()
-    for option in usual(ranks) if options is None else options:
+    if options is None:
+        options = usual(ranks)
+    for option in options:
         placement = complete(option.strategy.place(costs.work, ranks))
-        why = combinations.refused(
-            task.blocks, placement, solve_every=option.intervals(task.intervals)[1]
-        )
+        _, solve_every = option.intervals(task.intervals)
+        why = combinations.refused(task.blocks, placement, solve_every=solve_every)
         why = why or refused(placement)
         if why is None:
             rows.append(_row(costs, task, option, placement))
@@ -409,12 +411,11 @@ def plan(
             reasons.append(why)
     if not rows:
         raise ValueError(reasons[0])
-    trained = sum(p.numel() * p.element_size() for p in task.parameters)
-    fixed = {"weights": trained + task.frozen, "gradients": trained}
+    fixed = {"weights": task.size + task.frozen, "gradients": task.size}
     # In bfloat16 most activations have half of the bytes.
     fixed["activations"] = task.activations // 2 if amp else task.activations
     if any(block.captured for block in task.blocks):
-        fixed["momentum"] = trained
+        fixed["momentum"] = task.size
     rows.sort(key=_order)
     return Plan(
         rows=tuple(rows),
@@ -453,7 +454,8 @@ def usual(ranks: int, base: Option | None = None) -> list[Option]:
     Returns:
         The options.
     """
-    base = Option(CommOpt()) if base is None else base
+    if base is None:
+        base = Option(CommOpt())
     if ranks == 1:
         return [base]
     several_workers: list[Strategy] = [CommOpt()]
@@ -487,28 +489,19 @@ class Vary(StrEnum):
     DTYPE = "dtype"
 
 
-Words = tuple[tuple[str, str], ...]
-"""Arguments of a task, as in `Option.settings`."""
+Words = tuple[tuple[str, str], ...]  # arguments of a task, as in `Option.settings`
 
 
 def variants(
     settings: Collection[Vary], solver: str | None = None
 ) -> list[tuple[dict[str, Any], Words]]:
-    """Return the arguments of tasks that differ in the solver and in the dtype of factors.
-
-    Args:
-        settings: Which of the two vary.
-        solver: The solver where it does not vary; None for the default.
-
-    Returns:
-        The arguments, and the same in words. Inverses of factors in bfloat16 are left out: rounded
-        factors have negative eigenvalues, with which Cholesky factorisations fail.
-    """
+    """Return the arguments, also in words, of tasks that differ in solver and dtype of factors."""
     solvers = ["inverse", "eigen"] if Vary.SOLVER in settings else [solver]
     dtypes = [torch.float32, torch.bfloat16] if Vary.DTYPE in settings else [None]
     tasks = []
     for name, dtype in itertools.product(solvers, dtypes):
-        if name == "inverse" and dtype == torch.bfloat16:
+        # Rounded factors have negative eigenvalues, with which Cholesky factorisations fail.
+        if (name, dtype) == ("inverse", torch.bfloat16):
             continue
         arguments, words = dict[str, Any](), list[tuple[str, str]]()
         if name is not None:
@@ -523,11 +516,7 @@ def variants(
 
 
 def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option]:
-    """Return options with all combinations of some settings.
-
-    Options without a background and without a stagger stay beside those with; their intervals are
-    replaced.
-    """
+    """Return options with all combinations of some settings, beside the options without them."""
     variations = list(options)
     if Vary.BACKGROUND in settings:
         for option in options:
@@ -565,7 +554,8 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
         priced.append(Rank(len(ranks), arithmetic[part], messages))
         traffics.append(_traffic(messages, statistics_every, solve_every))
 
-    schedule = _schedule(costs, task, priced, placement.world_size, option)
+    added = seconds_of_rows(costs.work, costs.hardware)
+    schedule = _schedule(costs, task, priced, option, added)
     turns = solve_every if option.stagger else 1
     return Row(
         option,
@@ -583,35 +573,36 @@ def _local_plan(task: Task) -> LocalPlan:
     in_blocks: set[int] = set()
     for block in task.blocks:
         in_blocks.update(map(id, block.parameters.values()))
-    rest = [p for p in task.parameters if id(p) not in in_blocks]
-    sizes = [(p.numel(), str(p.dtype).removeprefix("torch.")) for p in rest]
+    sizes: list[tuple[int, str]] = []
+    for parameter in task.parameters:
+        if id(parameter) not in in_blocks:
+            sizes.append((parameter.numel(), str(parameter.dtype).removeprefix("torch.")))
     return LocalPlan(rest=tuple(sizes))
 
 
 def _schedule(
-    costs: Costs, task: Task, of_ranks: Sequence[Rank], ranks: int, option: Option | None = None
+    costs: Costs, task: Task, parts: Sequence[Rank], option: Option, added: Mapping[str, float]
 ) -> Schedule:
-    """Return the steps of an option, or those without a preconditioner."""
-    size = sum(p.numel() * p.element_size() for p in task.parameters)  # bytes
-    is_averaged_outside = ranks > 1 and not (option and option.local)  # by DistributedDataParallel
+    """Return the steps of an option, with the seconds of phases that have a price of their own."""
+    ranks = sum(part.count for part in parts)
     return Schedule(
         costs.hardware,
-        of_ranks,
+        parts,
         ranks=ranks,
         passes=costs.passes.seconds,
-        gradients=size if is_averaged_outside else 0,
+        # DistributedDataParallel averages, unless soframe does.
+        gradients=0 if ranks == 1 or option.local else task.size,
         # Weights, gradients and momentum are read, weights and momentum written.
-        optimizer=5 * size / costs.hardware.bandwidth,
-        background=option.background if option else 0,
-        added=seconds_of_rows(costs.work, costs.hardware) if option else {},
+        optimizer=5 * task.size / costs.hardware.bandwidth,
+        background=option.background,
+        added=added,
     )
 
 
 def _seconds_without_preconditioner(costs: Costs, task: Task, ranks: int) -> float:
     """Return the seconds of a step without a preconditioner."""
-    nothing = Arithmetic(*(0.0 for _ in dataclasses.fields(Arithmetic)))
-    rank = Rank(ranks, nothing, dict.fromkeys(KINDS, ()))
-    return _schedule(costs, task, [rank], ranks).timing(1, 1).mean
+    rank = Rank(ranks, Arithmetic(), dict.fromkeys(KINDS, ()))
+    return _schedule(costs, task, [rank], Option(CommOpt()), {}).timing(1, 1).mean
 
 
 def _parts_to_price(
@@ -625,7 +616,7 @@ def _parts_to_price(
     by_load = sorted(ranks_of, key=load, reverse=True)
     by_ranks = sorted(ranks_of, key=lambda part: len(ranks_of[part]), reverse=True)
     half = MOST_PRICED // 2
-    return list(dict.fromkeys([*by_load[:half], *by_ranks[:half]]))
+    return list(dict.fromkeys(by_load[:half] + by_ranks[:half]))
 
 
 def _messages(
@@ -640,11 +631,8 @@ def _messages(
         rank,
         statistics=kind != "plain",
         solve=kind == "solve",
-        used=None,
         local=local,
         fused=fused,
-        first=False,
-        clips=(),
     ).phases()
 
 
@@ -667,11 +655,7 @@ def _traffic(
 
 
 def _memory(
-    costs: Costs,
-    placement: Placement,
-    ranks_of: Mapping[Part, Sequence[int]],
-    *,
-    background: bool,
+    costs: Costs, placement: Placement, ranks_of: Mapping[Part, Sequence[int]], *, background: bool
 ) -> dict[str, int]:
     """Return the bytes by category of the rank with most."""
     of_parts: list[dict[str, int]] = []
@@ -686,29 +670,30 @@ def _memory(
 
 def _exact(placement: Placement) -> bool:
     """Return whether all ranks contribute to the statistics of each factor."""
-    for members in placement.stacks:
-        work, place = placement.work[members[0]], placement.blocks[members[0]]
-        for index, factor in enumerate(work.factors):
-            if factor.captured and place.contributing(index) != place.everyone:
+    for stack in placement.stacked:
+        for index, factor in enumerate(stack.work.factors):
+            if factor.captured and stack.place.contributing(index) != stack.place.everyone:
                 return False
     return True
 
 
 def _strategy_as_code(strategy: Strategy) -> str:
     """Return a strategy as a user would write it."""
-    names = [name for name, kind in available("strategy").items() if kind is type(strategy)]
-    fields = getattr(strategy, "__dataclass_fields__", {})
-    values = [(name, getattr(strategy, name), field.default) for name, field in fields.items()]
-    changed = [f"{name}={value!r}" for name, value, default in values if value != default]
-    if names and not changed:
-        return repr(names[0])
-    return f"soframe.strategies.{type(strategy).__name__}({', '.join(changed)})"
+    kind = type(strategy)
+    changed: list[str] = []
+    for name, option in getattr(strategy, "__dataclass_fields__", {}).items():
+        value = getattr(strategy, name)
+        if value != option.default:
+            changed.append(f"{name}={value!r}")
+    if not changed:
+        for name, registered in available("strategy").items():
+            if registered is kind:
+                return repr(name)
+    return f"soframe.strategies.{kind.__name__}({', '.join(changed)})"
 
 
 def _row_as_dict(row: Row, fits: bool) -> dict[str, Any]:
-    plain = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
-    option = {f.name: getattr(row.option, f.name) for f in dataclasses.fields(row.option)}
-    option["strategy"] = _strategy_as_code(row.option.strategy)
+    option = {**vars(row.option), "strategy": _strategy_as_code(row.option.strategy)}
     timing = dataclasses.asdict(row.timing)
     added = {"option": option, "timing": timing, "call": row.option.call(), "fits": fits}
-    return {**plain, **added}
+    return {**vars(row), **added}

@@ -70,42 +70,44 @@ class Pricing(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        if name in ("_local_scalar_dense", "is_nonzero", "equal"):
-            return True if name != "_local_scalar_dense" else _one(args[0].dtype)
+        if name in ("is_nonzero", "equal"):
+            return True
+        if name == "_local_scalar_dense":
+            return _one(args[0].dtype)
         if name in ("nonzero", "_unique2"):  # as many entries as there can be
             return _all_entries(name, args[0])
         out = func(*args, **kwargs)
-        arguments, results = _tensors((args, kwargs)), _tensors(out)
+        arguments, results = tensors_in((args, kwargs)), tensors_in(out)
         if not _computes_nothing(func, name):
-            self._price(func, name, args, kwargs, out)
+            moved = sum(map(_bytes, arguments)) + sum(map(_bytes, results))
+            seconds = self._compute(func, name, args, kwargs, out)
+            # A foreach operator is one launch, or a few, on a GPU, and a loop on a CPU.
+            launches = 1
+            if name.startswith("_foreach") and self._hardware.device == "cpu":
+                launches = len(results) or len(args[0])
+            least = launches * self._hardware.launch
+            self.priced.seconds += max(least, seconds, moved / self._hardware.bandwidth)
+            self.priced.operators += 1
         self._hold(arguments, results)
         return out
 
-    def _price(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        tensors, results = _tensors((args, kwargs)), _tensors(out)
-        moved = sum(map(_bytes, tensors)) + sum(map(_bytes, results))
-        seconds = moved / self._hardware.bandwidth
+    def _compute(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> float:
+        """Return the seconds of arithmetic of an operator, and count its FLOPs."""
         if name in PRODUCTS:
             first, second = args[-2:]  # [..., n, k] and [..., k, m]
             batch, flops = prod(first.shape[:-2]), 2.0 * prod(first.shape[-2:]) * second.shape[-1]
-            seconds = max(seconds, self._hardware.product(flops, batch, self._dtype(first)))
             self.priced.flops += batch * flops
-        elif name in FACTORISATIONS:
+            return self._hardware.product(flops, batch, self._dtype(first))
+        if name in FACTORISATIONS:
             matrix, kind = args[0], FACTORISATIONS[name]
             side, batch = matrix.shape[-1], prod(matrix.shape[:-2])
-            factorisation = self._hardware.factorisation(kind, side, batch, self._name(matrix))
-            seconds = max(seconds, factorisation)
-        elif func.overloadpacket in flop_registry:
+            return self._hardware.factorisation(kind, side, batch, self._name(matrix))
+        if func.overloadpacket in flop_registry:
             flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
             kind = "convolution" if "convolution" in name else "product"
-            seconds = max(seconds, self._hardware.product(flops, 1, self._dtype(tensors[0]), kind))
             self.priced.flops += flops
-        # A foreach operator is one launch, or a few, on a GPU, and a loop on a CPU.
-        launches = 1
-        if name.startswith("_foreach") and self._hardware.device == "cpu":
-            launches = len(results) or len(args[0])
-        self.priced.seconds += max(launches * self._hardware.launch, seconds)
-        self.priced.operators += 1
+            return self._hardware.product(flops, 1, self._dtype(args[0]), kind)
+        return 0.0
 
     def _dtype(self, tensor: Tensor) -> str:
         return self._float32 if tensor.dtype == torch.float32 else self._name(tensor)
@@ -130,7 +132,8 @@ class Pricing(TorchDispatchMode):
         self.held -= size
 
 
-def _tensors(nested: Any) -> list[Tensor]:
+def tensors_in(nested: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
@@ -145,7 +148,9 @@ def _all_entries(name: str, tensor: Tensor) -> Tensor | tuple[Tensor, Tensor, Te
 def _one(dtype: torch.dtype) -> bool | float | int:
     if dtype == torch.bool:
         return True
-    return 1.0 if dtype.is_floating_point else 1
+    if dtype.is_floating_point:
+        return 1.0
+    return 1
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -227,9 +227,11 @@ def recommend(model: nn.Module, *, ranks: int = 1, kind: str | None = None) -> R
 def _advice(model: nn.Module, kind: str | None) -> Recommendation:
     """Return the entry for a model of some kind; None to recognise it."""
     kinds = {advice.kind: advice for advice in ADVICE}
-    if kind is not None and kind not in kinds:
+    if kind is None:
+        kind = kind_of(model)
+    if kind not in kinds:
         raise ValueError(f"there is no kind {kind!r} of model: choose one of {', '.join(kinds)}")
-    advice = kinds[kind or kind_of(model)]
+    advice = kinds[kind]
     if advice.kind in OF_LAYERS and _covered(model) < 0.5:
         return kinds["other"]
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
@@ -250,8 +252,10 @@ def _memory(model: nn.Module, advice: Recommendation, ranks: int) -> dict[str, i
     """Return the bytes of the fullest rank, by strategy, the recommended one first."""
     chosen = advice.strategy
     _, placement = inspection.inspect(model, ranks=ranks, strategy=chosen, **advice.plan)
-    placements = {chosen: placement}
-    for name in ("comm-opt", "mem-opt", "sharded") if ranks > 1 else ():
+    sizes = {chosen: placement.fullest["total"]}
+    if ranks == 1:
+        return sizes
+    for name in ("comm-opt", "mem-opt", "sharded"):
         other: Strategy = KINDS["strategy"].build(name, Strategy)
-        placements.setdefault(name, complete(other.place(placement.work, ranks)))
-    return {name: placed.fullest["total"] for name, placed in placements.items()}
+        sizes[name] = complete(other.place(placement.work, ranks)).fullest["total"]
+    return sizes

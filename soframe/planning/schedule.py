@@ -23,11 +23,8 @@ from soframe.planning.hardware import Hardware
 from soframe.step.phases import names
 from soframe.strategies.plan import Message
 
-BUCKET = 25e6
-"""Bytes of a bucket of DistributedDataParallel."""
-
-FORWARD = 1 / 3
-"""The forward pass's part of both passes: the backward pass has twice its products."""
+BUCKET = 25e6  # bytes of a bucket of DistributedDataParallel
+FORWARD = 1 / 3  # the forward pass's part of both passes: the backward pass has twice its products
 
 Messages = Sequence[tuple[str, Sequence[Message]]]
 
@@ -67,6 +64,8 @@ class Timing:
 
 Amounts = defaultdict[str, float]
 """Seconds of a step: ``"total"``, ``"travelled"``, ``"busy <phase>"`` and ``"exposed <phase>"``."""
+# By phase, the seconds of all its messages on the busiest rank, and of one of them.
+Durations = dict[str, tuple[float, float]]
 NOTHING = (0.0, 0.0)  # seconds of a phase without messages, and of one of them
 
 
@@ -79,23 +78,20 @@ class _Clock:
         self.spent = Amounts(float)
 
     def compute(self, phase: str, seconds: float) -> None:
-        self._spend(f"busy {phase}", seconds)
+        self.spent[f"busy {phase}"] += seconds
         self.now += seconds
 
     def send(self, seconds: float, since: float, last: float = 0.0) -> float:
         """Start messages, the first since some time and the last of them now; return their end."""
-        self._spend("travelled", seconds)
+        self.spent["travelled"] += seconds
         if self._is_crowded:
             since = self.now
         self.network = max(max(self.network, since) + seconds, self.now + last)
         return self.network
 
     def wait(self, phase: str, until: float) -> None:
-        self._spend(f"exposed {phase}", max(0.0, until - self.now))
+        self.spent[f"exposed {phase}"] += max(0.0, until - self.now)
         self.now = max(self.now, until)
-
-    def _spend(self, name: str, seconds: float) -> None:
-        self.spent[name] += seconds
 
 
 class Schedule:
@@ -116,8 +112,9 @@ class Schedule:
         self._hardware, self._parts, self._background = hardware, parts, background
         crowd = hardware.crowd(ranks)
         self._is_crowded = crowd >= 1
-        self._passes, self._optimizer = max(1.0, crowd) * passes, max(1.0, crowd) * optimizer
-        self._added = {name: max(1.0, crowd) * time for name, time in added.items()}
+        slowdown = max(1.0, crowd)
+        self._passes, self._optimizer = slowdown * passes, slowdown * optimizer
+        self._added = {name: slowdown * time for name, time in added.items()}
         buckets = -(-gradients // BUCKET)
         size = gradients / max(1, buckets)
         self._bucket = hardware.collective("all_reduce", size, range(ranks))
@@ -128,15 +125,14 @@ class Schedule:
             seconds = [getattr(rank.arithmetic, field.name) for rank in parts]
             total = sum(rank.count * time for rank, time in zip(parts, seconds, strict=True))
             self._slowest[field.name] = max(*seconds, crowd * total / ranks)
-        self._network: dict[str, dict[str, tuple[float, float]]] = {}
+        self._network: dict[str, Durations] = {}
         for kind in KINDS:
             self._network[kind] = self._durations([rank.messages[kind] for rank in parts])
 
-    def _durations(self, of_ranks: Sequence[Messages]) -> dict[str, tuple[float, float]]:
-        """Return the seconds of each phase's messages on the busiest rank, and of one of them."""
-        durations: dict[str, tuple[float, float]] = {}
+    def _durations(self, of_ranks: Sequence[Messages]) -> Durations:
+        durations: Durations = {}
         for messages in of_ranks:
-            of_rank: dict[str, tuple[float, float]] = {}
+            of_rank: Durations = {}
             for phase, batch in messages:
                 for (operation, group, *_), size in batch:
                     seconds = self._hardware.collective(operation, size, group)
@@ -157,7 +153,7 @@ class Schedule:
             gathering, long = self._extra("statistics", usual, base)
         rarely = max(0.0, 1 / statistics_every - 1 / solve_every)
         mean = Amounts(float)
-        for name in {**base, **solving, **gathering}:
+        for name in dict.fromkeys(itertools.chain(base, solving, gathering)):
             mean[name] = base[name] + solving[name] / solve_every + gathering[name] * rarely
         exposed = _of(mean, "exposed ")
         return Timing(
@@ -231,40 +227,41 @@ class Schedule:
                     clock.compute(phase, self._added[phase])
         clock.compute("optimizer", self._optimizer)
 
-    def _reduce(self, clock: _Clock, network: Mapping[str, tuple[float, float]]) -> None:
+    def _reduce(self, clock: _Clock, network: Durations) -> None:
         """Average sums into factors, and start to send them."""
         clock.compute("reduce", self._slowest["average"])
         seconds, _ = network.get("reduce", NOTHING)
-        clock.arrival = clock.send(seconds, clock.now) if seconds else clock.now
-        clock.wait("reduce", clock.now + (seconds if self._is_crowded else 0.0))
+        clock.arrival = clock.now
+        if seconds:
+            clock.arrival = clock.send(seconds, clock.now)
+        if self._is_crowded:
+            clock.wait("reduce", clock.now + seconds)
 
     def _solve(self, clock: _Clock, kind: str, *, landing: bool) -> None:
         """Solve, or begin to in the background; share the results, also of an earlier solve."""
         seconds = self._slowest["solve"]
         if kind == "solve":
             clock.wait("reduce", clock.arrival)  # for the sums
-        start = clock.now
-        if kind == "solve" and self._background:
-            clock.compute("solve", seconds if self._is_crowded else 0.0)
-            clock.solved = clock.now + seconds
-        elif kind == "solve":
-            clock.compute("solve", seconds)
-            self._exchange(clock, "share", self._network["solve"], since=start)
+            start = clock.now
+            if self._background:
+                clock.compute("solve", seconds if self._is_crowded else 0.0)
+                clock.solved = clock.now + seconds
+            else:
+                clock.compute("solve", seconds)
+                self._exchange(clock, "share", self._network["solve"], since=start)
         if landing:
             clock.wait("solve", clock.solved)
             self._exchange(clock, "share", self._network["solve"])
 
     def _exchange(
-        self,
-        clock: _Clock,
-        phase: str,
-        network: Mapping[str, tuple[float, float]],
-        since: float | None = None,
+        self, clock: _Clock, phase: str, network: Durations, since: float | None = None
     ) -> None:
         """Send a phase's messages and wait: while arithmetic makes them, if it began before."""
         seconds, last = network.get(phase, NOTHING)
         if seconds:
-            clock.wait(phase, clock.send(seconds, clock.now if since is None else since, last))
+            if since is None:
+                since = clock.now
+            clock.wait(phase, clock.send(seconds, since, last))
 
 
 def _of(amounts: Amounts, prefix: str) -> dict[str, float]:

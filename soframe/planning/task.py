@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map_only
 
 from soframe.blocks.block import Block
 from soframe.blocks.registration import unwrap
 from soframe.comm.recording import Recording
 from soframe.layers.base import LayerHelper
-from soframe.planning.pricing import without_numbers
+from soframe.planning.pricing import tensors_in, without_numbers
 from soframe.preconditioner import Preconditioner
 from soframe.settings import Distribution
 from soframe.setup.building import LATE
@@ -78,20 +78,25 @@ class Task:
         paper = Distribution(backend=Recording())
         preconditioner = OnPaper(model, distribution=paper, kl_clip=None, **settings)
         trained = [p for p in model.parameters() if p.requires_grad]
-        frozen = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        frozen = _bytes(itertools.chain(model.parameters(), model.buffers())) - _bytes(trained)
         task = cls(
             preconditioner.blocks,
             preconditioner.placement.work,
             trained,
             intervals=preconditioner.intervals,
-            frozen=frozen - sum(tensor.nbytes for tensor in trained),
+            frozen=frozen,
         )
         preconditioner.close()
         if inputs is None:
             return task
-        meta_inputs = tuple(tree_map(_meta, tuple(inputs)))
+        meta_inputs = tree_map_only(Tensor, _meta, tuple(inputs))
         calls, activations = _calls(model, meta_inputs, task.blocks)
         return replace(task, model=model, inputs=meta_inputs, calls=calls, activations=activations)
+
+    @property
+    def size(self) -> int:
+        """The bytes of the trainable parameters."""
+        return _bytes(self.parameters)
 
     def unpriced(self) -> tuple[str, ...]:
         """Return the parts that a plan leaves without a price, each with the reason."""
@@ -102,20 +107,17 @@ class Task:
                 phases.append("statistics of calls")
             what, why = " and ".join(phases), "the inputs are unknown"
         else:
-            what, why = self._uncalled(captured), "no call of theirs was seen"
+            seen = {call.helper for call in self.calls}
+            missed = [block.name for block in captured if seen.isdisjoint(block.helpers)]
+            what, why = "", "no call of theirs was seen"
+            if missed:
+                what = f"the statistics of {len(missed)} block(s), such as {missed[0]}"
         return (f"no price for {what}: {why}",) if what else ()
-
-    def _uncalled(self, captured: Sequence[Block]) -> str:
-        seen = {call.helper for call in self.calls}
-        missed = [block.name for block in captured if seen.isdisjoint(block.helpers)]
-        if not missed:
-            return ""
-        return f"the statistics of {len(missed)} block(s), such as {missed[0]}"
 
     def run(self, new: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         """Return a forward and backward pass, on tensors that ``new`` makes from those here."""
         assert self.model is not None
-        inputs = tree_map(lambda x: new(x) if isinstance(x, Tensor) else x, self.inputs)
+        inputs = tree_map_only(Tensor, new, self.inputs)
         run = partial(torch.func.functional_call, self.model, _tensors_of(self.model, new), inputs)
 
         def passes() -> None:
@@ -183,21 +185,23 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = args[:3]
         heads = query.shape[-3] // key.shape[-3]
         if heads > 1:  # grouped queries
-            key, value = (x.repeat_interleave(heads, -3) for x in (key, value))
+            key, value = key.repeat_interleave(heads, -3), value.repeat_interleave(heads, -3)
         causal = bool(kwargs.get("is_causal", False))
         fused = torch.ops.aten._scaled_dot_product_flash_attention
         return fused(query, key, value, 0.0, causal)[0]
 
 
-def _meta(tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor):
-        return tensor
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _meta(tensor: Tensor) -> Tensor:
     copy = torch.empty_like(tensor, device="meta")
     return copy.requires_grad_(tensor.requires_grad)
 
@@ -205,14 +209,18 @@ def _meta(tensor: Any) -> Any:
 def _tensors_of(model: nn.Module, new: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Return parameters and buffers by name; ties are kept."""
     copies: dict[int, Tensor] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    return {name: copies.setdefault(id(tensor), new(tensor)) for name, tensor in named}
+    named: dict[str, Tensor] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in itertools.chain(parameters, model.named_buffers(remove_duplicate=False)):
+        if id(tensor) not in copies:
+            copies[id(tensor)] = new(tensor)
+        named[name] = copies[id(tensor)]
+    return named
 
 
 def _sum(output: Any) -> Tensor:
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    summed = [x.sum() for x in tensors if x.is_floating_point() and x.requires_grad]
-    return torch.stack(summed).sum()
+    sums: list[Tensor] = []
+    for tensor in tensors_in(output):
+        if tensor.is_floating_point() and tensor.requires_grad:
+            sums.append(tensor.sum())
+    return torch.stack(sums).sum()

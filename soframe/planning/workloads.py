@@ -5,6 +5,7 @@ Layers and sides are the published ones, so that plans are; weights have torch's
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -55,9 +56,10 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations, ``[batch, out, height, width]``."""
-        out = x
-        for index, layer in enumerate(self.convolutions):
-            out = layer(out if index == 0 else out.relu())
+        first, *rest = self.convolutions
+        out = first(x)
+        for layer in rest:
+            out = layer(out.relu())
         result: Tensor = F.relu(out + self.shortcut(x))
         return result
 
@@ -72,9 +74,8 @@ def resnet(counts: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Sequential:
     """Return a ResNet for images of 224 x 224 (He et al., 2016), by bottlenecks of each width."""
     layers = [convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     channels = 64
-    for width, count in zip((64, 128, 256, 512), counts, strict=True):
-        for index in range(count):
-            stride = 2 if index == 0 and width > 64 else 1
+    for width, first, count in zip((64, 128, 256, 512), (1, 2, 2, 2), counts, strict=True):
+        for stride in [first] + [1] * (count - 1):
             sizes = [(width, 1, 1), (width, 3, stride), (4 * width, 1, 1)]
             layers.append(Residual(channels, sizes))
             channels = 4 * width
@@ -123,6 +124,11 @@ class Layer(nn.Module):
         return out
 
 
+def repeated(make: Callable[[], nn.Module], layers: int) -> nn.Sequential:
+    """Return layers of one kind, one after another."""
+    return nn.Sequential(*(make() for _ in range(layers)))
+
+
 def _tied(head: nn.Linear, table: nn.Embedding) -> nn.Linear:
     """Return a head with an embedding's weight."""
     head.register_parameter("weight", table.get_parameter("weight"))
@@ -135,7 +141,7 @@ class GPT(nn.Module):
     def __init__(self, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(50257, width), nn.Embedding(1024, width)
-        self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)))
+        self.layers = repeated(partial(Layer, width, heads), layers)
         self.norm = nn.LayerNorm(width)
         self.head = _tied(nn.Linear(width, 50257, bias=False), self.tokens)
 
@@ -158,7 +164,7 @@ class BERT(nn.Module):
         width, vocabulary = 1024, 30522
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(512, width)
         self.segments, self.norm = nn.Embedding(2, width), nn.LayerNorm(width)
-        self.layers = nn.Sequential(*(Layer(width, 16, causal=False) for _ in range(24)))
+        self.layers = repeated(partial(Layer, width, 16, causal=False), 24)
         self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
         self.head = _tied(nn.Linear(width, vocabulary), self.tokens)
         self.follows = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
@@ -191,9 +197,10 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the stream, ``[batch, length, width]``."""
         normed = self.norm_attention(x)
-        q, k, v = (heads(part(normed), self.size) for part in (self.query, self.key, self.value))
-        k, v = (part.repeat_interleave(self.queries, 1) for part in (rotated(k), v))
-        mixed = F.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
+        q = rotated(heads(self.query(normed), self.size))
+        k = rotated(heads(self.key(normed), self.size)).repeat_interleave(self.queries, 1)
+        v = heads(self.value(normed), self.size).repeat_interleave(self.queries, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         normed = self.norm_mlp(x)
         out: Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -218,7 +225,7 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.layers = nn.Sequential(*(Gated(width, heads, shared, hidden) for _ in range(layers)))
+        self.layers = repeated(partial(Gated, width, heads, shared, hidden), layers)
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
@@ -234,7 +241,7 @@ def _images(batch: int) -> tuple[Tensor, ...]:
 
 def _tokens(batch: int, *, length: int, inputs: int = 1) -> tuple[Tensor, ...]:
     tokens = torch.empty(batch, length, dtype=torch.long, device="meta")
-    return tuple(tokens for _ in range(inputs))
+    return tuple(itertools.repeat(tokens, inputs))
 
 
 _LLAMA_2, _LLAMA_3 = "Llama 2, Touvron et al., 2023", "Llama 3, Grattafiori et al., 2024"

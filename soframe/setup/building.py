@@ -29,6 +29,7 @@ from soframe.setup.parts import Parts
 from soframe.solvers.base import Solver
 from soframe.strategies.base import Circumstances, Strategy
 from soframe.strategies.placement import Placement, complete
+from soframe.strategies.work import BlockWork
 
 LATE = 10**6
 """A step at which schedules of intervals have come to rest."""
@@ -57,14 +58,13 @@ def averaged_tensors(model: nn.Module, gradients: str) -> str:
 
 
 def _remedy_without_blocks(named: Sequence[tuple[str, nn.Parameter]], choices: Choices) -> str:
-    reads_calls = any(method.captures for method in methods(choices.method))
-    has_trained = any(parameter.requires_grad for _, parameter in named)
-    if reads_calls and has_trained:
-        return (
-            "\nsoframe.Optimizer(model, method='soap', lr=3e-3) trains these parameters, too: it "
-            "reads gradients alone"
-        )
-    return ""
+    trained = [parameter for _, parameter in named if parameter.requires_grad]
+    if not trained or not any(method.captures for method in methods(choices.method)):
+        return ""
+    return (
+        "\nsoframe.Optimizer(model, method='soap', lr=3e-3) trains these parameters, too: it "
+        "reads gradients alone"
+    )
 
 
 def register(model: nn.Module, choices: Choices) -> Registration:
@@ -86,13 +86,18 @@ def register(model: nn.Module, choices: Choices) -> Registration:
             "this Fisher makes statistics of calls, and no block's method reads any: leave fisher= "
             "out, or choose a method of calls, such as 'kfac', for some layers"
         )
-    every: list[tuple[str, nn.Parameter]] = []
-    for block in registration.blocks:
-        every += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
+    named_parameters = dict(_named_parameters(registration.blocks))
     # A model that is on the meta device as a whole can be planned.
-    if not all(parameter.is_meta for _, parameter in every):
-        require_materialised(every)
+    if not all(parameter.is_meta for parameter in named_parameters.values()):
+        require_materialised(named_parameters.items())
     return registration
+
+
+def _named_parameters(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of blocks, by the names of their blocks and their own."""
+    for block in blocks:
+        for name, parameter in block.parameters.items():
+            yield f"{block.name}.{name}", parameter
 
 
 def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
@@ -100,13 +105,15 @@ def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
     # Equal numbers stand for equal methods and solvers: only such blocks are stacked.
     kinds: list[tuple[Method, Solver]] = []
     numbers: dict[tuple[int, int], int] = {}
+    works: list[BlockWork] = []
     for block in blocks:
-        kind = (block.method, block.solver)
-        if (id(block.method), id(block.solver)) not in numbers:
+        kind, key = (block.method, block.solver), (id(block.method), id(block.solver))
+        if key not in numbers:
             if kind not in kinds:
                 kinds.append(kind)
-            numbers[id(block.method), id(block.solver)] = kinds.index(kind)
-    work = tuple(block.work(numbers[id(block.method), id(block.solver)]) for block in blocks)
+            numbers[key] = kinds.index(kind)
+        works.append(block.work(numbers[key]))
+    work = tuple(works)
     placement = complete(strategy.place(work, ranks))
     placement.validate()
     if (placement.work, placement.world_size) != (work, ranks):
@@ -124,14 +131,11 @@ def require_in(optimizer: Optimizer | None, blocks: Sequence[Block]) -> None:
     if (groups := grouping(optimizer)) is not None:
         groups.group(blocks)
     optimised = set(map(id, chain.from_iterable(blocks[0].home.groups(optimizer))))
-    missing: list[str] = []
-    for block in blocks:
-        for name, parameter in block.parameters.items():
-            if id(parameter) not in optimised:
-                missing.append(f"{block.name}.{name}")
+    named = list(_named_parameters(blocks))
+    missing = [name for name, parameter in named if id(parameter) not in optimised]
     if not missing:
         return
-    if len(missing) == sum(len(block.parameters) for block in blocks):
+    if len(missing) == len(named):
         # An optimizer that shards parameters replaces them, and reads gradients of its own.
         remedy = (
             "It has no parameter of any block: it is another model's, or one that shares "
@@ -224,7 +228,9 @@ def silent(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let preconditioners of these modules take no statistics meanwhile."""
     with ExitStack() as paused:
         for module in modules:
-            capture = _hooked[module]() if module in _hooked else None
+            if module not in _hooked:
+                continue
+            capture = _hooked[module]()
             if capture is not None and capture.enabled:
                 paused.enter_context(capture.paused())
         yield
@@ -252,16 +258,19 @@ def take_over(capture: Capture, modules: Sequence[nn.Module]) -> None:
 
 def describe_settings(blocks: Sequence[Block], *settings: object) -> str:
     """Return the settings that all ranks must share, except the placement: one per line."""
-    # A dict as an ordered set: many blocks have the same components.
-    parts = {(id(b.method), id(b.solver), *b.dtypes): b for b in reversed(blocks)}
-    of_blocks = {describe((b.method, b.solver, *b.dtypes)): None for b in parts.values()}
+    # Many blocks have the same components, which are described once.
+    components: dict[object, tuple[object, ...]] = {}
+    for block in reversed(blocks):
+        key = (id(block.method), id(block.solver), block.dtypes)
+        components[key] = (block.method, block.solver, *block.dtypes)
+    of_blocks = dict.fromkeys(map(describe, components.values()))
     return "\n".join(map(describe, (*settings, *of_blocks)))
 
 
 def require_averaged(blocks: Sequence[Block], gradients: str) -> None:
     """Raise ValueError if gradients of sharded parameters are declared to be each rank's own."""
-    for block in blocks if gradients == "local" else ():
-        if block.shards:
+    for block in blocks:
+        if gradients == "local" and block.shards:
             raise ValueError(
                 f"{block.name} is sharded over ranks, and gradients='local' is for those that are "
                 f"each rank's own: the framework averages them (and those of a tensor-parallel "

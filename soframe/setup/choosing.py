@@ -40,17 +40,17 @@ def choose_backends(
 
 
 def _backend_of(choice: str | type[Backend] | Backend | None, stages: Stages) -> Backend:
-    if choice is None and stages.backend is not None:
+    if choice is not None:
+        backend: Backend = KINDS["backend"].build(choice, Backend)
+        stages.require_backend(backend)
+        return backend
+    if stages.backend is not None:
         # Without a backend for the copies of a stage, this rank has the only copy.
         stages.require_backend(None)
         return SingleProcess()
-    if choice is None:
-        distributed = dist.is_available() and dist.is_initialized()
-        return TorchDistributed() if distributed else SingleProcess()
-    backend = KINDS["backend"].build(choice, Backend)
-    assert isinstance(backend, Backend)
-    stages.require_backend(backend)
-    return backend
+    if dist.is_available() and dist.is_initialized():
+        return TorchDistributed()
+    return SingleProcess()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,21 +26,23 @@ def text(
     trained = sum(p.requires_grad for p in model.parameters())
     covered = sum(len(block.parameters) for block in blocks)
     coverage = f"{covered} of {trained} trainable parameters in {len(blocks)} block(s)"
-    lines = [f"model: {type(model).__name__}, {coverage}"]
-    shown = {name: _show(value) for name, value in settings.items()}
+    shown = {"model": f"{type(model).__name__}, {coverage}"}
+    for name, value in settings.items():
+        shown[name] = _show(value)
     # The components that blocks have, in place of a mapping from patterns.
-    components: dict[str, list[object]] = {"method": [], "auxiliary": [], "solver": []}
+    components = {"method": Counter[str](), "auxiliary": Counter[str](), "solver": Counter[str]()}
     for block in blocks:
         kind = "auxiliary" if block.auxiliary else "method"
-        components[kind].append(block.method)
+        components[kind][describe(block.method)] += 1
         if block.solved_factors:
-            components["solver"].append(block.solver)
-    for name, of_blocks in components.items():
-        shown[name] = _each(of_blocks)
+            components["solver"][describe(block.solver)] += 1
+    for name, counts in components.items():
+        of_blocks = ", ".join(f"{component} in {n} block(s)" for component, n in counts.items())
+        shown[name] = of_blocks or "None"
     for name, value in now.items():
         shown[name] = _with_schedule(value, settings.get(name))
-    lines += [f"{name}: {value}" for name, value in shown.items()]
-    return "\n  ".join([f"{owner}(", *lines]) + "\n)"
+    lines = "".join(f"\n  {name}: {value}" for name, value in shown.items())
+    return f"{owner}({lines}\n)"
 
 
 def _with_schedule(value: object, setting: object) -> str:
@@ -48,12 +50,6 @@ def _with_schedule(value: object, setting: object) -> str:
     if setting is None or isinstance(setting, int | float):
         return _show(value)
     return f"{_show(value)} (now, of {_show(setting)})"
-
-
-def _each(components: Iterable[object]) -> str:
-    """Return the components of blocks, each with its number of blocks."""
-    counts = Counter(map(describe, components))
-    return ", ".join(f"{name} in {count} block(s)" for name, count in counts.items()) or "None"
 
 
 def _show(value: object) -> str:

@@ -17,7 +17,9 @@ def compute_cost(factor: FactorSpec) -> float:
 
     A factor that is not a matrix, such as a diagonal, costs its number of elements.
     """
-    return float(factor.groups * factor.size**3 if factor.kind == "psd" else factor.packed_numel)
+    if factor.kind == "psd":
+        return float(factor.groups * factor.size**3)
+    return float(factor.packed_numel)
 
 
 def memory_cost(factor: FactorSpec) -> float:
@@ -51,6 +53,14 @@ def assign(
         bins[job] = min(range(len(loads)), key=lambda b: (after[b], loads[b], b))
         loads[bins[job]] = after[bins[job]]
     return bins
+
+
+def share_out(costs: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
+    """Return the jobs of each bin, see `assign`; bins have as many ranks as ``sizes``."""
+    jobs_of: list[list[int]] = [[] for _ in sizes]
+    for job, chosen in enumerate(assign(costs, [0.0] * len(sizes), sizes)):
+        jobs_of[chosen].append(job)
+    return jobs_of
 
 
 def turns(placement: Placement, interval: int) -> tuple[int, ...]:

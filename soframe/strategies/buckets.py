@@ -13,13 +13,12 @@ the next one is packed.
 """
 
 
-def fill(items: Iterable[tuple[Hashable, int]], limit: int | None = None) -> list[list[int]]:
-    """Group items of the same route into buffers of at most `limit` bytes; return their indices."""
-    limit = BUCKET_BYTES if limit is None else limit
+def fill(items: Iterable[tuple[Hashable, int]]) -> list[list[int]]:
+    """Group items of the same route into buffers of `BUCKET_BYTES`; return their indices."""
     routes: dict[Hashable, tuple[list[list[int]], list[int]]] = {}
     for index, (route, size) in enumerate(items):
         buckets, sizes = routes.setdefault(route, ([], []))
-        if not buckets or sizes[-1] + size > limit:
+        if not buckets or sizes[-1] + size > BUCKET_BYTES:
             buckets.append([])
             sizes.append(0)
         buckets[-1].append(index)
@@ -36,6 +35,5 @@ def in_buckets(
     """Group items by `fill`, from a function that returns the route and the bytes of each."""
     buckets: list[list[Item]] = []
     for indices in fill(map(route, items)):
-        bucket = [items[index] for index in indices]
-        buckets.append(bucket)
+        buckets.append([items[index] for index in indices])
     return buckets

@@ -16,12 +16,13 @@ between solves: half the memory, and only the owner unpacks them.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from soframe.registry import register
-from soframe.strategies.balance import Cost, assign, compute_cost
+from soframe.strategies.balance import Cost, assign, compute_cost, share_out
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement, BlockWork
@@ -40,46 +41,39 @@ class _Grid(Strategy):
         members = [tuple(range(column, ranks, columns)) for column in range(columns)]
         costs = [list(map(self.cost, block.factors)) for block in work]
         totals = [block.effort + sum(cost) for block, cost in zip(work, costs, strict=True)]
-        column_of = assign(totals, [0.0] * columns, list(map(len, members)))
-        owners = [[0] * len(block.factors) for block in work]
-        blocks_of: dict[int, list[int]] = {}  # by column
-        for index, column in enumerate(column_of):
-            blocks_of.setdefault(column, []).append(index)
-        for column, indices in blocks_of.items():
-            if self.colocate:
-                _assign_blocks(owners, totals, indices, members[column])
-            else:
-                _assign_factors(owners, costs, indices, members[column])
-        sources = {column: _sources(members[column], ranks, columns) for column in blocks_of}
-        blocks = []
-        for block, column, block_owners in zip(work, column_of, owners, strict=True):
-            place = (tuple(block_owners), members[column], sources[column])
-            blocks.append(BlockPlacement(block.name, *place, packed=ranks > 1))
-        return Placement(name, ranks, work=tuple(work), blocks=tuple(blocks), notes=notes)
+        blocks_of = share_out(totals, list(map(len, members)))
+        placed: dict[int, BlockPlacement] = {}
+        for workers, indices in zip(members, blocks_of, strict=True):
+            if not indices:
+                continue
+            sources = _sources(workers, ranks, columns)
+            for index, owners in self._owners(indices, costs, totals, workers):
+                place = (owners, workers, sources)
+                placed[index] = BlockPlacement(work[index].name, *place, packed=ranks > 1)
+        blocks = tuple(placed[index] for index in range(len(work)))
+        return Placement(name, ranks, work=tuple(work), blocks=blocks, notes=notes)
 
-
-def _assign_blocks(
-    owners: list[list[int]], totals: Sequence[float], blocks: Sequence[int], workers: Sequence[int]
-) -> None:
-    """Write the owner of all factors of each of some blocks, by the blocks' costs."""
-    rows = assign([totals[block] for block in blocks], [0.0] * len(workers))
-    for block, row in zip(blocks, rows, strict=True):
-        owners[block] = [workers[row] for _ in owners[block]]
-
-
-def _assign_factors(
-    owners: list[list[int]],
-    costs: Sequence[Sequence[float]],
-    blocks: Sequence[int],
-    workers: Sequence[int],
-) -> None:
-    """Write the owner of each factor of some blocks, by the factors' costs."""
-    factors: list[tuple[int, int]] = []  # the index of a block, and of a factor in it
-    for block in blocks:
-        factors += [(block, factor) for factor in range(len(costs[block]))]
-    rows = assign([costs[block][factor] for block, factor in factors], [0.0] * len(workers))
-    for (block, factor), row in zip(factors, rows, strict=True):
-        owners[block][factor] = workers[row]
+    def _owners(
+        self,
+        blocks: Sequence[int],
+        costs: Sequence[Sequence[float]],
+        totals: Sequence[float],
+        workers: Sequence[int],
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield some blocks with the owner of each factor, by the costs of blocks or factors."""
+        loads = [0.0] * len(workers)
+        if self.colocate:
+            rows = assign([totals[block] for block in blocks], loads)
+            for block, row in zip(blocks, rows, strict=True):
+                yield block, tuple(itertools.repeat(workers[row], len(costs[block])))
+            return
+        of_factors = list(itertools.chain.from_iterable(costs[block] for block in blocks))
+        owners = [workers[row] for row in assign(of_factors, loads)]
+        start = 0
+        for block in blocks:
+            end = start + len(costs[block])
+            yield block, tuple(owners[start:end])
+            start = end
 
 
 def _sources(workers: tuple[int, ...], ranks: int, columns: int) -> tuple[int, ...]:
@@ -132,31 +126,38 @@ class HybridOpt(_Grid):
 
     def __post_init__(self) -> None:
         workers = self.gradient_workers
-        is_number = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
-        is_fraction = isinstance(workers, float) and 0 < workers <= 1
-        if not is_number and not is_fraction:
+        is_valid = False
+        match workers:
+            case bool():
+                pass
+            case int():
+                is_valid = workers >= 1
+            case float():
+                is_valid = 0 < workers <= 1
+        if not is_valid:
             raise ValueError(
                 f"HybridOpt: gradient_workers must be a fraction in (0, 1] (float) or a number of "
                 f"ranks (int), not {workers!r}"
             )
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        if isinstance(self.gradient_workers, int):
-            workers = float(self.gradient_workers)
-            if workers > ranks:
-                raise ValueError(
-                    f"HybridOpt: gradient_workers={self.gradient_workers} but there are {ranks} "
-                    f"rank(s); pass at most {ranks}, or a fraction"
-                )
-        else:
-            workers = max(1.0, ranks * self.gradient_workers)
-        columns = max(1, round(ranks / workers))
-        notes = []
-        lengths = sorted({len(range(c, ranks, columns)) for c in range(columns)})
-        # A fraction of the ranks is a whole number up to rounding.
-        if len(lengths) > 1 or not math.isclose(lengths[0], workers):
-            notes.append(
-                f"{workers:g} gradient workers do not divide {ranks} ranks: {columns} column(s) "
-                f"of {' or '.join(map(str, lengths))} ranks instead"
+        workers = float(self.gradient_workers)
+        if isinstance(self.gradient_workers, float):
+            workers = max(1.0, ranks * workers)
+        elif workers > ranks:
+            raise ValueError(
+                f"HybridOpt: gradient_workers={self.gradient_workers} but there are {ranks} "
+                f"rank(s); pass at most {ranks}, or a fraction"
             )
-        return self._place("hybrid-opt", work, ranks, columns, *notes)
+        columns = max(1, round(ranks / workers))
+        # Columns differ by one rank where they do not divide the ranks.
+        shortest, rest = divmod(ranks, columns)
+        # A fraction of the ranks is a whole number up to rounding.
+        if rest == 0 and math.isclose(shortest, workers):
+            return self._place("hybrid-opt", work, ranks, columns)
+        lengths = f"{shortest} or {shortest + 1}" if rest else f"{shortest}"
+        note = (
+            f"{workers:g} gradient workers do not divide {ranks} ranks: {columns} column(s) "
+            f"of {lengths} ranks instead"
+        )
+        return self._place("hybrid-opt", work, ranks, columns, note)

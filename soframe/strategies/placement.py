@@ -10,26 +10,31 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
-from operator import attrgetter
+from typing import TypeVar
 
 from soframe.specs import FactorSpec
 from soframe.strategies import plan
 from soframe.strategies.plan import LocalPlan
 from soframe.strategies.work import (
+    DIGESTED_WORK,
     ITEM_BYTES,
     LONGEST,
     UNNAMED_PLACE,
     UNNAMED_WORK,
     BlockPlacement,
     BlockWork,
+    Pairs,
+    Stacked,
     Traffic,
     with_total,
 )
 from soframe.text import alike, format_table
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Placement:
     @property
     def _firsts(self) -> list[tuple[BlockWork, BlockPlacement]]:
         """The first block of each kind."""
-        return [(self.work[first], self.blocks[first]) for first, *_ in self.kinds]
+        return [(self.work[kind[0]], self.blocks[kind[0]]) for kind in self.kinds]
 
     @cached_property
     def stacks(self) -> list[list[int]]:
@@ -105,27 +110,25 @@ class Placement:
                 stacks.setdefault(key, []).append(index)
         return sorted(map(sorted, stacks.values()))
 
+    @cached_property
+    def stacked(self) -> list[Stacked]:
+        """The stacks, each with the work and the place of its first block."""
+        pairs = self.pairs
+        return [Stacked.of(pairs, members) for members in self.stacks]
+
     @property
     def digest(self) -> bytes:
         """The placement's SHA-256; must be equal on all ranks."""
-        left_out = {"second_order", "dtype", "device", "parameters", "state", "parcel"}
-        left_out |= {"after", "kind", "name", "state_dtype", "factor_dtype", "elementwise"}
-        names = [field.name for field in fields(BlockWork) if field.name not in left_out]
-        properties = attrgetter(*names)
-        text_of = {}
+        text_of: dict[int, str] = {}
         for kind, (work, block) in zip(self.kinds, self._firsts, strict=True):
-            text = repr([list(properties(work)), UNNAMED_PLACE(block)])
+            text = repr([list(DIGESTED_WORK(work)), UNNAMED_PLACE(block)])
             text_of.update(dict.fromkeys(kind, text))
         blocks = [(work.name, text_of[index]) for index, work in enumerate(self.work)]
         everything = [self.strategy, self.world_size, blocks, self.notes]
         return hashlib.sha256(repr(everything).encode()).digest()
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Return every set of ranks that communicates by itself, sorted, each once.
-
-        Returns:
-            The sets of two or more ranks.
-        """
+        """Return every set of two or more ranks that communicates by itself, sorted, each once."""
         groups: set[tuple[int, ...]] = set()
         for _, block in self._firsts:
             groups.update(block.sharing)
@@ -195,6 +198,8 @@ class Placement:
         Returns:
             Phase -> ``{"bytes", "calls"}``, and their sum under ``"total"``.
         """
+        if self.world_size == 1:
+            return with_total({})
         step = plan.Step(
             self.pairs,
             self.stacks,
@@ -207,7 +212,7 @@ class Placement:
             first=first,
             clips=clips,
         )
-        return step.traffic() if self.world_size > 1 else with_total({})
+        return step.traffic()
 
     def __str__(self) -> str:
         has_statistics = any(_statistics(work, block) for work, block in self.pairs)
@@ -222,62 +227,52 @@ class Placement:
             work, block = pair
             # Blocks of other ranks, in the same numbers, share a line.
             how = (len(block.gradient_workers), block.deferred, block.packed, block.wire)
-            return (work.shape, work.factors, *how)
+            return (work.shape, work.factors, how)
 
-        rows = []
+        rows: list[list[str]] = []
         for name, pairs in alike(self.pairs, lambda pair: pair[0].name, how):
-            columns = zip(*(_cells(work, block) for work, block in pairs), strict=True)
-            row = [name]
-            for column, summary in zip(columns, _common_cells(pairs), strict=True):
-                row.append(column[0] if len(set(column)) == 1 else summary)
-            rows.append(row[: len(header)])
+            rows.append([name, *_cells(pairs)][: len(header)])
         notes = [f"note: {note}" for note in self.notes]
         return "\n".join([title, format_table(header, rows), *notes])
 
 
-def _cells(work: BlockWork, block: BlockPlacement) -> tuple[str, ...]:
-    """Return the cells of a block: shape, owners, gradient workers, exchange and statistics."""
-    owners = zip(work.factors, block.owners, strict=True)
-    sends: list[str] = []
-    for worker in block.gradient_workers:
-        if receivers := _receivers(worker, block):
-            sends.append(f"{worker}->{_ranks(receivers)}")
-    return (
-        "x".join(map(str, work.shape)),
-        " ".join(f"{factor.name}:{owner}" for factor, owner in owners),
-        _ranks(block.gradient_workers),
-        " ".join(sends) or "-",
-        _statistics(work, block),
-    )
-
-
-def _receivers(worker: int, block: BlockPlacement) -> list[int]:
-    return [rank for rank in block.exchanges[worker] if rank != worker]
-
-
-def _common_cells(pairs: Sequence[tuple[BlockWork, BlockPlacement]]) -> tuple[str, ...]:
-    """Return the cells of blocks that differ in their ranks."""
-    work, block = pairs[0]
-    owners = []
-    contributors: set[int] = set()
-    holders: set[int] = set()
-    for index, factor in enumerate(work.factors):
-        ranks = {place.owners[index] for _, place in pairs}
-        owners.append(f"{factor.name}:{_ranks(sorted(ranks))}")
-        for _, place in pairs:
-            contributors.update(place.contributing(index))
-            holders.update(place.holding(index))
-    workers: set[int] = set()
+def _cells(pairs: Pairs) -> tuple[str, ...]:
+    """Return shape, owners, gradient workers, exchange and statistics of blocks of one kind."""
+    work, first = pairs[0]
+    owners: list[set[int]] = [set() for _ in work.factors]
+    workers, contributors, holders = set[int](), set[int](), set[int]()
     for _, place in pairs:
         workers.update(place.gradient_workers)
-    number = len(_receivers(block.gradient_workers[0], block))
+        for index, owner in enumerate(place.owners):
+            owners[index].add(owner)
+            contributors.update(place.contributing(index))
+            holders.update(place.holding(index))
+    solved = zip(work.factors, owners, strict=True)
+    of_workers = _ranks(workers)
+    if len(workers) > len(first.gradient_workers):
+        of_workers = f"{len(first.gradient_workers)} of {of_workers}"
+    exchanges = {_exchange(place) for _, place in pairs}
+    if len(exchanges) > 1:
+        exchanges = {f"each to {len(first.exchanges[first.gradient_workers[0]]) - 1}"}
+    statistics = {_statistics(work, place) for work, place in pairs}
+    if len(statistics) > 1:
+        statistics = {f"{_ranks(contributors)}=>{_ranks(holders)}"}
     return (
         "x".join(map(str, work.shape)),
-        " ".join(owners),
-        f"{len(block.gradient_workers)} of {_ranks(sorted(workers))}",
-        f"each to {number}",
-        f"{_ranks(sorted(contributors))}=>{_ranks(sorted(holders))}",
+        " ".join(f"{factor.name}:{_ranks(ranks)}" for factor, ranks in solved),
+        of_workers,
+        exchanges.pop(),
+        statistics.pop(),
     )
+
+
+def _exchange(block: BlockPlacement) -> str:
+    """Format the receivers of each gradient worker."""
+    sends: list[str] = []
+    for worker in block.gradient_workers:
+        if receivers := set(block.exchanges[worker]).difference({worker}):
+            sends.append(f"{worker}->{_ranks(receivers)}")
+    return " ".join(sends) or "-"
 
 
 Checks = Iterator[tuple[bool, str]]
@@ -351,8 +346,10 @@ def complete(placement: Placement) -> Placement:
         )
     if all(work.plain for work in placement.work):
         return placement
-    blocks = tuple(b if w.plain else _completed(w, b) for w, b in placement.pairs)
-    return replace(placement, blocks=blocks)
+    blocks: list[BlockPlacement] = []
+    for work, block in placement.pairs:
+        blocks.append(block if work.plain else _completed(work, block))
+    return replace(placement, blocks=tuple(blocks))
 
 
 def _completed(work: BlockWork, block: BlockPlacement) -> BlockPlacement:
@@ -361,18 +358,21 @@ def _completed(work: BlockWork, block: BlockPlacement) -> BlockPlacement:
     owners, contributors, holders = zip(*places, strict=True)
     readers = _readers(work, contributors, workers)
     is_made = tuple(not factor.captured for factor in work.factors)
-    # Fields are empty where all ranks do the same.
-    everyone = {block.everyone}
     return replace(
         block,
         owners=owners,
-        contributors=() if everyone.issuperset(contributors) else contributors,
-        holders=() if everyone.issuperset(holders) else holders,
+        contributors=_unless_all(contributors, block.everyone),
+        holders=_unless_all(holders, block.everyone),
         # All factors of a block share one EMA weight and one decay per accumulator.
         deferred=block.deferred and all(map(_accumulates, work.factors)),
-        made=is_made if any(is_made) else (),
-        readers=readers if any(readers) else (),
+        made=_unless_all(is_made, False),
+        readers=_unless_all(readers, ()),
     )
+
+
+def _unless_all(values: tuple[T, ...], usual: T) -> tuple[T, ...]:
+    """Return the values of a field by factor, or none if all are the usual one."""
+    return () if values.count(usual) == len(values) else values
 
 
 def _of_factor(
@@ -394,12 +394,11 @@ def _readers(
     work: BlockWork, contributors: Sequence[tuple[int, ...]], workers: Collection[int]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the contributors that read each factor's data for others' statistics, not workers."""
-    names = [factor.name for factor in work.factors]
-    readers: list[set[int]] = [set() for _ in names]
-    for index, factor in enumerate(work.factors):
+    readers: dict[str, set[int]] = {factor.name: set() for factor in work.factors}
+    for factor, ranks in zip(work.factors, contributors, strict=True):
         for needed in factor.needs:
-            readers[names.index(needed)].update(contributors[index])
-    return tuple(tuple(sorted(ranks.difference(workers))) for ranks in readers)
+            readers[needed].update(ranks)
+    return tuple(tuple(sorted(ranks.difference(workers))) for ranks in readers.values())
 
 
 def _accumulates(factor: FactorSpec) -> bool:
@@ -427,10 +426,10 @@ def _statistics(work: BlockWork, block: BlockPlacement) -> str:
     return "" if words in ([simply], [simply, "packed"]) else " ".join(words)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Collection[int]) -> str:
     """Format ranks as ranges: ``0-3,6``."""
     ranges: list[list[int]] = []
-    for rank in ranks:
+    for rank in sorted(ranks):
         if ranges and rank == ranges[-1][-1] + 1:
             ranges[-1][1:] = [rank]
         else:

@@ -7,20 +7,26 @@ algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 from typing import NamedTuple
 
-from soframe.specs import TensorSpec
+from soframe.specs import numel
 from soframe.strategies.buckets import in_buckets
-from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork, Traffic, with_total
+from soframe.strategies.work import (
+    ITEM_BYTES,
+    BlockPlacement,
+    BlockWork,
+    Pairs,
+    Stacked,
+    Traffic,
+    with_total,
+)
 
-Pairs = Sequence[tuple[BlockWork, BlockPlacement]]
-"""Blocks, each by its work and its place."""
-Stacks = Sequence[Sequence[int]]
-"""The blocks of each stack by index, see `Placement.stacks`."""
+Stacks = Sequence[Sequence[int]]  # the blocks of each stack by index, see `Placement.stacks`
 
 
 @dataclass(frozen=True)
@@ -36,16 +42,6 @@ class LocalPlan:
     rest: tuple[tuple[int, str], ...] = ()
     idle: int = 0
     kl_clip: bool = True
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """Blocks of a stack that take part in a phase."""
-
-    work: BlockWork  # of one of them
-    place: BlockPlacement
-    blocks: int
-    entries: int  # of their gradients
 
 
 class Route(NamedTuple):
@@ -65,8 +61,7 @@ class Message(NamedTuple):
     size: int
 
 
-Items = list[Message]
-"""Tensors that may share a buffer, each with its route and bytes."""
+Items = list[Message]  # tensors that may share a buffer, each with its route and bytes
 
 _FLAGS = 7  # of every step, see `soframe.comm.report.Report`
 _REACHED, _REACHED_BLOCK = 2, 2  # see `soframe.step.effect.Effect.said`
@@ -99,13 +94,9 @@ def _held(work: BlockWork, place: BlockPlacement, rank: int) -> Iterator[tuple[s
             yield "accumulators", item * factor.packed_numel
     for index, specs in enumerate(work.second_order):
         if rank in place.needing[index]:
-            yield "second_order", item * _numel(specs)
+            yield "second_order", item * numel(specs)
     if rank in place.gradient_workers and work.state:
-        yield "state", ITEM_BYTES[work.state_dtype] * _numel(work.state)
-
-
-def _numel(specs: Iterable[TensorSpec]) -> int:
-    return sum(prod(spec.shape) for spec in specs)
+        yield "state", ITEM_BYTES[work.state_dtype] * numel(work.state)
 
 
 def window(pairs: Pairs, stacks: Stacks, rank: int) -> int:
@@ -120,10 +111,12 @@ def window(pairs: Pairs, stacks: Stacks, rank: int) -> int:
 
 def _in_stacks(pairs: Pairs, stacks: Stacks, used: Collection[str] | None) -> Pairs:
     """Return all blocks of stacks with a used block: a stack's tensors hold all its blocks."""
+    names = {work.name for work, _ in _named(pairs, used)}
     blocks: list[tuple[BlockWork, BlockPlacement]] = []
     for members in stacks:
-        if used is None or any(pairs[index][0].name in used for index in members):
-            blocks += [pairs[index] for index in members]
+        stack = [pairs[index] for index in members]
+        if not names.isdisjoint(work.name for work, _ in stack):
+            blocks += stack
     return blocks
 
 
@@ -137,13 +130,13 @@ class Step:
     pairs: Pairs
     stacks: Stacks
     rank: int
-    statistics: bool | Collection[str]
-    solve: bool | Collection[str]
-    used: Collection[str] | None
-    local: LocalPlan | None
-    fused: bool
-    first: bool
-    clips: Collection[str]
+    statistics: bool | Collection[str] = False
+    solve: bool | Collection[str] = False
+    used: Collection[str] | None = None
+    local: LocalPlan | None = None
+    fused: bool = False
+    first: bool = False
+    clips: Collection[str] = ()
 
     def traffic(self) -> Traffic:
         """Return phase -> bytes and calls, and their total."""
@@ -158,95 +151,99 @@ class Step:
     def phases(self) -> list[tuple[str, list[Message]]]:
         """Return the collectives in the order of the step, with their phases."""
         active = _named(self.pairs, self.used)
+        observed = _named(active, self.statistics)
         due = _named(active, self.solve)
-        before = [(w, p) for w, p in due if not w.after]
-        after = [(w, p) for w, p in due if w.after]
-        eager, deferred = self.reductions(active, due)
         return [
             ("agree", self.status()),
-            ("reduce", eager),
-            ("reduce", deferred),
+            ("reduce", self.reductions(observed, deferred=False)),
+            ("reduce", self.reductions(due, deferred=True)),
             ("gradients", self.averages(active)),
             ("gradients", self.parts(active, back=False)),
-            ("agree", self.agreements(before)),
-            ("share", self.shares(before)),
+            ("agree", self.agreements(due, after=False)),
+            ("share", self.shares(due, after=False)),
             ("exchange", self.updates(active)),
             ("agree", self.norms(active)),
             ("exchange", self.parts(active, back=True)),
-            ("agree", self.agreements(after)),
-            ("share", self.shares(after)),
+            ("agree", self.agreements(due, after=True)),
+            ("share", self.shares(due, after=True)),
         ]
 
-    def _agreed(self, *sizes: int) -> list[Message]:
-        """All-reduces over all ranks."""
-        everyone = self.pairs[0][1].everyone if self.pairs else ()
-        return [Message(Route("all_reduce", everyone), size) for size in sizes]
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks; empty without a block."""
+        return self.pairs[0][1].everyone if self.pairs else ()
+
+    def _agreed(self, size: int) -> Message:
+        """An all-reduce over all ranks."""
+        return Message(Route("all_reduce", self.everyone), size)
 
     def status(self) -> list[Message]:
         """The status all-reduce."""
-        observed = [(w, p) for w, p in _named(self.pairs, self.statistics) if w.captured]
-        numbers = _FLAGS + sum(_weights(w, p) for w, p in observed)
+        numbers, observed = _FLAGS, 0
+        for work, place in _named(self.pairs, self.statistics):
+            if work.captured:
+                numbers += _weights(work, place)
+                observed += 1
         if observed:
-            numbers += _REACHED + _REACHED_BLOCK * len(observed)
+            numbers += _REACHED + _REACHED_BLOCK * observed
         if self.local is not None:  # one flag for each gradient
             numbers += sum(work.parameters for work, _ in self.pairs)
             numbers += len(self.local.rest) + self.local.idle
-        return self._agreed(_AGREED_BYTES * numbers)
+        return [self._agreed(_AGREED_BYTES * numbers)]
 
     def _stacked(self, pairs: Pairs, *, owners: bool = False) -> list[Stacked]:
         """Group blocks by stack, and by owner too for solves."""
         names = {work.name for work, _ in pairs}
-        groups = []
+        groups: list[Stacked] = []
         for members in self.stacks:
             alike: dict[object, list[int]] = {}
             for index in members:
                 work, place = self.pairs[index]
                 if work.name in names:
                     alike.setdefault(place.owners if owners else (), []).append(index)
-            for indices in alike.values():
-                entries = sum(prod(self.pairs[index][0].shape) for index in indices)
-                work, place = self.pairs[indices[0]]
-                groups.append(Stacked(work, place, len(indices), entries))
+            groups += [Stacked.of(self.pairs, indices) for indices in alike.values()]
         return groups
 
-    def reductions(self, active: Pairs, due: Pairs) -> list[list[Message]]:
-        """The statistics of this step, then those deferred to its solves."""
-        eager = [(w, p) for w, p in _named(active, self.statistics) if not p.deferred]
-        return [self._reduced(eager), self._reduced([(w, p) for w, p in due if p.deferred])]
-
-    def _reduced(self, pairs: Pairs) -> list[Message]:
+    def reductions(self, pairs: Pairs, *, deferred: bool) -> list[Message]:
+        """The statistics of blocks that reduce them at once, or of the deferred ones."""
         sums: Items = []
         copies: Items = []
         for group in self._stacked(pairs):
             work, place = group.work, group.place
+            if place.deferred != deferred:
+                continue
             wire = place.wire or work.dtype
             for factor, way in zip(work.factors, place.reductions, strict=True):
                 if not factor.captured or (self.first and factor.needs):
                     continue
-                size = group.blocks * factor.packed_numel * ITEM_BYTES[wire]
-                to = way.destination
-                adding = "all_reduce" if to is None else "reduce"
-                ways = ((adding, way.group, sums), ("broadcast", way.spread, copies))
-                for operation, ranks, items in ways:
-                    if self.rank in ranks and len(ranks) > 1:
-                        route = Route(operation, ranks, to, wire, work.device)
-                        items.append(Message(route, size))
+                size = len(group.members) * factor.packed_numel * ITEM_BYTES[wire]
+                operation = "all_reduce" if way.destination is None else "reduce"
+                adding = Route(operation, way.group, way.destination, wire, work.device)
+                sums += self._entered(adding, size)
+                spreading = adding._replace(operation="broadcast", group=way.spread)
+                copies += self._entered(spreading, size)
         return _calls(sums) + _calls(copies)
 
-    def shares(self, pairs: Pairs) -> list[Message]:
-        """The second-order data of blocks that are solved."""
+    def _entered(self, route: Route, size: int) -> Items:
+        """Return a message of this route if this rank sends or receives it, or nothing."""
+        if len(route.group) > 1 and self.rank in route.group:
+            return [Message(route, size)]
+        return []
+
+    def shares(self, pairs: Pairs, *, after: bool) -> list[Message]:
+        """The second-order data of blocks that are solved before their updates, or after."""
         parcels: Items = []
         for group in self._stacked(pairs, owners=True):
             work, place = group.work, group.place
+            if work.after != after:
+                continue
             for index, specs in enumerate(work.second_order):
-                owner, ranks = place.owners[index], place.sharing[index]
                 if work.factors[index].name in work.unsolved:
                     continue
-                if self.rank in ranks and len(ranks) > 1:
-                    numel = group.blocks * sum(spec.packed_numel for spec in specs)
-                    size = ITEM_BYTES[work.dtype] * numel
-                    route = Route("broadcast", ranks, owner, work.dtype, work.device)
-                    parcels.append(Message(route, size))
+                owner, ranks = place.owners[index], place.sharing[index]
+                size = group.item * len(group.members) * numel(specs, packed=True)
+                route = Route("broadcast", ranks, owner, work.dtype, work.device)
+                parcels += self._entered(route, size)
         return _calls(parcels)
 
     def updates(self, pairs: Pairs) -> list[Message]:
@@ -256,18 +253,20 @@ class Step:
             work, place = group.work, group.place
             worker = place.sources[self.rank]
             ranks = place.exchanges[worker]
-            if (work.parcel or not work.shards) and len(ranks) > 1:
-                route = Route("broadcast", ranks, worker, work.dtype, work.device)
-                numel = group.blocks * sum(spec.packed_numel for spec in work.parcel)
-                size = ITEM_BYTES[work.dtype] * (numel or group.entries)
-                parcels.append(Message(route, size))
-        if not (self.fused and parcels):
+            if work.parcel:
+                entries = len(group.members) * numel(work.parcel, packed=True)
+            elif work.shards:
+                continue  # see `parts`
+            else:
+                entries = group.entries
+            route = Route("broadcast", ranks, worker, work.dtype, work.device)
+            parcels += self._entered(route, group.item * entries)
+        if not self.fused:
             return _calls(parcels)
-        # Parcels to all ranks share buffers, from any source.
-        everyone = self.pairs[0][1].everyone
 
+        # Parcels to all ranks share buffers, from any source.
         def buffer(parcel: Message) -> Message:
-            if parcel.route.group != everyone:
+            if parcel.route.group != self.everyone:
                 return parcel
             return parcel._replace(route=parcel.route._replace(root=None))
 
@@ -286,13 +285,15 @@ class Step:
         for work, place in pairs:
             if back and work.parcel:
                 continue  # each rank makes its parts
-            way = (place.gradient_workers, place.sources if back else ())
+            workers, sources = place.gradient_workers, place.sources if back else ()
             for shards in work.shards:
-                if shards.travels(*way):
-                    dtype = work.dtype if back else shards.dtype
-                    route = Route("all_to_all", place.everyone, None, dtype, work.device)
-                    message = Message(route, ITEM_BYTES[dtype] * shards.whole)
-                    items.append((message, ITEM_BYTES[dtype] * shards.carried(self.rank, *way)))
+                if not shards.travels(workers, sources):
+                    continue
+                dtype = work.dtype if back else shards.dtype
+                route = Route("all_to_all", place.everyone, None, dtype, work.device)
+                message = Message(route, ITEM_BYTES[dtype] * shards.whole)
+                carried = shards.carried(self.rank, workers, sources)
+                items.append((message, ITEM_BYTES[dtype] * carried))
         calls: list[Message] = []
         for bucket in in_buckets(items, itemgetter(0)):
             message, _ = bucket[0]
@@ -304,7 +305,7 @@ class Step:
         if self.local is None:
             return []
         items: Items = []
-        route = Route("all_reduce", self.pairs[0][1].everyone)
+        route = Route("all_reduce", self.everyone)
         for group in self._stacked(pairs):
             work, workers = group.work, group.place.gradient_workers
             route = route._replace(dtype=work.dtype, device=work.device)
@@ -313,33 +314,36 @@ class Step:
                 way = route._replace(operation="reduce_scatter")
             elif len(workers) == 1:
                 way = route._replace(operation="reduce", root=workers[0])
-            items.append(Message(way, ITEM_BYTES[work.dtype] * group.entries))
+            items.append(Message(way, group.gradient))
         for size, dtype in self.local.rest:
             items.append(Message(route._replace(dtype=dtype), ITEM_BYTES[dtype] * size))
         return _calls(items)
 
     def norms(self, pairs: Pairs) -> list[Message]:
         """The inner products and norms that clips reduce."""
-        sizes: list[int] = []
+        sums = 0  # in float64
         if any(work.shards for work, _ in pairs):
-            # Each clip's sum, in float64.
-            sizes += [_AGREED_BYTES] * len(self.clips)
+            sums += len(self.clips)
         if self.local is not None and self.local.kl_clip and pairs:
-            sizes.append(_AGREED_BYTES)
-        return self._agreed(*sizes)
+            sums += 1
+        return list(itertools.repeat(self._agreed(_AGREED_BYTES), sums))
 
-    def agreements(self, pairs: Pairs) -> list[Message]:
+    def agreements(self, pairs: Pairs, *, after: bool) -> list[Message]:
         """The traces that travel before solves, and the outcomes of solves."""
         jobs, traces = 0, 0
         for work, place in pairs:
+            if work.after != after:
+                continue
             solved = [factor for factor in work.factors if factor.name not in work.unsolved]
             jobs += len(solved)
             if place.traces_travel:
                 traces += sum(factor.groups for factor in solved)
-        if not jobs:
-            return []
-        sizes = [_AGREED_BYTES * traces] if traces else []
-        return self._agreed(*sizes, _OUTCOME_BYTES * _OUTCOMES * jobs)
+        messages: list[Message] = []
+        if traces:
+            messages.append(self._agreed(_AGREED_BYTES * traces))
+        if jobs:
+            messages.append(self._agreed(_OUTCOME_BYTES * _OUTCOMES * jobs))
+        return messages
 
 
 def _named(pairs: Pairs, names: bool | Collection[str] | None) -> Pairs:
@@ -354,7 +358,9 @@ def _named(pairs: Pairs, names: bool | Collection[str] | None) -> Pairs:
 def _weights(work: BlockWork, place: BlockPlacement) -> int:
     """Return the number of EMA weights of a block in the status."""
     captured = [factor for factor in work.factors if factor.captured]
-    weights = len(captured) + 2 if place.contributors else 2
+    weights = 2
+    if place.contributors:
+        weights += len(captured)
     if any(factor.mean_over == "group rows" for factor in captured):
         weights += work.shape.groups
     return weights

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from soframe.registry import register
-from soframe.strategies.balance import Cost, assign, memory_cost
+from soframe.strategies.balance import Cost, assign, memory_cost, share_out
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork
@@ -52,31 +52,26 @@ class _Sharded(Strategy):
     ) -> Placement:
         groups, notes = _groups(ranks, group or ranks)
         totals = [block.elements + sum(map(self.cost, block.factors)) for block in work]
-        chosen = assign(totals, [0.0] * len(groups), list(map(len, groups)))
-        workers, owners = [0] * len(work), [0] * len(work)
-        for number, members in enumerate(groups):
-            indices = [index for index, group_number in enumerate(chosen) if group_number == number]
+        blocks_of = share_out(totals, list(map(len, groups)))
+        placed: dict[int, BlockPlacement] = {}
+        for members, indices in zip(groups, blocks_of, strict=True):
             places = self._places([totals[index] for index in indices], len(members))
             for index, (worker, holder) in zip(indices, places, strict=True):
-                workers[index], owners[index] = members[worker], members[holder]
-        blocks = []
-        for index, block in enumerate(work):
-            owner, worker, members = owners[index], workers[index], groups[chosen[index]]
-            factors = len(block.factors)
-            contributors = tuple(itertools.repeat(members, factors))
-            placed = BlockPlacement(
-                block.name,
-                owners=tuple(itertools.repeat(owner, factors)),
-                gradient_workers=(worker,),
-                sources=tuple(itertools.repeat(worker, ranks)),
-                contributors=() if len(members) == ranks else contributors,
-                holders=tuple(itertools.repeat((owner,), factors)),
-                deferred=deferred,
-                packed=True,
-                wire=wire,
-            )
-            blocks.append(placed)
-        return Placement(name, ranks, work=tuple(work), blocks=tuple(blocks), notes=tuple(notes))
+                factors = len(work[index].factors)
+                contributors = () if len(members) == ranks else itertools.repeat(members, factors)
+                placed[index] = BlockPlacement(
+                    work[index].name,
+                    owners=tuple(itertools.repeat(members[holder], factors)),
+                    gradient_workers=(members[worker],),
+                    sources=tuple(itertools.repeat(members[worker], ranks)),
+                    contributors=tuple(contributors),
+                    holders=tuple(itertools.repeat((members[holder],), factors)),
+                    deferred=deferred,
+                    packed=True,
+                    wire=wire,
+                )
+        blocks = tuple(placed[index] for index in range(len(work)))
+        return Placement(name, ranks, work=tuple(work), blocks=blocks, notes=tuple(notes))
 
     def _places(self, totals: Sequence[float], ranks: int) -> list[tuple[int, int]]:
         """Return the worker and the holder of each block of a group, by number in the group."""
@@ -102,8 +97,10 @@ class _Sharded(Strategy):
 def _groups(ranks: int, size: int) -> tuple[list[tuple[int, ...]], list[str]]:
     """Split the ranks into groups of at most ``size`` neighbours, as evenly as possible."""
     number = -(-ranks // size)
-    ends = [ranks * (index + 1) // number for index in range(number)]
-    groups = [tuple(range(*pair)) for pair in zip([0, *ends], ends, strict=False)]
+    groups: list[tuple[int, ...]] = []
+    for index in range(number):
+        start, end = ranks * index // number, ranks * (index + 1) // number
+        groups.append(tuple(range(start, end)))
     lengths = sorted({len(members) for members in groups})
     if lengths == [min(size, ranks)]:
         return groups, []

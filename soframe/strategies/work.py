@@ -8,13 +8,14 @@ statistics step, or accumulated by each contributor and reduced when a solve nee
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
 from operator import attrgetter
 
 from soframe.layers.base import BlockShape
-from soframe.specs import FactorSpec, Shards, TensorSpec
+from soframe.specs import FactorSpec, Shards, TensorSpec, numel
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes that factors can have and statistics can travel in, and their bytes per element."""
@@ -112,18 +113,18 @@ class BlockWork:
     @property
     def alike(self) -> tuple[object, ...]:
         """The properties that blocks of one stack share, beside their place."""
-        dtypes = (self.dtype, self.state_dtype, self.factor_dtype)
+        where = (self.dtype, self.state_dtype, self.factor_dtype, self.device)
         if self.elementwise:
-            return (self.kind, len(self.state), self.after, *dtypes, self.device)
-        tensors = (self.second_order, self.state, dtypes, self.device, self.shards)
-        return (self.kind, self.shape, self.factors, self.resident, self.after, *tensors)
+            return (self.kind, len(self.state), self.after, where)
+        tensors = (self.second_order, self.state, self.shards)
+        return (self.kind, self.shape, self.factors, self.resident, self.after, tensors, where)
 
     @property
     def elements(self) -> float:
         """The elements of the state and the update on a gradient worker; 0 if ``effort`` is."""
         if not self.effort:
             return 0.0
-        return float(sum(prod(s.shape) for s in self.state) + prod(self.shape))
+        return float(numel(self.state) + prod(self.shape))
 
     @property
     def captured(self) -> bool:
@@ -137,8 +138,9 @@ class BlockWork:
     @property
     def plain(self) -> bool:
         """Whether all factors are captured matrices, solved as they are."""
-        needy = any(factor.needs or factor.decay is not None for factor in self.factors)
-        return not self.resident and not self.unsolved and not needy
+        if self.resident or self.unsolved:
+            return False
+        return all(not factor.needs and factor.decay is None for factor in self.factors)
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ class BlockPlacement:
     def sharing(self) -> tuple[tuple[int, ...], ...]:
         """For each factor, the sorted ranks among which its second-order data travel."""
         pairs = zip(self.owners, self.needing, strict=True)
-        return tuple(tuple(sorted({owner, *needing})) for owner, needing in pairs)
+        return tuple(tuple(sorted({owner}.union(needing))) for owner, needing in pairs)
 
     @cached_property
     def exchanges(self) -> dict[int, tuple[int, ...]]:
@@ -248,7 +250,7 @@ class BlockPlacement:
         holders = self.holding(factor)
         if self.makes(factor):
             return Reduction((), None, ())
-        group = tuple(sorted({*self.contributing(factor), *holders}))
+        group = tuple(sorted(set(holders).union(self.contributing(factor))))
         if holders == self.everyone:
             return Reduction(group, None, ())
         return Reduction(group, self.owners[factor], holders)
@@ -256,12 +258,56 @@ class BlockPlacement:
     @cached_property
     def traces_travel(self) -> bool:
         """Whether an owner lacks a factor of the block, so that traces are reduced for solvers."""
-        for factor in range(len(self.owners)):
-            if not all(self.holds(owner, factor) for owner in self.owners):
+        for factor, owner in itertools.product(range(len(self.owners)), self.owners):
+            if not self.holds(owner, factor):
                 return True
         return False
+
+
+Pairs = Sequence[tuple[BlockWork, BlockPlacement]]  # blocks, each by its work and its place
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Some or all blocks of a stack by index, with the work and the place of the first."""
+
+    members: Sequence[int]
+    work: BlockWork
+    place: BlockPlacement
+    entries: int  # of the gradients of all
+
+    @classmethod
+    def of(cls, pairs: Pairs, members: Sequence[int]) -> Stacked:
+        """Return blocks, which are alike and placed alike, by their indices."""
+        work, place = pairs[members[0]]
+        return cls(members, work, place, sum(prod(pairs[index][0].shape) for index in members))
+
+    @property
+    def item(self) -> int:
+        """The bytes of an entry."""
+        return ITEM_BYTES[self.work.dtype]
+
+    @property
+    def gradient(self) -> int:
+        """The bytes of the gradients."""
+        return self.item * self.entries
+
+    def matrix(self, factor: int, blocks: int) -> int:
+        """Return the bytes of a factor of some blocks, or of their statistics."""
+        return self.item * blocks * prod(self.work.factors[factor].shape)
+
+    def triangle(self, factor: int, blocks: int) -> int:
+        """Return the bytes of the same, with matrices as triangles."""
+        return self.item * blocks * self.work.factors[factor].packed_numel
+
+    def unpacks(self, factor: int) -> bool:
+        """Return whether solves of a factor unpack triangles."""
+        return self.place.packed and self.work.factors[factor].kind == "psd"
 
 
 UNNAMED_WORK = attrgetter(*(f.name for f in fields(BlockWork) if f.name != "name"))
 UNNAMED_PLACE = attrgetter(*(f.name for f in fields(BlockPlacement) if f.name != "block"))
 """Return all but the block's name: blocks with equal work and places are of one kind."""
+
+DIGESTED_WORK = attrgetter(*(f.name for f in fields(BlockWork)[1:] if f.compare))
+"""Return the fields by which work is compared between ranks, but the name, the first."""

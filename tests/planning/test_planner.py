@@ -17,7 +17,7 @@ import soframe
 from soframe.comm import Recording
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
-from soframe.planning.memory import Transients, _observing, _peak, _stack, transients
+from soframe.planning.memory import Transients, _observing, _peak, transients
 from soframe.planning.planner import (
     Option,
     Plan,
@@ -813,9 +813,8 @@ def test_moments_of_gradients_are_packed_where_triangles_are_kept(world: int, pa
     task = Task.of(dense(3, 2), method="shampoo")
     costs, placement = Costs(task, CPU), complete(MemOpt().place(task.work, world))
     (part,) = [part for part in parts(placement) if part.directs]
-    stacks = [_stack(costs, placement, members) for members in placement.stacks]
-    assert _observing(costs, stacks, part) == costs.observe([0]).peak + packed
-    assert _observing(costs, stacks, Part()) == 0
+    assert _observing(costs, placement, part) == costs.observe([0]).peak + packed
+    assert _observing(costs, placement, Part()) == 0
 
 
 def test_calls_hold_the_results_of_those_before() -> None:
