@@ -75,6 +75,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"soframe\.state\.bound\.OfModel"),
     (r"py:class", r"soframe\.(layers\.layout\.WeightAndBias|methods\.blocked\.Parts)"),
     (r"py:class", r"soframe\.(methods\.base\.WithoutFactors|losses\.\w+\.OverPositions)"),
+    (r"py:class", r"soframe\.solvers\.around\.Scaling"),
     (
         r"py:class",
         r"soframe\.(blocks\.report\.ReportRow|planning\.task\.LayerShapes)",
@@ -82,7 +83,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"soframe\.blocks\.(block\.Block|placed\.PlacedBlocks)"),  # internal, in fields
     (r"py:class", r"soframe\.products\.(vectors\.Coordinates|samples\.\w+)"),
     (r"py:class", r"soframe\.checkpoint\.Owner"),  # a preconditioner
-    (r"py:class", r"soframe\.trust_region\.base\.ClosureOptimizer"),  # of trust regions
+    (r"py:class", r"soframe\.trust_region\.(base\.ClosureOptimizer|adaptive\.GroupDampings)"),
     (r"py:class", r"(OnStep|ParamsT|Schedule|Writer)"),
     (r"py:class", r"(RMS|Coefficients|Carry|WeightDecayKind|Constraint)"),
 ]

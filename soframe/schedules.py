@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import TypeGuard
 
 Schedule = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
@@ -31,11 +32,10 @@ def _called(name: str, value: Callable[[int], object], step: int) -> object:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A setting in ``[low, high)``, or ``(low, high)``: constant or a callable of the step."""
+    """A setting in ``[0, high)``, or ``(0, high)``: constant or a callable of the step."""
 
     name: str  # of the setting, for errors
     value: Schedule
-    low: float = 0.0
     high: float = math.inf
     open_low: bool = False
 
@@ -48,10 +48,10 @@ class Scheduled:
         if not isinstance(value, bool) and isinstance(value, Real):
             with suppress(OverflowError):  # an integer that no float can hold
                 number = float(value)
-        if not self.low <= number < self.high or (self.open_low and number == self.low):
+        if not 0 <= number < self.high or (self.open_low and number == 0):
             bracket = "(" if self.open_low else "["
             raise ValueError(
-                f"{self.name} must be a number in {bracket}{self.low}, {self.high}) "
+                f"{self.name} must be a number in {bracket}0.0, {self.high}) "
                 f"or a callable of the step that returns one, not {value!r}"
             )
         return number
@@ -75,7 +75,7 @@ class Every:
             self._check(self.value)
 
     def _check(self, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        if not _is_positive(value):
             raise ValueError(
                 f"{self.name} must be a positive integer or a callable of the step that returns "
                 f"one, not {value!r}"
@@ -232,10 +232,14 @@ def sample_decay(batch_size: Callable[[int], int]) -> Callable[[int], float]:
     return decay
 
 
+def _is_positive(value: object) -> TypeGuard[int]:
+    return not isinstance(value, bool) and isinstance(value, Integral) and not value < 1
+
+
 def _require_positive(schedule: object, *names: str) -> None:
     for name in names:
         value = getattr(schedule, name)
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        if not _is_positive(value):
             raise ValueError(
                 f"{type(schedule).__name__}: {name} must be a positive integer, not {value!r}"
             )

@@ -97,8 +97,9 @@ class SGD(WithoutFactors):
         return super().settings() if self.momentum else {}
 
     def direct(self, step: Given) -> Direction:
-        # A momentum that a param group sets to 0 leaves a buffer.
-        return self._momentum.direct(step) if step.state else Direction(step.incoming.clone())
+        if not step.state:
+            return Direction(step.incoming.clone())
+        return self._momentum.direct(step)  # also with a momentum that a param group sets to 0
 
     @property
     def _momentum(self) -> Momentum:

@@ -84,8 +84,9 @@ class Call:
 
     def up_to(self, max_size: float) -> Call:
         """Return this call with another ``max_size``: itself where that makes no difference."""
-        alike = max(self.helper.shape) <= min(max_size, self.max_size)
-        return self if alike else replace(self, max_size=max_size)
+        if max(self.helper.shape) <= min(max_size, self.max_size):
+            return self
+        return replace(self, max_size=max_size)
 
     @property
     def _long(self) -> tuple[bool, bool]:

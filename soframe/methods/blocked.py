@@ -9,23 +9,23 @@ four shapes of parts, and each is one block ``[groups * parts, out, in]`` for th
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
+from soframe.methods.chain import Names
 from soframe.methods.returned import require_named
 from soframe.registry import KINDS, register
 from soframe.solvers.base import Solver
 from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 
-T = TypeVar("T")
 _SHAPES = 4  # the most shapes that the parts of a matrix have
 
 
@@ -92,6 +92,8 @@ class Parts(Method):
     """A method of gradients alone, applied to each part of a matrix independently."""
 
     method: Any
+    _factor_names: Names
+    _state_names: Names
 
     def __post_init__(self) -> None:
         method: Method = KINDS["method"].build(self.method, Method)
@@ -102,6 +104,10 @@ class Parts(Method):
             )
         object.__setattr__(self, "method", method)
         self._declare_as(method)
+        names = {"_factor_names": method.factor_names(), "_state_names": method.state_names()}
+        for attribute, inner_names in names.items():
+            by_region = list(itertools.repeat(inner_names, self._most))
+            object.__setattr__(self, attribute, Names(by_region, _outer))
 
     @abstractmethod
     def _regions(self, shape: BlockShape) -> list[Region]:
@@ -117,15 +123,14 @@ class Parts(Method):
         for number, region in enumerate(self._regions(shape)):
             for factor in self._method.factors(region.shape(shape.groups)):
                 require_named(self._method, factor.name, known, "factor_names")
-                needs = tuple(_outer(number, need) for need in factor.needs)
-                factors.append(replace(factor, name=_outer(number, factor.name), needs=needs))
+                factors.append(self._factor_names.outer_factor(number, factor))
         return tuple(factors)
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         observed: dict[str, Tensor] = {}
         for number, region in enumerate(self._regions_of(gradient)):
             of_region = self._method.observe(region.cut(gradient), self._data(number, data))
-            observed |= _outer_named(number, of_region)
+            observed |= self._factor_names.of_outer(number, of_region)
         return observed
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
@@ -134,12 +139,11 @@ class Parts(Method):
             of_region = self._method.state(region.shape(shape.groups))
             for name in of_region:
                 require_named(self._method, name, self._method.state_names(), "state_names")
-            specs |= _outer_named(number, of_region)
+            specs |= self._state_names.of_outer(number, of_region)
         return specs
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        needs = tuple(map(_inner, factor.needs))
-        return self._method.solver(replace(factor, name=_inner(factor.name), needs=needs), default)
+        return self._method.solver(self._factor_names.inner_factor(factor)[1], default)
 
     def direct(self, step: Given) -> Direction:
         matrix = torch.empty_like(step.incoming, memory_format=torch.contiguous_format)
@@ -150,22 +154,22 @@ class Parts(Method):
                 gradient=region.cut(step.gradient),
                 incoming=region.cut(step.incoming),
                 data=self._data(number, step.data),
-                state=_own(number, self._method.state_names(), step.state),
+                state=self._state_names.of_inner(number, step.state),
             )
             update = self._method.direct(of_region)
             region.put(matrix, update.matrix)
-            state |= _outer_named(number, update.state)
+            state |= self._state_names.of_outer(number, update.state)
         return Direction(matrix, state)
 
     def rebase(self, state: State, old: SecondOrder, new: SecondOrder) -> State:
         rebased: dict[str, Tensor] = {}
         for number in range(self._most):
-            of_region = _own(number, self._method.state_names(), state)
+            of_region = self._state_names.of_inner(number, state)
             if of_region:
                 region_state = self._method.rebase(
                     of_region, self._data(number, old), self._data(number, new)
                 )
-                rebased |= _outer_named(number, region_state)
+                rebased |= self._state_names.of_outer(number, region_state)
         return rebased
 
     def unsuited(self, candidate: Candidate) -> str | None:
@@ -179,7 +183,10 @@ class Parts(Method):
         return self._method.settings()
 
     def with_settings(self, settings: Mapping[str, Any]) -> Method:
-        new: Parts = replace(cast(Any, self), method=self._method.with_settings(settings))
+        method = self._method.with_settings(settings)
+        if method is self._method:
+            return self
+        new: Parts = replace(cast(Any, self), method=method)
         return new
 
     def effort(self, shape: BlockShape) -> float:
@@ -192,10 +199,10 @@ class Parts(Method):
         return self._method.rebases
 
     def factor_names(self) -> frozenset[str]:
-        return _of_regions(self._most, self._method.factor_names())
+        return frozenset(self._factor_names.inner)
 
     def state_names(self) -> frozenset[str]:
-        return _of_regions(self._most, self._method.state_names())
+        return frozenset(self._state_names.inner)
 
     @property
     def _method(self) -> Method:
@@ -207,7 +214,7 @@ class Parts(Method):
         return self._regions(BlockShape(groups, out, into))
 
     def _data(self, number: int, data: SecondOrder) -> SecondOrder:
-        return _own(number, self._method.factor_names(), data)
+        return self._factor_names.of_inner(number, data)
 
 
 @register("method", "blocked")
@@ -242,8 +249,8 @@ class Blocked(Parts):
 
     def _regions(self, shape: BlockShape) -> list[Region]:
         _, out, into = shape
-        pairs = product(spans(out, self.block_size), spans(into, self.block_size))
-        return [Region(rows, columns) for rows, columns in pairs]
+        pairs = itertools.product(spans(out, self.block_size), spans(into, self.block_size))
+        return list(itertools.starmap(Region, pairs))
 
     @property
     def _most(self) -> int:
@@ -266,29 +273,6 @@ class CutRows(Parts):
         return len(runs(self.sizes))
 
 
-def _of_regions(regions: int, names: Iterable[str]) -> frozenset[str]:
-    outer: set[str] = set()
-    for name in names:
-        outer.update(_outer(number, name) for number in range(regions))
-    return frozenset(outer)
-
-
 def _outer(number: int, name: str) -> str:
     """Return the name of a factor or state for one shape of parts; number 0 has no suffix."""
     return f"{name}@{number}" if number else name
-
-
-def _outer_named(number: int, entries: Mapping[str, T]) -> dict[str, T]:
-    """Return entries under the names of factors or states for one shape of parts."""
-    return {_outer(number, name): entry for name, entry in entries.items()}
-
-
-def _inner(outer: str) -> str:
-    """Undo `_outer`."""
-    return outer.rpartition("@")[0] or outer
-
-
-def _own(number: int, names: frozenset[str], every: Mapping[str, T]) -> dict[str, T]:
-    """Select the entries of one shape of parts, under the inner method's names."""
-    outer = {name: _outer(number, name) for name in sorted(names)}
-    return {name: every[key] for name, key in outer.items() if key in every}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -28,33 +28,42 @@ from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 T = TypeVar("T")
 
 
-class _Names:
-    """Translates names between stages and chain; a name that two stages use gets a prefix."""
+class Names:
+    """Translates names between methods, by their numbers, and the method around them."""
 
-    def __init__(self, by_stage: Sequence[frozenset[str]]) -> None:
-        uses = Counter(itertools.chain.from_iterable(by_stage))
-        self._outer: list[dict[str, str]] = []  # of each stage: its names to the chain's
+    def __init__(
+        self, by_method: Sequence[frozenset[str]], rename: Callable[[int, str], str]
+    ) -> None:
+        self._outer: list[dict[str, str]] = []  # by the names of each inner method
         self.inner: dict[str, tuple[int, str]] = {}
-        """The stage and its own name, by the chain's name."""
-        for stage, names in enumerate(by_stage):
-            outer = {name: f"{stage}.{name}" if uses[name] > 1 else name for name in names}
+        """The number of the inner method and its own name, by the outer name."""
+        for number, names in enumerate(by_method):
+            outer = {name: rename(number, name) for name in sorted(names)}
             self._outer.append(outer)
-            for name, chain_name in outer.items():
-                self.inner[chain_name] = stage, name
+            for name, outer_name in outer.items():
+                self.inner[outer_name] = number, name
 
-    def outer(self, stage: int, name: str) -> str:
-        """Return the chain's name of a stage's name."""
-        return self._outer[stage].get(name, name)
-
-    def of_chain(self, stage: int, entries: Mapping[str, T]) -> dict[str, T]:
-        """Return the entries of a stage under the chain's names."""
-        names = self._outer[stage]
+    def of_outer(self, number: int, entries: Mapping[str, T]) -> dict[str, T]:
+        """Return the entries of an inner method under the outer names."""
+        names = self._outer[number]
         return {names.get(name, name): entry for name, entry in entries.items()}
 
-    def of_stage(self, stage: int, entries: Mapping[str, T]) -> dict[str, T]:
-        """Select the entries of a stage, under its own names."""
-        names = self._outer[stage].items()
+    def of_inner(self, number: int, entries: Mapping[str, T]) -> dict[str, T]:
+        """Select the entries of an inner method, under its own names."""
+        names = self._outer[number].items()
         return {name: entries[outer] for name, outer in names if outer in entries}
+
+    def outer_factor(self, number: int, factor: FactorSpec) -> FactorSpec:
+        """Return a factor of an inner method under the outer names."""
+        names = self._outer[number]
+        needs = tuple(names.get(need, need) for need in factor.needs)
+        return replace(factor, name=names[factor.name], needs=needs)
+
+    def inner_factor(self, factor: FactorSpec) -> tuple[int, FactorSpec]:
+        """Return the number of the inner method of a factor, and the factor under its own names."""
+        number, name = self.inner[factor.name]
+        needs = tuple(self.inner[need][1] for need in factor.needs)
+        return number, replace(factor, name=name, needs=needs)
 
 
 @dataclass(frozen=True)
@@ -75,9 +84,9 @@ class Chain(Method):
     """
 
     stages: tuple[Method, ...]
-    _factor_names: _Names = field(init=False, repr=False, compare=False)
-    _state_names: _Names = field(init=False, repr=False, compare=False)
-    _option_names: _Names = field(init=False, repr=False, compare=False)
+    _factor_names: Names = field(init=False, repr=False, compare=False)
+    _state_names: Names = field(init=False, repr=False, compare=False)
+    _option_names: Names = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         choices: object = self.stages
@@ -93,9 +102,9 @@ class Chain(Method):
             "stages": tuple(stages),
             "scalings": _common_scalings(stages),
             **_common_declarations(stages),
-            "_factor_names": _Names([stage.factor_names() for stage in stages]),
-            "_state_names": _Names([stage.state_names() for stage in stages]),
-            "_option_names": _Names([frozenset(stage.settings()) for stage in stages]),
+            "_factor_names": _names([stage.factor_names() for stage in stages]),
+            "_state_names": _names([stage.state_names() for stage in stages]),
+            "_option_names": _names([frozenset(stage.settings()) for stage in stages]),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -107,9 +116,7 @@ class Chain(Method):
         for number, stage in enumerate(self.stages):
             for factor in stage.factors(shape):
                 require_named(stage, factor.name, stage.factor_names(), "factor_names")
-                name = self._factor_names.outer(number, factor.name)
-                needs = tuple(self._factor_names.outer(number, need) for need in factor.needs)
-                factors.append(replace(factor, name=name, needs=needs))
+                factors.append(self._factor_names.outer_factor(number, factor))
         return tuple(factors)
 
     def statistics(self, call: Call) -> Mapping[str, Tensor | Addend]:
@@ -117,20 +124,19 @@ class Chain(Method):
         for number, stage in enumerate(self.stages):
             if stage.captures:
                 of_stage = stage.statistics(replace(call, data=self._data(number, call.data)))
-                statistics |= self._factor_names.of_chain(number, of_stage)
+                statistics |= self._factor_names.of_outer(number, of_stage)
         return statistics
 
     def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
         observed: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
             of_stage = stage.observe(gradient, self._data(number, data))
-            observed |= self._factor_names.of_chain(number, of_stage)
+            observed |= self._factor_names.of_outer(number, of_stage)
         return observed
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        number, name = self._factor_names.inner[factor.name]
-        needs = tuple(self._factor_names.inner[need][1] for need in factor.needs)
-        return self.stages[number].solver(replace(factor, name=name, needs=needs), default)
+        number, of_stage = self._factor_names.inner_factor(factor)
+        return self.stages[number].solver(of_stage, default)
 
     # -- state and direction ----------------------------------------------------------------------
 
@@ -140,7 +146,7 @@ class Chain(Method):
             of_stage = stage.state(shape)
             for name in of_stage:
                 require_named(stage, name, stage.state_names(), "state_names")
-            specs |= self._state_names.of_chain(number, of_stage)
+            specs |= self._state_names.of_outer(number, of_stage)
         return specs
 
     def direct(self, step: Given) -> Direction:
@@ -151,13 +157,13 @@ class Chain(Method):
                 step,
                 incoming=matrix,
                 data=self._data(number, step.data),
-                state=self._state_names.of_stage(number, step.state),
+                state=self._state_names.of_inner(number, step.state),
             )
             if not _is_ready(stage, of_stage):
                 continue
             update = stage.direct(of_stage)
             matrix = update.matrix
-            state |= self._state_names.of_chain(number, update.state)
+            state |= self._state_names.of_outer(number, update.state)
         if matrix is step.incoming:
             matrix = matrix.clone()
         return Direction(matrix, state)
@@ -166,11 +172,11 @@ class Chain(Method):
         rebased: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
             of_stage = stage.rebase(
-                self._state_names.of_stage(number, state),
+                self._state_names.of_inner(number, state),
                 self._data(number, old),
                 self._data(number, new),
             )
-            rebased |= self._state_names.of_chain(number, of_stage)
+            rebased |= self._state_names.of_outer(number, of_stage)
         return rebased
 
     # -- declarations -----------------------------------------------------------------------------
@@ -178,13 +184,13 @@ class Chain(Method):
     def settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = {}
         for number, stage in enumerate(self.stages):
-            settings |= self._option_names.of_chain(number, stage.settings())
+            settings |= self._option_names.of_outer(number, stage.settings())
         return settings
 
     def with_settings(self, settings: Mapping[str, Any]) -> Method:
         stages: list[Method] = []
         for number, stage in enumerate(self.stages):
-            of_stage = self._option_names.of_stage(number, settings)
+            of_stage = self._option_names.of_inner(number, settings)
             stages.append(stage.with_settings(of_stage))
         if tuple(stages) == self.stages:
             return self
@@ -216,7 +222,17 @@ class Chain(Method):
         return Chain(tuple(s.forward_only() if s.captures else s for s in self.stages))
 
     def _data(self, stage: int, data: SecondOrder) -> SecondOrder:
-        return self._factor_names.of_stage(stage, data)
+        return self._factor_names.of_inner(stage, data)
+
+
+def _names(by_stage: Sequence[frozenset[str]]) -> Names:
+    """Return the names of stages in their chain: a name that two stages use gets a prefix."""
+    uses = Counter(itertools.chain.from_iterable(by_stage))
+
+    def rename(stage: int, name: str) -> str:
+        return f"{stage}.{name}" if uses[name] > 1 else name
+
+    return Names(by_stage, rename)
 
 
 def _common_scalings(stages: Sequence[Method]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from soframe.methods.kfac import KFAC
 from soframe.methods.spectrum import Spectrum
 from soframe.registry import register
 from soframe.solvers.base import Solver
-from soframe.solvers.eigen import quotient, turned
+from soframe.solvers.eigen import quotient, turned, with_eigenbasis
 from soframe.specs import VALUE, FactorSpec, SecondOrder
 
 
@@ -63,7 +63,9 @@ class EKFAC(KFAC):
 
         def add(total: Tensor | None, multiplier: float) -> Tensor:
             squares = self._squares(call) * multiplier
-            return squares if total is None else total.add_(squares)
+            if total is None:
+                return squares
+            return total.add_(squares)
 
         return {**moments, "S": add}
 
@@ -79,13 +81,7 @@ class EKFAC(KFAC):
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
         if factor.kind == "elementwise":
             return None
-        needed = {"values"} if factor.kind == "diagonal" else {"vectors", "values"}
-        if not needed <= default.tensors(factor).keys():
-            raise ValueError(
-                f"EKFAC gathers second moments in an eigenbasis, and {default!r} makes none: pass "
-                f"solver='eigen', or method='kfac'"
-            )
-        return default
+        return with_eigenbasis(default, factor, "EKFAC gathers second moments in an eigenbasis")
 
     def direct(self, step: Given) -> Direction:
         left, right = step.data["G"], step.data["A"]
@@ -98,7 +94,9 @@ class EKFAC(KFAC):
 
     def spectrum(self, shape: BlockShape, data: SecondOrder) -> Spectrum:
         product = super().spectrum(shape, data)
-        return replace(product, values=data["S"][VALUE]) if "S" in data else product
+        if "S" not in data:
+            return product
+        return replace(product, values=data["S"][VALUE])
 
 
 def _damping(step: Given) -> Tensor | float:

@@ -164,7 +164,9 @@ class KLSOAP(SOAP):
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
         del default
-        return Basis(ordered=False) if factor.kind == "psd" else None
+        if factor.kind == "vector":
+            return None
+        return Basis(ordered=False)
 
     def _inverse_root(self, data: SecondOrder, name: str) -> Tensor:
         """Compute the inverse roots of a factor's eigenvalues, ``[groups, n]``."""

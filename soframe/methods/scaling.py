@@ -176,4 +176,4 @@ class OfMeans(Scale):
 
 def _added_up(lists: Collection[Sequence[float]]) -> tuple[float, ...]:
     """Add lists of equal length elementwise; empty if there are no lists."""
-    return tuple(map(sum, zip(*lists, strict=True))) if lists else ()
+    return tuple(map(sum, zip(*lists, strict=True)))

@@ -32,6 +32,7 @@ from soframe.specs import FactorSpec, SecondOrder, TensorSpec
 Sides = Literal["both", "left", "right"]
 Roots = Mapping[str, Tensor]
 """Factor name -> a root P of a positive semi-definite matrix ``P P^T``, ``[groups, n, n]``."""
+NO_ROOTS: Roots = {}
 
 
 def gradient_factors(
@@ -55,20 +56,23 @@ def gradient_factors(
 
 
 def gradient_moments(
-    gradient: Tensor, names: Collection[str], weights: Roots | None = None, positions: int = 1
+    gradient: Tensor, names: Collection[str], weights: Roots = NO_ROOTS, positions: int = 1
 ) -> dict[str, Tensor]:
     """Compute ``G P_R P_R^T G^T`` and ``G^T P_L P_L^T G``; missing roots are the identity.
 
     With ``positions`` of a kernel, whose columns are ``[channels, positions]``, R is summed over
     positions, and P over channels.
     """
-    weights = {} if weights is None else weights
     moments = {}
     if "L" in names:
-        rows = gradient @ weights["R"] if "R" in weights else gradient
+        rows = gradient
+        if "R" in weights:
+            rows = gradient @ weights["R"]
         moments["L"] = rows @ rows.mT
     if "R" in names:
-        columns = weights["L"].mT @ gradient if "L" in weights else gradient
+        columns = gradient
+        if "L" in weights:
+            columns = weights["L"].mT @ gradient
         if positions > 1:
             channels = columns.shape[-1] // positions
             columns = swapped(columns, positions).reshape(len(columns), -1, channels)
@@ -145,8 +149,10 @@ class Shampoo(Method):
         return gradient_moments(gradient, self._names)
 
     def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        graft: Method | None = self.graft
-        return {} if graft is None else graft.state(shape)
+        if self.graft is None:
+            return {}
+        state: Mapping[str, TensorSpec] = self.graft.state(shape)
+        return state
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver:
         del factor, default
@@ -154,16 +160,18 @@ class Shampoo(Method):
 
     def direct(self, step: Given) -> Direction:
         matrix = step.incoming
-        graft = None if self.graft is None else self.graft.direct(step)
-        if graft is not None and step.updates < self.graft_steps:
-            return Direction(graft.matrix, graft.state)
+        grafted: Direction = Direction(matrix)
+        if self.graft is not None:
+            grafted = self.graft.direct(step)
+            if step.updates < self.graft_steps:
+                return grafted
         if self.sides != "right":
             matrix = step.data["L"]["root"] @ matrix
         if self.sides != "left":
             matrix = matrix @ step.data["R"]["root"]
-        if graft is None:
-            return Direction(matrix)
-        return Direction(at_length(matrix, graft.matrix), graft.state)
+        if self.graft is not None:
+            matrix = at_length(matrix, grafted.matrix)
+        return Direction(matrix, grafted.state)
 
     def unsuited(self, candidate: Candidate) -> str | None:
         for factor in self.factors(candidate.shape):
@@ -177,7 +185,6 @@ class Shampoo(Method):
 
     @property
     def _root(self) -> Root:
-        power = self.power
-        if power is None:
-            power = -1 / 4 if self.sides == "both" else -1 / 2
-        return Root(power, self.epsilon)
+        if self.power is not None:
+            return Root(self.power, self.epsilon)
+        return Root(-1 / (2 * len(self._names)), self.epsilon)

@@ -24,7 +24,7 @@ from soframe.layers.layout import BlockShape
 from soframe.methods.base import MAX_SIZE, Call, Direction, Given, Method
 from soframe.registry import register
 from soframe.solvers.base import Solver
-from soframe.solvers.eigen import quotient, turned
+from soframe.solvers.eigen import quotient, turned, with_eigenbasis
 from soframe.specs import FactorSpec
 
 
@@ -62,14 +62,8 @@ class TNT(Method):
         return {"L": left, "R": right}
 
     def solver(self, factor: FactorSpec, default: Solver) -> Solver:
-        needed = {"values"} if factor.kind == "diagonal" else {"vectors", "values"}
-        if not needed <= default.tensors(factor).keys():
-            raise ValueError(
-                f"TNT divides the product of its factors by their trace before it is damped, in "
-                f"their eigenbases, and {default!r} makes none: pass solver='eigen', or "
-                f"method='kfac'"
-            )
-        return default
+        divides = "TNT divides the product of its factors by their trace before it is damped"
+        return with_eigenbasis(default, factor, f"{divides}, in their eigenbases")
 
     def direct(self, step: Given) -> Direction:
         left, right = step.data["L"], step.data["R"]

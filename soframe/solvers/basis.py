@@ -52,10 +52,11 @@ class Basis(Solver):
         return None
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
-        # Column indices, in the dtype of the factor, as all second-order data.
-        vectors = {"vectors": TensorSpec(factor.shape)}
-        order = {"order": TensorSpec((factor.groups, factor.size))}
-        return {**vectors, **order} if self.ordered else vectors
+        specs = {"vectors": TensorSpec(factor.shape)}
+        if self.ordered:
+            # Column indices, in the dtype of the factor, as all second-order data.
+            specs["order"] = TensorSpec((factor.groups, factor.size))
+        return specs
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         values, vectors = eigh(matrix)

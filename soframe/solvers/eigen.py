@@ -94,6 +94,13 @@ class Eigen(Solver):
         return turned(scaled, {}, right, back=True)
 
 
+def with_eigenbasis(solver: Solver, factor: FactorSpec, why: str) -> Solver:
+    """Return the solver if it computes what `Eigen` does; else raise a ValueError."""
+    if Eigen().tensors(factor).keys() <= solver.tensors(factor).keys():
+        return solver
+    raise ValueError(f"{why}, and {solver!r} makes none: pass solver='eigen', or method='kfac'")
+
+
 def turned(gradient: Tensor, left: Data, right: Data, *, back: bool) -> Tensor:
     """Rotate ``[groups, out, in]`` into the eigenbases of two factors, or back."""
     # A diagonal factor has no vectors; if both are diagonal this returns the gradient itself.

@@ -80,8 +80,7 @@ class Inverse(Solver):
         limits = torch.finfo(like.dtype)
         first, second = map(Tensor.double, mean_traces)
         both = torch.ones_like(first) * damping
-        is_even = self.split != "pi"
-        pi = both.new_ones(()) if is_even else pi_of(first, second, both, limits.eps)
+        pi = pi_of(first, second, both, limits.eps) if self.split == "pi" else both.new_ones(())
         first_share, second_share = share(both, pi, largest=limits.max**0.94)
         return [first_share.to(like.dtype), second_share.to(like.dtype)]
 
@@ -92,7 +91,9 @@ class Inverse(Solver):
             parts = devices.batches(matrix)
             shares = damping.split(list(map(len, parts)))
             inverses = list(map(_inverse, parts, shares))
-            return {"inverse": inverses[0] if len(inverses) == 1 else torch.cat(inverses)}
+            if len(inverses) == 1:
+                return {"inverse": inverses[0]}
+            return {"inverse": torch.cat(inverses)}
         size = matrix.shape[-1]
         lower, info = torch.linalg.cholesky_ex(damped(matrix, damping, frame(size)))
         # NaN marks groups that are not positive definite.
@@ -108,12 +109,15 @@ class Inverse(Solver):
 
     def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         inverse = left["inverse"]
-        halved = inverse.unsqueeze(2) * gradient if inverse.dim() == 2 else inverse @ gradient
-        return self.apply_right(halved, right=right, damping=damping)
+        if inverse.dim() == 2:
+            return self.apply_right(inverse.unsqueeze(2) * gradient, right=right, damping=damping)
+        return self.apply_right(inverse @ gradient, right=right, damping=damping)
 
     def apply_right(self, gradient: Tensor, *, right: Data, damping: float) -> Tensor:
         inverse = right["inverse"]
-        return gradient * inverse.unsqueeze(1) if inverse.dim() == 2 else gradient @ inverse
+        if inverse.dim() == 2:
+            return gradient * inverse.unsqueeze(1)
+        return gradient @ inverse
 
 
 def _inverse(matrix: Tensor, damping: Tensor) -> Tensor:

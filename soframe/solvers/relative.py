@@ -18,14 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soframe.kernels.devices import along_first
-from soframe.solvers.around import Around
+from soframe.solvers.around import Scaling, divided
 from soframe.solvers.base import mean_trace
 from soframe.specs import Data, FactorSpec, TensorSpec
 
 
 @dataclass(frozen=True)
-class Relative(Around):
+class Relative(Scaling):
     """Interpret the damping as a multiple of each block's mean eigenvalue.
 
     A block with zero curvature has zero damping too, and gets no step.
@@ -34,10 +33,6 @@ class Relative(Around):
         solver: The inner solver.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "diagonals", self.solver.diagonals)
-
     def unsupported(self, factors: Sequence[FactorSpec]) -> str | None:
         if len({factor.groups for factor in factors}) > 1:
             listed = ", ".join(f"{f.name} of {f.groups} group(s)" for f in factors)
@@ -45,7 +40,7 @@ class Relative(Around):
         return self.solver.unsupported(factors)
 
     def tensors(self, factor: FactorSpec) -> dict[str, TensorSpec]:
-        return {**self.solver.tensors(factor), "mean_trace": TensorSpec((factor.groups,))}
+        return {**super().tensors(factor), "mean_trace": TensorSpec((factor.groups,))}
 
     def shares(self, mean_traces: Sequence[Tensor], damping: float | Tensor) -> list[Tensor]:
         # Shares for factors with mean eigenvalue one. In float64, since the damping of the block is
@@ -57,22 +52,9 @@ class Relative(Around):
         dtype, scaled = mean_traces[0].dtype, map(torch.div, shares, traces)
         return [torch.where(product > 0, share, 1.0).to(dtype) for share in scaled]
 
-    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
-        scaled, trace = _scaled(matrix)
-        return {**self.solver.solve(scaled, damping), "mean_trace": trace}
-
-    @property
-    def continues(self) -> bool:
-        return self.solver.continues
-
-    def solve_again(self, matrix: Tensor, damping: Tensor, last: Data) -> dict[str, Tensor]:
-        scaled, trace = _scaled(matrix)
-        return {**self.solver.solve_again(scaled, damping, last), "mean_trace": trace}
-
-    def follow(self, matrix: Tensor, data: Data) -> dict[str, Tensor] | None:
-        scaled, trace = _scaled(matrix)
-        followed = self.solver.follow(scaled, data)
-        return None if followed is None else {**followed, "mean_trace": trace}
+    def scaled(self, matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        trace = mean_trace(matrix)
+        return divided(matrix, trace), {"mean_trace": trace}
 
     def apply(self, gradient: Tensor, *, left: Data, right: Data, damping: float) -> Tensor:
         result = super().apply(gradient, left=left, right=right, damping=damping)
@@ -88,10 +70,3 @@ def _divide(matrix: Tensor, trace: Tensor) -> Tensor:
     # Not times the reciprocal, which is infinite where the trace is denormal.
     matrix.div_(torch.where(trace > 0, trace, math.inf)[:, None, None])
     return matrix
-
-
-def _scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale a factor to mean eigenvalue one; also return its mean trace ``[groups]``."""
-    trace = mean_trace(matrix)
-    positive = torch.where(trace > 0, trace, 1.0)
-    return matrix / along_first(positive, matrix), trace

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,20 +38,20 @@ def check_backend(backend: Backend) -> None:
     backend.prepare(groups)
     check = _Check(backend)
     for dtype in (torch.uint8, torch.int64, *_FLOATS):
-        tensors = [_numbers(r, dtype) for r in everyone]
-        gathered = torch.cat(backend.all_gather(tensors[rank].clone(), "check"))
-        check.add(_Open(f"all_gather of {dtype}", everyone, gathered, torch.cat(tensors)))
+        numbers = _numbers(backend.world_size, dtype)
+        gathered = torch.cat(backend.all_gather(numbers[rank].clone(), "check"))
+        check.add(_Open(f"all_gather of {dtype}", everyone, gathered, numbers.flatten()))
     check.wait()
     for dtype in _FLOATS:
-        tensors = [_numbers(r, dtype) for r in everyone]
-        local = tensors[rank].clone()
+        numbers = _numbers(backend.world_size, dtype)
+        local = numbers[rank].clone()
         handle = backend.all_reduce(local, "check")
-        check.add(_Open(f"all_reduce of {dtype}", everyone, local, _total(tensors), handle))
+        check.add(_Open(f"all_reduce of {dtype}", everyone, local, _total(numbers), handle))
         for group in groups:
             for source in group:
-                check.pair(group, source, tensors)
-        check.shares(tensors)
-        check.all_to_all(tensors)
+                check.pair(group, source, numbers)
+        check.shares(numbers)
+        check.all_to_all(numbers)
         check.wait()
     check.conclude()
 
@@ -79,60 +78,55 @@ class _Check:
     def add(self, collective: _Open) -> None:
         self._open.append(collective)
 
-    def pair(self, group: tuple[int, ...], source: int, tensors: Sequence[Tensor]) -> None:
+    def pair(self, group: tuple[int, ...], source: int, numbers: Tensor) -> None:
         """Broadcast within a group from a rank of it, and reduce to that rank."""
         backend, rank = self._backend, self._backend.rank
-        what = f"of {tensors[0].dtype} in {group}"
-        local, handle = tensors[rank].clone(), None
-        if rank in group:
-            handle = backend.broadcast(local, source, group, "check")
-        expected = tensors[source] if rank in group else None
-        self.add(_Open(f"broadcast {what} from rank {source}", group, local, expected, handle))
-        local, handle = tensors[rank].clone(), None
+        what = f"of {numbers.dtype} in {group}"
+        name = f"broadcast {what} from rank {source}"
+        local = numbers[rank].clone()
+        if rank not in group:  # it enters the comparison of bits alone
+            self.add(_Open(name, group, local, None))
+            return
+        handle = backend.broadcast(local, source, group, "check")
+        self.add(_Open(name, group, local, numbers[source], handle))
+        local = numbers[rank].clone()
         try:
-            if rank in group:
-                handle = backend.reduce(local, source, group, "check")
+            handle = backend.reduce(local, source, group, "check")
         except NotImplementedError:
             return  # the strategies that need it are refused by name
-        expected = _total([tensors[r] for r in group]) if rank == source else None
+        expected = _total(numbers[list(group)]) if rank == source else None
         self.add(_Open(f"reduce {what} to rank {source}", (source,), local, expected, handle))
 
-    def shares(self, tensors: Sequence[Tensor]) -> None:
+    def shares(self, numbers: Tensor) -> None:
         """Gather uneven shares of one tensor, and reduce a tensor to such shares."""
-        backend, rank, dtype = self._backend, self._backend.rank, tensors[0].dtype
+        backend, rank, dtype = self._backend, self._backend.rank, numbers.dtype
         everyone = tuple(range(backend.world_size))
         sizes = [(3 * r + 2) % 5 for r in everyone]  # 0 for rank 1
-        joined = torch.cat([numbers[:size] for numbers, size in zip(tensors, sizes, strict=True)])
+        joined = torch.cat([row[:size] for row, size in zip(numbers, sizes, strict=True)])
         flat = torch.zeros_like(joined)
         flat.split(sizes)[rank].copy_(joined.split(sizes)[rank])
         handle = backend.all_gather_shares(flat, sizes, "check")
         self.add(_Open(f"all_gather_shares of {dtype}", everyone, flat, joined, handle))
-        local = tensors[rank][: sum(sizes)].clone()
+        local = numbers[rank, : sum(sizes)].clone()
         handle = backend.reduce_scatter(local, sizes, "check")
         share = local.split(sizes)[rank]
-        expected = _total([numbers[: sum(sizes)] for numbers in tensors]).split(sizes)[rank]
+        expected = _total(numbers[:, : sum(sizes)]).split(sizes)[rank]
         self.add(_Open(f"reduce_scatter of {dtype}", (rank,), share, expected, handle))
 
-    def all_to_all(self, tensors: Sequence[Tensor]) -> None:
+    def all_to_all(self, numbers: Tensor) -> None:
         """Send r + s elements from each rank r to each rank s, and nothing to itself."""
-        backend, rank, dtype = self._backend, self._backend.rank, tensors[0].dtype
-        everyone = range(backend.world_size)
-
-        def size(sender: int, receiver: int) -> int:
-            return 0 if sender == receiver else sender + receiver
-
-        sends = [size(rank, receiver) for receiver in everyone]
-        receives = [size(sender, rank) for sender in everyone]
-        expected = []
-        for sender in everyone:
-            start = sum(size(sender, receiver) for receiver in range(rank))
-            expected.append(tensors[sender][start : start + receives[sender]])
-        sent = tensors[rank][: sum(sends)].clone()
+        backend, rank = self._backend, self._backend.rank
+        ranks = torch.arange(backend.world_size)
+        sizes = (ranks.unsqueeze(1) + ranks).fill_diagonal_(0)  # by sender and receiver
+        parts = []
+        for row, sends in zip(numbers, sizes.tolist(), strict=True):
+            parts.append(row[: sum(sends)].split(sends)[rank])
+        sends, receives = sizes[rank].tolist(), sizes[:, rank].tolist()
+        sent = numbers[rank, : sum(sends)].clone()
         received, handle = backend.all_to_all(sent, sends, receives, "check")
-        if len(everyone) > 1:
-            self.add(
-                _Open(f"all_to_all of {dtype}", (rank,), received, torch.cat(expected), handle)
-            )
+        if backend.world_size > 1:
+            name = f"all_to_all of {numbers.dtype}"
+            self.add(_Open(name, (rank,), received, torch.cat(parts), handle))
 
     def wait(self) -> None:
         """Wait for the collectives, the last one first, and compare their results."""
@@ -166,17 +160,18 @@ class _Check:
             raise AssertionError(f"{name}, rank {self._backend.rank}: {listed}")
 
 
-def _numbers(rank: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
+def _numbers(ranks: int, dtype: torch.dtype) -> Tensor:
+    """Return random numbers of each rank, ``[ranks, 64]``."""
+    generator = torch.Generator().manual_seed(0)
     if dtype in (torch.float32, torch.bfloat16):
-        return torch.randn(64, generator=generator).to(dtype)
+        return torch.randn(ranks, 64, generator=generator).to(dtype)
     # Sums of a few thousand such numbers are exact in float64, in any order.
     high = 256 if dtype == torch.uint8 else 2**40
-    return torch.randint(high, (64,), generator=generator).to(dtype)
+    return torch.randint(high, (ranks, 64), generator=generator).to(dtype)
 
 
-def _total(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(tensors)).double().sum(0).to(tensors[0].dtype)
+def _total(numbers: Tensor) -> Tensor:
+    return numbers.double().sum(0).to(numbers.dtype)
 
 
 def _near(got: Tensor, expected: Tensor) -> bool:

@@ -31,8 +31,8 @@ from soframe.specs import Data, FactorSpec
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import complete
 from soframe.strategies.work import BlockWork
-from soframe.testing.compare import compare, kron
-from soframe.testing.dense import flat
+from soframe.testing.compare import compare, kron, seeded
+from soframe.testing.dense import double, flat
 
 
 def check_layer_helper(
@@ -69,15 +69,15 @@ def check_layer_helper(
     assert issubclass(chosen, LayerHelper)
     reason = chosen.unsupported(module)
     assert reason is None, f"{name}: unsupported: {reason}"
-    doubles = tuple(x.detach().double() if x.is_floating_point() else x for x in inputs)
-    names = chosen.names(module)
+    names = tuple(chosen.names(module))
     assert names, f"{name}: names() gives no parameter"
-    call = _Case(chosen, module, inputs=doubles, batch_dim=batch_dim, settings=dict(settings or {}))
-    singles = [(key,) for key in names]
-    for trained in dict.fromkeys([tuple(names), *singles]):
-        call.check(trained, f"{name} ({', '.join(trained)})", every=trained == tuple(names))
-    call.check(tuple(names), f"{name} (each alone)", every=False, joint=False)
-    call.check_statistics(name)
+    case = _Case(chosen, module, tuple(map(double, inputs)), batch_dim, dict(settings or {}))
+    case.check(names, f"{name} ({', '.join(names)})", every=True)
+    if len(names) > 1:
+        for key in names:
+            case.check((key,), f"{name} ({key})", every=False)
+    case.check(names, f"{name} (each alone)", every=False, joint=False)
+    case.check_statistics(name)
 
 
 @dataclass
@@ -96,9 +96,8 @@ class _Case:
             parameter.requires_grad_(name in trained)
         return copied
 
-    def _call(self, module: nn.Module, inputs: Inputs | None = None) -> Tensor:
-        arguments = self.inputs if inputs is None else inputs
-        output = module(*arguments, **self.settings)
+    def _call(self, module: nn.Module, inputs: Inputs) -> Tensor:
+        output = module(*inputs, **self.settings)
         first: Tensor = output[0] if isinstance(output, tuple) else output
         return first
 
@@ -154,25 +153,26 @@ class _Case:
         self, module: nn.Module, helpers: Sequence[LayerHelper], inputs: Sequence[Inputs]
     ) -> list[tuple[_Calls, _Exact]]:
         """Return the captured calls of several forward passes, and their samples' gradients."""
-        calls_of: list[_Calls] = []  # of each forward pass
+        calls: _Calls = {}
 
         def sink(call: LayerCall) -> None:
-            calls_of[-1][call.helper].append((call.inputs, call.gradient))
+            calls[call.helper].append((call.inputs, call.gradient))
 
         capture = Capture()
         capture.listen(sink, dict.fromkeys(helpers, "module"), frozenset(helpers))
         outputs = [self._call(module, arguments) for arguments in inputs]
-        starts = []
+        starts, calls_of = [], []
         for seed, output in enumerate(outputs):
-            start = torch.randn(output.shape, dtype=output.dtype, generator=_generator(seed))
-            starts.append(start)
-            calls_of.append({helper: [] for helper in helpers})
+            start = torch.randn(output.shape, dtype=output.dtype, generator=seeded(seed))
+            calls = {helper: [] for helper in helpers}
             output.backward(start)
+            starts.append(start)
+            calls_of.append(calls)
         capture.close()
-        return [
-            (calls, self._exact(module, helpers, arguments, start))
-            for calls, arguments, start in zip(calls_of, inputs, starts, strict=True)
-        ]
+        results: list[tuple[_Calls, _Exact]] = []
+        for arguments, start, seen in zip(inputs, starts, calls_of, strict=True):
+            results.append((seen, self._exact(module, helpers, arguments, start)))
+        return results
 
     def _exact(
         self, module: nn.Module, helpers: Sequence[LayerHelper], inputs: Inputs, start: Tensor
@@ -199,7 +199,7 @@ class _Case:
         holder = nn.Module()
         # Train all of the module's own parameters: a block may have a subset only.
         holder.module = self._copy([*names, *self.module._parameters])
-        samples = self._call(holder.module).shape[self.batch_dim]
+        samples = self._call(holder.module, self.inputs).shape[self.batch_dim]
         preconditioner = Preconditioner(
             holder,
             layers={"^module$": self.helper},
@@ -212,8 +212,8 @@ class _Case:
         helpers = self.helper.of(holder.module, names)
         missing = {tuple(helper.parameters) for helper in helpers} - set(blocks)
         assert not missing, f"{name}: a Preconditioner has no block of {missing}"
-        output = self._call(holder.module)
-        start = torch.randn(output.shape, dtype=output.dtype, generator=_generator())
+        output = self._call(holder.module, self.inputs)
+        start = torch.randn(output.shape, dtype=output.dtype, generator=seeded())
         output.backward(start / samples)
         before = _gradients(holder)
         preconditioner.step()
@@ -304,14 +304,14 @@ def _check_taking(helper: LayerHelper, inputs: Inputs, rows: Tensor, name: str) 
     a = helper.block_rows(inputs, rows)
     units: dict[Unit | None, tuple[Unit, ...]] = {"sample": ("sample",), "row": ("sample", "row")}
     for unit in units.get(helper.unit, ()):
-        by_sample = unit == "sample"
-        last = rows.shape[1] if by_sample else rows.shape[1] * rows.shape[2]
-        index = torch.tensor([0, last - 1])
+        every_g, every_a = rows, a  # [groups, units, positions, features]
+        if unit == "row":
+            every_g, every_a = rows.flatten(1, 2).unsqueeze(2), a.flatten(1, 2).unsqueeze(2)
+        index = torch.tensor([0, every_g.shape[1] - 1])
         taken = helper.take_rows(rows, index, unit)
         part = helper.block_rows(helper.take_inputs(inputs, index, unit), taken)
-        for got, every, what in ((taken, rows, "take_rows"), (part, a, "take_inputs")):
-            expected = every[:, index] if by_sample else every.flatten(1, 2)[:, index].unsqueeze(2)
-            compare(got, expected, f"{name}: {what}, by {unit}")
+        compare(taken, every_g[:, index], f"{name}: take_rows, by {unit}")
+        compare(part, every_a[:, index], f"{name}: take_inputs, by {unit}")
 
 
 def _plain_factors(
@@ -489,7 +489,7 @@ def _check_solution(
 ) -> None:
     """Compare the solver with a dense solve; factors are matrices, or diagonals of them."""
     shares = _shares(solver, factors, damping)
-    data = {}
+    data: dict[str, dict[str, Tensor]] = {}
     for side, factor in factors.items():
         before = factor.clone()
         data[side] = solver.solve(factor, shares[side])
@@ -500,7 +500,7 @@ def _check_solution(
     problem = _problem(solver, factors, damping)
     gradient = problem.gradient
     gradient_before = gradient.clone()
-    result = solver.apply(gradient, left=data["left"], right=data["right"], damping=damping)
+    result = solver.apply(gradient, **data, damping=damping)
     assert torch.equal(gradient, gradient_before), f"{name}: apply changes the gradient"
     bound.compare(result, problem, name)
     # A single factor, of inputs, takes the whole damping; the other one is the identity.
@@ -512,18 +512,19 @@ def _check_solution(
     expected = torch.linalg.solve(damped, gradient, left=False)
     problem = _Problem(gradient, expected, lambda x: x @ damped)
     bound.compare(result, problem, f"{name}, without a left factor")
-    low_left = {key: tensor.float() for key, tensor in data["left"].items()}
-    low_right = {key: tensor.float() for key, tensor in data["right"].items()}
-    low = solver.apply(gradient.float(), left=low_left, right=low_right, damping=damping)
+    low_data: dict[str, Data] = {}
+    for side, tensors in data.items():
+        low_data[side] = {key: tensor.float() for key, tensor in tensors.items()}
+    low = solver.apply(gradient.float(), **low_data, damping=damping)
     assert low.dtype == torch.float32, f"{name}: apply turns float32 into {low.dtype}"
 
 
 def _shares(solver: Solver, factors: Data, damping: float) -> dict[str, Tensor]:
     """Return each side's share of the damping."""
     # The inputs' factor comes first, as in K-FAC's (A, G).
-    sides = ("right", "left")
-    traces = [mean_trace(factors[side]) for side in sides]
-    return dict(zip(sides, solver.shares(traces, damping), strict=True))
+    traces = [mean_trace(factors["right"]), mean_trace(factors["left"])]
+    right, left = solver.shares(traces, damping)
+    return {"left": left, "right": right}
 
 
 def _damped(factor: Tensor, damping: float | Tensor) -> Tensor:
@@ -585,7 +586,7 @@ def _problem(solver: Solver, factors: Data, damping: float) -> _Problem:
     """Return a gradient and its dense solution."""
     groups, out = factors["left"].shape[:2]
     into = factors["right"].shape[1]
-    gradient = torch.randn(groups, out, into, dtype=torch.float64, generator=_generator())
+    gradient = torch.randn(groups, out, into, dtype=torch.float64, generator=seeded())
     if solver.damps_factors:
         shares = _shares(solver, factors, damping)
         left = _damped(factors["left"], shares["left"])
@@ -633,8 +634,7 @@ def _check_again(
             kept |= _equal(data[side], data_before)
         if may_keep and kept and count == 1:
             return
-        sides = {"left": data["left"], "right": data["right"]}
-        result = solver.apply(problem.gradient, **sides, damping=damping)
+        result = solver.apply(problem.gradient, **data, damping=damping)
         if count == _SETTLES or bound.met(result, problem):
             break
     bound.compare(result, problem, name)
@@ -645,7 +645,7 @@ def _equal(tensors: Data, expected: Data) -> bool:
 
 
 def _psd(groups: int, n: int, condition: float, seed: int = 0) -> Tensor:
-    random = torch.randn(groups, n, n, dtype=torch.float64, generator=_generator(seed))
+    random = torch.randn(groups, n, n, dtype=torch.float64, generator=seeded(seed))
     basis: Tensor = torch.linalg.qr(random).Q
     values = torch.logspace(0, -torch.tensor(condition).log10().item(), n, dtype=torch.float64)
     matrix = basis * values @ basis.mT
@@ -775,7 +775,3 @@ def _check_plan(preconditioner: Preconditioner, rank: int, name: str) -> None:
     assert traffic == expected, f"{name}: rank {rank} sends {traffic}, its plan is {expected}"
     held, planned = preconditioner.memory_usage(), placement.memory(rank)
     assert held == planned, f"{name}: rank {rank} holds {held}, its plan is {planned}"
-
-
-def _generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)

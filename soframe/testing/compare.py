@@ -160,3 +160,8 @@ def _ratios(got: Tensor, want: Tensor) -> str:
     if high - low <= 1e-3 * abs(middle):
         text += f"\n  a constant factor of {middle:.6g}: look for the scale"
     return text
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    """Return a generator of random numbers on the CPU."""
+    return torch.Generator().manual_seed(seed)

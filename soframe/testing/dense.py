@@ -102,8 +102,8 @@ def dense_fisher(
     if reduction == "mean":
         block /= samples
         total, scale = total / samples, scale / samples
-    batch_output, _ = _forward(model, [], _map(_double, inputs))
-    batch = float(_value(loss, batch_output, _map(_double, targets)).detach())
+    batch_output, _ = _forward(model, [], _map(double, inputs))
+    batch = float(_value(loss, batch_output, _map(double, targets)).detach())
     # Written so that a NaN fails.
     if not abs(batch - total) <= 1e-7 * scale:
         raise ValueError(
@@ -160,12 +160,13 @@ def _map(function: Callable[[Tensor], Tensor], nest: Any) -> Any:
     return nest
 
 
-def _double(tensor: Tensor) -> Tensor:
+def double(tensor: Tensor) -> Tensor:
+    """Return a floating-point tensor in float64, and others as they are."""
     return tensor.detach().double() if tensor.is_floating_point() else tensor
 
 
 def _sample(nest: Any, n: int) -> Any:
-    return _map(lambda tensor: _double(tensor[n : n + 1]), nest)
+    return _map(lambda tensor: double(tensor[n : n + 1]), nest)
 
 
 def _count(inputs: Any, targets: Any) -> int:
@@ -205,13 +206,15 @@ def _forward(model: nn.Module, names: Sequence[str], inputs: Any) -> tuple[Any, 
     leaves = [state[name].clone().requires_grad_() for name in names]
     state |= dict(zip(names, leaves, strict=True))
     # Cloned: a buffer that the forward pass updates must not change in the model.
-    state |= {name: _double(b).clone() for name, b in model.named_buffers()}
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-    args: Sequence[Any] = () if kwargs else (inputs,)
-    if isinstance(inputs, tuple | list):
-        args = inputs
+    state |= {name: double(b).clone() for name, b in model.named_buffers()}
+    args: tuple[Any, ...] = (inputs,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(inputs, Mapping):
+        args, kwargs = (), dict(inputs)
+    elif isinstance(inputs, tuple | list):
+        args = tuple(inputs)
     with _without_hooks(model), torch.enable_grad():
-        output = torch.func.functional_call(model, state, tuple(args), kwargs)
+        output = torch.func.functional_call(model, state, args, kwargs)
     return output, leaves
 
 

@@ -182,34 +182,30 @@ def natural_gradient_cosines(
     for block in blocks:
         every += _names(model, block)
     data = {"parameters": every, "kind": kind, "reduction": reduction}
-    fisher = dense_fisher(model, inputs, loss, targets, **data)  # type: ignore[arg-type]
+    damped = dense_fisher(model, inputs, loss, targets, **data)  # type: ignore[arg-type]
     gradients = sample_gradients(model, inputs, loss, targets, parameters=every)
     gradient = gradients.mean(0) if reduction == "mean" else gradients.sum(0)
-    directions, sizes, dampings = list[Tensor](), list[int](), list[Tensor]()
+    direction, natural = torch.empty_like(gradient), torch.empty_like(gradient)
+    cosines: dict[str, float] = {}
+    start = 0
     for block in blocks:
         _require_alone(preconditioner, block)
         if metrics["step"] == 0:
             raise ValueError("there is no direction yet: call step() before")
-        directions += [_gradient(block, p) for p in block.parameters.values()]
-        sizes.append(sum(_sizes(block)))
         block_damping = damping
         if damping is None:
             block_damping = metrics["blocks"][block.name]["damping"]
         if block_damping is None:  # the method reads none
             block_damping = block.damped_with(preconditioner.damping)
-        dampings.append(fisher.new_full((sizes[-1],), block_damping))
-    direction = torch.cat(directions).to(fisher)
-    damped = fisher + torch.cat(dampings).diag()
-    cosines: dict[str, float] = {}
-    naturals, start = [], 0
-    for block, size in zip(blocks, sizes, strict=True):
-        part = slice(start, start + size)
-        naturals.append(torch.linalg.solve(damped[part, part], gradient[part]))
-        cosines[block.name] = _cosine(direction[part], naturals[-1])
-        start += size
+        part = slice(start, start + sum(_sizes(block)))
+        start = part.stop
+        damped[part, part].diagonal().add_(block_damping)
+        direction[part] = flat(_gradient(block, p) for p in block.parameters.values())
+        natural[part] = torch.linalg.solve(damped[part, part], gradient[part])
+        cosines[block.name] = _cosine(direction[part], natural[part])
     return Cosines(
         blocks=cosines,
-        block_diagonal=_cosine(direction, torch.cat(naturals)),
+        block_diagonal=_cosine(direction, natural),
         full=_cosine(direction, torch.linalg.solve(damped, gradient)),
     )
 

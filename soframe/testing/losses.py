@@ -10,7 +10,8 @@ from torch import Tensor
 
 from soframe.losses import Loss
 from soframe.registry import KINDS
-from soframe.testing.compare import compare
+from soframe.testing.compare import compare, seeded
+from soframe.testing.dense import double
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """The loss of outputs and targets, a scalar."""
@@ -49,15 +50,14 @@ def check_loss(
             f"{len(targets)}"
         )
     name = repr(checked)
-    outputs = outputs.detach().double()
+    outputs, targets = outputs.detach().double(), double(targets)
     outputs_before = outputs.clone()
-    targets = targets.double() if targets.is_floating_point() else targets
     columns = list(checked.half_factor(outputs))
     shapes = {tuple(column.shape) for column in columns}
     assert shapes == {tuple(outputs.shape)}, f"{name}: half_factor() yields columns of {shapes}"
     roots = torch.stack([column.flatten(1) for column in columns], 2)
     hessians = roots @ roots.mT
-    vectors = torch.randn(outputs.shape, dtype=torch.float64, generator=_generator())
+    vectors = torch.randn(outputs.shape, dtype=torch.float64, generator=seeded())
     product = checked.hessian_product(outputs, vectors)
     expected = (hessians @ vectors.flatten(1).unsqueeze(2)).view_as(outputs)
     compare(product, expected, f"{name}: hessian_product and half_factor", rtol=RTOL)
@@ -116,7 +116,7 @@ def _compare_counts(loss: Loss, outputs: Tensor, leaf: Tensor, values: Tensor, n
 def _compare_samples(loss: Loss, outputs: Tensor, hessians: Tensor, name: str) -> None:
     """Compare the second moments of samples with the Hessians, by their standard errors."""
     many = outputs.repeat_interleave(DRAWS, 0)
-    drawn, again = loss.sample(many, _generator()), loss.sample(many, _generator())
+    drawn, again = loss.sample(many, seeded()), loss.sample(many, seeded())
     assert torch.equal(drawn, again), f"{name}: sample() does not draw from its generator"
     for v, hessian in zip(drawn.reshape(len(outputs), DRAWS, -1), hessians, strict=True):
         products = v.unsqueeze(2) * v.unsqueeze(1)
@@ -124,7 +124,3 @@ def _compare_samples(loss: Loss, outputs: Tensor, hessians: Tensor, name: str) -
         off = (moment - hessian).abs() > 6 * error + RTOL * hessian.abs().max()
         if bool(off.any()):
             compare(moment, hessian, f"{name}: second moment of samples", rtol=0.0)
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)

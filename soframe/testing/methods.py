@@ -82,6 +82,11 @@ class Training:
     folder: Path | None = None  # of a final sharded checkpoint
     options: dict[str, Any] = field(default_factory=dict)  # further settings of the optimizer
 
+    @property
+    def observes(self) -> bool:
+        """Whether the optimizer observes outputs."""
+        return self.fisher in ("type-2", "monte-carlo")
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -95,15 +100,12 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
     """Train on one rank of a group, or alone."""
     torch.manual_seed(0)
     model = Net().double()
-    observes = training.fisher in ("type-2", "monte-carlo")
-    settings = _settings(training, observes=observes)
-    method = copy.deepcopy(training.method)
+    settings, method = _settings(training), copy.deepcopy(training.method)
     optimizer = Optimizer(model, method, strategy=training.strategy, **grouped(settings))
     _resume(model, optimizer, training)
-    observing = optimizer if observes else None
     for step in range(training.begin, training.end):
         optimizer.zero_grad()
-        _backward(model, observing, rank, ranks, training, step)
+        _backward(model, optimizer, rank, ranks, training, step)
         if ranks > 1:
             _average(model, ranks)
         optimizer.step()
@@ -121,7 +123,7 @@ def train(rank: int, ranks: int, training: Training) -> Trained:
     return Trained(weights, copy.deepcopy(state))
 
 
-def _settings(training: Training, *, observes: bool) -> dict[str, Any]:
+def _settings(training: Training) -> dict[str, Any]:
     """Return the settings of the optimizer."""
     settings: dict[str, Any] = {
         "lr": 0.05,
@@ -131,7 +133,7 @@ def _settings(training: Training, *, observes: bool) -> dict[str, Any]:
         "solve_every": 2,
         "fisher": training.fisher,
     }
-    if observes:
+    if training.observes:
         settings["loss"] = "squared-error"
     method = training.method
     methods = method.values() if isinstance(method, Mapping) else (method,)
@@ -153,17 +155,17 @@ def _resume(model: nn.Module, optimizer: Optimizer, training: Training) -> None:
 
 
 def _backward(
-    model: nn.Module, observing: Optimizer | None, rank: int, ranks: int, run: Training, step: int
+    model: nn.Module, optimizer: Optimizer, rank: int, ranks: int, run: Training, step: int
 ) -> None:
-    """Add the gradients of a rank's part of a batch; ``observing`` gets the outputs."""
+    """Add the gradients of a rank's part of a batch."""
     x, y = _batch(step)
     x, y = x.repeat(run.copies, 1), y.repeat(run.copies, 1)
     part = slice(rank * len(x) // ranks, (rank + 1) * len(x) // ranks)
     size = len(x) // ranks // run.passes
     for inputs, targets in zip(x[part].split(size), y[part].split(size), strict=True):
         outputs = model(inputs)
-        if observing is not None:
-            observing.observe(outputs)
+        if run.observes:
+            optimizer.observe(outputs)
         (0.5 * (outputs - targets).square().sum(1).mean() / run.passes).backward()
 
 

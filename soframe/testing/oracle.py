@@ -68,7 +68,6 @@ class GaussNewton:
         parameters = list(self._parameters.values())
         with torch.enable_grad():
             self._forward, value = first_pass(model, closure, parameters)
-        self._ends = [output for output in self._forward.outputs if output.requires_grad]
         self.loss = value.detach()
         self.gradient = self._pulled_back(self._forward.gradients, list(self._parameters))
 
@@ -113,12 +112,14 @@ class GaussNewton:
             squares[number] = part @ part
             bounds[number] = tolerance**2 * float(squares[number])
         for _ in range(iterations):
-            open_blocks = [number for number in bounds if float(squares[number]) > bounds[number]]
-            if not open_blocks:
+            open_directions: dict[int, Tensor] = {}
+            for number, bound in bounds.items():
+                if float(squares[number]) > bound:
+                    open_directions[number] = directions[number]
+            if not open_directions:
                 break
-            images = self._products({number: directions[number] for number in open_blocks})
-            for number in open_blocks:
-                direction = directions[number]
+            images = self._products(open_directions)
+            for number, direction in open_directions.items():
                 image = images[number] + damping * direction
                 length = squares[number] / (direction @ image)
                 solutions[number] = solutions[number] + length * direction
@@ -129,7 +130,10 @@ class GaussNewton:
 
     def _products(self, parts: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Multiply the flat vectors of some blocks by these blocks."""
-        directions = [self._direction(number, part) for number, part in parts.items()]
+        directions: list[Direction] = []
+        for number, part in parts.items():
+            tensors = self._split(number, part)
+            directions.append(list(map(tensors.get, self._parameters)))
         parameters = list(self._parameters.values())
         tangents = self._forward.jacobian_products(parameters, directions)
         products = {}
@@ -141,29 +145,27 @@ class GaussNewton:
 
     def _pulled_back(self, cotangents: Sequence[Tensor], names: Sequence[str]) -> dict[str, Tensor]:
         """Multiply cotangents of the outputs by the transposed Jacobian of some parameters."""
-        of_ends: list[Tensor] = []
+        outputs, of_outputs = list[Tensor](), list[Tensor]()
         for output, cotangent in zip(self._forward.outputs, cotangents, strict=True):
             if output.requires_grad:
-                of_ends.append(cotangent)
+                outputs.append(output)
+                of_outputs.append(cotangent)
         inputs = [self._parameters[name] for name in names]
         with self._forward.kernels.again():
             gradients = torch.autograd.grad(
-                self._ends, inputs, of_ends, retain_graph=True, materialize_grads=True
+                outputs, inputs, of_outputs, retain_graph=True, materialize_grads=True
             )
         return dict(zip(names, gradients, strict=True))
 
-    def _direction(self, number: int, part: Tensor) -> Direction:
-        tensors = self._split(number, part)
-        return [tensors.get(name) for name in self._parameters]
-
     def _parts(self, vector: Vector) -> dict[int, Tensor]:
         """Return the entries of a vector by block, ``[size]``; raise if it does not fit."""
-        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        entries = {name: tensor.shape for name, tensor in vector.items()}
-        wrong = sorted(n for n in shapes | entries if shapes.get(n) != entries.get(n))
+        wrong = set(vector) ^ set(self._parameters)
+        for name in vector.keys() & self._parameters.keys():
+            if vector[name].shape != self._parameters[name].shape:
+                wrong.add(name)
         if wrong:
             raise ValueError(
-                f"names or shapes do not fit at {', '.join(wrong)}: pass a tensor of the "
+                f"names or shapes do not fit at {', '.join(sorted(wrong))}: pass a tensor of the "
                 f"parameter's shape for each parameter that is trained"
             )
         parts = {}
@@ -249,9 +251,12 @@ def _divided(
         ValueError: If a trained parameter is in no block or in several, or a name is unknown.
     """
     if blocks == "all":
-        return [list(parameters)]
-    if blocks == "layers":
-        return _by_layer(model, parameters)
+        blocks = [list(parameters)]
+    elif blocks == "layers":
+        names = {parameter: name for name, parameter in parameters.items()}
+        blocks = []
+        for layer in layers_of(model, names):  # a shared parameter belongs to its first layer
+            blocks.append([names[parameter] for parameter in layer])
     division = [list(block) for block in blocks]
     counts = Counter(itertools.chain.from_iterable(division))
     wrong = counts.keys() - parameters.keys()
@@ -262,12 +267,3 @@ def _divided(
             f"missing, there twice, or not trained"
         )
     return division
-
-
-def _by_layer(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Return the names of the parameters of each layer; a shared one belongs to its first."""
-    names = {parameter: name for name, parameter in parameters.items()}
-    layers: list[list[str]] = []
-    for layer in layers_of(model, names):
-        layers.append([names[parameter] for parameter in layer])
-    return layers

@@ -12,13 +12,58 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
+class GroupDampings(ABC):
+    """The damping of each layer group within the preconditioner; by default without trials."""
+
+    @abstractmethod
+    def at(self, start: float, count: int | None = None) -> list[float]:
+        """Return the dampings of ``count`` groups; ``start`` is the policy's damping."""
+
+    def readout(self, start: float) -> list[float]:
+        """Return the dampings for a readout; none by default."""
+        del start
+        return []
+
+    def trial(self, step: int) -> list[float]:
+        """Return a neighbour of each damping if a trial is due, or an empty list."""
+        del step
+        return []
+
+    def retreat(self, unsolved: Sequence[bool]) -> None:  # noqa: B027 (optional)
+        """Raise all dampings if some factor cannot be solved with its own."""
+
+    def choose(self, taken: Sequence[bool], step: int) -> None:  # noqa: B027 (optional)
+        """Keep the tried dampings that were taken."""
+
+    def restart(self) -> None:  # noqa: B027 (optional)
+        """Reset all trials, for the start of an optimizer with its copy."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for `load`."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (optional)
+        """Continue from a state; without entries, from the start."""
+
+
+@dataclass(frozen=True)
+class FixedMultiple(GroupDampings):
+    """A multiple of the policy's damping, the same for all layer groups."""
+
+    multiple: float
+
+    def at(self, start: float, count: int | None = None) -> list[float]:
+        return list(itertools.repeat(self.multiple * start, count or 1))
+
+
 @dataclass
-class AdaptiveDamping:
+class AdaptiveDamping(GroupDampings):
     """A damping for each layer group, which moves among neighbours.
 
     At a trial each group has one neighbour: the next in the same direction if its damping moved
@@ -50,26 +95,26 @@ class AdaptiveDamping:
         self.restart()
 
     def restart(self) -> None:
-        """Reset all trials, for the start of an optimizer with its copy."""
         self._now: list[float] = []
         self._ways: list[int] = []  # up or down, the next direction of each
         self._wait = self.interval  # between the last trial and the next
         self._due = 0  # the step of the next
 
     def at(self, start: float, count: int | None = None) -> list[float]:
-        """Return the dampings."""
-        count = count or len(self._now) or 1
+        if count is None:
+            count = max(1, len(self._now))
         if len(self._now) != count:
             first = self._middle() if self._now else self._within(start)
             self._now, self._ways = list(itertools.repeat(first, count)), [-1] * count
         return list(self._now)
 
+    def readout(self, start: float) -> list[float]:
+        return self.at(start)
+
     def trial(self, step: int) -> list[float]:
-        """Return a neighbour of each damping if a trial is due, or an empty list."""
         return self._neighbours() if step >= self._due else []
 
     def retreat(self, unsolved: Sequence[bool]) -> None:
-        """Raise all dampings if some factor cannot be solved with its own."""
         if any(unsolved):
             self._now = [self._within(damping * self.ratio) for damping in self._now]
             for number, bad in enumerate(unsolved):
@@ -77,7 +122,6 @@ class AdaptiveDamping:
                     self._ways[number] = 1
 
     def choose(self, taken: Sequence[bool], step: int) -> None:
-        """Keep the tried dampings that were taken."""
         for number, (take, tried) in enumerate(zip(taken, self._neighbours(), strict=True)):
             is_larger = tried > self._now[number]
             self._ways[number] = 1 if is_larger == take else -1
@@ -107,7 +151,6 @@ class AdaptiveDamping:
         return min(self.high, max(self.low, damping))
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `load`."""
         return {
             "now": list(self._now),
             "ways": list(self._ways),
@@ -116,7 +159,6 @@ class AdaptiveDamping:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; without entries, from the start."""
         self.restart()
         self._now, self._ways = list(state.get("now", ())), list(state.get("ways", ()))
         self._wait, self._due = state.get("wait", self._wait), state.get("due", self._due)

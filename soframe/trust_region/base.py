@@ -167,7 +167,7 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
         if backend.world_size == 1 and error is None:
             return loss, list(further)
         status = [loss, float(error is not None), *fingerprint(common)]
-        sums = add_over_ranks(backend, [*status, *further])
+        sums = add_over_ranks(backend, status + list(further))
         require_no_failure(backend, error, sums[1])
         require_common(backend, common, sums[2 : len(status)], HINT)
         return sums[0] / backend.world_size, sums[len(status) :]

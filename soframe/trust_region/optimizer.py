@@ -138,6 +138,8 @@ class TrustRegion(ClosureOptimizer):
             self._layer_groups = LayerGroups(self._model, layer_groups, trained)
             self._watch = LossWatch(max_increase)
             self._mean_damping()  # raises here if a callable damping raises
+        # No loss falls below its floor.
+        self._floor = -math.inf if self._loss.floor is None else self._loss.floor
         self._momentum, self._full_batch, self._burn_in = momentum, full_batch, burn_in
         self._settings = {
             "damping": self.damping,
@@ -165,10 +167,7 @@ class TrustRegion(ClosureOptimizer):
 
     def _preconditioner_damping(self, step: int) -> float:
         del step  # it counts burn-in too
-        damping, within = self._mean_damping(), self._damping_within
-        if isinstance(within, AdaptiveDamping):
-            return max(within.at(damping))
-        return within * damping
+        return max(self._damping_within.at(self._mean_damping()))
 
     def _mean_damping(self) -> float:
         return self.damping.at(self._steps) + param_groups.mean_decay(self.param_groups)
@@ -294,26 +293,27 @@ class TrustRegion(ClosureOptimizer):
         proposals = proposer.propose(batch, shares, self._steps)
         for proposal in proposals:
             directions += proposal.parts
-        usual = [*steepest, *self._last_updates(batch.parameters, shares)]
+        last = self._last_updates(batch.parameters, shares)
         damping = self.damping.at(self._steps)
-        quadratic = exact_model(self._backend, batch, [*directions, *usual], damping)
+        quadratic = exact_model(self._backend, batch, directions + steepest + last, damping)
         chosen, quadratic = proposer.choose(proposals, quadratic, self._steps)
         if not quadratic.finite():
             self._step_back("the model of the loss is not finite")
             return {}
-        counts = {PRECONDITIONED: len(chosen), STEEPEST: len(steepest)}
-        counts[LAST] = len(usual) - len(steepest)
-        names = list(Counter(counts).elements())
-        return self._move(batch, [*chosen, *usual], names, quadratic, lr)
+        taken = self._move(batch, chosen + steepest + last, quadratic, lr)
+        if taken:
+            counts = {PRECONDITIONED: len(chosen), STEEPEST: len(steepest), LAST: len(last)}
+            taken["directions"] = tuple(Counter(counts).elements())
+        return taken
 
     def _steepest(self, batch: Batch, shares: Sequence[float]) -> list[Direction]:
         """Return the direction of the parameters without a block, or none if all have one."""
         covered = self._proposer.covered()
+        if covered.issuperset(batch.parameters):
+            return []
         direction: list[Tensor | None] = []
         for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
             direction.append(None if parameter in covered else -gradient)
-        if covered.issuperset(batch.parameters):
-            return []
         return [param_groups.scaled(direction, shares)]
 
     def _last_updates(
@@ -331,14 +331,14 @@ class TrustRegion(ClosureOptimizer):
         return self._layer_groups.split(parameters, last)
 
     def _begin_damping(
-        self, batch: Batch, usual: Sequence[Direction], shares: Sequence[float], lr: float
+        self, batch: Batch, steepest: list[Direction], shares: Sequence[float], lr: float
     ) -> None:
         """Begin with the damping, of model and preconditioner, whose step reduces the loss most."""
         restart = self._proposer.restart
         decay = param_groups.mean_decay(self.param_groups)
 
         def update_with(damping: float) -> list[Tensor] | None:
-            directions = [*restart(batch, shares, damping + decay).parts, *usual]
+            directions = restart(batch, shares, damping + decay).parts + steepest
             model = exact_model(self._backend, batch, directions, damping)
             if not model.finite():
                 return None
@@ -348,18 +348,14 @@ class TrustRegion(ClosureOptimizer):
         restart(batch, shares, self.damping.at(0) + decay)
 
     def _move(
-        self,
-        batch: Batch,
-        directions: Sequence[Direction],
-        names: Sequence[str],
-        quadratic: Quadratic,
-        lr: float,
+        self, batch: Batch, directions: Sequence[Direction], quadratic: Quadratic, lr: float
     ) -> dict[str, Any]:
         """Take the step that minimises the model, and measure its effect if that is due."""
         parameters, objective = batch.parameters, batch.loss + batch.penalty
         coefficients, predicted, damping = self._believable(quadratic, lr, objective)
         measure = self._reduction.due(self._steps)
-        if not measure and not (coefficients.isfinite().all() and math.isfinite(predicted)):
+        # A coefficient that is not finite has no finite prediction either.
+        if not measure and not math.isfinite(predicted):
             self._step_back("the step is not finite")  # it would not be rejected
             return {}
         update = combine(parameters, directions, coefficients)
@@ -376,11 +372,7 @@ class TrustRegion(ClosureOptimizer):
         taken = {"damping": damping, "predicted": predicted, **self._reduction.take_last()}
         self.last = {"loss": batch.loss, **taken}
         self._steps += 1
-        return {
-            **taken,
-            "coefficients": tuple(coefficients.tolist()),
-            "directions": tuple(names),
-        }
+        return {**taken, "coefficients": tuple(coefficients.tolist())}
 
     def _measure(
         self,
@@ -404,14 +396,14 @@ class TrustRegion(ClosureOptimizer):
         self, quadratic: Quadratic, lr: float, objective: float
     ) -> tuple[Tensor, float, float]:
         """Return the model's minimum, its predicted change, and the (raised) damping."""
-        # No loss falls below its floor. A prediction below it, as for saturated outputs, is invalid
-        # at such a length: raise the damping, or go part of the way.
+        # A prediction below the floor, as for saturated outputs, is invalid at such a length: raise
+        # the damping, or go part of the way.
         start = self.damping.at(self._steps)
         coefficients = quadratic.minimise() * lr
         predicted, damping = quadratic.change(coefficients), start
-        floor = self._loss.floor
+        most = objective - self._floor  # the largest possible reduction
         # Below its floor the closure's loss differs from the declared one, by a constant at least.
-        if floor is None or not objective > floor or not -predicted > objective - floor:
+        if not 0 < most < -predicted:
             return coefficients, predicted, damping
         self._notes.append("the model promised more than the loss can fall")
         model = quadratic
@@ -423,21 +415,23 @@ class TrustRegion(ClosureOptimizer):
             model, damping = quadratic.damped(now - start), now
             coefficients = model.minimise() * lr
             predicted = model.change(coefficients)
-            if not -predicted > objective - floor:
+            if not -predicted > most:
                 return coefficients, predicted, damping
-        coefficients = model.shortened(coefficients, objective - floor)
+        coefficients = model.shortened(coefficients, most)
         return coefficients, model.change(coefficients), damping
 
     def _judge(self, loss: float) -> bool:
         """Keep the pending step for this loss, or undo it."""
         penalty = param_groups.penalty(self._reduction.decayed(self.state))
         accepted = self._reduction.judge(self.state, loss + penalty, self._eps)
-        self.counters["rejected_steps"] += not accepted
         if not accepted:
+            self.counters["rejected_steps"] += 1
             self._undone = ROSE if math.isfinite(loss) else "it was not finite"
-        self._below_rounding = self._below_rounding + 1 if self._reduction.silent else 0
         if self._reduction.silent:
+            self._below_rounding += 1
             self._notes.append("the change was below the loss's rounding")
+        else:
+            self._below_rounding = 0
         return accepted
 
     def _step_back(self, why: str) -> None:
@@ -453,8 +447,7 @@ class TrustRegion(ClosureOptimizer):
 
     def _tell(self, seen: dict[str, Any]) -> None:
         """Make the readout of a step, and warn once of a run without progress."""
-        within = self._damping_within
-        dampings = within.at(self._mean_damping()) if isinstance(within, AdaptiveDamping) else []
+        dampings = self._damping_within.readout(self._mean_damping())
         if self.damping.at_cap() and self._undone == ROSE:
             self._notes.append("the damping is at its cap")
             self._warn_once(
@@ -504,11 +497,10 @@ class TrustRegion(ClosureOptimizer):
         return {**super().state_dict(), "curvature": curvature_state}
 
     def _own_state(self) -> dict[str, Any]:
-        within = self._damping_within
         return {
             **super()._own_state(),
             "burn_in": self._burn_in,
-            "preconditioner_damping": within.state() if isinstance(within, AdaptiveDamping) else {},
+            "preconditioner_damping": self._damping_within.state(),
             "losses": list(self._watch.losses),
             "reduction": self._reduction.state(),
             "eps": self._eps,
@@ -535,8 +527,7 @@ class TrustRegion(ClosureOptimizer):
         self._load(state_dict)
         saved = state_dict["trust_region"]
         self._burn_in, self._eps = saved["burn_in"], saved["eps"]
-        if isinstance(self._damping_within, AdaptiveDamping):
-            self._damping_within.load(saved["preconditioner_damping"])
+        self._damping_within.load(saved["preconditioner_damping"])
         self._watch.load(saved["losses"])
         self._reduction.load(saved["reduction"])
 

@@ -99,8 +99,11 @@ def mean_decay(groups: Sequence[Group]) -> float:
     decays = setting(groups, "weight_decay")
     if len(set(decays)) == 1:
         return decays[0]
-    sizes = [parameter.numel() for parameter in trainable(groups)]
-    return sum(map(float.__mul__, decays, map(float, sizes))) / sum(sizes)
+    total, size = 0.0, 0
+    for parameter, decay in zip(trainable(groups), decays, strict=True):
+        total += decay * parameter.numel()
+        size += parameter.numel()
+    return total / size
 
 
 def shares(groups: Sequence[Group]) -> tuple[list[float], float]:
@@ -137,8 +140,12 @@ def penalty(decayed: Iterable[tuple[nn.Parameter, float]]) -> float:
     """Return the penalty on weights, given parameters and their weight decays."""
     by_decay: dict[float, list[Tensor]] = {}
     for parameter, decay in decayed:
-        by_decay.setdefault(decay, []).append(parameter)
-    return sum(0.5 * d * inner_products([weights]).item() for d, weights in by_decay.items() if d)
+        if decay != 0:
+            by_decay.setdefault(decay, []).append(parameter)
+    total = 0.0
+    for decay, weights in by_decay.items():
+        total += 0.5 * decay * inner_products([weights]).item()
+    return total
 
 
 def slope_and_metric(
@@ -156,12 +163,11 @@ def slope_and_metric(
     slope = torch.zeros(len(directions), dtype=torch.float64, device="cpu")
     metric = torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
     lengths = torch.zeros_like(metric)
+    rows: list[Direction] = [gradients]
+    rows += directions
     for decay in dict.fromkeys(decays):
-        rows: list[list[Tensor | None]] = []  # of the parameters with this decay
-        for row in (gradients, *directions):
-            pairs = zip(row, decays, strict=True)
-            rows.append([tensor for tensor, of_tensor in pairs if of_tensor == decay])
-        products = inner_products(rows)
+        has_decay = [parameter_decay == decay for parameter_decay in decays]
+        products = inner_products([list(itertools.compress(row, has_decay)) for row in rows])
         slope += products[0, 1:]
         metric += (damping + decay) * products[1:, 1:]
         lengths += products[1:, 1:]

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from soframe.preconditioner import Preconditioner
-from soframe.trust_region.adaptive import AdaptiveDamping
+from soframe.trust_region.adaptive import GroupDampings
 from soframe.trust_region.exact import Batch
 from soframe.trust_region.layer_groups import LayerGroups
 from soframe.trust_region.param_groups import scaled
@@ -37,7 +36,7 @@ class Proposer:
     """Damps the preconditioner: by a multiple of the policy's damping, or by trials."""
 
     def __init__(
-        self, preconditioner: Preconditioner, damping: AdaptiveDamping | float, groups: LayerGroups
+        self, preconditioner: Preconditioner, damping: GroupDampings, groups: LayerGroups
     ) -> None:
         self._preconditioner, self._damping, self._groups = preconditioner, damping, groups
         self._start = 1.0
@@ -50,20 +49,18 @@ class Proposer:
 
     def propose(self, batch: Batch, shares: Sequence[float], step: int) -> list[Proposal]:
         """Return the preconditioner's update, and a second proposal if a trial is due."""
-        proposals = [self._proposal(batch, shares)]
-        if not isinstance(self._damping, AdaptiveDamping) or not proposals[0].failed:
-            return proposals
+        usual = self._proposal(batch, shares)
+        if not usual.failed:  # no layer group has blocks
+            return [usual]
         self._dampings()  # the number of groups with blocks may have changed in the step
-        self._damping.retreat(proposals[0].failed)
-        if tried := self._damping.trial(step):
-            proposals.append(self._again(batch, shares, tried))
-        return proposals
+        self._damping.retreat(usual.failed)
+        tried = self._damping.trial(step)
+        return [usual, self._again(batch, shares, tried)] if tried else [usual]
 
     def restart(self, batch: Batch, shares: Sequence[float], start: float) -> Proposal:
         """Propose once more, from another damping of the policy, and reset all trials."""
         self._start = start
-        if isinstance(self._damping, AdaptiveDamping):
-            self._damping.restart()
+        self._damping.restart()
         return self._again(batch, shares, self._dampings())
 
     def choose(
@@ -71,32 +68,26 @@ class Proposer:
     ) -> tuple[list[Direction], Quadratic]:
         """Return the parts with the best prediction, and the model along them and the rest."""
         # The model is along the parts of all proposals, then along directions of every step.
-        usual_proposal, *trials = proposals
-        if not trials:
-            return usual_proposal.parts, quadratic
-        assert isinstance(self._damping, AdaptiveDamping)
-        (trial,) = trials
-        count = len(usual_proposal.parts)
-        usual = quadratic.along([*range(count), *range(2 * count, len(quadratic.slope))])
-        finite = quadratic.finite_directions()[count : 2 * count]
-        if usual.finite():
+        if len(proposals) == 1:
+            return proposals[0].parts, quadratic
+        usual, trial = proposals
+        count = len(usual.parts)
+        taken, model = [False] * count, quadratic.of_pairs([False] * count)
+        if model.finite():  # else the same trial is not repeated at once
             barred = list(trial.failed)
-            for number, is_finite in enumerate(finite):
+            for number, is_finite in enumerate(quadratic.finite_directions()[count : 2 * count]):
                 barred[number] |= not is_finite
             taken, model = quadratic.best_of(count, barred)
-        else:  # no choice was made, and the same trial is not repeated at once
-            taken, model = [False] * count, usual
         self._damping.choose(taken, step)
-        solved = dict(usual_proposal.solved)
+        parts, solved = list(usual.parts), dict(usual.solved)
+        for number, is_taken in enumerate(taken):
+            if is_taken:
+                parts[number] = trial.parts[number]
         for name, is_taken in self._of_blocks(taken).items():
             if is_taken:
                 solved[name] = trial.solved[name]
         self._preconditioner.restore(solved)
         self._damp(self._dampings())  # in force from now on
-        parts = list(usual_proposal.parts)
-        for number, is_taken in enumerate(taken):
-            if is_taken:
-                parts[number] = trial.parts[number]
         return parts, model
 
     def covered(self) -> set[nn.Parameter]:
@@ -115,10 +106,10 @@ class Proposer:
 
     def _proposal(self, batch: Batch, shares: Sequence[float]) -> Proposal:
         covered, parameters = self.covered(), batch.parameters
-        rows: list[Tensor | None] = []
-        for parameter in parameters:
-            gradient = parameter.grad if parameter in covered else None
-            rows.append(None if gradient is None else -gradient)
+        rows: list[Tensor | None] = [None] * len(parameters)
+        for index, parameter in enumerate(parameters):
+            if parameter in covered and parameter.grad is not None:
+                rows[index] = -parameter.grad
         solved = self._preconditioner.snapshot()
         failed: dict[int, bool] = {}
         for name, number in self._group_of_blocks().items():
@@ -132,9 +123,7 @@ class Proposer:
     def _dampings(self) -> list[float]:
         """Return the damping of each layer group with blocks."""
         count = len(set(self._group_of_blocks().values()))
-        if isinstance(self._damping, AdaptiveDamping):
-            return self._damping.at(self._start, count) if count else []
-        return list(itertools.repeat(self._damping * self._start, count))
+        return self._damping.at(self._start, count) if count else []
 
     def _group_of_blocks(self) -> dict[str, int]:
         numbers: dict[str, int] = {}

@@ -42,29 +42,39 @@ class Quadratic:
         return Quadratic(self.curvature + more * self.lengths, self.slope, self.lengths)
 
     def best_of(self, count: int, barred: Sequence[bool] = ()) -> tuple[list[bool], Quadratic]:
-        """Choose one of each of ``count`` pairs of directions, for the best predicted reduction."""
-        # First the first of each pair, then the second of each, then directions of every step. The
-        # search begins with all first or all second ones, and exchanges one pair after another.
+        """Choose one of each of ``count`` pairs of directions, for the best predicted reduction.
 
-        def model(taken: Sequence[bool]) -> Quadratic:
-            chosen: list[int] = []
-            for number, is_second in enumerate(taken):
-                chosen.append(number + count if is_second else number)
-            return self.along([*chosen, *range(2 * count, len(self.slope))])
+        The search begins with all first or all second ones, and exchanges one pair after another.
+        """
 
         def promised(taken: Sequence[bool]) -> float:
-            quadratic = model(taken)
-            return quadratic.change(quadratic.minimise())
+            model = self.of_pairs(taken)
+            return model.change(model.minimise())
 
-        free = [not bad for bad in barred] or [True] * count
+        free = [True] * count
+        for number, is_barred in enumerate(barred):
+            free[number] = not is_barred
         # Ties go to the first, so the present one stays.
         best = min(([False] * count, free), key=promised)
         for number in range(count):
             if free[number]:
-                other = [*best]
+                other = best.copy()
                 other[number] = not best[number]
                 best = min((best, other), key=promised)
-        return best, model(best)
+        return best, self.of_pairs(best)
+
+    def of_pairs(self, taken: Sequence[bool]) -> Quadratic:
+        """Return the model along the second of each pair if it is taken, else along the first.
+
+        First the first of each pair, then the second of each, then directions of every step.
+        """
+        count = len(taken)
+        which = list(range(count))
+        for number, is_second in enumerate(taken):
+            if is_second:
+                which[number] += count
+        which += range(2 * count, len(self.slope))
+        return self.along(which)
 
     def along(self, which: Sequence[int]) -> Quadratic:
         """Return the model along the directions with these indices."""

@@ -66,7 +66,8 @@ class Readout:
         parts.append(f"damping {self.damping:.3g}")
         if self.undone:
             parts.append(f"undone: {self.undone}")
-        return ", ".join([*parts, *self.notes])
+        parts += self.notes
+        return ", ".join(parts)
 
 
 PRECONDITIONED, STEEPEST, LAST = "preconditioned", "steepest descent", "last update"
@@ -126,8 +127,9 @@ class History(list[Readout]):
                 steps, dampings = curves[number]
                 steps.append(readout.step)
                 dampings.append(damping)
-        for number, curve in enumerate(curves):
-            axes.plot(*curve, "--", label=f"of the preconditioner, layer group {number}")
+        for number, (steps, dampings) in enumerate(curves):
+            label = f"of the preconditioner, layer group {number}"
+            axes.plot(steps, dampings, "--", label=label)
 
 
 def _plot(axes: Any, readouts: Sequence[Readout], name: str, *style: str, **options: str) -> None:

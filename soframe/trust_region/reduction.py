@@ -14,6 +14,7 @@ the loss curves less still.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,10 @@ class Reduction:
     """
 
     def __init__(self, damping: DampingPolicy, reject: bool, every: bool = False) -> None:
-        self._damping, self._reject, self._every = damping, reject, every
+        self._damping, self._every = damping, every
+        # The largest rise of the objective in a step that is kept: any finite one, or none.
+        self._largest_rise = 0.0 if reject else sys.float_info.max
+        self._large = MORE if every else math.inf  # the ratio that the policy receives at once
         self._waiting: tuple[float, float] | None = None
         self._told = True
         self.last: dict[str, float] = {}  # change and ratio of the last one, until `take_last`
@@ -65,12 +69,12 @@ class Reduction:
         interval = self._damping.interval
         if interval <= 0:
             return False
-        return self._every or step < min(interval, FIRST) or self.told(step)
+        is_early = step < min(interval, FIRST)
+        return self._every or is_early or self.told(step)
 
     def told(self, step: int) -> bool:
-        """Return whether the policy receives the ratio of a step."""
-        interval = self._damping.interval
-        return interval > 0 and (step + 1) % interval == 0
+        """Return whether the policy receives the ratio of a measured step."""
+        return (step + 1) % self._damping.interval == 0
 
     def take_last(self) -> dict[str, float]:
         """Return ``"change"``, and perhaps ``"ratio"``, of the last measurement, once."""
@@ -96,8 +100,7 @@ class Reduction:
     def _observe(self, ratio: float, *, accepted: bool) -> None:
         """Keep a ratio for the readout, and for the damping if it is due, large or of a failure."""
         self.last["ratio"] = ratio
-        is_large = self._every and ratio > MORE
-        if self._told or is_large or not accepted:
+        if self._told or ratio > self._large or not accepted:
             self._damping.observe(ratio)
 
     def judge(self, states: Mapping[Any, State], objective: float, eps: float = 0.0) -> bool:
@@ -110,8 +113,7 @@ class Reduction:
         # So short a step does not contradict the model. It may be short because of the damping,
         # which must be able to fall again, or the run would stop here.
         self.silent = -rounding <= predicted < 0 and abs(change) <= rounding
-        is_kept = math.isfinite(change) and not self._reject
-        accepted = change <= 0 or self.silent or is_kept
+        accepted = self.silent or change <= self._largest_rise
         if self.silent:
             self._damping.observe(1.0)
         elif predicted < 0 and math.isfinite(change):

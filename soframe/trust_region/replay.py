@@ -27,8 +27,7 @@ class Replay:
     def __init__(self, model: nn.Module) -> None:
         self._devices: list[int] = []
         if torch.cuda.is_initialized():
-            devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}
-            self._devices = sorted(devices)
+            self._devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
         self._cpu = torch.get_rng_state()
         self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
         self._places = [module._buffers for module in model.modules()]
@@ -40,10 +39,11 @@ class Replay:
         self._restore_generators()
         for place, tensors, kept in zip(self._places, self._tensors, self._buffers, strict=True):
             place.update(tensors)
-            for name, buffer in tensors.items():
-                before = kept[name]
-                # An expanded buffer cannot be written to.
-                if buffer is not None and before is not None and not torch.equal(buffer, before):
+            for name, before in kept.items():
+                buffer = tensors[name]
+                if buffer is None or before is None:  # both, or neither
+                    continue
+                if not torch.equal(buffer, before):  # an expanded buffer cannot be written to
                     with torch.no_grad():
                         buffer.copy_(before)
 

@@ -16,7 +16,7 @@ from soframe.registry import KINDS
 from soframe.schedules import WarmInterval
 from soframe.settings import Statistics, flat, group_of
 from soframe.setup.choosing import methods
-from soframe.trust_region.adaptive import AdaptiveDamping
+from soframe.trust_region.adaptive import AdaptiveDamping, FixedMultiple, GroupDampings
 
 PRECONDITIONER: dict[str, Any] = {
     "method": "kfac",
@@ -98,15 +98,17 @@ def policy_of(choice: DampingChoice) -> DampingPolicy:
     return adopted(policy)
 
 
-def damping_within(choice: AdaptiveDamping | float | None) -> AdaptiveDamping | float:
+def damping_within(choice: AdaptiveDamping | float | None) -> GroupDampings:
     """Return the damping within the preconditioner: a fresh set of trials, or a multiple."""
-    if choice is None or isinstance(choice, AdaptiveDamping):
-        damping = copy.copy(choice or AdaptiveDamping())  # one instance may serve many optimizers
+    if choice is None:
+        return AdaptiveDamping()
+    if isinstance(choice, AdaptiveDamping):
+        damping = copy.copy(choice)  # one instance may serve many optimizers
         damping.restart()
         return damping
     if not 0 < choice < math.inf:
         raise ValueError(f"preconditioner_damping must be positive, not {choice!r}")
-    return choice
+    return FixedMultiple(choice)
 
 
 def unscaled() -> float:

@@ -270,17 +270,17 @@ class StochasticTrustRegion(ClosureOptimizer):
         length = self._length(damping) * largest
         update = update_with(damping)
         start = batch.loss + batch.penalty
+        numbers: dict[str, Any] = {"coefficients": (length,), "damping": damping}
         judged = self._reduction.due(self._steps)
-        before = param_groups.copies(parameters) if judged else []
+        if judged:
+            coefficient = torch.tensor([length], dtype=torch.float64, device="cpu")
+            predicted = numbers["predicted"] = model.damped(damping).change(coefficient)
+            states, before = [self.state[p] for p in parameters], param_groups.copies(parameters)
+            self._reduction.wait(states, update, before, batch.decays, start, predicted)
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         self._since = 0
-        numbers: dict[str, Any] = {"coefficients": (length,), "damping": damping}
         if judged:
-            coefficient = torch.tensor([length], dtype=torch.float64, device="cpu")
-            numbers["predicted"] = model.damped(damping).change(coefficient)
-            states = [self.state[p] for p in parameters]
-            self._reduction.wait(states, update, before, batch.decays, start, numbers["predicted"])
             numbers |= self._judge(batch)
         return numbers
 

@@ -11,8 +11,10 @@ to be differentiated twice runs them in plain ones (`PlainKernels`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,9 +31,7 @@ Direction = Sequence[Tensor | None]
 _Kernels = Callable[[], AbstractContextManager[object]]
 
 
-def _unfused_attention() -> AbstractContextManager[object]:
-    context: AbstractContextManager[object] = sdpa_kernel(SDPBackend.MATH)
-    return context
+_unfused_attention: _Kernels = partial(sdpa_kernel, SDPBackend.MATH)
 
 
 @contextmanager
@@ -70,12 +70,13 @@ class PlainKernels(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.differentiates |= func is torch.autograd.grad
+        options = {} if kwargs is None else kwargs
         kernels = _PLAIN.get(func)
         if kernels is None:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **options)
         self._used.add(kernels)
         with kernels():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **options)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -113,7 +114,8 @@ def jacobian_products(
         raise RuntimeError(_remedy(str(error))) from error
     # Check u^T (J v) = (J^T u)^T v: the sides differ if autograd treated a gradient as constant,
     # which raises no error.
-    rounding = 1e3 * _largest_eps([*cotangents, *gradients])
+    tensors = itertools.chain(cotangents, gradients)
+    rounding = 1e3 * max(torch.finfo(tensor.dtype).eps for tensor in tensors)
     with torch.no_grad():
         for v, slope, tangents in zip(moves, slopes, products, strict=True):
             noise = _size(gradients, v) + _size(cotangents, tangents)
@@ -121,10 +123,6 @@ def jacobian_products(
             if difference > rounding * noise:
                 raise RuntimeError(_remedy(_CONSTANT))
     return [_with_zeros(outputs, tangents) for tangents in products]
-
-
-def _largest_eps(tensors: Sequence[Tensor]) -> float:
-    return max(torch.finfo(tensor.dtype).eps for tensor in tensors)
 
 
 def _with_zeros(outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -152,7 +150,9 @@ def _moved(directions: Sequence[Direction]) -> list[int]:
     """Return the indices of the inputs that some direction changes."""
     moved: set[int] = set()
     for direction in directions:
-        moved.update(index for index, tensor in enumerate(direction) if tensor is not None)
+        for index, tensor in enumerate(direction):
+            if tensor is not None:
+                moved.add(index)
     return sorted(moved)
 
 
@@ -165,13 +165,12 @@ def _inner_product(tensors: Sequence[Tensor], vector: Sequence[Tensor | None]) -
 def _size(tensors: Sequence[Tensor], vector: Sequence[Tensor | None]) -> float:
     """Bound the inner product; its rounding is relative to this."""
     # In double precision: squares of tiny numbers would underflow.
-    pairs = zip(tensors, vector, strict=True)
-    return sum(float(_norm(tensor) * _norm(other)) for tensor, other in pairs if other is not None)
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    return norm
+    size = 0.0
+    for tensor, other in zip(tensors, vector, strict=True):
+        if other is not None:
+            norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+            size += float(norm * torch.linalg.vector_norm(other, dtype=torch.float64))
+    return size
 
 
 def fixed(tensor: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ does not detect that; the next loss does, at no cost.
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterable
 
 WINDOW = 10
 """The number of remembered losses."""
@@ -23,11 +25,11 @@ class LossWatch:
         self._limit = math.inf if limit is None else limit
         if not self._limit > 1:
             raise ValueError(f"max_increase must be above 1, or None, not {limit!r}")
-        self.losses: list[float] = []
+        self.losses: deque[float] = deque(maxlen=WINDOW)
 
-    def load(self, losses: list[float]) -> None:
+    def load(self, losses: Iterable[float]) -> None:
         """Remember these losses instead."""
-        self.losses = [*losses]
+        self.losses = deque(losses, maxlen=WINDOW)
 
     def rises(self, loss: float, *, undoable: bool) -> bool:
         """Return whether to undo the last update, if any; if not, remember the loss."""
@@ -37,5 +39,5 @@ class LossWatch:
         wider = 1.0 if len(self.losses) == WINDOW else EARLY
         if undoable and 0 < most * self._limit * wider < loss:
             return True
-        self.losses = [*self.losses, loss][-WINDOW:]
+        self.losses.append(loss)
         return False

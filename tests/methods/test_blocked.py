@@ -234,3 +234,9 @@ def test_blocked_and_grafted_shampoo_is_pytorch_optimizers() -> None:
         peer.grad = randn(6, 6, seed=step)
         reference.step()
         compare(found, before - peer.detach(), f"step {step}", rtol=1e-4)
+
+
+def test_settings_change_the_method_of_the_parts() -> None:
+    method = Blocked(AdamW(), 2)
+    assert method.with_settings(method.settings()) is method
+    assert method.with_settings({"eps": 1e-3}) == Blocked(AdamW(eps=1e-3), 2)
