@@ -170,7 +170,8 @@ def _size(tensors: Sequence[Tensor], vector: Sequence[Tensor | None]) -> float:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    # Of a table with sparse gradients, of which torch takes no norm.
+    norm: Tensor = torch.linalg.vector_norm(tensor.to_dense(), dtype=torch.float64)
     return norm
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
+from soframe.testing import compare
 from soframe.trust_region import LevenbergMarquardt
 from tests.distributed.harness import run_ranks
-from tests.trust_region.kit import classes_of, deep
+from tests.trust_region.kit import classes_of, deep, vector
 
 pytestmark = pytest.mark.distributed
 
@@ -107,3 +110,21 @@ def test_what_differs_at_a_step_and_what_raises_on_one_rank() -> None:
         assert others[number].startswith(f"step {step}: {theirs}"), (what, others[number])
         if what == "lr":
             assert "lr and weight_decay of the param groups: rank(s) [1] have [(0.5," in own[number]
+
+
+def sparse(rank: int, ranks: int) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 3)).double()
+    wrapped: nn.Module = DistributedDataParallel(model) if ranks > 1 else model
+    own = soframe.StochasticTrustRegion(wrapped)
+    _, y = classes_of(0)
+    indices, part = torch.arange(8), slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+    for _ in range(3):
+        own.step(lambda: F.cross_entropy(wrapped(indices[part]), y[part]))
+    return vector(model)
+
+
+def test_sparse_gradients_of_ranks_are_those_of_one_process() -> None:
+    expected = sparse(0, 1)
+    for weights in run_ranks(sparse, 2):
+        compare(weights, expected, "weights")
