@@ -130,7 +130,7 @@ class Curvature(OfModel):
         ranks = Distribution() if distribution is None else distribution
         chosen = Statistics() if statistics is None else statistics
         _require_served(method, chosen, ranks)
-        backend, stages = choosing.choose_backends(ranks.backend, None)
+        backend, stages = choosing.choose_backends(ranks.backend, None, model)
         with choosing.starting(lambda: backend, stages):
             settings = {
                 "method": method,

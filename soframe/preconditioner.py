@@ -145,7 +145,7 @@ class Preconditioner(OfModel):
         # These two come from `locals()` and are no settings.
         del settings["self"], settings["model"]
         ranks: Distribution = group_of("distribution", settings)
-        self.backend, stages = choosing.choose_backends(ranks.backend, ranks.pipeline)
+        self.backend, stages = choosing.choose_backends(ranks.backend, ranks.pipeline, model)
         # An error in here is sent to the other ranks, which wait in `building.build`.
         with choosing.starting(lambda: self.backend, stages):
             if clips is None and kl_clip == KL_CLIP:
