@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from soframe.capture.static_graph import unlearned_wrapper
+from soframe.capture.wrapper import require_no_join, unlearned_wrapper
 from soframe.losses.base import Loss
 from soframe.trust_region.replay import Replay, eagerly
 from soframe.trust_region.twice import Direction, PlainKernels, jacobian_products
@@ -132,6 +132,7 @@ def run(
 
 def _require_true_gradients(kind: str) -> None:
     """Raise a RuntimeError if the forward pass that runs would have wrong gradients."""
+    require_no_join()
     if unlearned_wrapper() is not None:
         raise RuntimeError(
             "a trust region differentiates the model's outputs before its parameters, and "
@@ -150,7 +151,8 @@ def first_pass(
 ) -> tuple[Forward, Tensor]:
     """Run a closure and differentiate its loss in the outputs; ``loss`` is the declared one."""
     replay, kernels = Replay(model), PlainKernels()
-    calls, value = run(model, closure, kernels)
+    with replay.first():
+        calls, value = run(model, closure, kernels)
     outputs = tuple(itertools.chain.from_iterable(calls))
     if any(output.dim() == 0 for output in outputs):
         raise RuntimeError(

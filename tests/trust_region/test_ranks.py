@@ -128,3 +128,39 @@ def test_sparse_gradients_of_ranks_are_those_of_one_process() -> None:
     expected = sparse(0, 1)
     for weights in run_ranks(sparse, 2):
         compare(weights, expected, "weights")
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean of its inputs, which differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.linear(x - self.mean)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+        return output
+
+
+def changes(rank: int, ranks: int) -> list[float]:
+    """The changes of the loss that steps report, which hardly move the parameters."""
+    wrapped = DistributedDataParallel(Centred().double())
+    own = soframe.StochasticTrustRegion(
+        wrapped, damping=LevenbergMarquardt(1.0), model_every=1, lr=1e-12
+    )
+    found = []
+    for step in range(3):
+        x, y = classes_of(step)
+        own.step(lambda: F.cross_entropy(wrapped(x + rank), y))  # noqa: B023
+        assert own.readout is not None
+        assert own.readout.change is not None
+        found.append(own.readout.change)
+    return found
+
+
+def test_a_loss_is_evaluated_again_with_the_buffers_that_were_broadcast() -> None:
+    for found in run_ranks(changes, 2):
+        assert max(map(abs, found)) < 1e-9
