@@ -131,7 +131,7 @@ class Curvature(OfModel):
         groups = {"statistics": statistics, "distribution": distribution}
         ranks: Distribution = group_of("distribution", groups)
         _require_served(method, group_of("statistics", groups), ranks)
-        backend, stages = choosing.choose_backends(ranks.backend, None)
+        backend, stages = choosing.choose_backends(ranks.backend, None, model)
         with choosing.starting(lambda: backend, stages):
             settings = {
                 "method": method,

@@ -89,7 +89,8 @@ class Distribution:
 
     Attributes:
         backend: The communication backend: a name, class or instance; None for torch.distributed if
-            it is initialised, else one process.
+            it is initialised, else one process. Its ranks are then the ones over which the model's
+            DistributedDataParallel averages gradients, or all.
         gradients: The contents of ``.grad`` before a step: ``"averaged"`` over ranks, as DDP does,
             or ``"local"``, this rank's own, which the step averages
             (`soframe.comm.leave_gradients`).

@@ -102,13 +102,28 @@ _GUESSED_HEAD = (
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's model without DistributedDataParallel and the wrapper of torch.compile."""
+    *_, inner = _unwrapped(model)
+    return inner
+
+
+def averaging_group(model: nn.Module) -> Any:
+    """Return the process group of a model's DistributedDataParallel, or None without one."""
+    for module in _unwrapped(model):
+        if isinstance(module, DistributedDataParallel):
+            return module.process_group
+    return None
+
+
+def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model, and what is within each of its wrappers, from the outermost one on."""
     while True:
+        yield model
         if isinstance(model, DistributedDataParallel):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
         else:
-            return model
+            return
 
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")

@@ -42,6 +42,7 @@ from torch.utils.hooks import RemovableHandle
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
 from soframe.capture.root import Layers, look, look_at_outputs
+from soframe.capture.wrapper import require_no_join, unlearned_wrapper, unseen_by
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -277,6 +278,7 @@ class Capture:
         self._roots: dict[nn.Module, tuple[_Hook, Layers]] = {}  # hooks refer to layers weakly
         self._after: list[RemovableHandle] = []  # of the roots, after their calls
         self._probe: Probe | None = None
+        self._unlearned_wrapper: nn.parallel.DistributedDataParallel | None = None
         self._delivering = False
         self._finalizer = weakref.finalize(self, _remove, self._handles)
 
@@ -408,13 +410,14 @@ class Capture:
                 self._probe = Probe(weight, is_first, samples)
                 # The first has to reach every layer, since it counts the inputs.
                 starts, gradients = _starts(outputs, vector, with_zeros=is_first)
-                reached: Sequence[Tensor | None] = torch.autograd.grad(
-                    starts,
-                    [end.edge for end in watched],
-                    grad_outputs=gradients,
-                    retain_graph=True,
-                    allow_unused=True,
-                )
+                with unseen_by(self._unlearned_wrapper):
+                    reached: Sequence[Tensor | None] = torch.autograd.grad(
+                        starts,
+                        [end.edge for end in watched],
+                        grad_outputs=gradients,
+                        retain_graph=True,
+                        allow_unused=True,
+                    )
                 pairs = list(zip(watched, reached, strict=True))
                 self._deliver_inner_gradients(pairs)
                 if is_first:
@@ -423,6 +426,7 @@ class Capture:
                     watched = [end for end, gradient in pairs if gradient is not None]
         finally:
             self._probe, calls.shares, calls.current = None, False, None
+            self._unlearned_wrapper = None
 
     def _deliver_inner_gradients(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
         """Deliver the gradients that have reached calls inside modules."""
@@ -446,8 +450,11 @@ class Capture:
             batch = self.calls.batch
             batch.see(look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms))
             return
+        require_no_join()
         self._precede()
         self._begin_call()
+        if self.probing:
+            self._unlearned_wrapper = unlearned_wrapper()
         calls = self.calls
         if not calls.batch.declared:
             calls.batch = Batch()

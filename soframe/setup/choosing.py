@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
-from soframe.blocks.registration import Choice
+from soframe.blocks.registration import Choice, averaging_group
 from soframe.capture.counting import Samples
 from soframe.capture.sampling import check_rows
 from soframe.checks.numbers import require_integer
@@ -22,24 +23,30 @@ from soframe.methods.base import Method
 from soframe.registry import KINDS
 
 
-def choose_backend(choice: str | type[Backend] | Backend | None) -> Backend:
-    """Return the communication backend; None chooses torch.distributed if it is initialised."""
-    return choose_backends(choice, None)[0]
+def choose_backend(choice: str | type[Backend] | Backend | None, model: nn.Module) -> Backend:
+    """Return the communication backend.
+
+    None chooses torch.distributed if it is initialised: the ranks over which the model's
+    DistributedDataParallel averages gradients, or else all.
+    """
+    return choose_backends(choice, None, model)[0]
 
 
 def choose_backends(
-    choice: str | type[Backend] | Backend | None, pipeline: object
+    choice: str | type[Backend] | Backend | None, pipeline: object, model: nn.Module
 ) -> tuple[Backend, Stages]:
     """Return the communication backend, and the stages of a `Pipeline` (None for none)."""
     if pipeline is None:
-        return _backend_of(choice, ALONE), ALONE
+        return _backend_of(choice, ALONE, model), ALONE
     from soframe.parallel.pipeline import Pipeline  # imported by few models
 
     stages = Pipeline(pipeline)
-    return _backend_of(choice, stages), stages
+    return _backend_of(choice, stages, model), stages
 
 
-def _backend_of(choice: str | type[Backend] | Backend | None, stages: Stages) -> Backend:
+def _backend_of(
+    choice: str | type[Backend] | Backend | None, stages: Stages, model: nn.Module
+) -> Backend:
     if choice is not None:
         backend: Backend = KINDS["backend"].build(choice, Backend)
         stages.require_backend(backend)
@@ -49,7 +56,7 @@ def _backend_of(choice: str | type[Backend] | Backend | None, stages: Stages) ->
         stages.require_backend(None)
         return SingleProcess()
     if dist.is_available() and dist.is_initialized():
-        return TorchDistributed()
+        return TorchDistributed(averaging_group(model))
     return SingleProcess()
 
 

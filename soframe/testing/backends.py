@@ -193,7 +193,7 @@ def compare_weights(model: nn.Module, backend: Backend | None = None) -> None:
     Raises:
         RuntimeError: On every rank, if parameters differ; the message has their names.
     """
-    backend = choose_backend(backend)
+    backend = choose_backend(backend, model)
     local_sums = {name: checksums.of_tensor(p) for name, p in model.named_parameters()}
     sums_of_ranks = gather_json(backend, local_sums)
     names = []

@@ -33,7 +33,8 @@ VERSION = 3
 
 HINT = (
     ". If it is the gradients: every rank must have the mean of all ranks' gradients, so wrap the "
-    "model in DistributedDataParallel, and let the closure call the wrapper"
+    "model in DistributedDataParallel, and let the closure call the wrapper; with "
+    "find_unused_parameters=True if layers are frozen after that"
 )
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -159,7 +160,7 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
             if backend.world_size > 1 and not backend.on_paper:
                 total = 0
                 for gradient in gradients:
-                    bits = gradient.contiguous().view(_INTEGERS[gradient.itemsize])
+                    bits = gradient.to_dense().contiguous().view(_INTEGERS[gradient.itemsize])
                     total += int(bits.sum(dtype=torch.int64))
                 common["the sum of the bits of all gradients"] = total
         except Exception as raised:  # the other ranks wait in the all-reduce below

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from soframe.capture.wrapper import require_no_join, unlearned_wrapper
 from soframe.losses.base import Loss
 from soframe.trust_region.replay import Replay, eagerly
 from soframe.trust_region.twice import Direction, PlainKernels, jacobian_products
@@ -90,10 +91,12 @@ def run(
 ) -> tuple[list[tuple[Tensor, ...]], Tensor]:
     """Run a closure; return the model's outputs of each call, and the loss."""
     calls: list[tuple[Tensor, ...]] = []
+    kind = next(model.parameters()).device.type
 
     def collect(module: nn.Module, args: object, output: object) -> object:
         if not torch.is_grad_enabled():  # a constant of the loss
             return None
+        _require_true_gradients(kind)
         if isinstance(output, Tensor):
             calls.append((output,))
             return None
@@ -127,12 +130,29 @@ def run(
     return calls, loss
 
 
+def _require_true_gradients(kind: str) -> None:
+    """Raise a RuntimeError if the forward pass that runs would have wrong gradients."""
+    require_no_join()
+    if unlearned_wrapper() is not None:
+        raise RuntimeError(
+            "a trust region differentiates the model's outputs before its parameters, and "
+            "DistributedDataParallel(static_graph=True) would take all of these for unused, and "
+            "never average their gradients: build it without static_graph=True"
+        )
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+        raise RuntimeError(
+            f"a trust region does not scale the loss, and under float16 autocast gradients below "
+            f"6e-8 become zeros: let the closure use torch.autocast({kind!r}, torch.bfloat16)"
+        )
+
+
 def first_pass(
     model: nn.Module, closure: Closure, parameters: Sequence[nn.Parameter], loss: Loss | None = None
 ) -> tuple[Forward, Tensor]:
     """Run a closure and differentiate its loss in the outputs; ``loss`` is the declared one."""
     replay, kernels = Replay(model), PlainKernels()
-    calls, value = run(model, closure, kernels)
+    with replay.first():
+        calls, value = run(model, closure, kernels)
     outputs = tuple(itertools.chain.from_iterable(calls))
     if any(output.dim() == 0 for output in outputs):
         raise RuntimeError(
@@ -179,7 +199,10 @@ def placed(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iter
 
 def closures_of(closure: Closure | Sequence[Closure]) -> list[Closure]:
     """Return the closures of a step as a list."""
-    return list(closure) if isinstance(closure, Sequence) else [closure]
+    closures = list(closure) if isinstance(closure, Sequence) else [closure]
+    if not closures:
+        raise ValueError("a step needs a closure, or several for micro-batches, not an empty list")
+    return closures
 
 
 def _require_only_through(

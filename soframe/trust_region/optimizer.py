@@ -128,7 +128,7 @@ class TrustRegion(ClosureOptimizer):
         **preconditioner: Any,
     ) -> None:
         ranks: Distribution = group_of("distribution", preconditioner)
-        with starting(lambda: choose_backend(ranks.backend)):
+        with starting(lambda: choose_backend(ranks.backend, model)):
             self._loss = settings.check(loss, preconditioner)
             self._damping_within = settings.damping_within(preconditioner_damping)
             super().__init__(
@@ -158,7 +158,7 @@ class TrustRegion(ClosureOptimizer):
         self._notes: list[str] = []
         self.last: dict[str, float] = {}
         self.preconditioner = Preconditioner(
-            self._model,
+            model,
             damping=self._preconditioner_damping,
             **settings.of_preconditioner(preconditioner, self._loss, burn_in),
         )

@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from soframe.capture.wrapper import running_wrapper
 
 Buffers = dict[str, Tensor | None]
 """The buffers of one module, by name."""
@@ -25,6 +28,9 @@ class Replay:
     """The state of random generators and copies of buffers, to run a closure as it ran first."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._wrapper: DistributedDataParallel | None = None  # around the model in the first run
+        self._broadcasts = True
         self._devices: list[int] = []
         if torch.cuda.is_initialized():
             self._devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
@@ -33,6 +39,25 @@ class Replay:
         self._places = [module._buffers for module in model.modules()]
         self._tensors = list(map(dict, self._places))
         self._buffers = _copies(self._places)
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """A context for the first run, which notes whether buffers are broadcast before it.
+
+        DistributedDataParallel does that, unless its last pass was without gradients.
+        """
+
+        def note(module: nn.Module, args: object) -> None:
+            handle.remove()
+            self._wrapper = running_wrapper()
+            if self._wrapper is not None:
+                self._broadcasts = self._wrapper.require_forward_param_sync
+
+        handle = self._model.register_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def restore(self) -> None:
         """Restore both, buffers into the same tensors."""
@@ -56,6 +81,10 @@ class Replay:
     def again(self) -> Iterator[None]:
         """A context with the first run's random state and buffers; it restores both."""
         before = list(map(dict, self._places))
+        wrapper, broadcasts = self._wrapper, True
+        if wrapper is not None:
+            broadcasts = wrapper.require_forward_param_sync
+            wrapper.require_forward_param_sync = self._broadcasts
         with torch.random.fork_rng(self._devices):
             try:
                 for place, kept in zip(self._places, _copies(self._buffers), strict=True):
@@ -65,6 +94,8 @@ class Replay:
             finally:
                 for place, kept in zip(self._places, before, strict=True):
                     place.update(kept)
+                if wrapper is not None:
+                    wrapper.require_forward_param_sync = broadcasts
 
 
 def _copies(places: Sequence[Buffers]) -> list[Buffers]:

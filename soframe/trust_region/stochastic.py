@@ -126,7 +126,7 @@ class StochasticTrustRegion(ClosureOptimizer):
                     f"{name!r} has {parameter.dtype}, in which they would soon stand still: keep "
                     f"the parameters in float32, and let the closure compute under torch.autocast"
                 )
-        self._backend = choose_backend(None)
+        self._backend = choose_backend(None, model)
         self._every, self._eta = model_every, averaging
         self._settings = {
             "damping": self.damping,

@@ -168,9 +168,14 @@ def _size(tensors: Sequence[Tensor], vector: Sequence[Tensor | None]) -> float:
     size = 0.0
     for tensor, other in zip(tensors, vector, strict=True):
         if other is not None:
-            norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-            size += float(norm * torch.linalg.vector_norm(other, dtype=torch.float64))
+            size += float(_norm(tensor) * _norm(other))
     return size
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    # Of a table with sparse gradients, of which torch takes no norm.
+    norm: Tensor = torch.linalg.vector_norm(tensor.to_dense(), dtype=torch.float64)
+    return norm
 
 
 def fixed(tensor: Tensor) -> Tensor:

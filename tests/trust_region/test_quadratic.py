@@ -386,16 +386,15 @@ def test_finite(bad: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_over_half_outputs_are_of_single_precision(dtype: torch.dtype) -> None:
     """A sum beyond the largest of half precision is no infinity, and small ones are not rounded."""
-    layer = nn.Linear(2, 64)
+    layer = nn.Linear(2, 64).to(dtype)
     parameters = list(layer.parameters())
-    x = randn(64, 2).float()
+    x = randn(64, 2).to(dtype)
 
     def closure() -> Tensor:
-        with torch.autocast("cpu", dtype):
-            return layer(x).float().square().sum() / 2
+        return layer(x).float().square().sum() / 2
 
     forward, _ = first_pass(layer, closure, parameters)
-    directions = [[3 * randn(*p.shape, seed=k).float() for p in parameters] for k in range(2)]
+    directions = [[3 * randn(*p.shape, seed=k).to(dtype) for p in parameters] for k in range(2)]
     found = curvature_along([forward], parameters, directions)
     rows = [one[0].double().flatten() for one in forward.jacobian_products(parameters, directions)]
     tangents = torch.stack(rows)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import soframe
+from soframe.testing import compare
 from soframe.trust_region import LevenbergMarquardt
 from tests.distributed.harness import run_ranks
-from tests.trust_region.kit import classes_of, deep
+from tests.trust_region.kit import classes_of, deep, vector
 
 pytestmark = pytest.mark.distributed
 
@@ -107,3 +110,57 @@ def test_what_differs_at_a_step_and_what_raises_on_one_rank() -> None:
         assert others[number].startswith(f"step {step}: {theirs}"), (what, others[number])
         if what == "lr":
             assert "lr and weight_decay of the param groups: rank(s) [1] have [(0.5," in own[number]
+
+
+def sparse(rank: int, ranks: int) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 3)).double()
+    wrapped: nn.Module = DistributedDataParallel(model) if ranks > 1 else model
+    own = soframe.StochasticTrustRegion(wrapped)
+    _, y = classes_of(0)
+    indices, part = torch.arange(8), slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+    for _ in range(3):
+        own.step(lambda: F.cross_entropy(wrapped(indices[part]), y[part]))
+    return vector(model)
+
+
+def test_sparse_gradients_of_ranks_are_those_of_one_process() -> None:
+    expected = sparse(0, 1)
+    for weights in run_ranks(sparse, 2):
+        compare(weights, expected, "weights")
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean of its inputs, which differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.linear(x - self.mean)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+        return output
+
+
+def changes(rank: int, ranks: int) -> list[float]:
+    """The changes of the loss that steps report, which hardly move the parameters."""
+    wrapped = DistributedDataParallel(Centred().double())
+    own = soframe.StochasticTrustRegion(
+        wrapped, damping=LevenbergMarquardt(1.0), model_every=1, lr=1e-12
+    )
+    found = []
+    for step in range(3):
+        x, y = classes_of(step)
+        own.step(lambda: F.cross_entropy(wrapped(x + rank), y))  # noqa: B023
+        assert own.readout is not None
+        assert own.readout.change is not None
+        found.append(own.readout.change)
+    return found
+
+
+def test_a_loss_is_evaluated_again_with_the_buffers_that_were_broadcast() -> None:
+    for found in run_ranks(changes, 2):
+        assert max(map(abs, found)) < 1e-9

@@ -140,6 +140,12 @@ def test_closures(case: Any, name: str) -> None:
     assert not torch.equal(vector(net), before)
 
 
+def test_a_step_has_a_closure(case: Any) -> None:
+    _, own, _ = case
+    with pytest.raises(ValueError, match="not an empty list"):
+        own.step([])
+
+
 def test_a_model_that_returns_a_scalar() -> None:
     class Scalar(nn.Module):
         def __init__(self) -> None:

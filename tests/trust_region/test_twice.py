@@ -340,6 +340,49 @@ def test_a_model_under_autocast() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_float16_autocast_is_refused() -> None:
+    """Nothing scales the loss, and of many samples most gradients of outputs would be zeros."""
+    model, x = fill(nn.Linear(3, 2)).float(), randn(4, 3).float()
+    y = randn(4, 2, seed=1).float()
+
+    def closure() -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            output = model(x)
+        return half_square(output.float(), y)
+
+    with pytest.raises(RuntimeError, match="zeros: let the closure use"):
+        trust_region(model, "squared-error").step(closure)
+    with pytest.raises(RuntimeError, match="zeros: let the closure use"):
+        soframe.StochasticTrustRegion(model).step(closure)
+
+
+class Table(nn.Module):
+    """A table of indices, with dense gradients or sparse ones."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 4, sparse=sparse), nn.Linear(8, 8)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.head(self.table(indices).flatten(1).tanh())
+
+
+@pytest.mark.parametrize("kind", ["stochastic", "trust region"])
+def test_sparse_gradients_are_the_dense_ones(kind: str) -> None:
+    found = []
+    for sparse in (False, True):
+        model = fill(Table(sparse=sparse))
+        own: Any = soframe.StochasticTrustRegion(model)
+        if kind == "trust region":
+            own = trust_region(model, "squared-error")
+        for step in range(3):
+            indices, y = torch.arange(12).view(6, 2) % 10, randn(6, 8, seed=step)
+            own.step(lambda: half_square(model(indices), y))  # noqa: B023
+        own.close()
+        found.append(vector(model))
+    compare(found[1], found[0], "parameters")
+
+
 # -- derivatives that are not those of the gradient ------------------------------------------
 
 
