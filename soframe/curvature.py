@@ -377,7 +377,8 @@ class Curvature(OfModel):
         """Return ``(C + damping I)^-1``, for products, traces, and samples by its `Operator.sqrt`.
 
         Args:
-            damping: At least zero; with zero, directions without curvature give zero.
+            damping: At least zero; with zero, directions whose curvature is zero within rounding
+                give zero, as by `torch.linalg.pinv`.
         """
         return self._operator(damping, -1.0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -16,11 +17,14 @@ class Spectrum:
         values: The eigenvalues, ``[groups, out, in]``.
         left: L, ``[groups, out, out]`` (columns); None for the identity.
         right: R, ``[groups, in, in]`` (columns); None for the identity.
+        null: Where an eigenvalue is zero within the rounding of a factor, bool ``[groups, out,
+            in]``; None where zeros are exact. An undamped inverse is zero there.
     """
 
     values: Tensor
     left: Tensor | None = None
     right: Tensor | None = None
+    null: Tensor | None = None
 
     def apply(self, matrices: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Multiply by the matrix whose eigenvalues are a function of these.
@@ -61,4 +65,15 @@ def kronecker(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Spectr
             "computes none: pass solver='eigen'"
         )
     values = left["values"].unsqueeze(-1) * right["values"].unsqueeze(-2)
-    return Spectrum(values, left.get("vectors"), right.get("vectors"))
+    null = _null(left).unsqueeze(-1) | _null(right).unsqueeze(-2)
+    return Spectrum(values, left.get("vectors"), right.get("vectors"), null)
+
+
+def _null(data: Mapping[str, Tensor]) -> Tensor:
+    """Return where the eigenvalues of a factor, ``[groups, n]``, are zero within rounding."""
+    values = data["values"]
+    if "vectors" not in data:
+        return values <= 0  # a diagonal, whose entries are not rounded by the largest one
+    # The bound of torch.linalg.pinv.
+    rounding = values.shape[-1] * torch.finfo(values.dtype).eps
+    return values <= rounding * values.amax(-1, keepdim=True)

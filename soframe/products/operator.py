@@ -6,7 +6,7 @@ receive updates in training. So all ranks call with the same vectors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,8 +85,8 @@ class Operator:
         coordinates: The names of their parameters.
         spectra: The spectra that this rank has.
         damping: Added to each eigenvalue.
-        power: The exponent. With a negative one, eigenvalues of zero give zero, as in the
-            pseudo-inverse.
+        power: The exponent. With a negative one, eigenvalues that are zero within rounding give
+            zero, as in the pseudo-inverse.
     """
 
     placed: PlacedBlocks
@@ -117,13 +117,13 @@ class Operator:
         products: dict[Block, Tensor] = {}
         with within("full"):
             for block, spectrum in self.spectra.items():
-                products[block] = spectrum.apply(matrices[block], self._of)
+                products[block] = self._inverted(spectrum).apply(matrices[block], self._of)
         first = next(iter(matrices.values()))
         return shared(self.placed, products, tuple(first.shape[:-3]))
 
     def values(self, spectrum: Spectrum) -> Tensor:
         """Return the eigenvalues of this matrix in a block, ``[groups, out, in]``."""
-        return self._of(spectrum.values)
+        return self._of(self._inverted(spectrum).values)
 
     @property
     def is_local(self) -> bool:
@@ -137,14 +137,18 @@ class Operator:
 
     def trace(self, block: str | None = None) -> float:
         """Return the trace, of one block or of all; every rank must call."""
-        return self._sum(lambda values: values, block)
+        return self._sum(self.values, block)
 
     def logdet(self, block: str | None = None) -> float:
         """Return the logarithm of the determinant, of one block or of all; every rank must call.
 
-        It is minus infinity if an eigenvalue is zero.
+        It is minus infinity if an eigenvalue is zero within rounding.
         """
-        return self._sum(torch.log, block)
+
+        def logarithms(spectrum: Spectrum) -> Tensor:
+            return self._of(self._without_rounding(spectrum).values).double().log()
+
+        return self._sum(logarithms, block)
 
     def eigenvalues(self, block: str | None = None) -> Tensor:
         """Return the eigenvalues, ascending, of one block or of all; every rank must call."""
@@ -180,6 +184,16 @@ class Operator:
         powers = damped.clamp(min=0).pow(self.power)
         return powers if self.power > 0 else powers.where(damped > 0, 0.0)
 
+    def _inverted(self, spectrum: Spectrum) -> Spectrum:
+        """Return the spectrum that the power is taken of."""
+        return self._without_rounding(spectrum) if self.power < 0 else spectrum
+
+    def _without_rounding(self, spectrum: Spectrum) -> Spectrum:
+        """Return a spectrum with zeros in place of their rounding, where no damping exceeds it."""
+        if self.damping or spectrum.null is None:
+            return spectrum
+        return replace(spectrum, values=spectrum.values.masked_fill(spectrum.null, 0.0))
+
     def _blocks(self, name: str | None) -> list[Block]:
         blocks = [block for block in self.placed.blocks if name in (None, block.name)]
         if not blocks:
@@ -187,14 +201,13 @@ class Operator:
             raise ValueError(f"{name!r} is no block; the blocks are {known}")
         return blocks
 
-    def _sum(self, function: Any, name: str | None) -> float:
-        """Sum a function of the eigenvalues, each block on one of the ranks that have it."""
+    def _sum(self, function: Callable[[Spectrum], Tensor], name: str | None) -> float:
+        """Sum a function of the spectra, each block on one of the ranks that have it."""
         total, blocks = 0.0, set(self._blocks(name))
         for block, place in self.placed:
             first = min(place.gradient_workers)
             if block in blocks and self.placed.rank == first:
-                values = self.values(self.spectra[block])
-                total += float(function(values.double()).sum())
+                total += float(function(self.spectra[block]).double().sum())
         (total,) = add_over_ranks(self.placed.backend, [total])
         return total
 

@@ -167,6 +167,38 @@ def test_statistics_of_training_see_nothing_of_sample_gradients() -> None:
     close(preconditioner.curvature, wanted)
 
 
+@pytest.mark.parametrize(
+    ("method", "statistics"),
+    [("kfac", "empirical"), ("kfac", "type-2"), ("ekfac", "empirical"), ("foof", "forward-only")],
+)
+def test_without_damping_the_inverse_is_that_of_pinv(method: str, statistics: str) -> None:
+    """Of fewer samples than inputs: factors have eigenvalues that are zeros but for rounding."""
+    model, data = fill(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, CLASSES))), []
+    for _, labels in batches(2, 1):
+        data.append((randn(len(labels), 7, seed=len(labels)), labels))
+    curvature = soframe.Curvature(model, method, statistics=STATISTICS[statistics])
+    check_pseudo_inverse(curvature.fit(data, cross_entropy), model)
+
+
+def check_pseudo_inverse(curvature: soframe.Curvature, model: nn.Module) -> None:
+    shapes = [p.shape for p in model.parameters()]
+    size = sum(shape.numel() for shape in shapes)
+    columns = torch.eye(size, dtype=torch.float64).split([shape.numel() for shape in shapes], 1)
+    vector = {}
+    for (name, _), column, shape in zip(model.named_parameters(), columns, shapes, strict=True):
+        vector[name] = column.reshape(size, *shape)
+    inverse = curvature.inverse(0.0)
+    dense = torch.cat([t.flatten(1) for t in (curvature @ vector).values()], 1)
+    found = torch.cat([t.flatten(1) for t in (inverse @ vector).values()], 1)
+    wanted = torch.linalg.pinv(dense, rtol=1e-11, hermitian=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9 * float(wanted.abs().max()))
+    root = inverse.sqrt()
+    torch.testing.assert_close(root @ (root @ vector), inverse @ vector, rtol=1e-8, atol=1e-9)
+    assert inverse.trace() == pytest.approx(float(wanted.trace()))
+    assert curvature.logdet() == -torch.inf
+    assert torch.linalg.matrix_rank(dense) < size
+
+
 # -- windows and passes ----------------------------------------------------------------------------
 
 
