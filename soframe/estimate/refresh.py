@@ -89,7 +89,7 @@ class Refresh:
             self._warn_of_intervals(blocks, every, stacklevel=stacklevel + 1)
 
     def _warn_of_intervals(
-        self, blocks: Sequence[Block], solve_every: int, stacklevel: int = 3
+        self, blocks: Sequence[Block], solve_every: int, stacklevel: int
     ) -> None:
         """Warn if solves lack new statistics at these intervals, once per pair."""
         pair = (self.coming, solve_every)
@@ -151,7 +151,8 @@ class Refresh:
             return []
         # Schedules may change the intervals during training.
         if placed.captured and not after:
-            self._warn_of_intervals(placed.solvable, plan.solve_every)
+            # At the line that calls `Preconditioner.step`.
+            self._warn_of_intervals(placed.solvable, plan.solve_every, stacklevel=9)
         turn = plan.step % plan.solve_every
         return [
             block
