@@ -349,7 +349,7 @@ class Passes:
         if terms is None and callable(setting):
             terms = self._called(setting, call_terms)
         if root.is_empty and terms is None:
-            return Pass(0, 0, is_declared=True, batches=list(batches))
+            terms = 0
         # Gradients reach the layer nearest to the loss first. If it has one sample, the root was
         # called without a batch; unless the one is of positions, which come first.
         size = root.size or sizes[0]
