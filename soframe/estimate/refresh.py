@@ -34,7 +34,7 @@ class Refresh:
     solve_every: Every
     stagger: bool = False
     owed: int = field(default=0, repr=False)
-    coming: int = field(default=1, repr=False)
+    coming: int = field(init=False, repr=False)
     _turns_of: tuple[object, int, Sequence[int]] | None = field(default=None, repr=False)
     _told: set[tuple[int, int]] = field(default_factory=set, repr=False)
 

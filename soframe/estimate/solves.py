@@ -299,7 +299,7 @@ class SolveRound:
         runs: The solves.
         blocks: Their blocks, the same on every rank.
         step: Completed steps, for `Record.solved_at`; None between steps, which leaves it.
-        lands: The step at which the results are installed, of solves in the background.
+        lands: The step at which results of a solve in the background are installed by itself.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class SolveRound:
         runs: Sequence[Run],
         blocks: Sequence[Block],
         step: int | None,
-        lands: float = 0,
+        lands: float = math.inf,
     ) -> None:
         self.blocks, self._step, self.lands = tuple(blocks), step, lands
         self._placed, self._backend = placed, placed.backend
@@ -326,7 +326,7 @@ class SolveRound:
         damping: float,
         step: int | None,
         worker: Worker | None = None,
-        lands: float = 0,
+        lands: float = math.inf,
     ) -> SolveRound:
         """Reduce deferred statistics and traces, and start to solve blocks; every rank must call.
 
