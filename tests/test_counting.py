@@ -1108,8 +1108,10 @@ def test_one_sample_in_several_calls_is_asked_once(batch: tuple[int, ...]) -> No
         return torch.stack([net(x).square().sum() for x in steps]).mean()
 
     with closing(preconditioner(model)) as own:
-        with pytest.warns(UserWarning, match=r"5 forward passes.*mean over 5 terms.*count\(n\)"):
+        asked = r"5 forward passes.*mean over 5 terms.*count\(n\)"
+        with pytest.warns(UserWarning, match=asked) as warned:
             kit.train(model, loss, range(1), own)
+        assert warned[0].filename == kit.__file__  # where the step is called
         kit.train(model, loss, range(1), own)  # warnings are errors here
         rows = torch.cat([steps.view(5, 3), torch.ones(5, 1).double()], 1)
         compare(factors(own, "0")[0][0], rows.T @ rows / 5, "A of five samples")

@@ -27,7 +27,7 @@ class Refresh:
     # statistics at any interval.
     owed: int = field(default=0, repr=False)
     # The interval of statistics of calls in the window under way, agreed on by all ranks.
-    coming: int = field(default=1, repr=False)
+    coming: int = field(init=False, repr=False)
     _turns_of: tuple[object, int, Sequence[int]] = field(default=(None, 0, ()), repr=False)
     _told: set[tuple[int, int]] = field(default_factory=set, repr=False)
 
@@ -83,7 +83,7 @@ class Refresh:
             self._warn_of_intervals(blocks, every, stacklevel=stacklevel + 1)
 
     def _warn_of_intervals(
-        self, blocks: Sequence[Block], solve_every: int, stacklevel: int = 3
+        self, blocks: Sequence[Block], solve_every: int, stacklevel: int
     ) -> None:
         """Warn if solves lack new statistics at these intervals, once per pair."""
         pair = (self.coming, solve_every)
@@ -145,7 +145,8 @@ class Refresh:
             return []
         # Schedules may change the intervals during training.
         if placed.captured and not after:
-            self._warn_of_intervals(placed.solvable, plan.solve_every)
+            # At the line that calls `Preconditioner.step`.
+            self._warn_of_intervals(placed.solvable, plan.solve_every, stacklevel=9)
         turn = plan.step % plan.solve_every
         due: list[Block] = []
         turns_of_blocks = self._turns(placed, plan.solve_every)

@@ -277,7 +277,7 @@ class SolveRound:
         runs: Sequence[Run],
         blocks: Sequence[Block],  # the same on every rank
         step: int | None,  # completed ones, for `Record.solved_at`; None between steps
-        lands: float = 0,  # the step at which the results are installed, of background solves
+        lands: float = math.inf,  # the step at which the results are installed, of background solves
     ) -> None:
         self.blocks, self._step, self.lands = tuple(blocks), step, lands
         self._placed, self._backend = placed, placed.backend
@@ -295,7 +295,7 @@ class SolveRound:
         damping: float,
         step: int | None,
         worker: Worker | None = None,
-        lands: float = 0,
+        lands: float = math.inf,
     ) -> SolveRound:
         """Reduce deferred statistics and traces, and start to solve blocks; every rank must call.
 

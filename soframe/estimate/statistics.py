@@ -336,15 +336,15 @@ class Accumulator:
             return None
         return data
 
-    def require_counted(self) -> None:
-        """Check that the samples of the window could be counted; see `Passes.require_counted`."""
+    def require_counted(self, *, stacklevel: int) -> None:
+        """Check that samples could be counted (`Passes.require_counted`), and warn of a doubt."""
         passes, failure = self.window.passes, self.window.calls.failure
         if failure is not None:
             passes.fail(failure)
         passes.require_counted()
         if not self._warned and (doubt := passes.doubt()) is not None:
             self._warned = True
-            warnings.warn(f"soframe: {doubt}", stacklevel=7)
+            warnings.warn(f"soframe: {doubt}", stacklevel=stacklevel + 1)
 
     def weights(self, of_model: tuple[int, int] = (0, 0)) -> list[float]:
         """Return the weights of this rank's sums, of all due blocks; ranks add them up.

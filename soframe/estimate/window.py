@@ -31,7 +31,7 @@ class Mark(NamedTuple):
     """The gradient of a parameter after a backward pass, without a reference to it."""
 
     parameter: nn.Parameter
-    version: int = -1  # until the end of a pass, which one that raises never comes to
+    version: int | None = None  # None until the end of a pass, to which one that raises never comes
     storage: StorageWeakRef | None = None  # of a sparse gradient none
 
     def fits(self, gradient: Tensor) -> bool:

@@ -97,9 +97,9 @@ class Worker:
                 return results, self._streams[device].record_event()
 
     def close(self) -> None:
-        """End the thread, after the solve that it has begun."""
+        """End the thread, after the solves that were submitted and not cancelled."""
         if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
+            self._executor.shutdown()
             self._executor = None
 
 

@@ -196,7 +196,7 @@ class Engine:
             if curvature.placed.errors:
                 raise curvature.placed.errors[0]  # of the step before, see `PlacedBlocks.keep`
             self._gradients.check()
-            curvature.statistics.require_counted()
+            curvature.statistics.require_counted(stacklevel=7)
             probed = curvature.capture.probing
             parts.loss_scale.check(parts.optimizer, half=window.calls.half, probed=probed)
             plan = Plan(

@@ -154,6 +154,14 @@ def test_every_pass_and_step_and_rank_draws_anew_and_a_resumed_run_the_same() ->
     assert not torch.equal(whole.weights(), train_alone(case.with_options(rows=1.0)))
 
 
+def test_a_later_version_draws_the_same_rows() -> None:
+    """A run may be resumed by it: the seed is a number of four digits, the last one the rows."""
+    base = 1_000_003
+    seed = (((21 * base + 2) * base + 3) * base + 51) % 2**63
+    drawn = torch.randperm(50, generator=torch.Generator().manual_seed(seed))[:5]
+    assert torch.equal(chosen(20, 1, 2, 50, 5), drawn.sort().values)
+
+
 class Opaque(LinearHelper):
     """Says nothing of what can be taken."""
 

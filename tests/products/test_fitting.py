@@ -529,3 +529,15 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) 
     assert told == [("curvature", 2, 0)]
     monkeypatch.setitem(sys.modules, "tqdm", None)
     soframe.Curvature(network()).fit(batches(3, 2), cross_entropy)
+
+
+def test_a_doubt_about_the_number_of_terms_names_the_line_that_fits() -> None:
+    def squares(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = model(batch)
+        return outputs, outputs.square().sum(2).mean()
+
+    model = fill(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, CLASSES)))
+    tokens = torch.arange(10).view(2, 5) % 7
+    with pytest.warns(UserWarning, match="perhaps a mean over tokens") as warned:
+        soframe.Curvature(model).fit([tokens], squares)
+    assert [warning.filename for warning in warned] == [__file__]

@@ -195,8 +195,9 @@ def test_a_layer_that_is_not_called_keeps_its_gradient() -> None:
     model.zero_grad()
     own = build(model, kl_clip=1e-12)
     uncalled(model)
-    with pytest.warns(UserWarning, match=rf"{LOST}.*unclipped"):
+    with pytest.warns(UserWarning, match=rf"{LOST}.*unclipped") as warned:
         own.step()
+    assert warned[0].filename == __file__
     torch.testing.assert_close(model.last.weight.grad, raw)
     assert model.first.weight.grad.norm() < 1e-3 * others.norm()
     assert unused(own) == {"last", "head"}

@@ -238,8 +238,10 @@ def test_gradients_that_are_never_finite_are_warned_of_once() -> None:
     steps(9, math.nan)
     steps(1, 1.0)
     steps(9, math.nan)  # filters of warnings raise: there was none so far
-    with pytest.warns(UserWarning, match="rank 0 had gradients .* not finite in 10 steps in a row"):
+    lasting = "rank 0 had gradients .* not finite in 10 steps in a row"
+    with pytest.warns(UserWarning, match=lasting) as warned:
         steps(1, math.nan)
+    assert warned[0].filename == kit.__file__  # where the step is called
     steps(20, math.nan)
     assert own.counters["skipped_updates"] == 39
 

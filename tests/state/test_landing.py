@@ -67,6 +67,21 @@ def test_all_solves_under_way_land(runs):
     assert same(in_use(own), in_use(plain))
 
 
+def test_a_landing_after_the_backward_pass_drops_what_was_taken_in_the_old_basis(runs):
+    """Of EKFAC: the scale waits for the next window, the other statistics stay."""
+    settings = {"method": "ekfac", "solver": "eigen", "background": 3}
+    own, plain = (still(runs(**settings)).train(range(EVERY + 1)) for _ in range(2))
+    own.step(EVERY + 1, lambda run: run.preconditioner.state_dict())
+    plain.step(EVERY + 1)
+    found, expected = snapshot(own.preconditioner), snapshot(plain.preconditioner)
+    scales = {name for name in expected if name.endswith(".S")}
+    assert scales.isdisjoint(found)
+    factors = [name for name in expected if name.endswith((".A", ".G"))]
+    assert len(factors) == 2 * len(scales) > 0
+    for name in factors:
+        assert torch.equal(found[name], expected[name]), name
+
+
 def test_landing_refreshes_data_that_follow_their_factors(runs):
     """The solve began from older factors: eigenvalues are those of the present ones."""
     run = runs(background=3, solver=Eigen(follows=True)).train(range(EVERY + 2))
