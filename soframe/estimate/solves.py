@@ -277,7 +277,7 @@ class SolveRound:
         runs: Sequence[Run],
         blocks: Sequence[Block],  # the same on every rank
         step: int | None,  # completed ones, for `Record.solved_at`; None between steps
-        lands: float = math.inf,  # the step at which the results are installed, of background solves
+        lands: float = math.inf,  # the step at which background results are installed
     ) -> None:
         self.blocks, self._step, self.lands = tuple(blocks), step, lands
         self._placed, self._backend = placed, placed.backend
