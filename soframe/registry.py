@@ -264,6 +264,6 @@ def first_match(patterns: Iterable[str], *names: str) -> str | None:
     """Return the first pattern that ``re.search`` finds in one of the names, or None."""
     for pattern in patterns:
         for name in names:
-            if re.search(pattern, name):
+            if not pattern or re.search(pattern, name):  # the empty one is in every name
                 return pattern
     return None

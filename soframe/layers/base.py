@@ -146,7 +146,7 @@ class LayerHelper(WeightAndBias, ABC):
             if not hasattr(module, "weight"):
                 return "it has no weight; for other names override unsupported(), names() and of()"
             return "its weight is not a parameter of its own (parametrised or computed)"
-        if any(p.is_complex() for p in module.parameters(recurse=False)):
+        if any(p is not None and p.is_complex() for p in module._parameters.values()):
             return "complex parameters are not supported"
         extra = sorted(set(module._parameters) - {"weight", "bias"})
         if extra:
