@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from soframe.kernels import devices
-from soframe.kernels.gram import add_bias, add_moment, add_squares, new_sum, with_ones
-from soframe.kernels.halves import widened
+from soframe.kernels.gram import add_bias, add_moment, add_squares, new_sum, widened, with_ones
 from soframe.kernels.samples import sample_moments, squared_gradients
 from soframe.layers.layout import BlockShape, WeightAndBias
 from soframe.specs import FactorSpec
