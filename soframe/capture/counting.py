@@ -226,7 +226,7 @@ def _masked(
             return Observed(size)
         else:
             return None
-    return Observed(terms, [_like(mask, output) for output in outputs], factor)
+    return Observed(terms, [multiplier(mask, output) for output in outputs], factor)
 
 
 def _undone(positions: int, means: bool | None) -> float:
@@ -238,9 +238,11 @@ def _undone(positions: int, means: bool | None) -> float:
     return float(positions) if means else 1.0
 
 
-def _like(mask: Tensor, output: Tensor) -> Tensor:
-    mask = mask.to(output.device, output.dtype)
-    return mask.reshape(*mask.shape, *(1 for _ in range(output.dim() - mask.dim())))
+def multiplier(numbers: Tensor, output: Tensor) -> Tensor:
+    """Return numbers for the first dimensions of an output, with as many dimensions as it has."""
+    numbers = numbers.to(output.device, output.dtype)
+    trailing = [1] * (output.dim() - numbers.dim())
+    return numbers.reshape(*numbers.shape, *trailing)
 
 
 def checked(number: object) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from soframe.blocks import sharding
-from soframe.capture.counting import Samples, observed
+from soframe.capture.counting import Samples, multiplier, observed
 from soframe.capture.hooks import Capture
 from soframe.losses.base import Loss
 from soframe.losses.sum import SumLoss
@@ -126,8 +126,7 @@ def _signed(
             if column is None:
                 signed.append(None)
             else:
-                by_sample = signs.to(column).view(-1, *(1 for _ in column.shape[1:]))
-                signed.append(column * by_sample)
+                signed.append(column * multiplier(signs, column))
         yield signed, weight
 
 

@@ -29,6 +29,9 @@ MARK = "_hp_mapping"
 _OWNER = "_z3_optimizer"
 """The attribute of a parameter with stage 3's optimizer, once an engine exists."""
 _FULLY_SHARD = "shard the model by torch.distributed.fsdp.fully_shard"
+_TENSOR_PARALLELISM = (
+    f"with tensor parallelism, where a rank sees a part of each sample: {_FULLY_SHARD}"
+)
 
 
 @contextmanager
@@ -65,10 +68,9 @@ class Partitions(GradientHome):
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._parameters: list[list[nn.Parameter]] = getattr(optimizer, self.groups_name)
-        reasons = {**_unserved(optimizer, self._parameters), **self._unserved()}
-        for why, holds in reasons.items():
-            if holds:
-                raise ValueError(why)
+        why = next(self._unserved(), None)
+        if why is not None:
+            raise ValueError(why)
         self.places = self._lay_out()
 
     @abstractmethod
@@ -87,9 +89,36 @@ class Partitions(GradientHome):
     def _in_use(self) -> bool:
         """Return whether the parameters still belong to the optimizer."""
 
-    @abstractmethod
-    def _unserved(self) -> dict[str, bool]:
-        """Return further reasons against support, and whether they hold."""
+    def _unserved(self) -> Iterator[str]:
+        """Yield the reasons against support, with remedies."""
+        optimizer = self._optimizer
+        parameters = list(itertools.chain.from_iterable(self._parameters))
+        offloads = ("cpu_offload", "offload_optimizer", "zenflow")
+        if any(getattr(optimizer, name, False) for name in offloads):
+            yield (
+                "which keeps gradients in the host's memory (offload_optimizer): leave "
+                "offload_optimizer out"
+            )
+        dtypes = {parameter.dtype for parameter in parameters}
+        if not dtypes <= {torch.float32, torch.bfloat16}:
+            yield (
+                f"which has parameters in {', '.join(sorted(map(str, dtypes)))}, where it scales "
+                f"losses, or rounds: train in float32, or by bf16 or torch_autocast of DeepSpeed's "
+                f"settings in bfloat16"
+            )
+        scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+        if optimizer.loss_scale != 1 or scaler is not None:
+            yield "which scales losses: leave the loss scale at 1"
+        if getattr(optimizer, "sequence_parallel_size", 1) > 1:
+            yield (
+                "with sequence parallelism, where a rank sees a part of each sample: "
+                + _FULLY_SHARD
+            )
+        if any(getattr(parameter, "use_muon", False) for parameter in parameters):
+            yield (
+                f"which orthogonalises gradients before they are there (Muon): use another "
+                f"optimizer, or soframe.Optimizer, and {_FULLY_SHARD}"
+            )
 
     def groups(self, optimizer: Any) -> list[Sequence[nn.Parameter]]:
         while optimizer is not None:
@@ -111,8 +140,8 @@ class Partitions(GradientHome):
         boundary = getattr(self._optimizer, "is_gradient_accumulation_boundary", True)
         ready = boundary() if callable(boundary) else boundary
         averaged = self._optimizer.averaged_gradients
-        lacking = [p for p, place in self.places.items() if averaged.get(place.group) is None]
-        if ready and not lacking:
+        are_here = all(averaged.get(place.group) is not None for place in self.places.values())
+        if ready and are_here:
             return None
         return (
             "DeepSpeed's ZeRO has no averaged gradients now: it has them after the last backward "
@@ -170,16 +199,21 @@ class Flat(Partitions):
     def _process_group(self, group: int) -> Any:
         return self._optimizer.real_dp_process_group[group]
 
-    def _unserved(self) -> dict[str, bool]:
+    def _unserved(self) -> Iterator[str]:
+        yield from super()._unserved()
         optimizer = self._optimizer
-        return {
-            "with tensor parallelism, where a rank sees a part of each sample: "
-            + _FULLY_SHARD: optimizer.model_parallel_world_size > 1,
-            "with experts over ranks (MoE), whose gradients are averaged over some of them: train "
-            "without the preconditioner": optimizer.has_moe_layers,
-            "which adds gradients up over ranks and does not average them: leave gradient_average "
-            "on": not optimizer.gradient_average,
-        }
+        if optimizer.model_parallel_world_size > 1:
+            yield _TENSOR_PARALLELISM
+        if optimizer.has_moe_layers:
+            yield (
+                "with experts over ranks (MoE), whose gradients are averaged over some of them: "
+                "train without the preconditioner"
+            )
+        if not optimizer.gradient_average:
+            yield (
+                "which adds gradients up over ranks and does not average them: leave "
+                "gradient_average on"
+            )
 
     def _lay_out(self) -> dict[nn.Parameter, _Place]:
         # From the tables by which DeepSpeed reduces.
@@ -240,18 +274,18 @@ class Shared(Partitions):
         param_group: int = self._optimizer.sub_group_to_group_id[group]
         return param_group
 
-    def _unserved(self) -> dict[str, bool]:
+    def _unserved(self) -> Iterator[str]:
+        yield from super()._unserved()
         optimizer = self._optimizer
-        return {
-            f"with tensor parallelism, where a rank sees a part of each sample: {_FULLY_SHARD}": (
-                getattr(optimizer, "model_parallel_group", None) is not None
-            ),
-            "which keeps parameters elsewhere (offload_param): leave offload_param "
-            "out": optimizer.offload_param,
-            "which sends gradients in few bits (zero_quantized_gradients of ZeRO++): leave "
-            "zero_quantized_gradients "
-            "out": getattr(optimizer, "all2all_process_group", None) is not None,
-        }
+        if getattr(optimizer, "model_parallel_group", None) is not None:
+            yield _TENSOR_PARALLELISM
+        if optimizer.offload_param:
+            yield "which keeps parameters elsewhere (offload_param): leave offload_param out"
+        if getattr(optimizer, "all2all_process_group", None) is not None:
+            yield (
+                "which sends gradients in few bits (zero_quantized_gradients of ZeRO++): leave "
+                "zero_quantized_gradients out"
+            )
 
     def _lay_out(self) -> dict[nn.Parameter, _Place]:
         places = {}
@@ -348,28 +382,3 @@ def _chained(sources: Sequence[Any]) -> Iterator[Any]:
             yield wrapped
             seen[id(wrapped)] = wrapped
             wrapped = getattr(wrapped, "optimizer", None)
-
-
-def _unserved(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> dict[str, bool]:
-    """Return the reasons against support of any stage, with remedies, and whether they hold."""
-    parameters = list(itertools.chain.from_iterable(groups))
-    dtypes = {parameter.dtype for parameter in parameters}
-    names = ("cpu_offload", "offload_optimizer", "zenflow")
-    return {
-        "which keeps gradients in the host's memory (offload_optimizer): leave offload_optimizer "
-        "out": any(getattr(optimizer, name, False) for name in names),
-        f"which has parameters in {', '.join(sorted(map(str, dtypes)))}, where it scales losses, "
-        f"or rounds: train in float32, or by bf16 or torch_autocast of DeepSpeed's settings in "
-        f"bfloat16": not dtypes <= {torch.float32, torch.bfloat16},
-        "which scales losses: leave the loss scale at 1": (
-            optimizer.loss_scale != 1
-            or getattr(optimizer, "torch_autocast_gradscaler", None) is not None
-        ),
-        f"with sequence parallelism, where a rank sees a part of each sample: {_FULLY_SHARD}": (
-            getattr(optimizer, "sequence_parallel_size", 1) > 1
-        ),
-        "which orthogonalises gradients before they are there (Muon): use another optimizer, or "
-        f"soframe.Optimizer, and {_FULLY_SHARD}": any(
-            getattr(parameter, "use_muon", False) for parameter in parameters
-        ),
-    }

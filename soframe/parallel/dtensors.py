@@ -61,42 +61,36 @@ class DTensorGrad(GradientHome):
 
     filled_by_autograd = True
 
-    def read(self, parameter: nn.Parameter) -> Tensor | None:
-        gradient: Any = parameter.grad
+    # Parameters are DTensors, which torch does not type.
+
+    def read(self, parameter: Any) -> Tensor | None:
+        gradient = parameter.grad
         return local(gradient) if isinstance(gradient, DTensor) else gradient
 
-    def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        of: Any = parameter
+    def put(self, parameter: Any, gradient: Tensor | None) -> None:
         if gradient is not None and not isinstance(gradient, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            shape, stride = parameter.shape, parameter.stride()
             with torch.no_grad():
                 gradient = DTensor.from_local(
-                    gradient,
-                    of.device_mesh,
-                    of.placements,
-                    run_check=False,
-                    shape=of.shape,
-                    stride=of.stride(),
+                    gradient, mesh, placements, run_check=False, shape=shape, stride=stride
                 )
         parameter.grad = gradient
 
-    def local(self, parameter: nn.Parameter) -> Tensor:
-        of: Any = parameter
-        return local(of)
+    def local(self, parameter: Any) -> Tensor:
+        return local(parameter)
 
-    def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards:
-        of: Any = parameter
-        return shards(of, ranks)
+    def shards(self, parameter: Any, ranks: Sequence[int]) -> Shards:
+        return shards(parameter, ranks)
 
-    def is_partial(self, parameter: nn.Parameter) -> bool:
-        of: Any = parameter
-        gradient: Any = parameter.grad
-        return isinstance(gradient, DTensor) and tuple(gradient.placements) != tuple(of.placements)
+    def is_partial(self, parameter: Any) -> bool:
+        gradient, placements = parameter.grad, tuple(parameter.placements)
+        return isinstance(gradient, DTensor) and tuple(gradient.placements) != placements
 
-    def settle(self, parameter: nn.Parameter) -> None:
-        of: Any = parameter
-        gradient: Any = parameter.grad
+    def settle(self, parameter: Any) -> None:
+        mesh, placements = parameter.device_mesh, parameter.placements
         with torch.no_grad():
-            parameter.grad = gradient.redistribute(of.device_mesh, of.placements)
+            parameter.grad = parameter.grad.redistribute(mesh, placements)
 
 
 HOME = DTensorGrad()

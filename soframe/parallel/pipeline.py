@@ -54,49 +54,37 @@ _COPIES = (
 
 
 class Pipeline(Stages):
-    """The pipeline of a model's modules; for the choice see `soframe.Distribution`."""
+    """The stages on the ranks of a process group; for the choice see `soframe.Distribution`."""
 
     backend: Backend
 
-    def __init__(self, choice: object) -> None:
-        self._schedule: Any = None
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.backend = TorchDistributed(group)
+        self._names: list[list[str]] = []
+
+    @staticmethod
+    def of(choice: object) -> Pipeline:
+        """Return the pipeline of a schedule, a process group or the dimension of a mesh."""
         if _is_schedule(choice):
-            self._schedule = choice
-            group = _stages(choice)[0].group
-        elif isinstance(choice, DeviceMesh):
-            if choice.ndim != 1:
-                raise ValueError(
-                    f"pipeline= takes the one dimension of a DeviceMesh over which stages are "
-                    f"spread, such as mesh['pp'], not a mesh of {choice.ndim} dimensions"
-                )
-            group = choice.get_group()
-        elif isinstance(choice, dist.ProcessGroup):
-            group = choice
-        else:
+            return ScheduledPipeline(choice)
+        if isinstance(choice, dist.ProcessGroup):
+            return Pipeline(choice)
+        if not isinstance(choice, DeviceMesh):
             raise TypeError(
                 f"pipeline must be a schedule of torch.distributed.pipelining, or the process "
                 f"group or the dimension of a DeviceMesh over which stages are spread, not "
                 f"{choice!r}"
             )
-        self.backend = TorchDistributed(group)
-        self._parts = self._find_parts()
-        self._names: list[list[str]] = []
+        if choice.ndim != 1:
+            raise ValueError(
+                f"pipeline= takes the one dimension of a DeviceMesh over which stages are "
+                f"spread, such as mesh['pp'], not a mesh of {choice.ndim} dimensions"
+            )
+        return Pipeline(choice.get_group())
 
     @property
     def name(self) -> str:  # type: ignore[override]  # a constant there
-        """The stages of this rank, as text."""
-        if self._schedule is None:
-            return f"rank {self.backend.rank} of {self.backend.world_size}"
-        stages = _stages(self._schedule)
-        numbers = ", ".join(str(stage.stage_index) for stage in stages)
-        return f"{numbers} of {stages[0].num_stages}"
-
-    def _find_parts(self) -> dict[nn.Parameter, int]:
-        stages = [] if self._schedule is None else _stages(self._schedule)
-        parts: dict[nn.Parameter, int] = {}
-        for part, stage in enumerate(stages):
-            parts.update(dict.fromkeys(stage.submod.parameters(), part))
-        return parts
+        return f"rank {self.backend.rank} of {self.backend.world_size}"
 
     def require_backend(self, backend: Backend | None) -> None:
         if backend is None:
@@ -127,46 +115,8 @@ class Pipeline(Stages):
                 "stages step where it skips. Use bfloat16, which needs none, or float32"
             )
 
-    def require_uncounted(self) -> None:
-        if self._schedule is not None:
-            raise ValueError(
-                "count() says something of the next forward pass, and a schedule runs those of all "
-                "micro-batches by itself: pass Statistics(samples=...), a callable that returns "
-                "how many terms the loss of one micro-batch is a mean over"
-            )
-
     def require_served(self, model: nn.Module, blocks: Sequence[Block]) -> None:
         _require_untied(model, blocks)
-        if self._schedule is None:
-            return
-        self._parts = self._find_parts()  # modules may have been replaced
-        for block in blocks:
-            for name, parameter in block.parameters.items():
-                if parameter not in self._parts:
-                    raise ValueError(
-                        f"{block.name}.{name} is in no stage that the schedule given as pipeline= "
-                        f"runs on this rank: build the Preconditioner of the modules of this "
-                        f"rank's stages alone (nn.ModuleList of several), or skip the module "
-                        f"(skip=[{block.name!r}])"
-                    )
-        model_parameters = set(model.parameters())
-        for parameter, part in self._parts.items():
-            if parameter not in model_parameters:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} of this rank's stage "
-                    f"{_stages(self._schedule)[part].stage_index} is not in the given model: build "
-                    f"one Preconditioner of the modules of all stages of this rank (nn.ModuleList "
-                    f"of several)"
-                )
-        captured = [block for block in blocks if block.captured]
-        if captured and _splits(self._schedule):
-            raise ValueError(
-                f"{type(self._schedule).__name__} computes the gradients of inputs and of weights "
-                f"in passes apart (zero bubble), and {captured[0].method!r} takes its statistics "
-                f"where both are computed: choose ScheduleGPipe, Schedule1F1B or "
-                f"ScheduleInterleaved1F1B, or a method of gradients alone, such as 'muon' or "
-                f"'soap'"
-            )
 
     def say_failed(self, error: BaseException) -> None:
         say_failed(self.backend, error)
@@ -175,19 +125,21 @@ class Pipeline(Stages):
         """Return the module with the head; raise if settings differ or a stage cannot start."""
         compare_settings(self.backend, _NOTHING, settings)
         # The head is a weight that is tied to an embedding, or else the end of the last stage.
-        if self._schedule is None:
-            modules, last = {self.backend.rank: model}, self.backend.world_size - 1
-        else:
-            stages = _stages(self._schedule)
-            modules, last = {s.stage_index: s.submod for s in stages}, stages[0].num_stages - 1
+        modules, last = self._modules(model)
         ranks: dict[float, nn.Module] = {}
         for index, module in modules.items():
             heads = heads_of(model, module)
-            if heads.weights and heads.tied:
+            if not heads.weights:
+                continue
+            if heads.tied:
                 ranks[_TIED + 1 + index] = module
-            elif heads.weights and index == last:
+            elif index == last:
                 ranks[1 + index] = module
         return ranks.get(self.largest(max(ranks, default=0)))
+
+    def _modules(self, model: nn.Module) -> tuple[Mapping[int, nn.Module], int]:
+        """Return the modules of this rank's stages by their index, and the last of all indices."""
+        return {self.backend.rank: model}, self.backend.world_size - 1
 
     def look_over(self, registration: Registration) -> None:
         local = [[block.name for block in registration.blocks], registration.unused]
@@ -226,36 +178,9 @@ class Pipeline(Stages):
             return saved  # a later check names the difference
         return {**saved, "blocks": {name: blocks[name] for name in names}}
 
-    def roots(self, model: nn.Module) -> Sequence[nn.Module]:
-        if self._schedule is None:
-            return super().roots(model)
-        return [unwrap(stage.submod) for stage in _stages(self._schedule)]
-
-    def stage_of(self, block: Block) -> int:
-        return self._parts.get(next(iter(block.parameters.values())), 0)
-
-    @property
-    def _divisor(self) -> float:
-        """The schedule's divisor of gradients after the backward passes."""
-        scales = self._schedule is not None and self._schedule.scale_grads
-        return float(self._schedule._n_microbatches) if scales else 1.0
-
-    def scaled(self, loss_scale: Callable[[], float]) -> Callable[[], float]:
-        return lambda: loss_scale() * self._divisor
-
     def _miscounted(self, passes: float) -> Exception | None:
         """Return an error if the number of backward passes differs from the schedule's."""
-        divisor = self._divisor
-        if self._schedule is None or not self._schedule.scale_grads or passes in (0, divisor):
-            return None
-        return RuntimeError(
-            f"{passes:.0f} backward passes of each stage have given statistics since the last "
-            f"step, and the schedule that was given as pipeline= runs {divisor:.0f} "
-            f"micro-batches and divides gradients by {divisor:.0f}: gradients and statistics "
-            f"would be of different scales. Give the schedule that runs, and call its step() "
-            f"once for each step; to accumulate over several, pass it scale_grads=False and a "
-            f"loss that is divided by all micro-batches"
-        )
+        return None
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -322,6 +247,92 @@ class Pipeline(Stages):
         rows = rows.to(backend.wire_device(rows.device))
         backend.all_reduce(rows, PHASE).wait()
         return rows
+
+
+class ScheduledPipeline(Pipeline):
+    """A pipeline whose stages are those of a schedule of ``torch.distributed.pipelining``."""
+
+    def __init__(self, schedule: Any) -> None:
+        super().__init__(_stages(schedule)[0].group)
+        self._schedule = schedule
+        self._parts: dict[nn.Parameter, int] = {}  # the index of its stage among this rank's
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # a constant there
+        stages = _stages(self._schedule)
+        numbers = ", ".join(str(stage.stage_index) for stage in stages)
+        return f"{numbers} of {stages[0].num_stages}"
+
+    def require_uncounted(self) -> None:
+        raise ValueError(
+            "count() says something of the next forward pass, and a schedule runs those of all "
+            "micro-batches by itself: pass Statistics(samples=...), a callable that returns "
+            "how many terms the loss of one micro-batch is a mean over"
+        )
+
+    def require_served(self, model: nn.Module, blocks: Sequence[Block]) -> None:
+        super().require_served(model, blocks)
+        self._parts = {}  # modules may have been replaced
+        for part, stage in enumerate(_stages(self._schedule)):
+            self._parts.update(dict.fromkeys(stage.submod.parameters(), part))
+        for block in blocks:
+            for name, parameter in block.parameters.items():
+                if parameter not in self._parts:
+                    raise ValueError(
+                        f"{block.name}.{name} is in no stage that the schedule given as pipeline= "
+                        f"runs on this rank: build the Preconditioner of the modules of this "
+                        f"rank's stages alone (nn.ModuleList of several), or skip the module "
+                        f"(skip=[{block.name!r}])"
+                    )
+        model_parameters = set(model.parameters())
+        for parameter, part in self._parts.items():
+            if parameter not in model_parameters:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} of this rank's stage "
+                    f"{_stages(self._schedule)[part].stage_index} is not in the given model: build "
+                    f"one Preconditioner of the modules of all stages of this rank (nn.ModuleList "
+                    f"of several)"
+                )
+        captured = [block for block in blocks if block.captured]
+        if captured and _splits(self._schedule):
+            raise ValueError(
+                f"{type(self._schedule).__name__} computes the gradients of inputs and of weights "
+                f"in passes apart (zero bubble), and {captured[0].method!r} takes its statistics "
+                f"where both are computed: choose ScheduleGPipe, Schedule1F1B or "
+                f"ScheduleInterleaved1F1B, or a method of gradients alone, such as 'muon' or "
+                f"'soap'"
+            )
+
+    def _modules(self, model: nn.Module) -> tuple[Mapping[int, nn.Module], int]:
+        stages = _stages(self._schedule)
+        return {stage.stage_index: stage.submod for stage in stages}, stages[0].num_stages - 1
+
+    def roots(self, model: nn.Module) -> Sequence[nn.Module]:
+        return [unwrap(stage.submod) for stage in _stages(self._schedule)]
+
+    def stage_of(self, block: Block) -> int:
+        return self._parts.get(next(iter(block.parameters.values())), 0)
+
+    @property
+    def _divisor(self) -> float:
+        """The schedule's divisor of gradients after the backward passes."""
+        return float(self._schedule._n_microbatches) if self._schedule.scale_grads else 1.0
+
+    def scaled(self, loss_scale: Callable[[], float]) -> Callable[[], float]:
+        return lambda: loss_scale() * self._divisor
+
+    def _miscounted(self, passes: float) -> Exception | None:
+        divisor = self._divisor
+        if not self._schedule.scale_grads or passes in (0, divisor):
+            return None
+        return RuntimeError(
+            f"{passes:.0f} backward passes of each stage have given statistics since the last "
+            f"step, and the schedule that was given as pipeline= runs {divisor:.0f} "
+            f"micro-batches and divides gradients by {divisor:.0f}: gradients and statistics "
+            f"would be of different scales. Give the schedule that runs, and call its step() "
+            f"once for each step; to accumulate over several, pass it scale_grads=False and a "
+            f"loss that is divided by all micro-batches"
+        )
 
 
 def _differing_samples(stages: Sequence[Report], passes: float) -> ValueError | None:

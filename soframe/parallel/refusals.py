@@ -42,17 +42,22 @@ _OWNERS = (
 
 def require_served(name: str, parameter: nn.Parameter) -> None:
     """Raise a ValueError if the gradient of a parameter is out of reach."""
-    owner: str | None = None
-    for mark, framework in zip(sharding.MARKS, _OWNERS, strict=True):
-        if owner is None and mark in parameter.__dict__:
-            owner = framework
-    if owner is None and isinstance(parameter, DTensor) and (why := unserved(parameter)):
-        owner = f"several plans at once, or one of a kind that is not known ({why})"
+    owner = _owner(parameter)
     if owner is not None:
         raise ValueError(
             f"the parameter {name} belongs to {owner}: a Preconditioner reads and writes "
             f"gradients in .grad, so here it would have no effect. Instead {_INSTEAD}"
         )
+
+
+def _owner(parameter: nn.Parameter) -> str | None:
+    """Return the framework that keeps the gradient of a parameter to itself, or None."""
+    for mark, framework in zip(sharding.MARKS, _OWNERS, strict=True):
+        if mark in parameter.__dict__:
+            return framework
+    if isinstance(parameter, DTensor) and (why := unserved(parameter)) is not None:
+        return f"several plans at once, or one of a kind that is not known ({why})"
+    return None
 
 
 def require_model(model: nn.Module, distributed: bool, ranks: Sequence[int]) -> None:

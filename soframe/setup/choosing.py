@@ -40,7 +40,7 @@ def choose_backends(
         return _backend_of(choice, ALONE, model), ALONE
     from soframe.parallel.pipeline import Pipeline  # imported by few models
 
-    stages = Pipeline(pipeline)
+    stages = Pipeline.of(pipeline)
     return _backend_of(choice, stages, model), stages
 
 

@@ -95,7 +95,8 @@ class Magnitude:
         if self._squared and largest < math.inf:
             # This norm overflows where the sum of squares does.
             length = float(torch.nn.utils.get_total_norm(self._dense, norm_type=2.0))
-            return largest if length < math.inf else length
+            if not length < math.inf:
+                return length
         return largest
 
 
