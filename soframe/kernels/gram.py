@@ -37,6 +37,11 @@ HUGE = 2**20  # numbers; larger sums gain from huge pages
 TILE = 256  # of `mirror`: both tiles of a transposed copy stay in the cache
 
 
+def widened(rows: Tensor) -> Tensor:
+    """Return a tensor in the accumulation dtype of rows: float32 for half precision."""
+    return rows if rows.dtype.itemsize >= 4 else rows.new_empty(0, dtype=torch.float32)
+
+
 def new_sum(groups: int, size: int, like: Tensor, *, zero: bool) -> Tensor:
     """Return ``[groups, size, size]`` in the dtype and on the device of ``like``.
 
@@ -127,7 +132,7 @@ def add_moment(total: Tensor | None, rows: Tensor, scale: float = 1.0, beta: flo
     """
     groups, batch, shared, size = rows.shape
     if total is None:
-        total, beta = new_sum(groups, size, halves.widened(rows), zero=False), 0.0
+        total, beta = new_sum(groups, size, widened(rows), zero=False), 0.0
     if groups > 1 and size < SMALL:
         if size == 1:
             add(total, rows.square().sum((1, 2, 3)).view(groups, 1, 1), scale, beta)

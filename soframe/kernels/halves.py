@@ -20,11 +20,6 @@ def widens(rows: Tensor, dtype: torch.dtype) -> bool:
     return half and dtype == torch.float32 and devices.on_gpu(rows)
 
 
-def widened(rows: Tensor) -> Tensor:
-    """Return a tensor in the accumulation dtype of rows: float32 for half precision."""
-    return rows if rows.dtype.itemsize >= 4 else rows.new_empty(0, dtype=torch.float32)
-
-
 def dithered(values: Tensor, dtype: torch.dtype, period: int, turn: int) -> Tensor:
     """Round to bfloat16 up or down, so that the errors of many turns cancel; else convert.
 

@@ -26,8 +26,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from soframe.kernels import devices
-from soframe.kernels.gram import add_bias, add_moment, add_squares, new_sum, with_ones
-from soframe.kernels.halves import widened
+from soframe.kernels.gram import (
+    add_bias,
+    add_moment,
+    add_squares,
+    new_sum,
+    widened,
+    with_ones,
+)
 from soframe.kernels.samples import sample_moments, squared_gradients
 from soframe.layers.layout import BlockShape, WeightAndBias
 from soframe.specs import FactorSpec
@@ -412,9 +418,9 @@ class LayerHelper(WeightAndBias, ABC):
             precision. Only the lower triangle is defined. ``[groups, in]``, the diagonal, if
             `factor` makes it one.
         """
-        like = widened(output_rows)
         if self.counts_inputs:
-            return add_squares(total, self.block_rows(inputs, output_rows), scale, like.dtype)
+            dtype = widened(output_rows).dtype
+            return add_squares(total, self.block_rows(inputs, output_rows), scale, dtype)
         rows = None
         if self.multiplies:
             rows = self.weight_rows(inputs, output_rows)
@@ -426,6 +432,7 @@ class LayerHelper(WeightAndBias, ABC):
         groups, batch, shared, _ = output_rows.shape
         beta = 1.0
         if total is None:
+            like = widened(output_rows)
             total, beta = new_sum(groups, self.shape[2], like, zero=False), 0.0
         if rows is None:
             sums = total.new_zeros(groups, 0)
