@@ -195,8 +195,12 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     @cached_property
     def _balls(self) -> list[Ball]:
         """The matrices that are trained, whose norms a constraint may keep."""
-        balls = [Ball(block, self._names) for block in self._current]
-        return [ball for ball in balls if ball.trained]
+        balls: list[Ball] = []
+        for block in self._current:
+            ball = Ball(block, self._names)
+            if ball.trained:
+                balls.append(ball)
+        return balls
 
     def _find_names(self) -> None:
         """Read the names of parameters, and take replaced ones out of the param groups."""
@@ -469,10 +473,11 @@ class Optimizer(OfModel, torch.optim.Optimizer):
     def _hand(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Check that blocks are in one group each, and hand its settings to their methods."""
         numbers_of: dict[int, list[int]] = {}
+        self._group_of = {}
         for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                numbers_of.setdefault(id(parameter), []).append(number)
-        self._group_of = {key: numbers[0] for key, numbers in numbers_of.items()}
+            for identity in map(id, group["params"]):
+                numbers_of.setdefault(identity, []).append(number)
+                self._group_of.setdefault(identity, number)
         methods: dict[tuple[int, str], Method] = {}
         texts = list(map(repr, settings))
         for block in self.preconditioner.blocks:
@@ -617,12 +622,14 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             for this it keeps a copy of the weights while they move.
         """
         metrics = self.preconditioner.metrics(spectra=spectra, all_ranks=all_ranks)
-        norms = self._moved if self.preconditioner.updated else {}
-        moved = {name: float(norm) for name, norm in norms.items()}
+        moved: dict[str, float] = {}
+        if self.preconditioner.updated:
+            moved = {name: float(norm) for name, norm in self._moved.items()}
         for name, block in metrics["blocks"].items():
             block["update_norm"] = moved.get(name)
-        known = set(moved) == set(metrics["blocks"])
-        metrics["norms"]["update_norm"] = math.hypot(*moved.values()) if known else None
+        metrics["norms"]["update_norm"] = None
+        if moved.keys() == metrics["blocks"].keys():
+            metrics["norms"]["update_norm"] = math.hypot(*moved.values())
         groups: dict[str, dict[str, Any]] = {}
         for number, group in enumerate(self.param_groups):
             name = group["method"]

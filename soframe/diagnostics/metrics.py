@@ -191,9 +191,9 @@ def _of_factor(
     name, record = factor.name, block.record
     ages: dict[str, int | None] = {"statistics_age": None, "solve_age": None}
     # The steps between an event and the last step: 0 for the last one.
-    if name in record.masses and name in record.statistics_at:
+    if name in record.masses.keys() & record.statistics_at.keys():
         ages["statistics_age"] = steps - 1 - record.statistics_at[name]
-    if block.solved and name in block.tensors and name in record.solved_at:
+    if block.solved and name in block.tensors.keys() & record.solved_at.keys():
         ages["solve_age"] = steps - 1 - record.solved_at[name]
     return {
         "kind": str(factor.kind),

@@ -411,9 +411,9 @@ class LayerHelper(WeightAndBias, ABC):
             precision. Only the lower triangle is defined. ``[groups, in]``, the diagonal, if
             `factor` makes it one.
         """
-        like = widened(output_rows)
         if self.counts_inputs:
-            return add_squares(total, self.block_rows(inputs, output_rows), scale, like.dtype)
+            dtype = widened(output_rows).dtype
+            return add_squares(total, self.block_rows(inputs, output_rows), scale, dtype)
         rows = None
         if self.multiplies:
             rows = self.weight_rows(inputs, output_rows)
@@ -425,6 +425,7 @@ class LayerHelper(WeightAndBias, ABC):
         groups, batch, shared, _ = output_rows.shape
         beta = 1.0
         if total is None:
+            like = widened(output_rows)
             total, beta = new_sum(groups, self.shape[2], like, zero=False), 0.0
         if rows is None:
             sums = total.new_zeros(groups, 0)
