@@ -81,10 +81,6 @@ def _reads_solver(block: Block) -> bool:
     return False
 
 
-def _reads_outputs(block: Block) -> bool:
-    return any(factor.reads in {"outputs", "both"} for factor in block.captured)
-
-
 READ_BY: Mapping[str, Callable[[Block], bool]] = {
     "solver": _reads_solver,
     "damping": lambda block: block.method.damped or _reads_solver(block),
@@ -93,7 +89,7 @@ READ_BY: Mapping[str, Callable[[Block], bool]] = {
     "norm_clip": lambda block: block.method.clipped,
     "scaling": lambda block: bool(block.captured),
     "rows": lambda block: bool(block.captured),
-    "fisher": _reads_outputs,
+    "fisher": lambda block: any(f.reads in {"outputs", "both"} for f in block.captured),
 }
 """Which blocks read a setting, of those that some methods do not read."""
 

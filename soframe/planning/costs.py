@@ -201,8 +201,7 @@ class Costs:
 
     def solve_part(self, placement: Placement, part: Part) -> Priced:
         """Return the cost of all solves of a rank."""
-        stacks = placement.stacks
-        return self.solve([(stacks[number], factor, n) for number, factor, n in part.solves])
+        return self.solve([(placement.stacks[s], factor, n) for s, factor, n in part.solves])
 
     def direct(self, stack: Sequence[int]) -> Priced:
         """Return the cost of the updates of a stack."""

@@ -64,8 +64,7 @@ class Timing:
 
 Amounts = defaultdict[str, float]
 """Seconds of a step: ``"total"``, ``"travelled"``, ``"busy <phase>"`` and ``"exposed <phase>"``."""
-# By phase, the seconds of all its messages on the busiest rank, and of one of them.
-Durations = dict[str, tuple[float, float]]
+Durations = dict[str, tuple[float, float]]  # by phase: of all its messages, and of one
 NOTHING = (0.0, 0.0)  # seconds of a phase without messages, and of one of them
 
 
