@@ -14,14 +14,13 @@ from soframe.solvers.around import Around
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement
 
-# -- blocks and their places -------------------------------------------------------------------
-
 
 def refused(blocks: Sequence[Block], placement: Placement, *, solve_every: Interval) -> str | None:
     """Return the first reason why a block does not go with its place, or None."""
     for kind in placement.kinds:
         block, place = blocks[kind[0]], placement.blocks[kind[0]]
-        for reason in _reasons(block, place, placement.strategy, solve_every):
+        reason = next(_reasons(block, place, placement.strategy, solve_every), None)
+        if reason is not None:
             return reason
     return None
 
@@ -65,9 +64,6 @@ def _reasons(
             f"deferred to the solves, as the strategy {strategy!r} does: pass one that reduces "
             f"statistics at once (deferred=False), or skip the module"
         )
-
-
-# -- settings that no block reads --------------------------------------------------------------
 
 
 def _reads_solver(block: Block) -> bool:

@@ -45,8 +45,8 @@ class Registry:
     def register(self, key: Any, *, override: bool = False) -> Callable[[C], C]:
         """Return a class decorator that adds the class under ``key``."""
         # A type's package need not be installed if its qualified name is the key.
-        is_qualified = self.key_type is type and isinstance(key, str) and "." in key
-        if not is_qualified and not isinstance(key, self.key_type):
+        qualified = self.key_type is type and isinstance(key, str) and "." in key
+        if not (qualified or isinstance(key, self.key_type)):
             raise TypeError(
                 f"a {self.kind} is registered under a {self.key_type.__name__}, not {key!r}"
             )
@@ -264,6 +264,6 @@ def first_match(patterns: Iterable[str], *names: str) -> str | None:
     """Return the first pattern that ``re.search`` finds in one of the names, or None."""
     for pattern in patterns:
         for name in names:
-            if re.search(pattern, name):
+            if not pattern or re.search(pattern, name):
                 return pattern
     return None

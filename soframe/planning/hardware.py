@@ -269,5 +269,5 @@ def _curve(plain: Mapping[str, Any]) -> Curve:
 
 def _plain(curve: Curve) -> dict[str, Any]:
     if curve.points:
-        return {"points": [list(point) for point in curve.points]}
+        return {"points": curve.points}
     return {"alpha": curve.alpha, "beta": curve.beta}
