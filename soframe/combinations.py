@@ -14,14 +14,13 @@ from soframe.solvers.around import Around
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement
 
-# -- blocks and their places -------------------------------------------------------------------
-
 
 def refused(blocks: Sequence[Block], placement: Placement, *, solve_every: Interval) -> str | None:
     """Return the first reason why a block does not go with its place, or None."""
     for kind in placement.kinds:
         block, place = blocks[kind[0]], placement.blocks[kind[0]]
-        for reason in _reasons(block, place, placement.strategy, solve_every):
+        reason = next(_reasons(block, place, placement.strategy, solve_every), None)
+        if reason is not None:
             return reason
     return None
 
@@ -67,9 +66,6 @@ def _reasons(
         )
 
 
-# -- settings that no block reads --------------------------------------------------------------
-
-
 def _reads_solver(block: Block) -> bool:
     """Whether a factor is solved by the user's solver, or by one of its class."""
     for _, _, solver in block.solved_factors:
@@ -81,10 +77,6 @@ def _reads_solver(block: Block) -> bool:
     return False
 
 
-def _reads_outputs(block: Block) -> bool:
-    return any(factor.reads in {"outputs", "both"} for factor in block.captured)
-
-
 READ_BY: Mapping[str, Callable[[Block], bool]] = {
     "solver": _reads_solver,
     "damping": lambda block: block.method.damped or _reads_solver(block),
@@ -93,7 +85,7 @@ READ_BY: Mapping[str, Callable[[Block], bool]] = {
     "norm_clip": lambda block: block.method.clipped,
     "scaling": lambda block: bool(block.captured),
     "rows": lambda block: bool(block.captured),
-    "fisher": _reads_outputs,
+    "fisher": lambda block: any(f.reads in {"outputs", "both"} for f in block.captured),
 }
 """Which blocks read a setting, of those that some methods do not read."""
 

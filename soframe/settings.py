@@ -157,8 +157,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by their own names, with the groups replaced by their fields."""
     alone = {name: value for name, value in settings.items() if name not in GROUPS}
     for name in GROUPS:
-        group = group_of(name, settings)
-        alone.update(vars(group))
+        alone |= vars(group_of(name, settings))
     return alone
 
 

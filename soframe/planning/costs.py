@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -201,8 +201,7 @@ class Costs:
 
     def solve_part(self, placement: Placement, part: Part) -> Priced:
         """Return the cost of all solves of a rank."""
-        stacks = placement.stacks
-        return self.solve([(stacks[number], factor, n) for number, factor, n in part.solves])
+        return self.solve([(placement.stacks[s], factor, n) for s, factor, n in part.solves])
 
     def direct(self, stack: Sequence[int]) -> Priced:
         """Return the cost of the updates of a stack."""
@@ -270,23 +269,27 @@ class Costs:
         """Return the seconds of a rank's phases."""
         stacks = placement.stacks
         solve = self.solve_part(placement, part)
-        directs = [self.direct(stacks[stack]) for stack in part.directs]
-        observes = [self.observe(stacks[stack]) for stack in part.directs]
-        gathered: list[Priced] = []
-        for stack in part.gathers:
-            gathered += [self.statistics[self.work[index].name] for index in stacks[stack]]
+        direct = observe = statistics = host = 0.0
+        for number in part.directs:
+            direct += self.direct(stacks[number]).seconds
+            observe += self.observe(stacks[number]).seconds
+        for number in part.gathers:
+            for index in stacks[number]:
+                moments = self.statistics[self.work[index].name]
+                statistics += moments.seconds
+                host += moments.host
 
         factors, matrices = _bytes_of_factors(placement, part)
         gradients = sum(stack.gradient for stack in placement.stacked)
         bandwidth, launch = self.hardware.bandwidth, self.hardware.launch
         return Arithmetic(
-            statistics=self._with_host(sum(call.host for call in gathered), _seconds(gathered)),
+            statistics=self._with_host(host, statistics),
             # Zeros and multiplied sums, which are added to the averages.
             average=6 * factors / bandwidth + launch * len(part.holds),
-            observe=_seconds(observes),
+            observe=observe,
             # A triangle is read, and the matrix written.
             solve=solve.seconds + 1.5 * matrices / bandwidth,
-            direct=_seconds(directs),
+            direct=direct,
             write=self._with_host(self.hardware.host * len(self.work), 4 * gradients / bandwidth),
         )
 
@@ -307,10 +310,6 @@ def _bytes_of_factors(placement: Placement, part: Part) -> tuple[int, int]:
         stack = stacks[number]
         matrices += stack.matrix(index, blocks)
     return factors, matrices
-
-
-def _seconds(costs: Iterable[Priced]) -> float:
-    return sum(cost.seconds for cost in costs)
 
 
 def _times(shape: Sequence[int], blocks: int) -> tuple[int, ...]:

@@ -145,10 +145,7 @@ class Hardware:
         return 0.0 if self.slots is None else min(ranks, self.node or ranks) / self.slots
 
     def product(self, flops: float, batch: int, dtype: str, operator: str = "product") -> float:
-        """Return the seconds of a batch of products or convolutions, of so many FLOPs each.
-
-        Their dtype is one by its name, or ``"tf32"``.
-        """
+        """Return the seconds of a batch of products or convolutions, of so many FLOPs each."""
         # A batch takes as long as one product of its work, on processors within a third or so;
         # many times a small one, each with a launch, would be ten times too long.
         return self._curve(operator, dtype)(batch * flops, 1)
@@ -272,5 +269,5 @@ def _curve(plain: Mapping[str, Any]) -> Curve:
 
 def _plain(curve: Curve) -> dict[str, Any]:
     if curve.points:
-        return {"points": [list(point) for point in curve.points]}
+        return {"points": curve.points}
     return {"alpha": curve.alpha, "beta": curve.beta}

@@ -25,23 +25,23 @@ def kind_of(model: nn.Module) -> str:
     if _is_mostly_frozen(model):
         return "adapters"
     modules = list(model.modules())
-    has_tables, has_norms = _have_any(modules, nn.Embedding), _have_norms(modules)
-    reads_tokens = has_tables or has_norms
-    has_attention = any(_attends(module, has_tokens=reads_tokens) for module in modules)
+    has_attention = _have_attention(modules)
     if not has_attention and _have_any(modules, nn.RNNBase, nn.RNNCellBase):
         return "recurrent"
     has_patches = _embed_patches(modules)
     is_convolutional = _is_most_convolutional(model)
-    has_tokens = has_attention or (has_norms and (has_tables or has_patches))
+    has_tokens = has_attention or _have_tokens(modules, has_patches=has_patches)
     if has_tokens and (has_patches or not is_convolutional):
         return "transformer"
     if is_convolutional or _overlap(modules):
         return "convolutional"
-    return "dense" if has_tables else _kind_by_outputs(modules)
+    return _kind_by_outputs(modules)
 
 
 def _kind_by_outputs(modules: Sequence[nn.Module]) -> str:
-    """Return the kind of a dense net by its last linear layer."""
+    """Return the kind of a dense net by its tables and its last linear layer."""
+    if _have_any(modules, nn.Embedding):
+        return "dense"
     for module in reversed(modules):
         if isinstance(module, nn.Linear):
             return "regression" if module.out_features == 1 else "dense"
@@ -55,6 +55,15 @@ def _is_mostly_frozen(model: nn.Module) -> bool:
 
 def _have_any(modules: Sequence[nn.Module], *classes: type[nn.Module]) -> bool:
     return any(isinstance(module, classes) for module in modules)
+
+
+def _have_attention(modules: Sequence[nn.Module]) -> bool:
+    has_tokens = _have_any(modules, nn.Embedding) or _have_norms(modules)
+    return any(_attends(module, has_tokens=has_tokens) for module in modules)
+
+
+def _have_tokens(modules: Sequence[nn.Module], *, has_patches: bool) -> bool:
+    return _have_norms(modules) and (has_patches or _have_any(modules, nn.Embedding))
 
 
 def _have_norms(modules: Sequence[nn.Module]) -> bool:

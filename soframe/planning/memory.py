@@ -132,10 +132,7 @@ def _observing(costs: Costs, placement: Placement, part: Part) -> int:
 def _solving(costs: Costs, placement: Placement, part: Part, rank: int) -> int:
     """Return the bytes of solves and of the data that arrive, beside gradients."""
     stacks = placement.stacked
-    solve, unpacked = costs.solve_part(placement, part), 0
-    for number, index, blocks in part.solves:
-        if stacks[number].unpacks(index):
-            unpacked += stacks[number].matrix(index, blocks)
+    solve = costs.solve_part(placement, part)
     # Then second-order data that arrive, by stack, out of triangles.
     arrived: list[int] = []
     triangles = 0
@@ -155,7 +152,16 @@ def _solving(costs: Costs, placement: Placement, part: Part, rank: int) -> int:
     updates = 0
     if any(stack.work.after for stack in stacks):
         updates = sum(stack.gradient for stack in stacks)
-    return updates + max(unpacked + solve.peak + triangles, installing)
+    return updates + max(_unpacked(stacks, part) + solve.peak + triangles, installing)
+
+
+def _unpacked(stacks: Sequence[Stacked], part: Part) -> int:
+    """Return the bytes of a part's matrices out of triangles."""
+    unpacked = 0
+    for number, index, blocks in part.solves:
+        if stacks[number].unpacks(index):
+            unpacked += stacks[number].matrix(index, blocks)
+    return unpacked
 
 
 def _received(placement: Placement, stack: Stacked, rank: int) -> tuple[int, int]:

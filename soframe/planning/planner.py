@@ -402,9 +402,8 @@ def plan(
         options = usual(ranks)
     for option in options:
         placement = complete(option.strategy.place(costs.work, ranks))
-        _, solve_every = option.intervals(task.intervals)
-        why = combinations.refused(task.blocks, placement, solve_every=solve_every)
-        why = why or refused(placement)
+        _, every = option.intervals(task.intervals)
+        why = combinations.refused(task.blocks, placement, solve_every=every) or refused(placement)
         if why is None:
             rows.append(_row(costs, task, option, placement))
         else:

@@ -64,8 +64,7 @@ class Timing:
 
 Amounts = defaultdict[str, float]
 """Seconds of a step: ``"total"``, ``"travelled"``, ``"busy <phase>"`` and ``"exposed <phase>"``."""
-# By phase, the seconds of all its messages on the busiest rank, and of one of them.
-Durations = dict[str, tuple[float, float]]
+Durations = dict[str, tuple[float, float]]  # by phase: of all its messages, and of one
 NOTHING = (0.0, 0.0)  # seconds of a phase without messages, and of one of them
 
 
@@ -122,9 +121,12 @@ class Schedule:
         # The longest of a rank, or the work of all where more ranks compute than processors.
         self._slowest: dict[str, float] = {}
         for field in fields(Arithmetic):
-            seconds = [getattr(rank.arithmetic, field.name) for rank in parts]
-            total = sum(rank.count * time for rank, time in zip(parts, seconds, strict=True))
-            self._slowest[field.name] = max(*seconds, crowd * total / ranks)
+            longest = total = 0.0
+            for rank in parts:
+                seconds = getattr(rank.arithmetic, field.name)
+                longest = max(longest, seconds)
+                total += rank.count * seconds
+            self._slowest[field.name] = max(longest, crowd * total / ranks)
         self._network: dict[str, Durations] = {}
         for kind in KINDS:
             self._network[kind] = self._durations([rank.messages[kind] for rank in parts])

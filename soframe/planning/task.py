@@ -107,12 +107,15 @@ class Task:
                 phases.append("statistics of calls")
             what, why = " and ".join(phases), "the inputs are unknown"
         else:
-            seen = {call.helper for call in self.calls}
-            missed = [block.name for block in captured if seen.isdisjoint(block.helpers)]
-            what, why = "", "no call of theirs was seen"
-            if missed:
-                what = f"the statistics of {len(missed)} block(s), such as {missed[0]}"
+            what, why = self._uncalled(captured), "no call of theirs was seen"
         return (f"no price for {what}: {why}",) if what else ()
+
+    def _uncalled(self, captured: Sequence[Block]) -> str:
+        seen = {call.helper for call in self.calls}
+        missed = [block.name for block in captured if seen.isdisjoint(block.helpers)]
+        if not missed:
+            return ""
+        return f"the statistics of {len(missed)} block(s), such as {missed[0]}"
 
     def run(self, new: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         """Return a forward and backward pass, on tensors that ``new`` makes from those here."""
@@ -212,9 +215,7 @@ def _tensors_of(model: nn.Module, new: Callable[[Tensor], Tensor]) -> dict[str, 
     named: dict[str, Tensor] = {}
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in itertools.chain(parameters, model.named_buffers(remove_duplicate=False)):
-        if id(tensor) not in copies:
-            copies[id(tensor)] = new(tensor)
-        named[name] = copies[id(tensor)]
+        named[name] = copies.setdefault(id(tensor), new(tensor))
     return named
 
 

@@ -37,12 +37,16 @@ def text(
         if block.solved_factors:
             components["solver"][describe(block.solver)] += 1
     for name, counts in components.items():
-        of_blocks = ", ".join(f"{component} in {n} block(s)" for component, n in counts.items())
-        shown[name] = of_blocks or "None"
+        shown[name] = _counted(counts)
     for name, value in now.items():
         shown[name] = _with_schedule(value, settings.get(name))
     lines = "".join(f"\n  {name}: {value}" for name, value in shown.items())
     return f"{owner}({lines}\n)"
+
+
+def _counted(components: Mapping[str, int]) -> str:
+    """Return the components of blocks, each with its number of blocks."""
+    return ", ".join(f"{name} in {n} block(s)" for name, n in components.items()) or "None"
 
 
 def _with_schedule(value: object, setting: object) -> str:

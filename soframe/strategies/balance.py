@@ -49,9 +49,10 @@ def assign(
     shares = [1.0] * len(loads) if sizes is None else [1.0 / size for size in sizes]
     bins = [0] * len(costs)
     for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
-        after = [load + costs[job] * share for load, share in zip(loads, shares, strict=True)]
-        bins[job] = min(range(len(loads)), key=lambda b: (after[b], loads[b], b))
-        loads[bins[job]] = after[bins[job]]
+        cost = costs[job]
+        least = min(range(len(loads)), key=lambda b: (loads[b] + cost * shares[b], loads[b], b))
+        loads[least] += cost * shares[least]
+        bins[job] = least
     return bins
 
 
