@@ -176,10 +176,9 @@ def natural_gradient_cosines(
         ValueError: If no step was taken, the preconditioner has several ranks, its damping is not a
             number, or see `dense_fisher`.
     """
-    blocks = list(preconditioner.blocks)
     metrics = preconditioner.metrics()
     every: list[str] = []
-    for block in blocks:
+    for block in preconditioner.blocks:
         every += _names(model, block)
     data = {"parameters": every, "kind": kind, "reduction": reduction}
     damped = dense_fisher(model, inputs, loss, targets, **data)  # type: ignore[arg-type]
@@ -188,7 +187,7 @@ def natural_gradient_cosines(
     direction, natural = torch.empty_like(gradient), torch.empty_like(gradient)
     cosines: dict[str, float] = {}
     start = 0
-    for block in blocks:
+    for block in preconditioner.blocks:
         _require_alone(preconditioner, block)
         if metrics["step"] == 0:
             raise ValueError("there is no direction yet: call step() before")

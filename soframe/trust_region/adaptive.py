@@ -26,13 +26,11 @@ class GroupDampings(ABC):
         """Return the dampings of ``count`` groups; ``start`` is the policy's damping."""
 
     def readout(self, start: float) -> list[float]:
-        """Return the dampings for a readout; none by default."""
-        del start
+        """Return the dampings for a readout, unless they follow from the policy's."""
         return []
 
     def trial(self, step: int) -> list[float]:
         """Return a neighbour of each damping if a trial is due, or an empty list."""
-        del step
         return []
 
     def retreat(self, unsolved: Sequence[bool]) -> None:  # noqa: B027 (optional)

@@ -134,10 +134,11 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
 
     def _common(self) -> dict[str, object]:
         """Return by name the values that must be equal on every rank."""
+        numbers = [(float(g["lr"]), float(g["weight_decay"])) for g in self.param_groups]
         return {
             "settings": self._settings,
             "step": self._steps,
-            "lr and weight_decay of the param groups": param_groups.numbers(self.param_groups),
+            "lr and weight_decay of the param groups": numbers,
             "damping": damping_at(self.damping, self._steps),
         }
 

@@ -365,7 +365,14 @@ class TrustRegion(ClosureOptimizer):
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         if measure:
-            self._measure(batch, update, before, objective, predicted)
+            # With all data the loss of the next step is the verdict.
+            after = None if self._full_batch else self._evaluate(batch.passes)
+            observes = self._reduction.told(self._steps)
+            self._reduction.wait(
+                self.state, batch, update, before, objective, predicted, observes=observes
+            )
+            if after is not None:
+                self._judge(after)
         else:
             for parameter, last in zip(parameters, update, strict=True):
                 self.state[parameter]["update"] = last
@@ -373,24 +380,6 @@ class TrustRegion(ClosureOptimizer):
         self.last = {"loss": batch.loss, **taken}
         self._steps += 1
         return {**taken, "coefficients": tuple(coefficients.tolist())}
-
-    def _measure(
-        self,
-        batch: Batch,
-        update: Sequence[Tensor],
-        before: Sequence[Tensor],
-        objective: float,
-        predicted: float,
-    ) -> None:
-        """Judge the step that was taken, or with all data leave that to the next step's loss."""
-        after = None if self._full_batch else self._evaluate(batch.passes)
-        observes = self._reduction.told(self._steps)
-        states = [self.state[p] for p in batch.parameters]
-        self._reduction.wait(
-            states, update, before, batch.decays, objective, predicted, observes=observes
-        )
-        if after is not None:
-            self._judge(after)
 
     def _believable(
         self, quadratic: Quadratic, lr: float, objective: float
@@ -532,5 +521,4 @@ class TrustRegion(ClosureOptimizer):
         self._reduction.load(saved["reduction"])
 
     def close(self) -> None:
-        """Remove every hook."""
         self.preconditioner.close()

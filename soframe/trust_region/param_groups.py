@@ -63,11 +63,6 @@ def _require_own(trained: Iterable[nn.Parameter], grouped: set[nn.Parameter]) ->
         )
 
 
-def numbers(groups: Sequence[Group]) -> list[tuple[float, float]]:
-    """Return ``lr`` and ``weight_decay`` of each group, which schedulers may change."""
-    return [(float(group["lr"]), float(group["weight_decay"])) for group in groups]
-
-
 def trainable(groups: Sequence[Group]) -> list[nn.Parameter]:
     """Return the parameters that need a gradient, group by group."""
     parameters: list[nn.Parameter] = []
@@ -140,12 +135,8 @@ def penalty(decayed: Iterable[tuple[nn.Parameter, float]]) -> float:
     """Return the penalty on weights, given parameters and their weight decays."""
     by_decay: dict[float, list[Tensor]] = {}
     for parameter, decay in decayed:
-        if decay != 0:
-            by_decay.setdefault(decay, []).append(parameter)
-    total = 0.0
-    for decay, weights in by_decay.items():
-        total += 0.5 * decay * inner_products([weights]).item()
-    return total
+        by_decay.setdefault(decay, []).append(parameter)
+    return sum(0.5 * d * inner_products([weights]).item() for d, weights in by_decay.items() if d)
 
 
 def slope_and_metric(

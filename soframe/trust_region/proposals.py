@@ -55,7 +55,9 @@ class Proposer:
         self._dampings()  # the number of groups with blocks may have changed in the step
         self._damping.retreat(usual.failed)
         tried = self._damping.trial(step)
-        return [usual, self._again(batch, shares, tried)] if tried else [usual]
+        if not tried:
+            return [usual]
+        return [usual, self._again(batch, shares, tried)]
 
     def restart(self, batch: Batch, shares: Sequence[float], start: float) -> Proposal:
         """Propose once more, from another damping of the policy, and reset all trials."""

@@ -42,18 +42,14 @@ class Quadratic:
         return Quadratic(self.curvature + more * self.lengths, self.slope, self.lengths)
 
     def best_of(self, count: int, barred: Sequence[bool] = ()) -> tuple[list[bool], Quadratic]:
-        """Choose one of each of ``count`` pairs of directions, for the best predicted reduction.
+        """Choose one of each of ``count`` pairs of directions, for the best predicted reduction."""
 
-        The search begins with all first or all second ones, and exchanges one pair after another.
-        """
-
+        # The search begins with all first or all second ones, and exchanges one pair after another.
         def promised(taken: Sequence[bool]) -> float:
             model = self.of_pairs(taken)
             return model.change(model.minimise())
 
-        free = [True] * count
-        for number, is_barred in enumerate(barred):
-            free[number] = not is_barred
+        free = [not bad for bad in barred] or [True] * count
         # Ties go to the first, so the present one stays.
         best = min(([False] * count, free), key=promised)
         for number in range(count):
@@ -64,10 +60,8 @@ class Quadratic:
         return best, self.of_pairs(best)
 
     def of_pairs(self, taken: Sequence[bool]) -> Quadratic:
-        """Return the model along the second of each pair if it is taken, else along the first.
-
-        First the first of each pair, then the second of each, then directions of every step.
-        """
+        """Return the model along the second of each pair if it is taken, else along the first."""
+        # First the first of each pair, then the second of each, then directions of every step.
         count = len(taken)
         which = list(range(count))
         for number, is_second in enumerate(taken):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from soframe.damping.policies import DampingPolicy
+from soframe.trust_region.exact import Batch
 
 State = dict[str, Any]
 
@@ -83,19 +84,20 @@ class Reduction:
 
     def wait(
         self,
-        states: Sequence[State],
+        states: Mapping[Any, State],
+        batch: Batch,
         update: Sequence[Tensor],
         before: Sequence[Tensor],
-        decays: Sequence[float],
         objective: float,
         predicted: float,
         *,
         observes: bool = True,
     ) -> None:
-        """Leave a step pending until `judge`."""
+        """Leave a step of a batch pending until `judge`."""
         self._waiting, self._told = (objective, predicted), observes
-        for state, moved, old, decay in zip(states, update, before, decays, strict=True):
-            state.update(moved=moved, before=old, decay=decay)
+        pairs = zip(batch.parameters, update, before, batch.decays, strict=True)
+        for parameter, moved, old, decay in pairs:
+            states[parameter].update(moved=moved, before=old, decay=decay)
 
     def _observe(self, ratio: float, *, accepted: bool) -> None:
         """Keep a ratio for the readout, and for the damping if it is due, large or of a failure."""
@@ -129,8 +131,7 @@ class Reduction:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        waiting = state.get("waiting")
-        self._waiting = None if waiting is None else (waiting[0], waiting[1])
+        self._waiting = state.get("waiting")
         self._told = bool(state.get("told", True))
         self.last = dict(state.get("last", {}))
 

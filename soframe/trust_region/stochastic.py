@@ -258,11 +258,7 @@ class StochasticTrustRegion(ClosureOptimizer):
 
         model = exact_model(self._backend, batch, [direction], 0.0)
         if not model.finite():
-            self.damping.observe(-math.inf)
-            self._since = self._every
-            self.counters["skipped_steps"] += 1
-            undone = "the model of the loss is not finite"
-            return {"damping": self.damping.at(self._steps), "undone": undone}
+            return self._skip("the model of the loss is not finite")
         self._mean.learn(model)
         if self._steps == 0 and self.damping.to_be_measured():
             self._measure_damping(batch, update_with)
@@ -275,8 +271,8 @@ class StochasticTrustRegion(ClosureOptimizer):
         if judged:
             coefficient = torch.tensor([length], dtype=torch.float64, device="cpu")
             predicted = numbers["predicted"] = model.damped(damping).change(coefficient)
-            states, before = [self.state[p] for p in parameters], param_groups.copies(parameters)
-            self._reduction.wait(states, update, before, batch.decays, start, predicted)
+            before = param_groups.copies(parameters)
+            self._reduction.wait(self.state, batch, update, before, start, predicted)
         with torch.no_grad():
             torch._foreach_add_(list(parameters), update)
         self._since = 0
@@ -360,16 +356,18 @@ class StochasticTrustRegion(ClosureOptimizer):
 
     def _go_back(self, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
         """Go back to the average: this batch, or the last steps, made a non-finite value."""
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter in self.state:
+                    parameter.copy_(self.state[parameter]["average"])
+        return self._skip("the loss or its gradient is not finite")
+
+    def _skip(self, why: str) -> dict[str, Any]:
+        """Leave a step without an update, so that the next has a model; return its numbers."""
         self.counters["skipped_steps"] += 1
-        averages: dict[Tensor, Tensor] = {}
-        for parameter in parameters:
-            if parameter in self.state:
-                averages[parameter] = self.state[parameter]["average"]
-        self._put(averages)
         self._since = self._every
         self.damping.observe(-math.inf)
-        undone = "the loss or its gradient is not finite"
-        return {"damping": self.damping.at(self._steps), "undone": undone}
+        return {"damping": self.damping.at(self._steps), "undone": why}
 
     def _objective(self, batch: Batch) -> float:
         """Return the objective of a batch at the present parameters."""
@@ -446,8 +444,7 @@ class StochasticTrustRegion(ClosureOptimizer):
 
 def _begun(parameter: nn.Parameter, *, earlier: bool) -> dict[str, Tensor]:
     """Return the state of a parameter before its first update."""
-    like = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    state = {name: like.clone() for name in MOMENTS}
+    state = {name: torch.zeros_like(parameter) for name in MOMENTS}
     state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     state["average"] = parameter.detach().clone()
     if earlier:

@@ -105,7 +105,9 @@ class Trend:
         if abs(self.mean) > error:
             factor = SHORTER if self.mean > 0 else LONGER
             return self._judge(factor)
-        return self._judge(STALLED) if self.count == MOST else False
+        if self.count < MOST:
+            return False
+        return self._judge(STALLED)
 
     def _judge(self, factor: float) -> bool:
         self.share = min(1.0, self.share * factor)

@@ -150,16 +150,16 @@ def _moved(directions: Sequence[Direction]) -> list[int]:
     """Return the indices of the inputs that some direction changes."""
     moved: set[int] = set()
     for direction in directions:
-        for index, tensor in enumerate(direction):
-            if tensor is not None:
-                moved.add(index)
+        moved.update(index for index, tensor in enumerate(direction) if tensor is not None)
     return sorted(moved)
 
 
 def _inner_product(tensors: Sequence[Tensor], vector: Sequence[Tensor | None]) -> Tensor:
     pairs = zip(tensors, vector, strict=True)
     products = [(tensor * other).sum() for tensor, other in pairs if other is not None]
-    return torch.stack(products).sum() if products else tensors[0].new_zeros(())
+    if not products:
+        return tensors[0].new_zeros(())
+    return torch.stack(products).sum()
 
 
 def _size(tensors: Sequence[Tensor], vector: Sequence[Tensor | None]) -> float:

@@ -35,9 +35,10 @@ class LossWatch:
         """Return whether to undo the last update, if any; if not, remember the loss."""
         # Negative losses have no scale. Data that have changed for good are no reason to undo more
         # than one update.
-        most = max(self.losses, default=0.0)
-        wider = 1.0 if len(self.losses) == WINDOW else EARLY
-        if undoable and 0 < most * self._limit * wider < loss:
+        most = max(self.losses, default=0.0) * self._limit
+        if len(self.losses) < WINDOW:
+            most *= EARLY
+        if undoable and 0 < most < loss:
             return True
         self.losses.append(loss)
         return False
