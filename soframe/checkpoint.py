@@ -44,7 +44,7 @@ from soframe.comm.stages import STAGES
 from soframe.state import checksums
 from soframe.state import saving as state
 from soframe.state.checksums import seal
-from soframe.state.durable import latest, read, save
+from soframe.state.durable import Ranks, latest, read, save
 from soframe.state.entries import entries_saved
 from soframe.state.plain_metadata import PlainPlanner, PlainReader, reader_of
 
@@ -135,13 +135,17 @@ def load(
         key: The key under which `part` was saved.
         storage_reader: As for ``dcp.load``. The default runs no code from the checkpoint (see
             `PlainReader`); another reader is trusted: DCP's own unpickle ``.metadata``.
-        process_group: The process group of the preconditioner's ranks; None for the default group.
+        process_group: A process group of the preconditioner's ranks, in which DCP reads; None for
+            the preconditioner's own.
 
     Raises:
         ValueError: If the checkpoint is missing, incomplete, damaged or of another model, on any
             rank; then no rank changes.
     """
     curvature = preconditioner.curvature
+    ranks = Ranks.of_backend(curvature.backend)
+    if process_group is not None:
+        ranks = Ranks.of(process_group)
 
     def read_into(tensors: dict[str, Any]) -> None:
         try:
@@ -152,8 +156,8 @@ def load(
                     storage_reader=storage_reader or reader_of(checkpoint_id),
                     checkpoint_id=checkpoint_id,
                     planner=PlainPlanner(),
-                    process_group=process_group,
-                    no_dist=not dist.is_initialized(),
+                    process_group=ranks.group,
+                    no_dist=ranks.size == 1,
                 )
         # CheckpointException is a BaseException only
         except (CheckpointException, Exception) as error:

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from soframe import checkpoint
@@ -19,6 +18,7 @@ from soframe.blocks.placed import PlacedBlocks
 from soframe.comm.agreement import gather_json
 from soframe.products.fitting import Fit, Progress
 from soframe.registry import describe
+from soframe.state import durable
 
 KEY, MEANING = "curvature", "meaning"
 """The keys of a saved curvature."""
@@ -50,7 +50,9 @@ def save(curvature: Fitted, folder: str | os.PathLike[str]) -> Path:
     """Save a curvature with its meaning; return the checkpoint. Every rank must call."""
     tensors = checkpoint.part(curvature)
     text = json.dumps(_meaning(curvature))
-    return checkpoint.save(folder, {KEY: tensors, MEANING: {"text": text}}, sharded=True, keep=1)
+    contents = {KEY: tensors, MEANING: {"text": text}}
+    ranks = durable.Ranks.of_backend(curvature.placed.backend)
+    return durable.save_on(ranks, folder, contents, sharded=True, keep=1)
 
 
 def load(curvature: Fitted, folder: str | os.PathLike[str]) -> None:
@@ -59,10 +61,11 @@ def load(curvature: Fitted, folder: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: If the folder has none, or it is damaged, or of another model or method.
     """
-    path = checkpoint.latest(folder)
+    ranks = durable.Ranks.of_backend(curvature.placed.backend)
+    path = durable.latest_on(ranks, folder)
     if path is None:
         raise ValueError(f"{folder} has no curvature that this object could load")
-    meaning = json.loads(_read_text(path))
+    meaning = json.loads(_read_text(path, ranks))
     progress, (_, places) = meaning["progress"], curvature.describe_fit()
     batches = progress.pop("batches")
     if any(batches) and meaning["places"] != places:
@@ -109,16 +112,16 @@ def _meaning(curvature: Fitted) -> dict[str, Any]:
     }
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, ranks: durable.Ranks) -> str:
     """Return the meaning of a saved curvature."""
     read = {MEANING: {"text": ""}}
-    alone = not torch.distributed.is_initialized()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*to load in a single process")
         dcp_load(
             read,
             storage_reader=checkpoint.PlainReader(path),
             planner=checkpoint.PlainPlanner(),
-            no_dist=alone,
+            process_group=ranks.group,
+            no_dist=ranks.size == 1,
         )
     return read[MEANING]["text"]

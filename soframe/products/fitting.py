@@ -177,7 +177,7 @@ class Fit:
         """Run forward and backward passes of at most so many batches; return their number."""
         losses: list[Tensor] = []
         first = self.progress.batches
-        for batch in islice(batches, every):
+        for batch in self._together(islice(batches, every)):
             pair: Any = loss(self._model, batch)
             if isinstance(pair, Tensor) or pair[1].numel() != 1:
                 raise TypeError("loss(model, batch) must return (outputs, the mean loss, a scalar)")
@@ -204,6 +204,31 @@ class Fit:
                 f"though their losses are: compute in float32 or bfloat16, or scale the loss"
             )
         return len(losses)
+
+    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches; if a pass needs all ranks, raise on all where one lacks a batch."""
+        parameters = self._model.parameters()
+        if not any(map(sharding.is_distributed, parameters)):
+            yield from batches
+            return
+        backend, next_batches, error = self._placed.backend, list[Any](), None
+        while True:
+            try:
+                next_batches = list(islice(batches, 1))
+            except Exception as raised:  # of any kind: the other ranks wait for this one
+                error = raised
+            numbers = [float(error is not None), float(len(next_batches))]
+            failed, ready = add_over_ranks(backend, numbers)
+            require_no_failure(backend, error, failed)
+            if 0 < ready < backend.world_size:
+                raise ValueError(
+                    f"{backend.world_size - ready:.0f} of {backend.world_size} ranks have fewer "
+                    f"batches than the others, and all ranks run a model together whose parameters "
+                    f"are sharded: give every rank as many"
+                )
+            if ready == 0:
+                return
+            yield from next_batches
 
     def _note(self, weights: Sequence[float]) -> None:
         """Note the number of samples or rows of each factor of this pass."""

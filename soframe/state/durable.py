@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 
+from soframe.comm.base import Backend
 from soframe.state import checksums
 from soframe.state.plain_metadata import within
 
@@ -71,8 +72,21 @@ def save(
     Raises:
         RuntimeError: On every rank, if one could not write its part, for example because the disk
             is full, or has a ``keep`` below 1.
+        ValueError: On every rank, if ranks have different folders.
     """
-    ranks, root = _Ranks.of(process_group), Path(folder)
+    return save_on(Ranks.of(process_group), folder, state, sharded=sharded, keep=keep)
+
+
+def save_on(
+    ranks: Ranks,
+    folder: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    sharded: bool,
+    keep: int,
+) -> Path:
+    """Save a checkpoint as `save` does, on these ranks."""
+    root = Path(folder)
     entries: dict[str, Any] = {}
 
     def begin() -> str:
@@ -84,13 +98,13 @@ def save(
             entries[name] = entry.state_dict() if is_stateful else entry
         return _begin(root) if ranks.rank == 0 else ""
 
-    name = ranks.all("no checkpoint was saved", begin)[0]
+    name = ranks.of_folder(root, "no checkpoint was saved", begin)
     unfinished, final = root / f".{name}.tmp", root / name
     failure = f"{final} was not saved; the checkpoints before it are as they were"
 
     def write() -> None:
         if sharded:
-            _write_shards(unfinished, entries, process_group)
+            _write_shards(unfinished, entries, ranks)
         elif ranks.rank == 0:
             _write(unfinished / STATE, lambda file: torch.save(entries, file))
 
@@ -141,11 +155,20 @@ def latest(
         The checkpoint, the same on every rank; None for a folder without any.
 
     Raises:
-        ValueError: On every rank, if all checkpoints are damaged.
+        ValueError: On every rank, if all checkpoints are damaged, or ranks have different folders.
         RuntimeError: On every rank, if one cannot read the folder.
     """
-    ranks, root = _Ranks.of(process_group), Path(folder)
-    names = ranks.first(f"{root} cannot be read", lambda: _names(root))
+    return latest_on(Ranks.of(process_group), folder)
+
+
+def latest_on(ranks: Ranks, folder: str | os.PathLike[str]) -> Path | None:
+    """Return the last whole checkpoint as `latest` does, on these ranks."""
+    root = Path(folder)
+
+    def names_here() -> list[str]:
+        return _names(root) if ranks.rank == 0 else []
+
+    names = ranks.of_folder(root, f"{root} cannot be read", names_here)
     problems = []
     # The newest first; older ones only if it is damaged.
     for name in reversed(names):
@@ -154,7 +177,7 @@ def latest(
             return root / name
         problems.append(problem)
         if ranks.rank == 0:
-            warnings.warn(f"soframe: {problem}; the checkpoint before it is taken", stacklevel=2)
+            warnings.warn(f"soframe: {problem}; the checkpoint before it is taken", stacklevel=3)
     if problems:
         raise ValueError(f"no checkpoint in {root} is whole: {'; '.join(problems)}")
     return None
@@ -182,7 +205,7 @@ def read(
         ValueError: On every rank, if the checkpoint is sharded, damaged or not a checkpoint.
         RuntimeError: On every rank, if one cannot read it.
     """
-    ranks, path = _Ranks.of(process_group), Path(checkpoint)
+    ranks, path = Ranks.of(process_group), Path(checkpoint)
     problem = _problem(ranks, path)
     if problem:
         raise ValueError(problem)
@@ -241,17 +264,15 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _write_shards(
-    folder: Path, entries: dict[str, Any], process_group: dist.ProcessGroup | None
-) -> None:
+def _write_shards(folder: Path, entries: dict[str, Any], ranks: Ranks) -> None:
     with warnings.catch_warnings():
         # DCP warns of a missing process group, which is intended here.
         warnings.filterwarnings("ignore", ".*to save in a single process")
         dcp_save(
             entries,
             storage_writer=FileSystemWriter(folder),
-            process_group=process_group,
-            no_dist=_Ranks.of(process_group).size == 1,
+            process_group=ranks.group,
+            no_dist=ranks.size == 1,
         )
 
 
@@ -317,7 +338,7 @@ def _unchecked_manifest(path: Path) -> Any:
         raise ValueError(f"{path} is damaged: its manifest cannot be read: {error}") from error
 
 
-def _problem(ranks: _Ranks, path: Path) -> str:
+def _problem(ranks: Ranks, path: Path) -> str:
     """Return the damage of a checkpoint, the same on every rank; empty if it is whole."""
 
     def problem() -> str:
@@ -343,18 +364,29 @@ def _problem(ranks: _Ranks, path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class _Ranks:
-    """The ranks of a process group; None for the default group."""
+class Ranks:
+    """The ranks that share a checkpoint.
+
+    Attributes:
+        group: Their process group; None for the default group.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
 
     @staticmethod
-    def of(group: dist.ProcessGroup | None) -> _Ranks:
+    def of(group: dist.ProcessGroup | None) -> Ranks:
         if not (dist.is_available() and dist.is_initialized()):
-            return _Ranks(None, 0, 1)
-        return _Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+            return Ranks(None, 0, 1)
+        return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+
+    @staticmethod
+    def of_backend(backend: Backend) -> Ranks:
+        """Return the ranks of a preconditioner or a curvature."""
+        if backend.world_size == 1:
+            return Ranks(None, 0, 1)
+        return Ranks.of(backend.process_group)
 
     def share(self, names: Sequence[str], sharded: bool) -> Sequence[str]:
         """Return the files whose digests this rank computes; rank 0 takes a plain checkpoint's."""
@@ -378,6 +410,16 @@ class _Ranks:
         if texts:
             raise RuntimeError(f"{failure}. {'; '.join(texts)}") from error
         return [result for result, _ in outcomes]
+
+    def of_folder(self, folder: Path, failure: str, action: Callable[[], T]) -> T:
+        """Call on every rank and return rank 0's result; ValueError if folders differ."""
+        answers = self.all(failure, lambda: (str(folder), action()))
+        if len(folders := dict.fromkeys(name for name, _ in answers)) > 1:
+            raise ValueError(
+                f"ranks have different folders for one checkpoint, {' and '.join(folders)}: ranks "
+                f"with a checkpoint of their own pass their process_group="
+            )
+        return answers[0][1]
 
     def first(self, failure: str, action: Callable[[], T]) -> T:
         """Call on rank 0 and return its result on every rank; as `all` if it raises."""

@@ -236,8 +236,9 @@ class Effect:
         else:
             why = (
                 "They were removed between backward() and preconditioner.step(), by zero_grad() or "
-                "a stack that keeps gradients elsewhere (DeepSpeed, Megatron): call step() right "
-                "after backward(), with the gradients in .grad"
+                "a stack that keeps gradients elsewhere (DeepSpeed, Megatron), or fully_shard has "
+                "not reduced them (set_requires_gradient_sync(False) in the last pass): call "
+                "step() right after backward(), with the gradients in .grad"
             )
         return (
             f"statistics without gradients: a backward pass has reached {_names(blocks)}, and "

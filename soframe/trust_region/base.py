@@ -176,6 +176,7 @@ class ClosureOptimizer(OfModel, torch.optim.Optimizer):
 
     def _publish(self, readout: Readout) -> None:
         self.readout = readout
+        torch.clear_autocast_cache()  # within a context of the caller it has former parameters
         if self._on_step is not None:
             self._on_step(readout)
 

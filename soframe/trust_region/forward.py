@@ -119,6 +119,7 @@ def run(
 
     handle = model.register_forward_hook(collect)
     try:
+        torch.clear_autocast_cache()  # see `evaluated`
         with eagerly(), kernels:
             loss: object = closure()
     finally:
@@ -171,6 +172,8 @@ def evaluated(forwards: Iterable[tuple[Closure, Replay]], *, differentiates: boo
     for closure, replay in forwards:
         # By the kernels of the first pass: others draw other dropout masks from the same state.
         kernels = PlainKernels()
+        # Within one context of autocast, as of a caller, torch casts each parameter once.
+        torch.clear_autocast_cache()
         with torch.set_grad_enabled(differentiates), replay.again(), eagerly(), kernels:
             total += float(closure().detach())
     return total

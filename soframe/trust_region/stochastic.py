@@ -216,6 +216,7 @@ class StochasticTrustRegion(ClosureOptimizer):
         """Run closures and their backward passes; return the loss."""
         total = 0.0
         for closure in closures:
+            torch.clear_autocast_cache()
             with torch.enable_grad():
                 loss = closure()
                 loss.backward()

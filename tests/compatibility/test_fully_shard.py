@@ -418,6 +418,12 @@ def gone_on_one_rank(rank: int, ranks: int) -> None:
     run.preconditioner.step()
 
 
+def unreduced(rank: int, ranks: int) -> None:
+    run = Run(Case(), rank, ranks)
+    run.model.set_requires_gradient_sync(False)
+    run.step(0)
+
+
 REFUSED: list[tuple[Callable[[int, int], Any], int, str]] = [
     (optimizer_in_backward, 2, "Hooks on the parameters .* have taken them"),
     (built_within_a_step, 2, "gradients without statistics"),
@@ -428,6 +434,7 @@ REFUSED: list[tuple[Callable[[int, int], Any], int, str]] = [
     (hyperball_first, 2, "of which each rank has a part"),
     (trust_region, 2, "TrustRegion needs whole parameters"),
     (gone_on_one_rank, 2, "blocks with gradients"),
+    (unreduced, 2, "fully_shard has not reduced them"),
 ]
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import soframe
 from soframe.settings import grouped
 from soframe.testing import compare
+from soframe.trust_region import LevenbergMarquardt
 from soframe.trust_region.forward import first_pass, moved
 from soframe.trust_region.twice import jacobian_products
 from tests.curvature import fill, half_square, randn
@@ -338,6 +339,33 @@ def test_a_model_under_autocast() -> None:
     own = trust_region(model, "squared-error", 0.1, layer_groups=2)
     losses = [float(own.step(closure)) for _ in range(4)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", ["stochastic", "trust region"])
+def test_a_step_within_autocast_sees_its_parameters_move(kind: str) -> None:
+    """Within one context torch casts each parameter once, whatever becomes of it."""
+    changes: list[list[float | None]] = []
+    for within in (False, True):
+        model = fill(nn.Linear(3, 2)).float()
+        own: Any = soframe.StochasticTrustRegion(model, model_every=1)
+        if kind == "trust region":
+            own = trust_region(model, "squared-error", LevenbergMarquardt(1.0, interval=1))
+        seen: list[float | None] = []
+        for step in range(3):
+            x, y = randn(8, 3, seed=step).float(), randn(8, 2, seed=10 + step).float()
+
+            def closure() -> Tensor:
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = model(x)  # noqa: B023
+                return half_square(output.float(), y)  # noqa: B023
+
+            with torch.autocast("cpu", torch.bfloat16, enabled=within):
+                own.step(closure)
+                loss = closure().item()
+            seen += [own.readout.change, loss]
+            assert loss == pytest.approx(closure().item(), rel=1e-6)
+        changes.append(seen)
+    assert changes[1] == pytest.approx(changes[0], rel=0.05)
 
 
 def test_float16_autocast_is_refused() -> None:
