@@ -333,6 +333,23 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
     assert held == [False] * 4, "the window's sums are freed before anything is solved"
 
 
+@pytest.mark.parametrize("settings", [{"scaling": "kaisa"}, {"method": "kl-shampoo"}], ids=str)
+def test_an_average_begins_before_its_statistics_on_its_holders_alone(settings):
+    model = nn.Sequential(*[nn.Linear(n, n + 1) for n in range(4, 8)])
+    backend = Recording(rank=1, world_size=3)
+    own = Preconditioner(
+        model,
+        strategy=Sharded(),
+        kl_clip=None,
+        **grouped({"backend": backend, "statistics_every": 1, **settings}),
+    )
+    model(torch.ones(2, 4)).square().mean().backward()
+    own.step()
+    held, others = own.memory_usage()["factors"], (own.placement.memory(rank) for rank in (0, 2))
+    assert held == own.placement.memory(1)["factors"] > 0
+    assert all(other["factors"] > 0 for other in others)
+
+
 # -- on the wire ---------------------------------------------------------------------------------
 
 
