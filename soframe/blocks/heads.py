@@ -117,8 +117,8 @@ def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:
     """Return the children that have parameters, by name."""
     named: dict[str, nn.Module] = {}
     for name, child in module.named_children():
-        own = [p for p in child._parameters.values() if p is not None]
+        parameters = [p for p in child._parameters.values() if p is not None]
         # Walking over modules takes a while.
-        if own or next(child.parameters(), None) is not None:
+        if parameters or next(child.parameters(), None) is not None:
             named[name] = child
     return named
