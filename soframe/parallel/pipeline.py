@@ -115,8 +115,21 @@ class Pipeline(Stages):
                 "stages step where it skips. Use bfloat16, which needs none, or float32"
             )
 
-    def require_served(self, model: nn.Module, blocks: Sequence[Block]) -> None:
-        _require_untied(model, blocks)
+    def require_served(self, model: Any, blocks: Sequence[Block]) -> None:
+        # Stages of DeepSpeed may share weights.
+        module = sys.modules.get(_DEEPSPEED)
+        if module is None or not isinstance(model, module.PipelineModule):
+            return
+        tied: set[nn.Parameter] = set()
+        for key in model.tied_comms:
+            tied.update(model.tied_modules[key].parameters())
+        for block in blocks:
+            if not tied.isdisjoint(block.parameters.values()):
+                raise ValueError(
+                    f"{block.name} belongs to a layer that DeepSpeed ties over stages, and each "
+                    f"stage would make another direction of its gradient, so that its copies would "
+                    f"part: leave it out (skip=[{block.name!r}])"
+                )
 
     def say_failed(self, error: BaseException) -> None:
         say_failed(self.backend, error)
@@ -349,23 +362,6 @@ def _differing_samples(stages: Sequence[Report], passes: float) -> ValueError | 
         f"with different numbers of samples ({text}), so how many the loss is a mean over cannot "
         f"be told: pass Statistics(samples=...), a callable that returns it for one micro-batch"
     )
-
-
-def _require_untied(model: Any, blocks: Sequence[Block]) -> None:
-    """Raise a ValueError if several stages of DeepSpeed's ``PipelineModule`` share a weight."""
-    module = sys.modules.get(_DEEPSPEED)
-    if module is None or not isinstance(model, module.PipelineModule):
-        return
-    tied: set[nn.Parameter] = set()
-    for key in model.tied_comms:
-        tied.update(model.tied_modules[key].parameters())
-    for block in blocks:
-        if not tied.isdisjoint(block.parameters.values()):
-            raise ValueError(
-                f"{block.name} belongs to a layer that DeepSpeed ties over stages, and each stage "
-                f"would make another direction of its gradient, so that its copies would part: "
-                f"leave it out (skip=[{block.name!r}])"
-            )
 
 
 def _is_schedule(choice: object) -> bool:
