@@ -171,7 +171,9 @@ def frame(size: int) -> int:
     if size < FRAMED:
         return 0
     rows = -size % 16
-    return rows if (size + rows) % 256 else rows + 16
+    if (size + rows) % 256 == 0:
+        rows += 16
+    return rows
 
 
 def damped(matrix: Tensor, damping: Tensor, extra: int = 0) -> Tensor:

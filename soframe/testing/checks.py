@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -164,7 +165,7 @@ class _Case:
         starts, calls_of = [], []
         for seed, output in enumerate(outputs):
             start = torch.randn(output.shape, dtype=output.dtype, generator=seeded(seed))
-            calls = {helper: [] for helper in helpers}
+            calls = defaultdict(list)
             output.backward(start)
             starts.append(start)
             calls_of.append(calls)
@@ -178,7 +179,7 @@ class _Case:
         self, module: nn.Module, helpers: Sequence[LayerHelper], inputs: Inputs, start: Tensor
     ) -> _Exact:
         output = self._call(module, inputs)
-        exact: _Exact = {helper: [] for helper in helpers}
+        exact: _Exact = defaultdict(list)
         parameters: dict[str, Tensor] = {}
         for helper in helpers:
             parameters |= helper.parameters
