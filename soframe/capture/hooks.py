@@ -42,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
 from soframe.capture.root import Layers, look, look_at_outputs
-from soframe.capture.wrapper import require_no_join, unlearned_wrapper, unseen_by
+from soframe.capture.wrapper import alone_in_join, unlearned_wrapper, unseen_by
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -445,7 +445,8 @@ class Capture:
             batch = self.calls.batch
             batch.see(look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms))
             return
-        require_no_join()
+        if not self.alone and (error := alone_in_join()) is not None:
+            raise RuntimeError(error)
         self._precede()
         self._begin_call()
         if self.probing:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from soframe.capture.wrapper import require_no_join, unlearned_wrapper
+from soframe.capture.wrapper import alone_in_join, unlearned_wrapper
 from soframe.losses.base import Loss
 from soframe.trust_region.replay import Replay, eagerly
 from soframe.trust_region.twice import Direction, PlainKernels, jacobian_products
@@ -96,7 +96,8 @@ def run(
     def collect(module: nn.Module, args: object, output: object) -> object:
         if not torch.is_grad_enabled():  # a constant of the loss
             return None
-        _require_true_gradients(kind)
+        if (error := _wrong_gradients(kind)) is not None:
+            raise RuntimeError(error)
         if isinstance(output, Tensor):
             calls.append((output,))
             return None
@@ -131,20 +132,20 @@ def run(
     return calls, loss
 
 
-def _require_true_gradients(kind: str) -> None:
-    """Raise a RuntimeError if the forward pass that runs would have wrong gradients."""
-    require_no_join()
+def _wrong_gradients(kind: str) -> str | None:
+    """Return the error if the forward pass that runs would have wrong gradients, or None."""
     if unlearned_wrapper() is not None:
-        raise RuntimeError(
+        return (
             "a trust region differentiates the model's outputs before its parameters, and "
             "DistributedDataParallel(static_graph=True) would take all of these for unused, and "
             "never average their gradients: build it without static_graph=True"
         )
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
-        raise RuntimeError(
+        return (
             f"a trust region does not scale the loss, and under float16 autocast gradients below "
             f"6e-8 become zeros: let the closure use torch.autocast({kind!r}, torch.bfloat16)"
         )
+    return alone_in_join()
 
 
 def first_pass(
