@@ -101,22 +101,9 @@ def run(
         if isinstance(output, Tensor):
             calls.append((output,))
             return None
-        leaves, structure = tree_flatten(output)
-        kept: list[Tensor] = []
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                # One output may be made of another, and the loss is differentiated in each
-                # separately: the closure gets views, which no other output is made of.
-                leaves[index] = leaf.view_as(leaf)
-                kept.append(leaves[index])
-        if not kept:
-            raise TypeError(
-                f"{type(module).__name__} returns {type(output).__name__} without a tensor that "
-                f"needs a gradient; the quadratic model needs tensors, or tuples, lists and dicts "
-                f"of them. Return these, or register the class with torch.utils._pytree"
-            )
-        calls.append(tuple(kept))
-        return tree_unflatten(leaves, structure)
+        tensors, with_views = _as_views(module, output)
+        calls.append(tensors)
+        return with_views
 
     handle = model.register_forward_hook(collect)
     try:
@@ -130,6 +117,25 @@ def run(
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(f"a closure must return its loss, a scalar tensor, not {loss!r}")
     return calls, loss
+
+
+def _as_views(module: nn.Module, output: object) -> tuple[tuple[Tensor, ...], object]:
+    """Return the tensors of an output that need gradients, as views, and the output with these."""
+    # One output may be made of another, and the loss is differentiated in each separately: the
+    # closure gets views, which no other output is made of.
+    leaves, structure = tree_flatten(output)
+    views: list[Tensor] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaves[index] = leaf.view_as(leaf)
+            views.append(leaves[index])
+    if not views:
+        raise TypeError(
+            f"{type(module).__name__} returns {type(output).__name__} without a tensor that "
+            f"needs a gradient; the quadratic model needs tensors, or tuples, lists and dicts "
+            f"of them. Return these, or register the class with torch.utils._pytree"
+        )
+    return tuple(views), tree_unflatten(leaves, structure)
 
 
 def _wrong_gradients(kind: str) -> str | None:
