@@ -42,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
 from soframe.capture.root import Layers, look, look_at_outputs
-from soframe.capture.wrapper import require_no_join, unlearned_wrapper, unseen_by
+from soframe.capture.wrapper import alone_in_join, unlearned_wrapper, unseen_by
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -450,16 +450,22 @@ class Capture:
             batch = self.calls.batch
             batch.see(look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms))
             return
-        require_no_join()
+        if not self.alone:
+            self._see_wrapper()
         self._precede()
         self._begin_call()
-        if self.probing:
-            self._unlearned_wrapper = unlearned_wrapper()
         calls = self.calls
         if not calls.batch.declared:
             calls.batch = Batch()
             calls.waiting.append(calls.batch)
         calls.batch.see(look(args, kwargs))
+
+    def _see_wrapper(self) -> None:
+        """Note the wrapper whose forward pass runs; raise a RuntimeError if it serves no step."""
+        if (error := alone_in_join()) is not None:
+            raise RuntimeError(error)
+        if self.probing:
+            self._unlearned_wrapper = unlearned_wrapper()
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

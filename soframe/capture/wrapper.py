@@ -25,18 +25,22 @@ def running_wrapper() -> DistributedDataParallel | None:
     return wrapper
 
 
-def require_no_join() -> None:
-    """Raise a RuntimeError in a forward pass within ``Join``, unless all ranks end together."""
+def alone_in_join() -> str | None:
+    """Return the error of a forward pass within a ``Join`` that does not end with the first rank.
+
+    None if the wrapper is not within one.
+    """
     wrapper = running_wrapper()
     if wrapper is None:
-        return
+        return None
     config = wrapper._join_config
-    if config.enable and not config.throw_on_early_termination:
-        raise RuntimeError(
-            "within join() a rank without further batches answers DistributedDataParallel's "
-            "collectives alone, and a step of soframe needs all ranks: give every rank as many "
-            "batches, or end with the first one by join(throw_on_early_termination=True)"
-        )
+    if not config.enable or config.throw_on_early_termination:
+        return None
+    return (
+        "within join() a rank without further batches answers DistributedDataParallel's "
+        "collectives alone, and a step of soframe needs all ranks: give every rank as many "
+        "batches, or end with the first one by join(throw_on_early_termination=True)"
+    )
 
 
 def unlearned_wrapper() -> DistributedDataParallel | None:

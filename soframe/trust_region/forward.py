@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from soframe.capture.wrapper import require_no_join, unlearned_wrapper
+from soframe.capture.wrapper import alone_in_join, unlearned_wrapper
 from soframe.losses.base import Loss
 from soframe.trust_region.replay import Replay, eagerly
 from soframe.trust_region.twice import Direction, PlainKernels, jacobian_products
@@ -96,26 +96,14 @@ def run(
     def collect(module: nn.Module, args: object, output: object) -> object:
         if not torch.is_grad_enabled():  # a constant of the loss
             return None
-        _require_true_gradients(kind)
+        if (error := _wrong_gradients(kind)) is not None:
+            raise RuntimeError(error)
         if isinstance(output, Tensor):
             calls.append((output,))
             return None
-        leaves, structure = tree_flatten(output)
-        kept: list[Tensor] = []
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                # One output may be made of another, and the loss is differentiated in each
-                # separately: the closure gets views, which no other output is made of.
-                leaves[index] = leaf.view_as(leaf)
-                kept.append(leaves[index])
-        if not kept:
-            raise TypeError(
-                f"{type(module).__name__} returns {type(output).__name__} without a tensor that "
-                f"needs a gradient; the quadratic model needs tensors, or tuples, lists and dicts "
-                f"of them. Return these, or register the class with torch.utils._pytree"
-            )
-        calls.append(tuple(kept))
-        return tree_unflatten(leaves, structure)
+        tensors, with_views = _as_views(module, output)
+        calls.append(tensors)
+        return with_views
 
     handle = model.register_forward_hook(collect)
     try:
@@ -131,20 +119,39 @@ def run(
     return calls, loss
 
 
-def _require_true_gradients(kind: str) -> None:
-    """Raise a RuntimeError if the forward pass that runs would have wrong gradients."""
-    require_no_join()
+def _as_views(module: nn.Module, output: object) -> tuple[tuple[Tensor, ...], object]:
+    """Return the tensors of an output that need gradients, as views, and the output with these."""
+    # One output may be made of another, and the loss is differentiated in each separately: the
+    # closure gets views, which no other output is made of.
+    leaves, structure = tree_flatten(output)
+    views: list[Tensor] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaves[index] = leaf.view_as(leaf)
+            views.append(leaves[index])
+    if not views:
+        raise TypeError(
+            f"{type(module).__name__} returns {type(output).__name__} without a tensor that "
+            f"needs a gradient; the quadratic model needs tensors, or tuples, lists and dicts "
+            f"of them. Return these, or register the class with torch.utils._pytree"
+        )
+    return tuple(views), tree_unflatten(leaves, structure)
+
+
+def _wrong_gradients(kind: str) -> str | None:
+    """Return the error if the forward pass that runs would have wrong gradients, or None."""
     if unlearned_wrapper() is not None:
-        raise RuntimeError(
+        return (
             "a trust region differentiates the model's outputs before its parameters, and "
             "DistributedDataParallel(static_graph=True) would take all of these for unused, and "
             "never average their gradients: build it without static_graph=True"
         )
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
-        raise RuntimeError(
+        return (
             f"a trust region does not scale the loss, and under float16 autocast gradients below "
             f"6e-8 become zeros: let the closure use torch.autocast({kind!r}, torch.bfloat16)"
         )
+    return alone_in_join()
 
 
 def first_pass(

@@ -81,11 +81,7 @@ class Replay:
     def again(self) -> Iterator[None]:
         """A context with the first run's random state and buffers; it restores both."""
         before = list(map(dict, self._places))
-        wrapper, broadcasts = self._wrapper, True
-        if wrapper is not None:
-            broadcasts = wrapper.require_forward_param_sync
-            wrapper.require_forward_param_sync = self._broadcasts
-        with torch.random.fork_rng(self._devices):
+        with self._wrapped_as_before(), torch.random.fork_rng(self._devices):
             try:
                 for place, kept in zip(self._places, _copies(self._buffers), strict=True):
                     place.update(kept)
@@ -94,8 +90,25 @@ class Replay:
             finally:
                 for place, kept in zip(self._places, before, strict=True):
                     place.update(kept)
-                if wrapper is not None:
-                    wrapper.require_forward_param_sync = broadcasts
+
+    @contextmanager
+    def _wrapped_as_before(self) -> Iterator[None]:
+        """A context in which buffers are broadcast as in the first run, and no reduction begins.
+
+        A closure may turn gradients on, and the wrapper would then wait for a backward pass.
+        """
+        wrapper = self._wrapper
+        if wrapper is None:
+            yield
+            return
+        broadcasts, reduces = wrapper.require_forward_param_sync, wrapper.require_backward_grad_sync
+        wrapper.require_forward_param_sync = self._broadcasts
+        wrapper.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            wrapper.require_forward_param_sync = broadcasts
+            wrapper.require_backward_grad_sync = reduces
 
 
 def _copies(places: Sequence[Buffers]) -> list[Buffers]:

@@ -354,6 +354,7 @@ class StochasticTrustRegion(ClosureOptimizer):
         with torch.no_grad():
             for parameter, value in values.items():
                 parameter.copy_(value)
+        torch.clear_autocast_cache()  # within a context of the caller it has the former values
 
     def _go_back(self, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
         """Go back to the average: this batch, or the last steps, made a non-finite value."""

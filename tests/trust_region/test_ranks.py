@@ -164,3 +164,39 @@ def changes(rank: int, ranks: int) -> list[float]:
 def test_a_loss_is_evaluated_again_with_the_buffers_that_were_broadcast() -> None:
     for found in run_ranks(changes, 2):
         assert max(map(abs, found)) < 1e-9
+
+
+MICRO_BATCHES = ((5, 2), (3,))
+"""The samples of each micro-batch, by rank."""
+
+
+def uneven(rank: int | None, ranks: int) -> Tensor:
+    """Train with micro-batches of this rank, or of all; the closures turn gradients on."""
+    model = deep()
+    wrapped: Any = model if rank is None else DistributedDataParallel(model)
+    own = soframe.StochasticTrustRegion(wrapped, damping=LevenbergMarquardt(1.0), model_every=1)
+    for step in range(4):
+        closures = []
+        for of_rank, sizes in enumerate(MICRO_BATCHES):
+            for index, size in enumerate(sizes):
+                x, y = classes_of(100 * step + 10 * of_rank + index, size)
+                weight = 1 / len(sizes) / (ranks if rank is None else 1)
+                is_last = rank is None or index == len(sizes) - 1
+
+                def closure(
+                    x: Tensor = x, y: Tensor = y, weight: float = weight, is_last: bool = is_last
+                ) -> Tensor:
+                    with torch.enable_grad() if is_last else wrapped.no_sync():
+                        return F.cross_entropy(wrapped(x), y) * weight
+
+                if rank is None or rank == of_rank:
+                    closures.append(closure)
+        own.step(closures)
+    return vector(model)
+
+
+def test_an_evaluation_begins_no_reduction() -> None:
+    """Else the next backward pass would, of which ranks have unequal numbers."""
+    expected = uneven(None, 2)
+    for weights in run_ranks(uneven, 2, timeout=60):
+        compare(weights, expected, "weights")

@@ -309,6 +309,22 @@ def test_the_average_is_for_evaluation_alone() -> None:
     own.step(closure)
 
 
+def test_the_average_is_seen_within_autocast() -> None:
+    """Within one context torch casts each parameter once, whatever becomes of it."""
+    model = deep().float()
+    own = soframe.StochasticTrustRegion(model)
+    x, y = classes_of(0)
+    for _ in range(3):
+        own.step(lambda: F.cross_entropy(model(x.float()), y))
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(x.float())
+        with own.averaged():
+            averaged = model(x.float())
+        after = model(x.float())
+    assert torch.equal(before, after)
+    assert not torch.equal(before, averaged)
+
+
 def test_the_average_is_there_where_parameters_are_frozen_for_evaluation() -> None:
     model = deep()
     own = soframe.StochasticTrustRegion(model)
