@@ -145,7 +145,6 @@ class Refresh:
             return []
         # Schedules may change the intervals during training.
         if placed.captured and not after:
-            # At the line that calls `Preconditioner.step`.
             self._warn_of_intervals(placed.solvable, plan.solve_every, stacklevel=9)
         turn = plan.step % plan.solve_every
         due: list[Block] = []
