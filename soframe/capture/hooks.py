@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
-from soframe.capture.root import Layers, look, look_at_outputs
+from soframe.capture.root import Layers, look, look_at_outputs, takes_sequences_first
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
 from soframe.layers.layout import parameter_of
@@ -107,10 +107,11 @@ class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
     With a helper it is of a layer, after its call. Without one it is of the root module: before its
-    call, when the output is an ellipsis, and after it.
+    call, when the output is an ellipsis, and after it; or, without layers, of a layer that takes
+    sequences first, before its call.
     """
 
-    def __init__(self, capture: Capture, helper: LayerHelper | None, layers: Layers) -> None:
+    def __init__(self, capture: Capture, helper: LayerHelper | None, layers: Layers | None) -> None:
         self._capture = weakref.ref(capture)
         self._layers = layers  # of the root module
         self._root = helper is None
@@ -155,7 +156,7 @@ def _take_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
-    layers: Layers,
+    layers: Layers | None,
 ) -> None:
     # A torch function mode of the user is for the model, not for the hooks.
     with torch._C.DisableTorchFunction():
@@ -164,7 +165,10 @@ def _take_call(
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return
         if helper is None:
-            capture._on_root(args, kwargs, output, layers)
+            if layers is not None:
+                capture._on_root(args, kwargs, output, layers)
+            if takes_sequences_first(module):
+                capture._on_sequences(args, kwargs)
             return
         if module is not helper.module and getattr(module, "_is_replica", False):
             raise RuntimeError(
@@ -276,7 +280,9 @@ class Capture:
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._roots: dict[nn.Module, _Hook] = {}
-        self._after: list[RemovableHandle] = []  # of the roots, after their calls
+        self._sequences: list[nn.Module] = []  # layers of the roots that take sequences first
+        # Of the roots, after their calls, and of such layers, before theirs.
+        self._after: list[RemovableHandle] = []
         self._probe: Probe | None = None
         self._delivering = False
         self._finalizer = weakref.finalize(self, _remove, self._handles)
@@ -299,7 +305,7 @@ class Capture:
         """
         self.sink, self.rereading, self.alike, self.ended = sink, rereading, alike, ended
         _remove(self._handles)
-        self._roots, self._after = {}, []
+        self._roots, self._after, self._sequences = {}, [], []
         self.names = dict(names)
         for helper in names:
             hook = _Hook(self, helper, Layers())
@@ -308,6 +314,8 @@ class Capture:
             hook = _Hook(self, None, Layers.of(root))
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True))
             self._roots[root] = hook
+            layers = [module for module in root.modules() if module is not root]
+            self._sequences += filter(takes_sequences_first, layers)
 
     def _precede(self) -> None:
         """Run before the hooks of others, which may replace the output (adapters do)."""
@@ -325,14 +333,18 @@ class Capture:
     ) -> None:
         """Record the calls of a window from now on, as it needs them; see the attributes."""
         self.calls, self.enabled = calls, enabled
-        # Roots have a hook after the call at statistics steps alone: torch.compile would make it a
-        # frame of its own.
+        # These hooks are there at statistics steps alone: torch.compile would make calls frames of
+        # their own.
         if enabled != bool(self._after):
             for handle in self._after:
                 handle.remove()
                 self._handles.remove(handle)
             roots = self._roots.items() if enabled else ()
             self._after = [root.register_forward_hook(h, with_kwargs=True) for root, h in roots]
+            for module in self._sequences if enabled else ():
+                sequences = _Hook(self, None, None)
+                handle = module.register_forward_pre_hook(sequences, with_kwargs=True)
+                self._after.append(handle)
             self._handles += self._after
         if enabled:
             self._precede()
@@ -448,6 +460,12 @@ class Capture:
             calls.batch = Batch()
             calls.waiting.append(calls.batch)
         calls.batch.see(look(args, kwargs))
+
+    def _on_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See the layout of a layer's first input, ``[T, N, features]``."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            batch = self.calls.batch
+            batch.see(batch.root.with_sequences(next(iter((*args, *kwargs.values())), None)))
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
