@@ -100,6 +100,8 @@ class Curvature(OfModel):
             nothing that has a curvature, or some ranks take no statistics under the strategy.
     """
 
+    _remedy = "save() it into a folder, build another one for the other model, and load() it there"
+
     parts: Parts  # the parts that its settings describe
     strategy: Strategy  # that it has settled on
     steps: int  # completed ones

@@ -339,16 +339,21 @@ class Capture:
             for handle in self._after:
                 handle.remove()
                 self._handles.remove(handle)
-            roots = self._roots.items() if enabled else ()
-            self._after = [root.register_forward_hook(h, with_kwargs=True) for root, h in roots]
-            for module in self._sequences if enabled else ():
-                sequences = _Hook(self, None, None)
-                handle = module.register_forward_pre_hook(sequences, with_kwargs=True)
-                self._after.append(handle)
+            self._after = self._hook_for_statistics() if enabled else []
             self._handles += self._after
         if enabled:
             self._precede()
         self.without_inputs, self.no_statistics = without_inputs, no_statistics
+
+    def _hook_for_statistics(self) -> list[RemovableHandle]:
+        """Hook roots after their calls, and layers that take sequences first before theirs."""
+        handles: list[RemovableHandle] = []
+        for root, hook in self._roots.items():
+            handles.append(root.register_forward_hook(hook, with_kwargs=True))
+        for layer in self._sequences:
+            hook = _Hook(self, None, None)
+            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        return handles
 
     @contextmanager
     def paused(self) -> Iterator[None]:
