@@ -101,6 +101,8 @@ class Curvature(OfModel):
         TypeError: If a setting has the wrong type.
     """
 
+    _remedy = "save() it into a folder, build another one for the other model, and load() it there"
+
     parts: Parts  # the parts that its settings describe
     strategy: Strategy  # that it has settled on
     steps: int  # completed ones

@@ -146,6 +146,11 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             moving.check(Move.of(settings), name="", prefix=prefix)
         self._model = unwrap(model)
         trained = [p for p in self._model.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError(
+                "the model has no trainable parameter: build it, or thaw a part by "
+                "requires_grad_(), before its soframe.Optimizer"
+            )
         chosen = trained if param_groups is None else param_groups
         super().__init__(chosen, {})
         self._adopts = param_groups is None  # parameters that are added to the model later

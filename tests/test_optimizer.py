@@ -344,6 +344,11 @@ def test_settings_that_cannot_be_meant(settings: dict[str, Any], problem: str) -
         soframe.Optimizer(text(), **grouped({"lr": 0.1, **settings}))
 
 
+def test_a_model_with_nothing_to_train_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"no trainable parameter: .* thaw a part"):
+        soframe.Optimizer(text().requires_grad_(False), "adamw", lr=0.1)
+
+
 @pytest.mark.parametrize("method", ["soap-muon", "adamw", "ekfac"])
 def test_parameters_may_be_frozen_and_thawed(method: str) -> None:
     torch.manual_seed(0)

@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
-from soframe.capture.root import Layers, look, look_at_outputs
+from soframe.capture.root import Layers, look, look_at_outputs, takes_sequences_first
 from soframe.capture.wrapper import alone_in_join, unlearned_wrapper, unseen_by
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
@@ -108,10 +108,11 @@ class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
     With a helper it is of a layer, after its call. With layers it is of the root module that has
-    them: before its call, when the output is an ellipsis, and after it.
+    them: before its call, when the output is an ellipsis, and after it. With a module it is of this
+    one, which takes sequences first, before its call.
     """
 
-    def __init__(self, capture: Capture, target: LayerHelper | Layers) -> None:
+    def __init__(self, capture: Capture, target: LayerHelper | Layers | nn.Module) -> None:
         self._capture, self._target = weakref.ref(capture), weakref.ref(target)
         self._take_call = _take_call_uncompiled()
 
@@ -147,7 +148,7 @@ class _Hook:
 
 def _take_call(
     capture: Capture,
-    target: LayerHelper | Layers,
+    target: LayerHelper | Layers | nn.Module,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -161,6 +162,9 @@ def _take_call(
             return
         if isinstance(target, Layers):
             capture._on_root(args, kwargs, output, target)
+        if not isinstance(target, LayerHelper):
+            if takes_sequences_first(module):
+                capture._on_sequences(args, kwargs)
             return
         if module is not target.module and getattr(module, "_is_replica", False):
             raise RuntimeError(
@@ -276,7 +280,9 @@ class Capture:
         self._handles: list[RemovableHandle] = []
         self._reading: frozenset[LayerHelper] = frozenset()  # the helpers whose inputs are of use
         self._roots: dict[nn.Module, tuple[_Hook, Layers]] = {}  # hooks refer to layers weakly
-        self._after: list[RemovableHandle] = []  # of the roots, after their calls
+        self._sequences: list[nn.Module] = []  # layers of the roots that take sequences first
+        # Of the roots, after their calls, and of such layers, before theirs.
+        self._after: list[RemovableHandle] = []
         self._probe: Probe | None = None
         self._unlearned_wrapper: nn.parallel.DistributedDataParallel | None = None
         self._delivering = False
@@ -300,7 +306,7 @@ class Capture:
         """
         self.sink, self.rereading, self.alike, self.ended = sink, rereading, alike, ended
         _remove(self._handles)
-        self._roots, self._after = {}, []
+        self._roots, self._after, self._sequences = {}, [], []
         self.names = dict(names)
         reading = set(rereading)
         for helper in names:
@@ -317,6 +323,9 @@ class Capture:
             hook = _Hook(self, layers)
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True))
             self._roots[root] = (hook, layers)
+            for module in root.modules():
+                if module is not root and takes_sequences_first(module):
+                    self._sequences.append(module)
 
     def _precede(self) -> None:
         """Run before the hooks of others, which may replace the output (adapters do)."""
@@ -334,20 +343,27 @@ class Capture:
     ) -> None:
         """Record the calls of a window from now on, as it needs them; see the attributes."""
         self.calls, self.enabled = calls, enabled
-        # Roots have a hook after the call at statistics steps alone: torch.compile would make it a
-        # frame of its own.
+        # These hooks are there at statistics steps alone: torch.compile would make calls frames of
+        # their own.
         if enabled != bool(self._after):
             for handle in self._after:
                 handle.remove()
                 self._handles.remove(handle)
-            self._after = []
-            if enabled:
-                for root, (hook, _) in self._roots.items():
-                    self._after.append(root.register_forward_hook(hook, with_kwargs=True))
+            self._after = self._hook_for_statistics() if enabled else []
             self._handles += self._after
         if enabled:
             self._precede()
         self.without_inputs, self.no_statistics = without_inputs, no_statistics
+
+    def _hook_for_statistics(self) -> list[RemovableHandle]:
+        """Hook roots after their calls, and layers that take sequences first before theirs."""
+        handles: list[RemovableHandle] = []
+        for root, (hook, _) in self._roots.items():
+            handles.append(root.register_forward_hook(hook, with_kwargs=True))
+        for layer in self._sequences:
+            hook = _Hook(self, layer)
+            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        return handles
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -466,6 +482,12 @@ class Capture:
             raise RuntimeError(error)
         if self.probing:
             self._unlearned_wrapper = unlearned_wrapper()
+
+    def _on_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See the layout of a layer's first input, ``[T, N, features]``."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            batch = self.calls.batch
+            batch.see(batch.root.with_sequences(next(iter((*args, *kwargs.values())), None)))
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -1,11 +1,13 @@
 """The root module's inputs and outputs, which show the batch of a forward pass.
 
-The batch N is the first dimension common to inputs and outputs. If they have none, it is the second
-dimension of outputs ``[T, N, features]``, if that is the inputs' first one, as for a CTC loss;
-otherwise the outputs' first one, of which the loss is: so of sequences ``[T, N, features]`` to
-outputs ``[N, classes]``, lists of images, and nodes of graphs to outputs of graphs. If outputs are
-several rows of each sample, their rows are the terms. Integers ``[N, T]`` to outputs ``[N, T, V]``,
-where a table of the model has V rows, are a language model: each token has a term.
+The batch N is the first dimension common to inputs and outputs. If they have two in common, inputs
+of a layer with ``batch_first=False`` show which one is N. If they have none, it is the second
+dimension of outputs ``[T, N, features]``, if that is the inputs' first one, as for a CTC loss, or
+of outputs ``[K, N]``, K draws of each sample; otherwise the outputs' first one, of which the loss
+is: so of sequences ``[T, N, features]`` to outputs ``[N, classes]``, lists of images, and nodes of
+graphs to outputs of graphs. If outputs are several rows of each sample, their rows are the terms.
+Integers ``[N, T]`` to outputs ``[N, T, V]``, where a table of the model has V rows, are a language
+model: each token has a term.
 
 Two forward passes are of the same samples if they have the same inputs, or slices of the positions
 of one tensor, or one has outputs of the other as inputs. Slices along the batch are other samples.
@@ -53,7 +55,7 @@ class Layers:
     """The layers of a model that show its batch."""
 
     rows: frozenset[int] = frozenset()  # the numbers of rows of its embeddings
-    # Whether one of them takes ``[T, N, features]`` (``batch_first=False``).
+    # Whether one of them takes ``[T, N, features]`` (`takes_sequences_first`).
     sequences_first: bool = False
 
     @staticmethod
@@ -65,8 +67,13 @@ class Layers:
             number = getattr(module, "num_embeddings", None)
             if isinstance(number, int):
                 rows.add(number)
-            sequences_first |= getattr(module, "batch_first", None) is False
+            sequences_first |= takes_sequences_first(module)
         return Layers(frozenset(rows), sequences_first)
+
+
+def takes_sequences_first(module: nn.Module) -> bool:
+    """Return whether a layer takes ``[T, N, features]``, by ``batch_first=False``."""
+    return getattr(module, "batch_first", None) is False
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,14 @@ class Sight:
     outputs: Sequence[Region] = ()  # the regions of the outputs; empty before they are computed
     question: str = ""  # the alternatives, if the number of terms is uncertain
     asks_of_tokens: bool = False  # whether the question is of tokens or samples alone
+    # The second dimensions of the inputs of layers that take ``[T, N, features]``.
+    second_sizes: frozenset[int] = frozenset()
+
+    def with_sequences(self, inputs: object) -> Sight:
+        """Add the first input of a layer that takes ``[T, N, features]``."""
+        if not isinstance(inputs, Tensor) or inputs.dim() != 3:
+            return self
+        return replace(self, second_sizes=self.second_sizes | {inputs.shape[1]})
 
     def has_samples_of(self, other: Sight) -> bool | None:
         """Return whether two forward passes are of the same samples; None if unknown."""
@@ -213,7 +228,9 @@ def look_at_outputs(
         question = f"{_shown(inputs, outputs)} have no batch in common"
         seen = replace(seen, size=None, question=question)
     elif (length := common(lengths)) is not None:  # else the outputs have no rows
-        seen = _of_scores(seen, inputs, outputs, length) or _of_outputs(seen, inputs, length)
+        scored = _of_scores(seen, inputs, outputs, length)
+        scored = scored or _of_draws(seen, inputs, outputs, length)
+        seen = scored or _of_outputs(seen, inputs, length)
     if not integers:
         return seen
     return _with_tokens(seen, integers, inputs, outputs, layers.rows)
@@ -263,8 +280,11 @@ def _of_sequences(
     if len(unequal) != 1:
         return sight
     ((first, second),) = unequal
-    if terms == second:
+    size = terms if terms == second else common(sight.second_sizes & {first, second})
+    if size == second:
         return replace(sight, size=second, dim=1)
+    if size == first:
+        return sight  # sequences are transposed within the model
     shown = _shown(inputs, outputs)
     question = f"{shown} and a layer with batch_first=False: [{first}, {second}] may be [T, N]"
     return replace(sight, question=question)
@@ -287,6 +307,18 @@ def _of_scores(
     if length % size == 0 or _has_second(inputs, length):
         question = f"{_shown(inputs, outputs)}, of which either may be the batch"
     return replace(sight, size=size, question=question)
+
+
+def _of_draws(
+    sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], length: int
+) -> Sight | None:
+    """Return the batch of outputs ``[K, N]``, K draws for each of the N samples of all inputs."""
+    if sight.size is None or {tensor.shape for tensor in outputs} != {(length, sight.size)}:
+        return None
+    # Perhaps crops of samples, or sequences ``[T, K, features]``, with as many classes as N, or T.
+    if length % sight.size == 0 or _has_second(inputs, length):
+        return None
+    return replace(sight, question=f"{_shown(inputs, outputs)}, of which either may be the batch")
 
 
 def _of_outputs(sight: Sight, inputs: Sequence[Tensor], length: int) -> Sight:

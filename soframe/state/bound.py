@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 
 class OfModel:
     """An object that is tied to a model: it is saved by its state, and not copied."""
+
+    _remedy: ClassVar[str] = (
+        "save its state_dict(), build another one for the other model, and load the state there"
+    )
 
     def __getstate__(self) -> NoReturn:
         """Refuse a pickle, which would lack the state."""
@@ -19,10 +23,7 @@ class OfModel:
         return object.__new__(type(self))
 
     def _not(self, done: str) -> str:
-        return (
-            f"{type(self).__name__} belongs to its model and is not {done}: save its "
-            f"state_dict(), build another one for the other model, and load the state there"
-        )
+        return f"{type(self).__name__} belongs to its model and is not {done}: {self._remedy}"
 
     if not TYPE_CHECKING:
 

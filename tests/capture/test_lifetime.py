@@ -367,6 +367,13 @@ def test_what_belongs_to_a_model_is_not_pickled(kind: Any) -> None:
         torch.save(own, io.BytesIO())
 
 
+def test_a_curvature_is_copied_by_its_file() -> None:
+    curvature = soframe.Curvature(nn.Sequential(nn.Linear(3, 2)))
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"Curvature .* save\(\) it into a folder"):
+            copied(curvature)
+
+
 def test_state_dict_of_the_model_does_not_change() -> None:
     model, plain = CASE.build(), CASE.build()
     preconditioner = precondition(model)

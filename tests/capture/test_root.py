@@ -176,6 +176,36 @@ def test_scores_that_may_be_of_crops_are_asked_once(shape: tuple[int, ...]) -> N
         compare(factors(own, "head")[0][0], rows.T @ rows / SAMPLES, "A")
 
 
+class Draws(nn.Module):
+    """An autoencoder with K draws of the latent variable of each sample."""
+
+    def __init__(self, draws: int) -> None:
+        super().__init__()
+        self.noise = randn(draws, SAMPLES, 2, seed=1)
+        self.encode, self.decode = nn.Linear(3, 2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        decoded = self.decode(self.encode(x) + self.noise)  # [K, N, 3]
+        return -(decoded - x).square().sum(-1)  # log weights [K, N]
+
+
+@pytest.mark.parametrize("draws", [SAMPLES, SAMPLES + 1, POSITIONS])
+def test_draws_of_a_latent_variable_are_of_the_batch(draws: int) -> None:
+    """Log weights [K, N] of importance weighting have the batch second, and are asked of."""
+    model, x = fill(Draws(draws)), randn(SAMPLES, 3)
+    with closing(preconditioner(model)) as own:
+        model(x).logsumexp(0).neg().mean().backward()
+        if draws == SAMPLES:
+            own.step()
+        else:
+            with pytest.warns(UserWarning, match=r"either may be the batch.* N is taken for 4"):
+                own.step()
+        rows = with_ones((model.encode(x) + model.noise).detach()).flatten(0, 1)
+        compare(factors(own, "decode")[0][0], rows.T @ rows / SAMPLES, "A")
+        rows = with_ones(x)
+        compare(factors(own, "encode")[0][0], rows.T @ rows / SAMPLES, "A")
+
+
 class Recurrent(nn.Module):
     """Sequences to sequences, in either layout."""
 
@@ -187,16 +217,59 @@ class Recurrent(nn.Module):
         return self.last(self.inner(x).tanh())[0]
 
 
+class Inside(Recurrent):
+    """Takes the batch first, and transposes for its layer."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_first=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+def loss_of_sequences(output: Tensor) -> Tensor:
+    return output.square().sum() / SAMPLES
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_sequences_first_to_sequences_first_are_asked_once(method: str) -> None:
-    """[T, N] to [T, N]; `count(n)` says which of the two is the batch."""
-    first, second, x = fill(Recurrent(False)), fill(Recurrent(True)), randn(POSITIONS, SAMPLES, 3)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_layer_of_sequences_first_shows_the_batch(method: str, is_inside: bool) -> None:
+    """[T, N] to [T, N], or [N, T] transposed within the model; nothing is asked."""
+    plain, x = fill(Recurrent(True)), randn(POSITIONS, SAMPLES, 3)
+    wanted = directions(plain, lambda: loss_of_sequences(plain(x.transpose(0, 1))), method)
+    model = fill(Inside() if is_inside else Recurrent(False))
+    inputs = x.transpose(0, 1) if is_inside else x
+    found = directions(model, lambda: loss_of_sequences(model(inputs)), method)
+    compare(found["inner.weight"], wanted["inner.weight"], "inner", rtol=1e-10)
 
-    def loss(output: Tensor) -> Tensor:
-        return output.square().sum() / SAMPLES
 
+def test_a_root_that_takes_sequences_first_shows_the_batch() -> None:
+    """It has the attribute of torch's layers, and no such layer."""
+    model, x = fill(nn.Sequential(nn.Linear(3, 2))), randn(POSITIONS, SAMPLES, 3)
+    model.batch_first = False  # type: ignore[assignment]
+    with closing(preconditioner(model)) as own:
+        loss_of_sequences(model(x)).backward()
+        own.step()
+        rows = with_ones(x).flatten(0, 1)
+        compare(factors(own, "0")[0][0], rows.T @ rows / SAMPLES, "A")
+
+
+class Packed(Recurrent):
+    """Its layer gets packed sequences, which show no layout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch_first = self.last.batch_first
+        lengths = torch.full((SAMPLES,), POSITIONS)
+        packed = nn.utils.rnn.pack_padded_sequence(self.inner(x).tanh(), lengths, batch_first)
+        return nn.utils.rnn.pad_packed_sequence(self.last(packed)[0], batch_first)[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sequences_of_which_no_layer_shows_the_batch_are_asked_once(method: str) -> None:
+    """[T, N] to [T, N], packed for the layer; `count(n)` says which of the two is the batch."""
+    first, second, x = fill(Packed(False)), fill(Packed(True)), randn(POSITIONS, SAMPLES, 3)
     with closing(preconditioner(first, method=method, solve_every=2)) as own:
-        loss(first(x)).backward()
+        loss_of_sequences(first(x)).backward()
         with pytest.warns(UserWarning, match=r"batch_first=False: \[7, 4\] may be \[T, N\].*count"):
             own.step()
     gradients = []
@@ -204,7 +277,7 @@ def test_sequences_first_to_sequences_first_are_asked_once(method: str) -> None:
         model.zero_grad()
         with closing(preconditioner(model, method=method, solve_every=2)) as own:
             own.count(SAMPLES)
-            loss(model(inputs)).backward()
+            loss_of_sequences(model(inputs)).backward()
             own.step()
         gradients.append(model.inner.weight.grad)
     compare(*gradients, "inner", rtol=1e-10)
