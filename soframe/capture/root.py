@@ -220,10 +220,8 @@ def look_at_outputs(
         if layers.sequences_first:
             seen = _of_sequences(seen, inputs, outputs, terms)
     elif len(lengths) == 1:
-        length = common(lengths)
-        scored = _of_scores(seen, inputs, outputs, length)
-        scored = scored or _of_draws(seen, inputs, outputs, length)
-        seen = scored or _of_outputs(seen, inputs, length)
+        scored = _of_scores(seen, inputs, outputs, common(lengths))
+        seen = scored or _of_outputs(seen, inputs, common(lengths))
     else:
         question = f"{_shown(inputs, outputs)} have no batch in common"
         seen = replace(seen, size=None, question=question)
@@ -280,10 +278,8 @@ def _of_sequences(
         return sight
     ((first, second),) = unequal
     size = terms if terms == second else common(sight.second_sizes & {first, second})
-    if size == second:
-        return replace(sight, size=second, dim=1)
-    if size == first:
-        return sight  # sequences are transposed within the model
+    if size is not None:  # the first one if the model transposes
+        return replace(sight, size=size, dim=(first, second).index(size))
     shown = _shown(inputs, outputs)
     question = f"{shown} and a layer with batch_first=False: [{first}, {second}] may be [T, N]"
     return replace(sight, question=question)
@@ -296,10 +292,12 @@ def _of_scores(
     length: int | None,
 ) -> Sight | None:
     """Return the batch of outputs ``[T, N, features]`` of inputs ``[N, ...]``; None for others."""
+    if length is None:
+        return None
     seconds = {tensor.shape[1] for tensor in outputs if tensor.dim() > 2}
     size = common(seconds & {len(tensor) for tensor in inputs})
-    if length is None or size is None:
-        return None
+    if size is None:
+        return _of_draws(sight, inputs, outputs, length)
     question = ""
     if length % size == 0 or _has_second(inputs, length):
         question = f"{_shown(inputs, outputs)}, of which either may be the batch"
@@ -307,15 +305,14 @@ def _of_scores(
 
 
 def _of_draws(
-    sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], length: int | None
+    sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], length: int
 ) -> Sight | None:
     """Return the batch of outputs ``[K, N]``, K draws for each of the N samples of all inputs."""
-    if length is None or sight.size is None:
-        return None
-    if {tensor.shape for tensor in outputs} != {(length, sight.size)}:
+    size = sight.size
+    if size is None or {tensor.shape for tensor in outputs} != {(length, size)}:
         return None
     # Perhaps crops of samples, or sequences ``[T, K, features]``, with as many classes as N, or T.
-    if length % sight.size == 0 or _has_second(inputs, length):
+    if length % size == 0 or _has_second(inputs, length):
         return None
     return replace(sight, question=f"{_shown(inputs, outputs)}, of which either may be the batch")
 
