@@ -145,13 +145,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             require_numbers("soframe.Optimizer", **rates)
             moving.check(Move.of(settings), name="", prefix=prefix)
         self._model = unwrap(model)
-        trained = [p for p in self._model.parameters() if p.requires_grad]
-        if not trained:
-            raise ValueError(
-                "the model has no trainable parameter: build it, or thaw a part by "
-                "requires_grad_(), before its soframe.Optimizer"
-            )
-        chosen = trained if param_groups is None else param_groups
+        chosen = _trained_of(self._model) if param_groups is None else param_groups
         super().__init__(chosen, {})
         self._adopts = param_groups is None  # parameters that are added to the model later
         # As given; `group` makes the param groups of them, once the methods are known.
@@ -679,6 +673,17 @@ def _parameters(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
 def _trained(block: Block) -> list[nn.Parameter]:
     """Return the parameters of a block that are not frozen."""
     return [parameter for parameter in block.parameters.values() if parameter.requires_grad]
+
+
+def _trained_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model that are not frozen; raise ValueError if all are."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError(
+            "the model has no trainable parameter: build it, or thaw a part by "
+            "requires_grad_(), before its soframe.Optimizer"
+        )
+    return trained
 
 
 def _members(groups: Iterable[Mapping[str, Any]]) -> set[int]:

@@ -27,6 +27,7 @@ reentrant checkpoint runs backward passes of its own inside.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -180,6 +181,11 @@ def _take_call(
             if torch._C._current_graph_task_id() != -1:
                 raise
             capture.raise_or_defer(error, target)
+
+
+def _trains() -> bool:
+    """Return whether a forward pass is a training's, and no checkpoint's that recomputes."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 @cache
@@ -460,8 +466,8 @@ class Capture:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, layers: Layers
     ) -> None:
         """See the batch of a forward pass in the root's arguments, and afterwards in its output."""
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return  # no training, or a checkpoint that recomputes
+        if not _trains():
+            return
         if output is not ...:  # after the call
             batch = self.calls.batch
             batch.see(look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms))
@@ -485,9 +491,10 @@ class Capture:
 
     def _on_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See the layout of a layer's first input, ``[T, N, features]``."""
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if _trains():
             batch = self.calls.batch
-            batch.see(batch.root.with_sequences(next(iter((*args, *kwargs.values())), None)))
+            first = next(itertools.chain(args, kwargs.values()), None)
+            batch.see(batch.root.with_sequences(first))
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

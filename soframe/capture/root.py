@@ -229,7 +229,6 @@ def look_at_outputs(
         seen = replace(seen, size=None, question=question)
     elif (length := common(lengths)) is not None:  # else the outputs have no rows
         scored = _of_scores(seen, inputs, outputs, length)
-        scored = scored or _of_draws(seen, inputs, outputs, length)
         seen = scored or _of_outputs(seen, inputs, length)
     if not integers:
         return seen
@@ -281,10 +280,8 @@ def _of_sequences(
         return sight
     ((first, second),) = unequal
     size = terms if terms == second else common(sight.second_sizes & {first, second})
-    if size == second:
-        return replace(sight, size=second, dim=1)
-    if size == first:
-        return sight  # sequences are transposed within the model
+    if size is not None:  # the first one if the model transposes
+        return replace(sight, size=size, dim=(first, second).index(size))
     shown = _shown(inputs, outputs)
     question = f"{shown} and a layer with batch_first=False: [{first}, {second}] may be [T, N]"
     return replace(sight, question=question)
@@ -302,7 +299,7 @@ def _of_scores(
     seconds = {second for _, second in _leading_sizes(outputs)}
     size = common(seconds & {len(tensor) for tensor in inputs})
     if size is None:
-        return None
+        return _of_draws(sight, inputs, outputs, length)
     question = ""
     if length % size == 0 or _has_second(inputs, length):
         question = f"{_shown(inputs, outputs)}, of which either may be the batch"
@@ -313,10 +310,11 @@ def _of_draws(
     sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], length: int
 ) -> Sight | None:
     """Return the batch of outputs ``[K, N]``, K draws for each of the N samples of all inputs."""
-    if sight.size is None or {tensor.shape for tensor in outputs} != {(length, sight.size)}:
+    size = sight.size
+    if size is None or {tensor.shape for tensor in outputs} != {(length, size)}:
         return None
     # Perhaps crops of samples, or sequences ``[T, K, features]``, with as many classes as N, or T.
-    if length % sight.size == 0 or _has_second(inputs, length):
+    if length % size == 0 or _has_second(inputs, length):
         return None
     return replace(sight, question=f"{_shown(inputs, outputs)}, of which either may be the batch")
 
