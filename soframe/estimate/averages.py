@@ -463,9 +463,10 @@ def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:
     """Start averages without statistics: by their kind, from the identity, or else from ones."""
     factor = stack.like.factors[index]
     new = tuple(m for m in members if factor.name not in stack.blocks[m].record.masses)
+    # One weight for each group, or one for all: `_gain` reads as many.
+    numbers = factor.groups if factor.mean_over == "group rows" else 1
     for member in new:
-        # `_gain` follows: it reads the first one, or those of all groups.
-        stack.blocks[member].record.masses[factor.name] = tuple(repeat(1.0, factor.groups))
+        stack.blocks[member].record.masses[factor.name] = tuple([1.0] * numbers)
     if not new or not stack.place.holds(rank, index):
         return
     start = _initial(factor, stack.like)
