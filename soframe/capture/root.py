@@ -56,8 +56,9 @@ class Layers:
     """The layers of a model that show its batch."""
 
     rows: frozenset[int] = frozenset()  # the numbers of rows of its embeddings
-    # Whether one of them takes ``[T, N, features]`` (`takes_sequences_first`).
+    # Whether one of them takes ``[T, N, features]`` (`takes_sequences_first`), and the model does.
     sequences_first: bool = False
+    all_first: bool = False
 
     @staticmethod
     def of(model: nn.Module) -> Layers:
@@ -67,6 +68,7 @@ class Layers:
         return Layers(
             frozenset(number for number in rows if isinstance(number, int)),
             any(map(takes_sequences_first, modules)),
+            takes_sequences_first(model),
         )
 
 
@@ -218,7 +220,7 @@ def look_at_outputs(
     if len(agreed) == 1:
         seen = replace(seen, size=common(agreed))
         if layers.sequences_first:
-            seen = _of_sequences(seen, inputs, outputs, terms)
+            seen = _of_sequences(seen, inputs, outputs, terms, all_first=layers.all_first)
     elif len(lengths) == 1:
         scored = _of_scores(seen, inputs, outputs, common(lengths))
         seen = scored or _of_outputs(seen, inputs, common(lengths))
@@ -269,20 +271,27 @@ def _of_sequences(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     terms: int | None,
+    *,
+    all_first: bool,
 ) -> Sight:
     """Return the batch of inputs and outputs with two dimensions in common, perhaps ``[T, N]``."""
-    of_inputs = {tensor.shape[:2] for tensor in inputs if tensor.dim() > 2}
-    both = of_inputs & {tensor.shape[:2] for tensor in outputs if tensor.dim() > 2}
+    both = _layouts(inputs) & _layouts(outputs)
     unequal = [(first, second) for first, second in both if first != second]
     if len(unequal) != 1:
         return sight
     ((first, second),) = unequal
-    size = terms if terms == second else common(sight.second_sizes & {first, second})
+    is_second = all_first or terms == second
+    size = second if is_second else common(sight.second_sizes & {first, second})
     if size is not None:  # the first one if the model transposes
         return replace(sight, size=size, dim=(first, second).index(size))
     shown = _shown(inputs, outputs)
     question = f"{shown} and a layer with batch_first=False: [{first}, {second}] may be [T, N]"
     return replace(sight, question=question)
+
+
+def _layouts(tensors: Sequence[Tensor]) -> set[torch.Size]:
+    """Return the first two dimensions of tensors of sequences."""
+    return {tensor.shape[:2] for tensor in tensors if tensor.dim() > 2}
 
 
 def _of_scores(
