@@ -161,11 +161,11 @@ def _take_call(
         # (torch.jit.trace, TensorBoard's add_graph) would contain what the hooks compute.
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return
-        if isinstance(target, Layers):
-            capture._on_root(args, kwargs, output, target)
         if not isinstance(target, LayerHelper):
-            if takes_sequences_first(module):
+            if isinstance(target, nn.Module):
                 capture._on_sequences(args, kwargs)
+            else:
+                capture._on_root(args, kwargs, output, target)
             return
         if module is not target.module and getattr(module, "_is_replica", False):
             raise RuntimeError(
@@ -181,11 +181,6 @@ def _take_call(
             if torch._C._current_graph_task_id() != -1:
                 raise
             capture.raise_or_defer(error, target)
-
-
-def _trains() -> bool:
-    """Return whether a forward pass is a training's, and no checkpoint's that recomputes."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 @cache
@@ -329,9 +324,9 @@ class Capture:
             hook = _Hook(self, layers)
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True))
             self._roots[root] = (hook, layers)
-            for module in root.modules():
-                if module is not root and takes_sequences_first(module):
-                    self._sequences.append(module)
+            modules = root.modules()
+            next(modules)  # the root, of which `Layers` are
+            self._sequences += filter(takes_sequences_first, modules)
 
     def _precede(self) -> None:
         """Run before the hooks of others, which may replace the output (adapters do)."""
@@ -355,21 +350,17 @@ class Capture:
             for handle in self._after:
                 handle.remove()
                 self._handles.remove(handle)
-            self._after = self._hook_for_statistics() if enabled else []
+            self._after = []
+            if enabled:
+                for root, (hook, _) in self._roots.items():
+                    self._after.append(root.register_forward_hook(hook, with_kwargs=True))
+                for layer in self._sequences:
+                    hook = _Hook(self, layer)
+                    self._after.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
             self._handles += self._after
         if enabled:
             self._precede()
         self.without_inputs, self.no_statistics = without_inputs, no_statistics
-
-    def _hook_for_statistics(self) -> list[RemovableHandle]:
-        """Hook roots after their calls, and layers that take sequences first before theirs."""
-        handles: list[RemovableHandle] = []
-        for root, (hook, _) in self._roots.items():
-            handles.append(root.register_forward_hook(hook, with_kwargs=True))
-        for layer in self._sequences:
-            hook = _Hook(self, layer)
-            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-        return handles
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -466,8 +457,8 @@ class Capture:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, layers: Layers
     ) -> None:
         """See the batch of a forward pass in the root's arguments, and afterwards in its output."""
-        if not _trains():
-            return
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return  # no training, or a checkpoint that recomputes
         if output is not ...:  # after the call
             batch = self.calls.batch
             batch.see(look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms))
@@ -491,10 +482,8 @@ class Capture:
 
     def _on_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See the layout of a layer's first input, ``[T, N, features]``."""
-        if _trains():
-            batch = self.calls.batch
-            first = next(itertools.chain(args, kwargs.values()), None)
-            batch.see(batch.root.with_sequences(first))
+        batch, first = self.calls.batch, next(itertools.chain(args, kwargs.values()), None)
+        batch.see(batch.root.with_sequences(first))
 
     def _on_forward(
         self, helper: LayerHelper, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -55,8 +55,9 @@ class Layers:
     """The layers of a model that show its batch."""
 
     rows: frozenset[int] = frozenset()  # the numbers of rows of its embeddings
-    # Whether one of them takes ``[T, N, features]`` (`takes_sequences_first`).
+    # Whether one of them takes ``[T, N, features]`` (`takes_sequences_first`), and the model does.
     sequences_first: bool = False
+    all_first: bool = False
 
     @staticmethod
     def of(model: nn.Module) -> Layers:
@@ -68,7 +69,7 @@ class Layers:
             if isinstance(number, int):
                 rows.add(number)
             sequences_first |= takes_sequences_first(module)
-        return Layers(frozenset(rows), sequences_first)
+        return Layers(frozenset(rows), sequences_first, takes_sequences_first(model))
 
 
 def takes_sequences_first(module: nn.Module) -> bool:
@@ -223,7 +224,7 @@ def look_at_outputs(
     if len(agreed) == 1:
         seen = replace(seen, size=common(agreed))
         if layers.sequences_first:
-            seen = _of_sequences(seen, inputs, outputs, terms)
+            seen = _of_sequences(seen, inputs, outputs, terms, all_first=layers.all_first)
     elif len(lengths) > 1:
         question = f"{_shown(inputs, outputs)} have no batch in common"
         seen = replace(seen, size=None, question=question)
@@ -271,7 +272,12 @@ def _with_tokens(
 
 
 def _of_sequences(
-    sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor], terms: int | None
+    sight: Sight,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    terms: int | None,
+    *,
+    all_first: bool,
 ) -> Sight:
     """Return the batch of inputs and outputs with two dimensions in common, perhaps ``[T, N]``."""
     both = _leading_sizes(inputs) & _leading_sizes(outputs)
@@ -279,7 +285,8 @@ def _of_sequences(
     if len(unequal) != 1:
         return sight
     ((first, second),) = unequal
-    size = terms if terms == second else common(sight.second_sizes & {first, second})
+    is_second = all_first or terms == second
+    size = second if is_second else common(sight.second_sizes & {first, second})
     if size is not None:  # the first one if the model transposes
         return replace(sight, size=size, dim=(first, second).index(size))
     shown = _shown(inputs, outputs)
