@@ -162,6 +162,34 @@ def test_a_block_is_solved_whole_or_keeps_what_it_had(background, monkeypatch):
     assert preconditioner.counters["failed_solves"] > 0
 
 
+class Small(Inverse):
+    """Fails on large factors."""
+
+    def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
+        if matrix.diagonal(dim1=-2, dim2=-1).max() > 100:
+            raise torch.linalg.LinAlgError("too large")
+        return super().solve(matrix, damping)
+
+
+def test_the_other_block_of_a_stack_gets_its_data():
+    found = []
+    for solver in (Small(), Inverse()):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+        own = Preconditioner(model, solver=solver, kl_clip=None, statistics_every=1)
+        model(torch.linspace(-90, 90, 24).view(8, 3).double()).square().sum(1).mean().backward()
+        own.step()
+        first, last = own.blocks
+        assert first.stack is last.stack
+        assert (first.solved, last.solved) == (type(solver) is Inverse, True)
+        data = snapshot(own)
+        found.append({k: t for k, t in data.items() if k.startswith("2.") and k.count(".") == 2})
+    one, other = found
+    assert one.keys() == other.keys() != set()
+    for name, tensor in other.items():
+        torch.testing.assert_close(one[name], tensor)
+
+
 class Moody(Solver):
     """Fails where it is told to; else as Eigen."""
 
