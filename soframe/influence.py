@@ -63,7 +63,7 @@ def self_influence(
 ) -> Tensor:
     """Return the influence of training samples on their own losses, ``[samples of this rank]``.
 
-    Mislabelled and atypical samples have the largest. Arguments are those of `scores`; several
+    Mislabelled and atypical samples have the largest. It takes the arguments of `scores`; several
     ranks need ``strategy="comm-opt"``, as each multiplies vectors of its own.
 
     Raises:

@@ -108,7 +108,7 @@ class Block(BlockSpec):
 
     @cached_property
     def needy(self) -> frozenset[str]:
-        """The names of those of them whose statistics are computed with second-order data."""
+        """The captured factors whose statistics are computed with second-order data, by name."""
         return frozenset(factor.name for factor in self.captured if factor.needs)
 
     @cached_property
@@ -444,7 +444,7 @@ class _View(Mapping[str, V]):
 
     @abstractmethod
     def _read(self, name: str, stack: Stack, members: Members) -> V:
-        """Return what the stack has of the block under a name."""
+        """Return the block's part of an entry of the stack."""
 
 
 class RunningFactors(_View[Tensor]):

@@ -325,7 +325,7 @@ class Capture:
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True))
             self._roots[root] = (hook, layers)
             modules = root.modules()
-            next(modules)  # the root, of which `Layers` are
+            next(modules)  # the root itself, which `Layers` describes
             self._sequences += filter(takes_sequences_first, modules)
 
     def _precede(self) -> None:

@@ -62,7 +62,7 @@ class LossScale:
         return now
 
     def _current(self) -> object:
-        """Return the GradScaler, or what the callable returns now."""
+        """Return the GradScaler, or the callable's present result."""
         return self._scaler() if callable(self._scaler) else self._scaler
 
     def _of_scaler(self, scaler: torch.amp.GradScaler) -> float:

@@ -147,8 +147,8 @@ class Backend(ABC):
     def _all_gather_shares(self, flat: Tensor, sizes: Sequence[int]) -> Handle:
         """Fill in the shares of the other ranks of a flat tensor, in place.
 
-        The default broadcasts each share; an override must give the same result. The arguments are
-        those of `_reduce_scatter`, with this rank's share filled in.
+        The default broadcasts each share; an override must give the same result. It takes the
+        arguments of `_reduce_scatter`, with this rank's share filled in.
         """
         return self._by_share(self._broadcast, flat, sizes)
 

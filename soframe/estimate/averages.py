@@ -179,7 +179,7 @@ def _averaged(term: Term, statistics: Tensor) -> _Lerp | None:
     stack, factor, name = term.stack, term.factor, term.factor.name
     has_all_blocks = len(term.members) == len(stack.blocks)
     new = pack(statistics, factor) if stack.place.packed else unpack(statistics, factor)
-    # Matrices of calls have a valid lower triangle only; those of averaged gradients have both.
+    # Matrices of calls have a valid lower triangle only; averages of gradients have both.
     is_matrix = factor.kind == "psd" and new.dim() == 3
     is_lower = is_matrix and factor.captured and new is statistics
 

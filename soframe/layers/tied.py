@@ -22,7 +22,7 @@ from soframe.specs import FactorSpec
 class TiedHeadHelper(TransposedLinearHelper):
     """``nn.Linear`` as the head of an embedding, for methods that read moments of both sides.
 
-    The matrix is the transposed weight, while rows are those of the weight as it is.
+    The matrix is the transposed weight; rows are as of a linear layer.
     """
 
     def factor(self, spec: FactorSpec) -> FactorSpec:

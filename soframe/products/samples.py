@@ -95,7 +95,7 @@ class Lookups:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """See `Rows.rows`: on the right they are those of the gradients."""
+        """See `Rows.rows`: on the right they are the gradients' rows."""
         _, samples, positions, out = self.left.shape
         return samples * positions, samples * out
 

@@ -173,7 +173,7 @@ def _size(tensors: Sequence[Tensor], vector: Sequence[Tensor | None]) -> float:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    # Of a table with sparse gradients, of which torch takes no norm.
+    # Torch takes no norm of the sparse gradients of a table.
     norm: Tensor = torch.linalg.vector_norm(tensor.to_dense(), dtype=torch.float64)
     return norm
 
