@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from soframe.checks.numbers import require_integer
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
 from soframe.methods.chain import Names
@@ -243,8 +244,7 @@ class Blocked(Parts):
     block_size: int = 1024
 
     def __post_init__(self) -> None:
-        if isinstance(self.block_size, bool) or self.block_size < 1:
-            raise ValueError(f"Blocked: block_size must be positive, not {self.block_size!r}")
+        require_integer("Blocked: block_size", self.block_size, 1)
         super().__post_init__()
 
     def _regions(self, shape: BlockShape) -> list[Region]:

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from soframe.checks.numbers import require_integer
 from soframe.kernels import devices
 from soframe.kernels.precision import within
 from soframe.layers.layout import BlockShape
@@ -179,8 +180,7 @@ class Orthogonalise(WithoutFactors):
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"Orthogonalise: steps must be positive, not {self.steps!r}")
+        require_integer("Orthogonalise: steps", self.steps, 1)
         if self.coefficients not in ("muon", "polar-express"):
             raise ValueError(
                 f"Orthogonalise: coefficients must be 'muon' or 'polar-express', not "

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from soframe.checks.numbers import require_integer
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Candidate, Direction, Given, Method
 from soframe.methods.graft import at_length
@@ -133,6 +134,7 @@ class Shampoo(Method):
             raise ValueError(f"{name}: power must be negative, not {self.power!r}")
         if self.max_size < 1:
             raise ValueError(f"{name}: max_size must be positive, not {self.max_size!r}")
+        require_integer(f"{name}: graft_steps", self.graft_steps, 0)
         self._root  # noqa: B018  # checks epsilon
         if self.graft is not None:
             graft: Method = KINDS["method"].build(self.graft, Method)

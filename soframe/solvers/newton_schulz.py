@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.checks.numbers import require_integer
 from soframe.kernels.precision import multiply
 from soframe.registry import register
 from soframe.solvers.base import replace_groups, symmetric
@@ -45,8 +46,7 @@ class NewtonSchulz(Inverse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.iterations < 1:
-            raise ValueError(f"iterations must be positive, not {self.iterations!r}")
+        require_integer("NewtonSchulz: iterations", self.iterations, 1)
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         if matrix.dim() == 2:

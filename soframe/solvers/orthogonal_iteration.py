@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from soframe.checks.numbers import require_integer
 from soframe.kernels.precision import multiply
 from soframe.registry import register
 from soframe.solvers.base import replace_groups, symmetric
@@ -45,8 +46,7 @@ class OrthogonalIteration(Eigen):
     tolerance: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise ValueError(f"iterations must be positive, not {self.iterations!r}")
+        require_integer("OrthogonalIteration: iterations", self.iterations, 1)
 
     def solve(self, matrix: Tensor, damping: Tensor) -> dict[str, Tensor]:
         data = super().solve(matrix, damping)

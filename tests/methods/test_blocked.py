@@ -240,3 +240,9 @@ def test_settings_change_the_method_of_the_parts() -> None:
     method = Blocked(AdamW(), 2)
     assert method.with_settings(method.settings()) is method
     assert method.with_settings({"eps": 1e-3}) == Blocked(AdamW(eps=1e-3), 2)
+
+
+@pytest.mark.parametrize("size", [0, 2.5, "8", True])
+def test_the_size_of_blocks_is_an_integer(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"block_size must be (at least 1|an integer)"):
+        Blocked(SOAP(), size)

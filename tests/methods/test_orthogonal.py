@@ -300,6 +300,8 @@ def test_settings_are_checked() -> None:
         Momentum(1.0)
     with pytest.raises(ValueError, match="steps"):
         Orthogonalise(steps=0)
+    with pytest.raises(ValueError, match="steps must be an integer"):
+        Orthogonalise(steps=2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="coefficients"):
         Orthogonalise(coefficients="cubic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype"):

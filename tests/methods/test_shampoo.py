@@ -115,6 +115,8 @@ def test_what_it_is_not_for() -> None:
         ({"power": 0.5}, "power"),
         ({"epsilon": -1.0}, "epsilon"),
         ({"max_size": 0}, "max_size"),
+        ({"graft_steps": -1}, "graft_steps must be at least 0"),
+        ({"graft_steps": 2.5}, "graft_steps must be an integer"),
         ({"graft": "soap"}, "without factors"),
     ],
     ids=str,
