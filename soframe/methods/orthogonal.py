@@ -101,9 +101,7 @@ def _is_tall(matrix: Tensor) -> bool:
 def _gram(matrix: Tensor) -> Tensor:
     """Return ``A = X X^T``, or ``X^T X`` of a tall matrix."""
     # `@` copies a single transposed matrix.
-    if _is_tall(matrix):
-        return torch.bmm(matrix.mT, matrix)
-    return torch.bmm(matrix, matrix.mT)
+    return torch.bmm(matrix.mT, matrix) if _is_tall(matrix) else torch.bmm(matrix, matrix.mT)
 
 
 def _polynomial(gram: Tensor, b: float, c: float) -> Tensor:
@@ -250,6 +248,21 @@ class MatchRMS(WithoutFactors):
         return Direction(step.incoming * math.sqrt(scale))
 
 
+@dataclass(frozen=True)
+class Orthogonal:
+    """The last stages of Muon and its kin: `Orthogonalise` and `MatchRMS`, with their settings."""
+
+    scale: RMS = "spectral"
+    steps: int = 5
+    coefficients: Coefficients = "muon"
+    dtype: str | None = None
+
+    def stages(self, *between: Method) -> tuple[Method, ...]:
+        """Return the last stages of a chain, with others before `MatchRMS`."""
+        orthogonalise = Orthogonalise(self.steps, self.coefficients, self.dtype)
+        return (orthogonalise, *between, MatchRMS(self.scale))
+
+
 @register("method", "muon")
 @dataclass(frozen=True, init=False)
 class Muon(Chain):
@@ -276,14 +289,8 @@ class Muon(Chain):
         coefficients: Coefficients = "muon",
         dtype: str | None = None,
     ) -> None:
-        orthogonalise = Orthogonalise(steps, coefficients, dtype)
-        super().__init__((Momentum(momentum, nesterov), orthogonalise, MatchRMS(scale)))
-
-    def _insert(self, index: int, stage: Method) -> None:
-        """Add a stage, for constructors of subclasses."""
-        stages = list(self.stages)
-        stages.insert(index, stage)
-        Chain.__init__(self, tuple(stages))
+        end = Orthogonal(scale, steps, coefficients, dtype)
+        super().__init__((Momentum(momentum, nesterov), *end.stages()))
 
 
 @register("method", "newton-muon")
@@ -306,7 +313,7 @@ class NewtonMuon(Muon):
         self, momentum: float = 0.95, *, max_size: int = MAX_SIZE, **settings: Any
     ) -> None:
         super().__init__(momentum, **settings)
-        self._insert(0, self._curvature(max_size))
+        Chain.__init__(self, (self._curvature(max_size), *self.stages))
 
 
 @register("method", "kfac-muon")
