@@ -261,6 +261,8 @@ class Preconditioner(OfModel):
             building.require_materialised(parts.model.named_parameters())
         with parts.home.shaped(parts.model.parameters()), within(parts.precision):
             self.engine.step()
+        # Weights move now, and torch keeps casts of them until its outermost context ends.
+        torch.clear_autocast_cache()
 
     def reset_batch(self) -> None:
         """Discard the statistics of the backward passes since the last step.

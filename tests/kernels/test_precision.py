@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -302,29 +302,34 @@ def test_contexts_of_two_threads_that_overlap(gpu: None) -> None:
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "shampoo", "soap", "muon", "adamw"])
 def test_a_step_within_autocast_is_a_step_after_it(method: str) -> None:
-    """Loops that run under autocast as a whole step there, too."""
+    """Loops that run under autocast as a whole step there, too, in one context or in several."""
 
-    def trained(*, within_autocast: bool) -> list[Tensor]:
+    def trained(
+        loop: AbstractContextManager[object], *, steps_inside: bool = False
+    ) -> list[Tensor]:
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
         for number, parameter in enumerate(model.parameters()):
             parameter.data = randn(*parameter.shape, seed=number).float()
         optimizer = soframe.Optimizer(model, method, auxiliary="adamw", lr=0.01)
-        for number in range(3):
-            optimizer.zero_grad()
-            x = randn(8, 6, seed=10 + number).float()
-            with torch.autocast("cpu", torch.bfloat16):
-                model(x).square().mean().backward()
-                if within_autocast:
+        with loop:
+            for number in range(3):
+                optimizer.zero_grad()
+                x = randn(8, 6, seed=10 + number).float()
+                with torch.autocast("cpu", torch.bfloat16):
+                    model(x).square().mean().backward()
+                    if steps_inside:
+                        optimizer.step()
+                if not steps_inside:
                     optimizer.step()
-            if not within_autocast:
-                optimizer.step()
         assert torch.is_autocast_enabled("cpu") is False
         return [parameter.detach() for parameter in model.parameters()]
 
-    for inside, after in zip(
-        *(trained(within_autocast=flag) for flag in (True, False)), strict=True
-    ):
-        assert torch.equal(inside, after)
+    expected = trained(nullcontext())
+    # Torch casts each weight once within the outermost context, even one that is off.
+    loops = [torch.autocast("cpu", torch.bfloat16, enabled=on) for on in (True, False)]
+    for found in (trained(nullcontext(), steps_inside=True), *map(trained, loops)):
+        for inside, after in zip(found, expected, strict=True):
+            assert torch.equal(inside, after)
 
 
 def test_autocast_goes_on_after_a_step() -> None:
