@@ -166,7 +166,9 @@ class FactorSpec:
 
     def kept_shape(self, *, packed: bool = True) -> tuple[int, ...]:
         """Return the shape of the running factor as it is kept or saved, perhaps as triangles."""
-        return self.packed_shape if packed and self.kind == "psd" else self.running_shape
+        if packed and self.kind == "psd":
+            return self.packed_shape
+        return self.running_shape
 
     @cached_property
     def starts(self) -> bool:
@@ -177,7 +179,9 @@ class FactorSpec:
 
     def by_group(self) -> FactorSpec:
         """Return the factor with means over the rows that reach each group, if over rows."""
-        return replace(self, mean_over="group rows") if self.mean_over == "rows" else self
+        if self.mean_over != "rows":
+            return self
+        return replace(self, mean_over="group rows")
 
     @property
     def packed_shape(self) -> tuple[int, ...]:

@@ -63,5 +63,7 @@ def fused_sizes(module: nn.Module, name: str, out: int) -> list[int] | None:
         child, sizes = FUSED.get(f"{base.__module__}.{base.__qualname__}", (None, _halves))
         if child == name and type(module).forward is base.forward:  # type: ignore[attr-defined]
             parts = sizes(module, out)
-            return parts if sum(parts) == out and min(parts) > 0 else None
+            if sum(parts) == out and min(parts) > 0:
+                return parts
+            return None
     return None

@@ -86,10 +86,13 @@ def _named_heads(module: nn.Module) -> list[nn.Module]:
     """Return the heads that a module names by a method."""
     for getter in _GETTERS:
         get = getattr(module, getter, None)
-        heads = get() if callable(get) else None
+        if not callable(get):
+            continue
+        heads = get()
         # timm's distilled models have two.
-        named = heads if isinstance(heads, tuple) else (heads,)
-        present = [head for head in named if head is not None]
+        if not isinstance(heads, tuple):
+            heads = (heads,)
+        present = [head for head in heads if head is not None]
         if present:
             return present
     return []

@@ -177,8 +177,9 @@ class Registration:
         kinds = self._kinds.values()
         if choices.solver is None and any(b.method.captures and b.tensors for b in kinds):
             self.solver = self._by_default
-            why = "" if self.solver == "inverse" else ", since a method does not take 'inverse'"
-            solver_note = f"solver {self.solver!r} by default{why}"
+            solver_note = f"solver {self.solver!r} by default"
+            if self.solver != "inverse":
+                solver_note += ", since a method does not take 'inverse'"
         self.report = self._make_report(solver_note)
         patterns = set(choices.skip).union(choices.layers, choices.cut)
         self.unused = sorted(patterns - self._used)
@@ -194,8 +195,10 @@ class Registration:
             self._methods.replace_each(lambda m: m.forward_only() if m.captures else m)
         # All blocks alike, if the user left it open. Where both were measured Cholesky takes no
         # more steps than eigendecompositions, and a sixth to a tenth of their time for long sides.
-        # Factors of half precision are not positive definite: eigenvalues can be clamped.
-        self._by_default: str = "eigen" if choices.dtype == torch.bfloat16 else "inverse"
+        self._by_default = "inverse"
+        if choices.dtype == torch.bfloat16:
+            # Factors of half precision are not positive definite: eigenvalues can be clamped.
+            self._by_default = "eigen"
         choice = self._by_default if self.solver is None else self.solver
         self._solvers: _PerLayer = _build_solvers(choice, choices.damping)
         self._eigen = _build_solvers("eigen", choices.damping).choose("")
@@ -654,8 +657,9 @@ class Registration:
                 self._served.add(pattern)
         if alone is None:
             return plain
-        differs = helper.transposed or alone.shape != plain.shape
-        return alone if differs else plain
+        if helper.transposed or alone.shape != plain.shape:
+            return alone
+        return plain
 
     def _cut(self, name: str, full: str, method: Method, layout: Layout) -> tuple[Method, Layout]:
         """Cut a matrix as a pattern of ``cut`` or a known module asks; vectors stay whole."""
@@ -670,8 +674,9 @@ class Registration:
             parts, source = self._choices.cut[pattern], f"cut[{pattern!r}]"
         elif orthogonalises(method) and groups == 1:
             # A known module has the fused weight in a child, or as a parameter of its own.
-            is_in_child = full.rpartition(".")[2] == "weight"
-            owner, _, fused = (name if is_in_child else full).rpartition(".")
+            owner, _, fused = full.rpartition(".")
+            if fused == "weight":
+                owner, _, fused = name.rpartition(".")
             module = self._by_name[owner]
             parts, source = fused_sizes(module, fused, out), f"as {type(module).__name__}"
             note = f", {source}"
@@ -698,8 +703,9 @@ class Registration:
         rows, texts = [], dict[int, tuple[str, list[str]]]()
         for name, parameter in self._parameters:
             block = block_of.get(id(parameter))
-            lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-            shape = () if lazy else tuple(parameter.shape)
+            shape: tuple[int, ...] = ()
+            if not isinstance(parameter, nn.parameter.UninitializedParameter):
+                shape = tuple(parameter.shape)
             if block is None:
                 reason = self._reasons[id(parameter)]
                 rows.append(ReportRow(name, shape, None, reason=reason))
@@ -727,8 +733,9 @@ def _flattened(parameter: nn.Parameter, layout: Layout) -> str:
     groups, out, into = layout.shape
     if parameter.dim() <= 2 or min(out, into) <= 1:
         return ""
-    matrices = f"taken as {groups} matrices" if groups > 1 else "flattened to a matrix"
-    return f"{matrices} {out}x{into}"
+    if groups > 1:
+        return f"taken as {groups} matrices {out}x{into}"
+    return f"flattened to a matrix {out}x{into}"
 
 
 def _cut_into(parts: int | Sequence[int], method: Method, layout: Layout) -> tuple[Method, Layout]:
@@ -922,7 +929,9 @@ def _of_shared_weight(
     if _same_matrix(helpers):
         return method, helpers
     tied, both = method.tied(), tables_and_heads(helpers)
-    return (tied, both) if tied is not None and both else None
+    if tied is None or not both:
+        return None
+    return tied, both
 
 
 def _same_matrix(helpers: Sequence[LayerHelper]) -> bool:
@@ -963,11 +972,9 @@ def _reduced(block: Block) -> Iterator[str]:
     sides_of_small: set[str] = set()
     for shape in SMALL:
         sides_of_small.update(f.side for f in block.method.factors(shape) if f.kind == "psd")
+    lengths = {"left": f"{out} outputs", "right": f"{into} inputs"}
     for side in sorted(sides_of_small - sides):
-        yield f"no factor of its {out if side == 'left' else into} {_SIDES[side]}"
-
-
-_SIDES = {"left": "outputs", "right": "inputs"}
+        yield f"no factor of its {lengths[side]}"
 
 
 def _nameless(name: str, module: nn.Module, helper: type[LayerHelper]) -> ValueError:

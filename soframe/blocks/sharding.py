@@ -31,7 +31,9 @@ _import = cache(import_module)
 
 def met(package: str) -> Any:
     """Return the file of `soframe.parallel` for a package, or None if that is not imported."""
-    return _import(f"soframe.parallel.{_SERVED[package]}") if package in sys.modules else None
+    if package not in sys.modules:
+        return None
+    return _import(f"soframe.parallel.{_SERVED[package]}")
 
 
 # -- tensors of calls ------------------------------------------------------------------------------

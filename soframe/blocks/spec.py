@@ -175,7 +175,9 @@ class BlockSpec:
             return parcel
         # Each rank needs a part of the update alone, which may be less.
         size = sum(spec.packed_numel for spec in parcel.values())
-        return parcel if size * len(self.ranks) < math.prod(self.shape) else {}
+        if size * len(self.ranks) < math.prod(self.shape):
+            return parcel
+        return {}
 
     @cached_property
     def remembers(self) -> bool:

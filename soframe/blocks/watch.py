@@ -51,5 +51,6 @@ class Watch:
 
         The current `parameters` may be passed, if they are known.
         """
-        current = self.parameters() if parameters is None else parameters
-        return self.forgets or self._look(current) != self._seen
+        if parameters is None:
+            parameters = self.parameters()
+        return self.forgets or self._look(parameters) != self._seen

@@ -220,13 +220,14 @@ def _damping(block: Block, taken: Taken | None) -> tuple[float | None, float | N
 
 
 def _norms(name: str, norms: Norms | None) -> dict[str, float | None]:
+    of_block: dict[str, float | None] = dict.fromkeys(NORMS)
     if norms is None:
-        return dict.fromkeys(NORMS)
-    of_block: dict[str, float | None] = {}
+        return of_block
     kinds = (norms.gradient, norms.direction, norms.weight)
     for key, known in zip(NORMS, kinds, strict=True):
-        norm = float(known[name]) if name in known else math.nan
-        of_block[key] = norm if math.isfinite(norm) else None
+        norm = float(known.get(name, math.nan))
+        if math.isfinite(norm):
+            of_block[key] = norm
     return of_block
 
 

@@ -94,8 +94,9 @@ def save_on(
             raise ValueError(f"keep must be at least 1, not {keep!r}")
         # DCP would call `state_dict` where other ranks are in a collective already.
         for name, entry in state.items():
-            is_stateful = sharded and isinstance(entry, Stateful)
-            entries[name] = entry.state_dict() if is_stateful else entry
+            entries[name] = entry
+            if sharded and isinstance(entry, Stateful):
+                entries[name] = entry.state_dict()
         return _begin(root) if ranks.rank == 0 else ""
 
     name = ranks.of_folder(root, "no checkpoint was saved", begin)
@@ -350,8 +351,9 @@ def _problem(ranks: Ranks, path: Path) -> str:
         for name in ranks.share(sorted(files), manifest["sharded"]):
             try:
                 # The size first, which takes no time.
-                size = _size(path / name)
-                digest = _digest(path / name) if [size] == files[name][:1] else [size]
+                digest = [_size(path / name)]
+                if digest == files[name][:1]:
+                    digest = _digest(path / name)
             except FileNotFoundError:
                 return f"{path} is damaged: {name} is missing"
             except (OSError, ValueError) as error:
@@ -392,7 +394,9 @@ class Ranks:
         """Return the files whose digests this rank computes; rank 0 takes a plain checkpoint's."""
         if sharded:
             return names[self.rank :: self.size]
-        return names if self.rank == 0 else ()
+        if self.rank == 0:
+            return names
+        return ()
 
     def all(self, failure: str, action: Callable[[], T]) -> list[T]:
         """Call on every rank and return all results; if one raises, RuntimeError on all."""
@@ -434,4 +438,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         reasons = [f"on rank {r}: {_reason(failure[0])}" for r, failure in error.failures.items()]
     cause = error.__cause__ or error.__context__
-    return "; ".join(reasons) + (f" (after {_reason(cause)})" if cause is not None else "")
+    text = "; ".join(reasons)
+    if cause is not None:
+        text += f" (after {_reason(cause)})"
+    return text

@@ -46,7 +46,9 @@ def assign(
     Returns:
         The bin of each job.
     """
-    shares = [1.0] * len(loads) if sizes is None else [1.0 / size for size in sizes]
+    if sizes is None:
+        sizes = [1] * len(loads)
+    shares = [1.0 / size for size in sizes]
     bins = [0] * len(costs)
     for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
         cost = costs[job]

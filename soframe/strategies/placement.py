@@ -423,7 +423,9 @@ def _statistics(work: BlockWork, block: BlockPlacement) -> str:
     if block.wire:
         words.append(block.wire)
     simply = f"{everyone}=>{everyone}"
-    return "" if words in ([simply], [simply, "packed"]) else " ".join(words)
+    if words in ([simply], [simply, "packed"]):
+        return ""
+    return " ".join(words)
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -285,7 +285,9 @@ class Step:
         for work, place in pairs:
             if back and work.parcel:
                 continue  # each rank makes its parts
-            workers, sources = place.gradient_workers, place.sources if back else ()
+            workers, sources = place.gradient_workers, place.sources
+            if not back:
+                sources = ()
             for shards in work.shards:
                 if not shards.travels(workers, sources):
                     continue
