@@ -260,7 +260,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
                 name = f"{name} {kinds.count(name) + 1}"
             self._method_names[text] = name
         name = self._method_names[text]
-        return f"auxiliary: {name}" if block.auxiliary else name
+        if block.auxiliary:
+            name = f"auxiliary: {name}"
+        return name
 
     def _of_method(self, settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """Return the settings of a param group, from the constructor's."""
@@ -465,7 +467,9 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             for name in self._options:
                 if name in group:
                     value = group[name]
-                    of_group[name] = tuple(value) if isinstance(value, list) else value
+                    if isinstance(value, list):
+                        value = tuple(value)
+                    of_group[name] = value
             settings.append(of_group)
         return settings
 

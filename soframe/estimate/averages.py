@@ -405,8 +405,9 @@ def _settled(
     sums: dict[Sum, Term] = {}
     for stack, members in due.items():
         for index, factor in enumerate(stack.like.factors):
-            accumulator = stack.accumulators.get(factor.name)
-            local = None if accumulator is None else stack.take(accumulator, members)
+            local = stack.accumulators.get(factor.name)
+            if local is not None:
+                local = stack.take(local, members)
             term = Term(stack, members, index, local)
             sums[_sum(term)] = term
     for pending in add_up(backend, list(sums), phase):
@@ -451,7 +452,9 @@ def _sum(term: Term) -> Sum:
 
 def pack(stored: Tensor, spec: FactorSpec) -> Tensor:
     """Return a factor as it is sent: symmetric matrices as triangles."""
-    return pack_triangle(stored) if spec.kind == "psd" and stored.dim() == 3 else stored
+    if spec.kind == "psd" and stored.dim() == 3:
+        return pack_triangle(stored)
+    return stored
 
 
 def store(stored: Tensor, spec: FactorSpec, *, packed: bool) -> Tensor:

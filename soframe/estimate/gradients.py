@@ -180,14 +180,15 @@ def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
             continue
         matrix = torch.empty(stack.shape_of(members), dtype=like.dtype, device=like.device)
         matrices[stack] = matrix
-        parts = stack.parts(matrix) if complete else None
-        if parts is not None:
-            targets += parts
-            values += present
-        else:
+        parts, gradients = None, present
+        if complete:
+            parts = stack.parts(matrix)
+        if parts is None:
             # Matrices of single blocks have zeros for missing gradients.
-            targets += stack.split(matrix, members)
-            values += [block.gradient() for block in blocks]
+            parts = stack.split(matrix, members)
+            gradients = [block.gradient() for block in blocks]
+        targets += parts
+        values += gradients
     if targets:
         torch._foreach_copy_(targets, values)
     return matrices
@@ -279,11 +280,12 @@ def _average(backend: Backend, addends: Sequence[_Addend]) -> None:
     """Average tensors over ranks in place."""
 
     def route(addend: _Addend) -> tuple[Hashable, int]:
-        # Fused: one reduce-scatter for all owners, instead of one reduce for each.
-        is_fused = backend.fused and addend.rank is not None
         tensor = addend.tensor
-        key = ("owners" if is_fused else addend.rank, tensor.dtype, tensor.device)
-        return key, tensor.nbytes
+        destination: Hashable = addend.rank
+        # Fused: one reduce-scatter for all owners, instead of one reduce for each.
+        if backend.fused and addend.rank is not None:
+            destination = "owners"
+        return (destination, tensor.dtype, tensor.device), tensor.nbytes
 
     under_way: list[tuple[Handle, Tensor, list[_Addend]]] = []
     for bucket in in_buckets(addends, route):

@@ -134,7 +134,9 @@ class Refresh:
 
     def interval(self, placed: PlacedBlocks, step: int) -> int:
         """Return the interval of statistics in force: of calls, if any block reads them."""
-        return (self.statistics_every if placed.captured else self.gradients_every).at(step)
+        if placed.captured:
+            return self.statistics_every.at(step)
+        return self.gradients_every.at(step)
 
     def due(self, placed: PlacedBlocks, plan: Plan, *, after: bool) -> list[Block]:
         """Return the blocks with statistics whose turn it is, or that were never solved.

@@ -320,13 +320,15 @@ class SolveRound:
     def held(self) -> Iterator[Tensor]:
         """Yield this rank's tensors of background solves: copies and results."""
         for run in self._runs:
+            if run.work is None:
+                continue
             counted: set[int] = set()
             for job in run.owned:
                 counted.update(map(Tensor.data_ptr, job.last.values()))
                 if job.copy is not None:
                     yield job.copy
             # A solver may return its inputs, which are counted already.
-            for tensor in run.work.made if run.work is not None else ():
+            for tensor in run.work.made:
                 if tensor.data_ptr() not in counted:
                     yield tensor
 
@@ -585,10 +587,12 @@ class Solves:
         )
         if isinstance(when, bool) or not isinstance(when, Integral | str):
             raise TypeError(remedy)
-        self._ready = when == "ready"
-        self._steps: float = math.inf if self._ready else -1
-        if isinstance(when, Integral):
-            self._steps = int(when)
+        self._when, self._steps = when, -1.0
+        self.delay = 1  # the steps from the start of a solve to its use; 1 for "ready"
+        if when == "ready":
+            self._steps = math.inf
+        elif isinstance(when, Integral):
+            self._steps = self.delay = int(when)
         if self._steps < 0:
             raise ValueError(remedy)
         self.in_background = self._steps > 0
@@ -596,16 +600,11 @@ class Solves:
         self._under_way: list[SolveRound] = []  # in the background, the oldest first
 
     def __repr__(self) -> str:
-        return f"background={'ready' if self._ready else self._steps}"
-
-    @property
-    def delay(self) -> int:
-        """The steps from the start of a solve to its use; 1 for ``"ready"``."""
-        return 1 if self._ready else int(self._steps)
+        return f"background={self._when}"
 
     def waits(self) -> list[float]:
         """Return a flag for ``"ready"``, to be summed: 1 if the oldest solve still runs here."""
-        if not self._ready:
+        if self._when != "ready":
             return []
         return [float(bool(self._under_way) and not self._under_way[0].finished)]
 

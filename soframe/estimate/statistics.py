@@ -200,13 +200,16 @@ class Accumulator:
         if block.unequal and self._wants_inputs(helper):
             rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         rows_of_data = _sizes(data, batch, shared)[1]
-        # Several probes go through the same call, whose samples and inputs count once.
-        is_repeated = probe is not None and not probe.first
+        loss_scale, is_repeated = 1.0, False
+        if probe is None:
+            loss_scale = self.window.passes.loss_scale(backward)
+        else:
+            # Several probes go through the same call, whose samples and inputs count once.
+            is_repeated = not probe.first
         if not is_repeated:
             counts, weight = self.window.tallies[block].counts, users * self.window.weight
             counts.add(backward.number, backward.samples, rows_of_data, reached, weight)
 
-        loss_scale = self.window.passes.loss_scale(backward) if probe is None else 1.0
         factors = self._gathered(block)
         if factors and data_sizes[1] > 0:
             scale = self._scale.call(
@@ -509,14 +512,14 @@ def _reaching(
         inputs, counted = helper.take_inputs(inputs, *data), helper.take_rows(rows, *data)
     groups, batch, shared, _ = counted.shape
     if reduces:
-        mask = helper.mask(inputs, counted)
-        reached = None if mask is None else mask.any(2).sum(1)
+        shared, reached = 1, helper.mask(inputs, counted)
+        if reached is not None:
+            reached = reached.any(2).sum(1)
     else:
         reached = helper.group_rows(inputs, counted)
     if reached is not None:
         return rows, reached.tolist()
-    count = batch if reduces else batch * shared
-    return rows, list(itertools.repeat(float(count), groups))
+    return rows, list(itertools.repeat(float(batch * shared), groups))
 
 
 def _by_sample(block: Block, call: LayerCall) -> LayerCall:

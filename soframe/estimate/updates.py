@@ -88,12 +88,13 @@ class Update:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that this rank writes."""
+        tensors: list[Tensor] = []
         if self.stack.like.shards:
-            tensors: list[Tensor] = []
             for part_of in self.parts.values():
                 tensors += part_of.values()
-            return tensors
-        return [] if self.matrix is None else [self.matrix]
+        elif self.matrix is not None:
+            tensors.append(self.matrix)
+        return tensors
 
     def each(self) -> Iterator[tuple[Block, Tensor]]:
         """Yield each block with its update, if this rank has the whole matrix."""

@@ -134,7 +134,9 @@ class Sums:
 
     def _keep(self, factor: FactorSpec, member: int, moment: Tensor | Addend, scale: float) -> bool:
         """Copy the rows of a call, if they are few, and in shape and scale like those here."""
-        few = few_rows(moment, factor) if len(self.stack.blocks) > 1 else None
+        if len(self.stack.blocks) == 1:
+            return False
+        few = few_rows(moment, factor)
         if few is None:
             return False
         rows = self._rows.get(factor.name)
@@ -214,7 +216,9 @@ class Window:
         if call.probe is None:
             # The end of the pass sets the mark; a pass that raises leaves this one.
             self.tallies[block].mark = Mark(next(iter(block.parameters.values())))
-        terms = call.batch.terms if call.probe is None else call.probe.samples
+            terms = call.batch.terms
+        else:
+            terms = call.probe.samples
         return self.passes.enter(call.number, sizes, terms, call.batch, batches, stage)
 
     def end_pass(self, reached: Iterable[Block]) -> None:
@@ -329,7 +333,8 @@ class Window:
         # Passes without a call here get negative numbers; the first has all the other samples.
         rest = samples - sum(samples_by_number.values())
         for missing in range(passes - len(samples_by_number)):
-            samples_by_number[-1 - missing] = rest if missing == 0 else 0
+            samples_by_number[-1 - missing] = rest
+            rest = 0
         return samples_by_number
 
 

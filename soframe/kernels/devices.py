@@ -80,8 +80,9 @@ class Reading:
     def __init__(self, numbers: Tensor) -> None:
         # CUDA's copy to pinned memory returns at once; other devices' copies are waited for.
         self._here = numbers.to("cpu", non_blocking=numbers.is_cuda)
-        self._arrived = torch.cuda.Event() if numbers.is_cuda else None
-        if self._arrived is not None:
+        self._arrived: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(numbers.device))
 
     def numbers(self) -> list[float]:

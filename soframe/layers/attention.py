@@ -212,8 +212,10 @@ class AttentionHelper(LayerHelper):
     def group_rows(self, inputs: Inputs, output_rows: Tensor) -> Tensor | None:
         # Counted on the host, without a synchronisation.
         reaches = inputs[1]
+        if bool(reaches.all()):
+            return None
         _, batch, shared, _ = output_rows.shape
-        return None if bool(reaches.all()) else reaches * (batch * shared)
+        return reaches * (batch * shared)
 
     def take_inputs(self, inputs: Inputs, index: Tensor, unit: Unit) -> Inputs:
         x, reaches = inputs

@@ -65,10 +65,12 @@ class WeightAndBias:
     ) -> None:
         self.module = module
         self._keys = keys
-        own_weight, own_bias = map(module._parameters.get, keys)
-        self.weight = own_weight if weight else None
-        self.bias = own_bias if bias else None
-        self._full_weight = own_weight
+        self._full_weight, self.bias = map(module._parameters.get, keys)
+        self.weight = self._full_weight
+        if not weight:
+            self.weight = None
+        if not bias:
+            self.bias = None
 
     @cached_property
     def multiplies(self) -> bool:
@@ -90,8 +92,10 @@ class WeightAndBias:
 
     def _shape(self, groups: int, out: int, into: int) -> BlockShape:
         """Return the shape of a block, with the columns of the weight and the bias that it has."""
-        columns = into if self.weight is not None else 0
-        return BlockShape(groups, out, columns + (self.bias is not None))
+        columns = int(self.bias is not None)
+        if self.weight is not None:
+            columns += into
+        return BlockShape(groups, out, columns)
 
     @cached_property
     def parameters(self) -> Mapping[str, nn.Parameter]:

@@ -72,7 +72,9 @@ class TransposedLinearHelper(LinearHelper):
         return self._shape(1, out, into)
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return super().to_matrix(None if weight is None else weight.T, bias)
+        if weight is not None:
+            weight = weight.T
+        return super().to_matrix(weight, bias)
 
     def _weight_of(self, matrix: Tensor) -> Tensor:
         return matrix[0].T

@@ -40,7 +40,9 @@ class NormHelper(LayerHelper):
         return self._shape(self.groups, 1, 1)
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return super().to_matrix(None if weight is None else weight.flatten(), bias)
+        if weight is not None:
+            weight = weight.flatten()
+        return super().to_matrix(weight, bias)
 
 
 @KINDS["layer"].register_optional(nn.LayerNorm, "timm.layers.norm.LayerNorm")
