@@ -107,14 +107,17 @@ def inspect(
     with _user_errors():
         built = inspection.build_model(model, meta=meta)
         advice = soframe.recommend(built, ranks=ranks, kind=kind)
-        plan = dict(advice.plan) if method is None else {"method": method}
+        plan, usual = dict(advice.plan), advice.strategy
+        if method is not None:
+            plan, usual = {"method": method}, "comm-opt"
         if solver is not None:
             plan["solver"] = solver
-        usual = advice.strategy if method is None else "comm-opt"
+        if strategy is None:
+            strategy = usual
         report, placement = inspection.inspect(
             built,
             ranks=ranks,
-            strategy=usual if strategy is None else strategy,
+            strategy=strategy,
             all_layers=all_layers,
             **plan,
         )

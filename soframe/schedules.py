@@ -222,12 +222,12 @@ def sample_decay(batch_size: Callable[[int], int]) -> Callable[[int], float]:
     Returns:
         A callable of the step, for ``decay=``.
     """
-    totals: list[int] = []
+    totals = [0]  # the samples before each step
 
     def decay(step: int) -> float:
-        while len(totals) <= step:
-            totals.append((totals[-1] if totals else 0) + batch_size(len(totals)))
-        return 1 - batch_size(step) / totals[step]
+        while len(totals) <= step + 1:
+            totals.append(totals[-1] + batch_size(len(totals) - 1))
+        return 1 - batch_size(step) / totals[step + 1]
 
     return decay
 

@@ -189,8 +189,9 @@ def observed(
     terms = batch.terms
     if terms is None:
         by_position = samples == "positions" and max(positions) > 1 and not means
-        unknown = callable(samples) or by_position
-        return Observed(None if unknown else size)
+        if callable(samples) or by_position:
+            return Observed(None)
+        return Observed(size)
     counted: Observed | None = None
     if batch.mask is not None:
         counted = _masked(terms, batch.mask, outputs, positions, means)
@@ -200,7 +201,9 @@ def observed(
         counted = Observed(terms, factor=_undone(positions[0], means))
     if counted is None:
         shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
-        declared = terms if batch.mask is None else f"a mask {tuple(batch.mask.shape)}"
+        declared = str(terms)
+        if batch.mask is not None:
+            declared = f"a mask {tuple(batch.mask.shape)}"
         raise ValueError(
             f"count() was given {declared}, which does not say which terms of the outputs {shapes} "
             f"count: observe outputs [N, features, positions...] or [terms, features], and pass "
@@ -231,11 +234,13 @@ def _masked(
 
 def _undone(positions: int, means: bool | None) -> float:
     """Return the factor that undoes the mean over positions of a loss."""
+    if means:
+        return float(positions)
     if positions > 1 and means is None:
         raise ValueError(
             "count() needs a SumLoss whose terms all take means over positions, or all sums"
         )
-    return float(positions) if means else 1.0
+    return 1.0
 
 
 def multiplier(numbers: Tensor, output: Tensor) -> Tensor:
@@ -269,7 +274,9 @@ class Pass:
 
     def size_of(self, batch: Batch) -> int:
         """Return the number of samples of one of its forward passes."""
-        return self.size if self.size == 1 else batch.root.size or self.size
+        if self.size == 1:
+            return 1
+        return batch.root.size or self.size
 
 
 @dataclass(eq=False)
@@ -344,7 +351,9 @@ class Passes:
     ) -> Pass:
         """Return a new pass, given its first call."""
         setting, root = self.samples, batch.root
-        by_token = root.by_token if setting is None else setting == "positions"
+        by_token = root.by_token
+        if setting is not None:
+            by_token = setting == "positions"
         call_samples, call_rows = sizes
         call_terms = call_rows if by_token else call_samples
         if terms is None:

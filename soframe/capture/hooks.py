@@ -137,8 +137,9 @@ class _Hook:
         # torch.compile traces this much: only at statistics steps do layers break the graph.
         if capture is not None and target is not None and capture.enabled:
             # Between compiled frames a call is exempt; a plain one does not pay for that.
-            is_plain = not torch.compiler.is_compiling() and _compiler() is None
-            take_call = _take_call if is_plain else self._take_call
+            take_call = _take_call
+            if torch.compiler.is_compiling() or _compiler() is not None:
+                take_call = self._take_call
             take_call(capture, target, module, args, kwargs or {}, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -646,14 +647,15 @@ class Capture:
         keeper: Any = _keep(len(trained), *trained, *needed)
         # They tell whether a backward pass adds to the parameters' gradients.
         accumulators = [node for node, _ in keeper.grad_fn.next_functions[: len(trained)]]
-        kept = keeper if needed else None
+        if not needed:
+            keeper = None
         batch, latest = self.calls.batch, self.calls.latest
         if latest.number == self.calls.current:
             batch = latest.batch  # a checkpoint recomputes, for the backward pass under way
         return _Pending(
             weakref.ref(self),
             helper,
-            kept,
+            keeper,
             accumulators,
             self.without_inputs,
             batch,
@@ -756,10 +758,11 @@ class _Pending:
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # Autograd frees its saved tensors here, even if the output lives on; so does this node.
             self.kept = None
-        gradient = received[self.output_index] if isinstance(received, tuple) else received
+        if isinstance(received, tuple):
+            received = received[self.output_index]
         # A function's backward may return None for the output: it then counts as not called.
-        if gradient is not None:
-            capture._on_gradient(self, kept, gradient)
+        if received is not None:
+            capture._on_gradient(self, kept, received)
 
     def find_marker(self, node: Any, inputs: Sequence[Tensor]) -> None:
         """Find a node that no other forward pass has, to recognise this one's batch by.
@@ -782,7 +785,9 @@ class _Pending:
     def earlier_pass(self, calls: Calls, number: int) -> int | None:
         """Record a pass through this call; return the number of another one in this window."""
         (window, previous), self.passed = self.passed, (calls, number)
-        return previous if window is calls and previous != number else None
+        if window is calls and previous != number:
+            return previous
+        return None
 
 
 _TRANSPOSITION = "TBackward0"

@@ -24,7 +24,9 @@ class LossScale:
 
     def __init__(self, scaler: torch.amp.GradScaler | Callable[[], float] | None) -> None:
         self._scaler = scaler
-        self._known = scaler if isinstance(scaler, torch.amp.GradScaler) else None
+        self._known: torch.amp.GradScaler | None = None
+        if isinstance(scaler, torch.amp.GradScaler):
+            self._known = scaler
         self._read: tuple[object, float] = (None, 1.0)  # the version of a tensor, and its value
 
     @property
@@ -45,7 +47,6 @@ class LossScale:
             scale = self._current()
             if not isinstance(scale, torch.amp.GradScaler):
                 return _checked("grad_scaler()", scale)
-            self._known = scale
             if not scale.is_enabled():
                 return 1.0
             number = self._of_scaler(scale)
@@ -62,8 +63,13 @@ class LossScale:
         return now
 
     def _current(self) -> object:
-        """Return the GradScaler, or the callable's present result."""
-        return self._scaler() if callable(self._scaler) else self._scaler
+        """Return the GradScaler, or the callable's present result; remember a GradScaler."""
+        scale: object = self._scaler
+        if callable(scale):
+            scale = scale()
+            if isinstance(scale, torch.amp.GradScaler):
+                self._known = scale
+        return scale
 
     def _of_scaler(self, scaler: torch.amp.GradScaler) -> float:
         tensor = scaler._scale
@@ -89,9 +95,7 @@ class LossScale:
                 "grad_scaler=scaler, or grad_scaler=lambda: 1.0 for a loss that is not scaled"
             )
         if probed and self._known is None:
-            scale = self._current()
-            if isinstance(scale, torch.amp.GradScaler):
-                self._known = scale
+            self._current()
         if self._known is not None and self._known.is_enabled():
             _require_unscaled(self._known, optimizer)
 

@@ -121,7 +121,9 @@ class Region:
             return None
         samples, rest = divmod(along, max(1, first.stride[dim] // first.steps[dim]))
         # Every k-th sample looks like every k-th position of sequences in one dimension.
-        return False if rest == 0 and samples >= first.shape[dim] else None
+        if rest == 0 and samples >= first.shape[dim]:
+            return False
+        return None
 
     def _moved(self, offset: int) -> list[int]:
         """Return by how many entries of the whole tensor an offset moves along each dimension."""
@@ -245,8 +247,9 @@ def _without_outputs(sight: Sight, integers: Sequence[Tensor]) -> Sight:
     """Return the batch of a forward pass that computed the loss within the model."""
     if sight.question:
         return replace(sight, size=None, asks_of_tokens=False)
-    question = f"it takes integers {_shapes(integers)}" if integers else ""
-    return replace(sight, question=question, asks_of_tokens=bool(integers))
+    if not integers:
+        return sight
+    return replace(sight, question=f"it takes integers {_shapes(integers)}", asks_of_tokens=True)
 
 
 def _with_tokens(
@@ -285,8 +288,9 @@ def _of_sequences(
     if len(unequal) != 1:
         return sight
     ((first, second),) = unequal
-    is_second = all_first or terms == second
-    size = second if is_second else common(sight.second_sizes & {first, second})
+    size = common(sight.second_sizes & {first, second})
+    if all_first or terms == second:
+        size = second
     if size is not None:  # the first one if the model transposes
         return replace(sight, size=size, dim=(first, second).index(size))
     shown = _shown(inputs, outputs)

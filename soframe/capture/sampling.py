@@ -116,7 +116,9 @@ class Draw:
             return data.indices
         index = chosen(self.step, self.sampler.rank, number, total, count)
         index = index.to(device, non_blocking=True)
-        return index if data is None else data.indices[index]
+        if data is not None:
+            index = data.indices[index]
+        return index
 
     def _count(self, total: int, size: int) -> int:
         rows = self.sampler.rows
@@ -146,7 +148,11 @@ def _units(
     """Return the drawn unit, None for the whole call; the number of units; the rows of each."""
     _, batch, shared, _ = rows.shape
     if data is not None:
-        return data.unit, len(data.indices), shared if data.unit == "sample" else 1
+        if data.unit == "row":
+            shared = 1
+        return data.unit, len(data.indices), shared
     if helper.unit == "row" and not by_sample:
         return "row", batch * shared, 1
-    return None if helper.unit is None else "sample", batch, shared
+    if helper.unit is None:
+        return None, batch, shared
+    return "sample", batch, shared

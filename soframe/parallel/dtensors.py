@@ -160,7 +160,8 @@ def meshes(parameter: DTensor, ranks: Sequence[int]) -> list[Tensor]:
 
 def _dim(placement: Any) -> int | None:
     """Return the dimension that a placement splits, or None for other placements."""
-    return None if placement.is_replicate() else placement.dim
+    dim: int | None = getattr(placement, "dim", None)
+    return dim
 
 
 def _is_strided(placement: Any) -> bool:
@@ -189,7 +190,7 @@ def unserved(parameter: DTensor) -> str | None:
     placements, shape = tuple(parameter.placements), parameter.device_mesh.shape
     for index, placement in enumerate(placements):
         inner = zip(placements[index + 1 :], shape[index + 1 :], strict=True)
-        dim = getattr(placement, "dim", None)
+        dim = _dim(placement)
         parts = prod(count for other, count in inner if _dim(other) == dim)
         strided: Any = placement
         is_served = _is_strided(placement) and strided.split_factor == parts
@@ -204,7 +205,8 @@ def uncomputed(parameter: DTensor, dims: int | None = None) -> str | None:
     The last `dims` dimensions of its mesh are the tensor-parallel plan's; None for all.
     """
     shape = parameter.device_mesh.shape
-    dims = len(shape) if dims is None else dims
+    if dims is None:
+        dims = len(shape)
     if dims > 1:
         return (
             f"has a mesh of {dims} dimensions: served are those of one, as parallelize_module "

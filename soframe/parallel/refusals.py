@@ -115,8 +115,9 @@ def _apart(model: nn.Module, ranks: Sequence[int]) -> str | None:
         spans[name] = among, set(mesh.mesh.flatten().tolist())
         if not dims:
             averaged.append(among)
-    first, _ = next(iter(spans.values()))
-    data = averaged[0] if averaged else first
+    data, _ = next(iter(spans.values()))
+    if averaged:
+        data = averaged[0]
     for name, (among, span) in spans.items():
         # Experts over ranks: with the ranks of their plan they see the data of all ranks.
         if data not in (among, span):
@@ -169,8 +170,9 @@ def refused_together(
 
 def refuse_sharded(name: str, parameter: nn.Parameter, what: str) -> NoReturn:
     """Raise for a sharded parameter if whole ones are needed."""
-    plan = "fully_shard or a tensor-parallel plan"
-    owner = plan if isinstance(parameter, DTensor) else "DeepSpeed's ZeRO"
+    owner = "DeepSpeed's ZeRO"
+    if isinstance(parameter, DTensor):
+        owner = "fully_shard or a tensor-parallel plan"
     raise ValueError(
         f"{what} needs whole parameters and gradients on every rank, and {name} is sharded "
         f"by {owner}: use DistributedDataParallel"

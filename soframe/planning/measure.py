@@ -118,7 +118,8 @@ def measure(
             is not positive, or the ranks of the backend are simulated.
     """
     device = torch.device(device)
-    backend = SingleProcess() if backend is None else backend
+    if backend is None:
+        backend = SingleProcess()
     if problem := _problem(device, backend, sides, dtypes):
         raise ValueError(problem)
     cuda = device.type == "cuda"
@@ -245,7 +246,8 @@ def factorisations(
 
 
 def _inverse(matrix: Tensor) -> Call:
-    matrix = matrix.double() if devices.fast_double(matrix.device) else matrix
+    if devices.fast_double(matrix.device):
+        matrix = matrix.double()
     lower = torch.linalg.cholesky(matrix)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     return lambda: half_inverse(lower, eye)

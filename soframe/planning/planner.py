@@ -237,8 +237,9 @@ class Plan:
             return fastest
         if fastest.exact and not recommended.exact:  # it has statistics of fewer samples
             return fastest
-        is_close = recommended.timing.mean <= CLOSE * fastest.timing.mean
-        return recommended if is_close else fastest
+        if recommended.timing.mean <= CLOSE * fastest.timing.mean:
+            return recommended
+        return fastest
 
     @property
     def _fastest(self) -> Row:
@@ -411,8 +412,9 @@ def plan(
     if not rows:
         raise ValueError(reasons[0])
     fixed = {"weights": task.size + task.frozen, "gradients": task.size}
-    # In bfloat16 most activations have half of the bytes.
-    fixed["activations"] = task.activations // 2 if amp else task.activations
+    fixed["activations"] = task.activations
+    if amp:  # most activations have half of the bytes in bfloat16
+        fixed["activations"] //= 2
     if any(block.captured for block in task.blocks):
         fixed["momentum"] = task.size
     rows.sort(key=_order)

@@ -51,8 +51,9 @@ class Residual(nn.Module):
             into = out
         self.convolutions = nn.ModuleList(convolutions)
         stride = max(stride for _, _, stride in layers)
-        plain = into == channels and stride == 1
-        self.shortcut = nn.Identity() if plain else convolution(channels, into, 1, stride)
+        self.shortcut: nn.Module = nn.Identity()
+        if into != channels or stride != 1:
+            self.shortcut = convolution(channels, into, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations, ``[batch, out, height, width]``."""

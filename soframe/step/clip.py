@@ -101,8 +101,9 @@ def _total(
         # Each block's term is added by one rank: the clip sums over ranks.
         if not gradients.leads(update.stack, updates=not bounded.reads_gradients):
             continue
-        matrix = update.matrix
-        gradient = update.gradient if bounded.reads_gradients else matrix
+        matrix = gradient = update.matrix
+        if bounded.reads_gradients:
+            gradient = update.gradient
         if matrix is None or gradient is None:
             continue
         if plan.careful:  # products of float32 numbers may overflow in float32

@@ -129,7 +129,10 @@ class Effect:
             seen, reached = next(numbers) > 0, next(numbers) > 0
             any_seen |= seen
             if reached != seen:
-                (missed if reached else taken).append(block)
+                if reached:
+                    missed.append(block)
+                else:
+                    taken.append(block)
         self._raise_if_idle(missed, taken, has_any=has_any, has_other=has_other, any_seen=any_seen)
         if missed:
             warnings.warn(f"soframe: {self._without_statistics(missed)}", stacklevel=8)
@@ -200,12 +203,12 @@ class Effect:
         for block in blocks:
             helpers += block.helpers
         modules = [self._model, *self._model.children(), *(helper.module for helper in helpers)]
-        first = ""
+        first = "Likely"
         if any(helper in self._capture.calls.called for helper in helpers):
             first = (
                 "Their modules were called, and no gradient of backward() came to what they "
                 "returned: perhaps another hook, or a change in place of a view, has put something "
-                "else in its place. "
+                "else in its place. Or else"
             )
         elif _compiled(modules):
             first = (
@@ -213,16 +216,16 @@ class Effect:
                 "classes, and it ran, before the preconditioner was built: compiled code is kept "
                 "by the class, and does not call hooks that came later. Call "
                 "torch.compiler.reset() once the preconditioner is built, or build it before any "
-                "such model runs. "
+                "such model runs. Or else"
             )
         return (
-            f"{first}{'Or else' if first else 'Likely'} the forward pass ran before the "
-            f"preconditioner was built or before its last step(); gradients were written by other "
-            f"means than backward() (torch.autograd.grad, torch.func, a stack that owns the "
-            f"parameters); the modules' weights are used without calling the modules, as by a "
-            f"penalty; gradients were not zeroed after the last step; or the loss is of the "
-            f"model's derivatives alone. Where this must be so, leave layers out, or to the "
-            f"auxiliary method, by skip=[{', '.join(repr(b.name) for b in blocks[:_SHOWN])}]"
+            f"{first} the forward pass ran before the preconditioner was built or before its last "
+            f"step(); gradients were written by other means than backward() (torch.autograd.grad, "
+            f"torch.func, a stack that owns the parameters); the modules' weights are used without "
+            f"calling the modules, as by a penalty; gradients were not zeroed after the last step; "
+            f"or the loss is of the model's derivatives alone. Where this must be so, leave layers "
+            f"out, or to the auxiliary method, by "
+            f"skip=[{', '.join(repr(b.name) for b in blocks[:_SHOWN])}]"
         )
 
     def _without_gradients(self, blocks: Sequence[Block]) -> str:
@@ -248,8 +251,9 @@ class Effect:
 
 def _names(blocks: Sequence[Block]) -> str:
     names = ", ".join(repr(block.name) for block in blocks[:_SHOWN])
-    more = len(blocks) - _SHOWN
-    return f"block(s) {names}" + (f" and {more} more" if more > 0 else "")
+    if len(blocks) > _SHOWN:
+        names += f" and {len(blocks) - _SHOWN} more"
+    return f"block(s) {names}"
 
 
 def _compiled(modules: Iterable[nn.Module]) -> bool:

@@ -141,8 +141,10 @@ def descend(
 
 def _alike(moved: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield parameters with their updates by device and dtype, for which kernels are fused."""
+    if not moved:
+        return
     pairs: Any = list(map(list, zip(*moved, strict=True)))
-    alike: Any = Optimizer._group_tensors_by_device_and_dtype(pairs) if moved else {}
+    alike: Any = Optimizer._group_tensors_by_device_and_dtype(pairs)
     for (_, dtype), ((weights, updates), _) in alike.items():
         if dtype.is_complex:
             yield (
@@ -240,11 +242,15 @@ class Ball:
         self._require_whole()
         norms = self._lengths(self._wide(self.matrices))
         if not bool(((norms > 0) & norms.isfinite()).all()):
+            problem = "not finite"
+            if bool((norms == 0).any()):
+                problem = "zero"
+            if self.groups > 1:
+                problem += " in some group"
             raise ValueError(
-                f"constraint='hyperball' keeps the norm of {self.key}, which is "
-                f"{'zero' if bool((norms == 0).any()) else 'not finite'}"
-                f"{' in some group' if self.groups > 1 else ''}: initialise it otherwise, or give "
-                f"it to the auxiliary method by a pattern of method="
+                f"constraint='hyperball' keeps the norm of {self.key}, which is {problem}: "
+                f"initialise it otherwise, or give it to the auxiliary method by a pattern of "
+                f"method="
             )
         return norms
 

@@ -90,9 +90,11 @@ class Verdict:
         # Not kept, as it refers to the gradients.
         queued, self._queued = self._queued, None
         size, moderate = queued.read_queued()
-        flags = [float(not math.isfinite(size)), float(size > 0 or always_large)]
-        bad, large = flags if moderate else add_over_ranks(self._backend, flags)
-        return self.with_flags(plan, bad=bad, large=large, local=flags[0] > 0)
+        bad, large = float(not math.isfinite(size)), float(size > 0 or always_large)
+        is_bad_here = bad > 0
+        if not moderate:
+            bad, large = add_over_ranks(self._backend, [bad, large])
+        return self.with_flags(plan, bad=bad, large=large, local=is_bad_here)
 
     def leave(self, blocks: Sequence[Block]) -> None:
         """Leave the flags on the device, which selects the new tensors of the blocks."""
@@ -104,8 +106,11 @@ class Verdict:
     def _judge(self, *, skipped: bool, moderate: bool, local: bool) -> None:
         """Count an update that is skipped; ``local`` if gradients of this rank are a cause."""
         self.moderate = moderate
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        self.counts[SKIPPED_UPDATES] += skipped
+        if skipped:
+            self._in_a_row += 1
+            self.counts[SKIPPED_UPDATES] += 1
+        else:
+            self._in_a_row = 0
         # Only the ranks with such gradients warn: the cause is in their own data.
         if self._in_a_row == MANY and local:
             warnings.warn(
