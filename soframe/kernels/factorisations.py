@@ -32,8 +32,8 @@ def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
     if matrices.shape[-1] <= ALONE or not devices.on_gpu(matrices):
         lower, info = torch.linalg.cholesky_ex(matrices)
         return lower, info
-    solved = list(map(torch.linalg.cholesky_ex, matrices.split(1)))
-    return torch.cat([lower for lower, _ in solved]), torch.cat([info for _, info in solved])
+    lower, info = zip(*map(torch.linalg.cholesky_ex, matrices.split(1)), strict=True)
+    return torch.cat(lower), torch.cat(info)
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
