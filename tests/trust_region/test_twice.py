@@ -15,7 +15,8 @@ import soframe
 from soframe.settings import grouped
 from soframe.testing import compare
 from soframe.trust_region import LevenbergMarquardt
-from soframe.trust_region.forward import first_pass, moved
+from soframe.trust_region.forward import evaluated, first_pass, moved
+from soframe.trust_region.replay import Replay
 from soframe.trust_region.twice import jacobian_products
 from tests.curvature import fill, half_square, randn
 from tests.trust_region.kit import trust_region, vector
@@ -366,6 +367,26 @@ def test_a_step_within_autocast_sees_its_parameters_move(kind: str) -> None:
             assert loss == pytest.approx(closure().item(), rel=1e-6)
         changes.append(seen)
     assert changes[1] == pytest.approx(changes[0], rel=0.05)
+
+
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_each_evaluation_within_autocast_has_its_own_weights(differentiates: bool) -> None:
+    """As after a rejected step: torch keeps the casts of the weights that were tried first."""
+    model, x = nn.Linear(3, 1), torch.ones(4, 3)
+
+    def closure() -> Tensor:
+        return model(x).float().square().mean()
+
+    losses: list[float] = []
+    expected: list[float] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for value in (1.0, 2.0, 4.0):
+            nn.init.constant_(model.weight, value)
+            nn.init.zeros_(model.bias)
+            trial = [(closure, Replay(model))]
+            losses.append(evaluated(trial, differentiates=differentiates))
+            expected.append((3 * value) ** 2)
+    assert losses == expected
 
 
 def test_float16_autocast_is_refused() -> None:
