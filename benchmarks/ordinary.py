@@ -2,7 +2,8 @@
 
     python -m benchmarks.ordinary                  # 23 problems, seeds 0, 1, 2
     python -m benchmarks.ordinary --short          # a minute: four problems, two rates, one seed
-    python -m benchmarks.ordinary --unseen         # the eight on which nothing was chosen
+    python -m benchmarks.ordinary --set unseen     # the eight on which nothing was chosen
+    python -m benchmarks.ordinary --set later      # eleven, written down after all was chosen
     python -m benchmarks.ordinary --kfac-path DIR  # with kfac-pytorch, a folder with its package
 
 Each contender trains at three learning rates, a factor of ten apart in all, and three schedules
@@ -41,7 +42,7 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from benchmarks.ordinary_problems import OPEN, UNSEEN, Problem
+from benchmarks.ordinary_problems import LATER, OPEN, UNSEEN, Problem
 from experiments.display import aligned
 from experiments.libraries import import_kfac_pytorch
 from experiments.muon import Muon, Together
@@ -50,6 +51,9 @@ STEPS, LOOK_EVERY, HELD_OUT = 300, 15, 600
 WARM_UP = 15
 DIVERGED = 1.5  # times the loss at the start
 SHORT = ("friedman1", "digits-mlp", "breast-cancer", "autoencoder")
+
+SETS = {"open": OPEN, "unseen": UNSEEN, "later": LATER}
+PROBLEMS = {**OPEN, **UNSEEN, **LATER}
 
 SCHEDULES: dict[str, Callable[[int], float]] = {
     "constant": lambda step: 1.0,
@@ -222,7 +226,7 @@ def _loss(problem: Problem, model: nn.Module, rows: Tensor) -> Tensor:
 def run(cell: Cell, contenders: dict[str, Contender] = CONTENDERS, *, steps: int = STEPS) -> Record:
     """Train once, for ``steps`` of the schedule."""
     torch.set_num_threads(1)
-    problem = {**OPEN, **UNSEEN}[cell.problem]()
+    problem = PROBLEMS[cell.problem]()
     torch.manual_seed(1000 + cell.seed)
     count = len(problem.inputs)
     order = torch.randperm(count)
@@ -475,11 +479,11 @@ def cells_of(
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--problems", help="separated by commas; all by default")
+    parser.add_argument("--set", default="open", choices=SETS, help="the problems")
+    parser.add_argument("--problems", help="separated by commas; all of the set by default")
     parser.add_argument("--contenders", help="separated by commas; all by default")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--batch", type=int, default=64, help="examples of a step")
-    parser.add_argument("--unseen", action="store_true", help="the eight kept for the end")
     parser.add_argument("--short", action="store_true", help="four problems, two rates, one seed")
     parser.add_argument("--kfac-path", type=Path, help="a folder with the package kfac")
     parser.add_argument("--processes", type=int, default=2)
@@ -496,14 +500,14 @@ def main() -> int:
     names = [name for name in CONTENDERS if options.kfac_path or name != "kfac-pytorch"]
     if options.contenders:
         names = options.contenders.split(",")
-    problems = list(UNSEEN if options.unseen else OPEN)
+    problems = list(SETS[options.set])
     seeds, rates = [int(seed) for seed in options.seeds.split(",")], 3
     if options.short:
         problems, seeds, rates = list(SHORT), [0], 2
         names = ["sgd", "soframe: Preconditioner"]
     if options.problems:
         problems = options.problems.split(",")
-    if unknown := sorted({*names} - {*CONTENDERS} | {*problems} - {*OPEN} - {*UNSEEN}):
+    if unknown := sorted({*names} - {*CONTENDERS} | {*problems} - {*PROBLEMS}):
         print(f"error: unknown: {', '.join(unknown)}", file=sys.stderr)
         return 2
     cells = cells_of(problems, names, seeds, rates=rates, batch=options.batch)

@@ -532,3 +532,146 @@ UNSEEN = {
     )
 }
 """The problems that were run once, when all else was done."""
+
+
+def boston() -> Problem:
+    """506 towns, thirteen features, the price of a house."""
+    x, y = require("mlxtend.data").boston_housing_data()
+    return Problem(_standard(x), _standard(y), lambda: perceptron(13, 64, 2, 1), squared, "mse")
+
+
+def miles_per_gallon() -> Problem:
+    """392 cars, seven features."""
+    x, y = require("mlxtend.data").autompg_data()
+    features = x[:, :7].astype(float)
+    model = partial(perceptron, 7, 48, 2, 1, nn.SiLU)
+    return Problem(_standard(features), _standard(y), model, squared, "mse")
+
+
+def friedman2() -> Problem:
+    """An impedance of four parts, by four wide layers."""
+    x, y = _sklearn().make_friedman2(5000, noise=50.0, random_state=16)
+    model = partial(perceptron, 4, 128, 4, 1, nn.ReLU)
+    return Problem(_standard(x), _standard(y), model, squared, "mse")
+
+
+def unrolled() -> Problem:
+    """The place of a point along a rolled sheet, with noise."""
+    x, y = _sklearn().make_swiss_roll(4000, noise=0.3, random_state=17)
+    return Problem(_standard(x), _standard(y), lambda: perceptron(3, 64, 3, 1, nn.Tanh), squared)
+
+
+def moons() -> Problem:
+    """Two crescents that overlap, a logit."""
+    x, y = _sklearn().make_moons(3000, noise=0.25, random_state=18)
+    targets = torch.tensor(y[:, None], dtype=torch.float32)
+    return Problem(_standard(x), targets, lambda: perceptron(2, 32, 3, 1), binary)
+
+
+def quantile() -> Problem:
+    """The ninth decile of a target whose noise grows, by the pinball loss."""
+    generator = np.random.default_rng(19)
+    x = generator.uniform(-1, 1, (4000, 5))
+    spread = 0.2 + 0.6 * np.abs(x[:, 1])
+    y = np.sin(3 * x[:, 0]) + spread * generator.standard_normal(4000)
+    inputs = torch.tensor(x, dtype=torch.float32)
+    targets = torch.tensor(y[:, None], dtype=torch.float32)
+
+    def pinball(outputs: Tensor, targets: Tensor) -> Tensor:
+        error = targets - outputs
+        return torch.maximum(0.9 * error, -0.1 * error).mean()
+
+    model = partial(perceptron, 5, 64, 3, 1, nn.GELU)
+    return Problem(inputs, targets, model, _of_outputs(pinball))
+
+
+def waiting_times() -> Problem:
+    """Waiting times of an exponential distribution, whose rate is the exponential of the output."""
+    generator = np.random.default_rng(20)
+    x = generator.standard_normal((4000, 8))
+    log_rate = 0.7 * x[:, 0] + np.cos(2 * x[:, 1]) * x[:, 2]
+    y = generator.exponential(np.exp(-log_rate))
+    inputs = torch.tensor(x, dtype=torch.float32)
+    targets = torch.tensor(y[:, None], dtype=torch.float32)
+
+    def likelihood(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs.clamp(max=20).exp() * targets - outputs).mean()
+
+    return Problem(inputs, targets, lambda: perceptron(8, 64, 3, 1), _of_outputs(likelihood))
+
+
+def three_targets() -> Problem:
+    """Three smooth functions of the same eight features."""
+    generator = np.random.default_rng(21)
+    x = generator.uniform(-1, 1, (4000, 8))
+    first = np.sin(3 * x[:, 0]) * x[:, 1]
+    second = np.exp(x[:, 2]) * np.cos(2 * x[:, 3])
+    third = np.abs(x[:, 4] + x[:, 5]) - x[:, 6] ** 2
+    y = np.stack([first, second, third], 1) + 0.05 * generator.standard_normal((4000, 3))
+    return Problem(_standard(x), _standard(y), lambda: perceptron(8, 64, 3, 3, nn.GELU), squared)
+
+
+def shells() -> Problem:
+    """Six classes, one around the other, in ten dimensions."""
+    x, y = _sklearn().make_gaussian_quantiles(
+        n_samples=5000, n_features=10, n_classes=6, random_state=22
+    )
+    return _classes(_standard(x), torch.tensor(y).long(), lambda: perceptron(10, 64, 3, 6))
+
+
+def waves() -> Problem:
+    """Which of five frequencies a noisy signal has, by convolutions over time."""
+    generator = torch.Generator().manual_seed(23)
+    labels = torch.randint(5, (3000,), generator=generator)
+    phases = 2 * math.pi * torch.rand(3000, 1, generator=generator)
+    frequencies = 0.25 * (labels[:, None] + 2)
+    signals = torch.sin(frequencies * torch.arange(48.0) + phases)
+    signals = signals + 1.0 * torch.randn(signals.shape, generator=generator)
+
+    def model() -> nn.Module:
+        layers: list[nn.Module] = []
+        for into, out in ((1, 16), (16, 32)):
+            layers += [nn.Conv1d(into, out, 5, 2, padding=2), nn.ReLU()]
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(4), nn.Flatten(), nn.Linear(128, 5))
+
+    return _classes(signals.unsqueeze(1), labels, model)
+
+
+class _OfSet(nn.Module):
+    """A number of a set: the sum of what a perceptron makes of each member."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.member, self.whole = perceptron(3, 32, 2, 32), perceptron(32, 32, 1, 1)
+
+    def forward(self, members: Tensor) -> Tensor:
+        inside: Tensor = self.whole(self.member(members).mean(1))
+        return inside
+
+
+def spread_of_set() -> Problem:
+    """How far twelve points are from each other on average."""
+    generator = torch.Generator().manual_seed(24)
+    scales = 0.3 + 1.5 * torch.rand(3000, 1, 3, generator=generator)
+    points = scales * torch.randn(3000, 12, 3, generator=generator)
+    distances = torch.cdist(points, points).mean((1, 2))
+    return Problem(points, _standard(distances.numpy()), _OfSet, squared)
+
+
+LATER = {
+    problem.__name__.replace("_", "-"): problem
+    for problem in (
+        boston,
+        miles_per_gallon,
+        friedman2,
+        unrolled,
+        moons,
+        quantile,
+        waiting_times,
+        three_targets,
+        shells,
+        waves,
+        spread_of_set,
+    )
+}
+"""Problems written down after every default and rule, eight of them with one output; run once."""
