@@ -206,8 +206,7 @@ def _large(name: str, inputs: tuple[int, ...], **changes: Any) -> Task:
     module = importlib.import_module(f"experiments.recipes.{name}")
     with torch.device("meta"):
         model = module.model(module.Settings(**changes))
-    layers = getattr(module, "LAYERS", None)
-    return Task.of(model, (torch.empty(inputs, device="meta"),), method="kfac", layers=layers)
+    return Task.of(model, (torch.empty(inputs, device="meta"),), method="kfac")
 
 
 def _bert_large() -> Task:

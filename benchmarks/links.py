@@ -97,8 +97,7 @@ class Application:
         examples: Tensor = torch.rand(shape)
         if self.recipe == "bert_bytes":
             examples = torch.randint(256, shape)
-        layers = getattr(self.module, "LAYERS", None)
-        return Task.of(self.module.model(settings), (examples,), method="kfac", layers=layers)
+        return Task.of(self.module.model(settings), (examples,), method="kfac")
 
 
 APPLICATIONS: Mapping[str, Application] = {

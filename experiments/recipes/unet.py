@@ -1,9 +1,9 @@
 """A U-Net that segments digits on canvases, with K-FAC in front of AdamW.
 
 Model: Ronneberger et al., 2015, with batch norm and padded convolutions, small: two halvings, and
-transposed convolutions on the way up, which K-FAC covers too (`LAYERS`). It marks the
-pixels of digits on canvases that show halves of digits too, which are background
-(`experiments.canvases`). The figure is the Dice coefficient of all held-out canvases.
+transposed convolutions on the way up. It marks the pixels of digits on canvases that show halves
+of digits too, which are background (`experiments.canvases`). The figure is the Dice coefficient of
+all held-out canvases.
 
 Run to its end on a CPU (docs/benchmarks/applications.md).
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from experiments.canvases import canvases
-from experiments.recipes import common
-from experiments.recipes.common import Built, OnCanvases
-
-LAYERS = {"^up": "all"}
-"""Transposed convolutions have no block by default."""
+from experiments.recipes.common import OnCanvases
 
 
 @dataclass(frozen=True)
@@ -104,10 +100,6 @@ def loss(model: nn.Module, images: Tensor, masks: Tensor) -> Tensor:
     chances = logits.sigmoid()
     dice = 2 * (chances * masks).sum() / (chances.sum() + masks.sum())
     return F.binary_cross_entropy_with_logits(logits, masks) + 1 - dice
-
-
-def optimizer(model: nn.Module, settings: Settings, **more: Any) -> Built:
-    return common.optimizer(model, settings, **{"layers": LAYERS, **more})
 
 
 def metrics(model: nn.Module, images: Tensor, masks: Tensor) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
 from soframe.kernels.gram import add_bias, new_sum
 from soframe.kernels.unfold import patches
 from soframe.layers.base import BlockShape, Inputs, LayerHelper, Unit, widened
-from soframe.registry import KINDS, register
+from soframe.registry import register
 
 
 @register("layer", nn.Conv2d)
@@ -163,7 +163,7 @@ class Conv2dHelper(LayerHelper):
         return Geometry(batch, conv.groups, channels, rows, columns)
 
 
-@KINDS["layer"].register_optional(nn.Conv1d)
+@register("layer", nn.Conv1d)
 class Conv1dHelper(Conv2dHelper):
     """``nn.Conv1d``: an image with one row."""
 
@@ -174,7 +174,7 @@ class Conv1dHelper(Conv2dHelper):
         return x.unsqueeze(2), self._geometry(len(x), 1, Axis(1, 1), axis)
 
 
-@KINDS["layer"].register_optional(nn.Conv3d)
+@register("layer", nn.Conv3d)
 class Conv3dHelper(Conv2dHelper):
     """``nn.Conv3d``: one image for each output position of the last axis."""
 
@@ -290,16 +290,16 @@ def _last_first(pairs: Sequence[tuple[int, int]]) -> list[int]:
     return list(itertools.chain.from_iterable(reversed(pairs)))
 
 
-@KINDS["layer"].register_optional(nn.ConvTranspose1d)
+@register("layer", nn.ConvTranspose1d)
 class ConvTranspose1dHelper(_Transposed, Conv1dHelper):
     """``nn.ConvTranspose1d``: stride, padding, output padding, dilation, groups."""
 
 
-@KINDS["layer"].register_optional(nn.ConvTranspose2d)
+@register("layer", nn.ConvTranspose2d)
 class ConvTranspose2dHelper(_Transposed):
     """``nn.ConvTranspose2d``: stride, padding, output padding, dilation, groups."""
 
 
-@KINDS["layer"].register_optional(nn.ConvTranspose3d)
+@register("layer", nn.ConvTranspose3d)
 class ConvTranspose3dHelper(_Transposed, Conv3dHelper):
     """``nn.ConvTranspose3d``: stride, padding, output padding, dilation, groups."""

@@ -138,8 +138,6 @@ REASONS = {
     "gru.weight_hh_l0": "no layer helper",
     "gru.bias_ih_l0": "no layer helper",
     "gru.bias_hh_l0": "no layer helper",
-    "transposed.weight": "no layer helper",
-    "transposed.bias": "no layer helper",
 }
 BLOCKS = {
     "stem.weight": "stem",
@@ -147,6 +145,8 @@ BLOCKS = {
     "chain.biased.weight": "chain.biased",
     "chain.partly.weight": "chain.partly",
     "chain.bare.weight": "chain.bare",
+    "transposed.weight": "transposed",
+    "transposed.bias": "transposed",
     "unused.weight": "unused",
     "unused.bias": "unused",
 }
@@ -172,7 +172,7 @@ def test_every_parameter_is_reported_once() -> None:
         assert row.method == ("kfac / eigen" if row.block is not None else "")
     text = str(precondition(model).report())
     first = text.splitlines()[0]
-    assert first.startswith(f"7 of {len(named)} parameters in 5 block(s), ")
+    assert first.startswith(f"9 of {len(named)} parameters in 6 block(s), ")
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     part = sum(sizes[name] for name in BLOCKS) / sum(sizes.values())
     assert first.endswith(f" {part:.0%} of the trained weights")

@@ -217,14 +217,10 @@ def test_other_geometries_are_refused() -> None:
     assert turned == "convolutions of 1 dimension(s) have another geometry"
 
 
-def test_they_join_where_a_user_asks_for_them() -> None:
-    model = nn.Sequential(nn.Conv1d(2, 2, 2), nn.ConvTranspose1d(2, 2, 2), nn.Linear(5, 2))
-    with closing(preconditioner(model)) as own:
-        assert set(blocks(own)) == {"2"}
-        reasons = {row.parameter: row.reason for row in own.report()}
-        assert "layers='all' adds Conv1dHelper" in reasons["0.weight"]
-    with closing(preconditioner(model, layers="all")) as own:
-        assert set(blocks(own)) == {"0", "1", "2"}
+@pytest.mark.parametrize("kind", [*PLAIN.values(), *TRANSPOSED.values()])
+def test_every_convolution_has_a_block_by_default(kind: Any) -> None:
+    with closing(preconditioner(nn.Sequential(kind(2, 3, 2), nn.ReLU()))) as own:
+        assert set(blocks(own)) == {"0"}
 
 
 def test_convolutions_of_one_input_with_other_paddings() -> None:

@@ -24,7 +24,7 @@ class Says(nn.Module):
 
 def test_kfac_covers_the_transposed_convolutions_of_the_unet():
     settings = unet.Settings(width=2)
-    _, preconditioner = unet.optimizer(unet.model(settings), settings)
+    _, preconditioner = common.optimizer(unet.model(settings), settings)
     covered = {block.block for block in preconditioner.placement.blocks}
     assert {"up_to_middle", "up_to_high", "head", "high.0"} <= covered
 
