@@ -80,8 +80,8 @@ class Curvature(OfModel):
     Vectors are dicts: the name of each parameter that has a block, as in ``named_parameters``, and
     a tensor ``[..., *shape]``; leading dimensions are several vectors.
 
-    `Preconditioner.curvature` is the curvature of training, at its last step: of factors that the
-    solver does not decompose, such as ``"inverse"``, the present averages are decomposed.
+    `Preconditioner.curvature` is the curvature of training, at its last step. If the solver does
+    not decompose factors, as ``"inverse"``, their present averages are decomposed.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
@@ -315,8 +315,8 @@ class Curvature(OfModel):
         Call it on every rank, with the rank's own share of the data; the numbers of batches may
         differ, except under ``fully_shard``, whose passes gather weights from every rank. EKFAC
         takes two passes over the data: its scale belongs to the bases of the first.
-        Weights, gradients and buffers of the model are as before afterwards; put it in eval mode
-        where dropout and batch statistics are to be off. A fit begins anew, unless an interrupted
+        Weights, gradients and buffers of the model stay unchanged; put it in eval mode if dropout
+        and batch statistics should be off. A fit begins anew, unless an interrupted
         one was loaded (`load`): then it skips the batches that are counted already, so that the
         loader has to give the same batches in the same order.
 
