@@ -591,7 +591,7 @@ class Curvature(OfModel):
                 parts.damping.load(saved["damping"])
             else:
                 warnings.warn(
-                    f"soframe: the state has nothing of {describe(parts.damping)}: it begins anew",
+                    f"soframe: the state lacks {describe(parts.damping)}, which begins anew",
                     stacklevel=4,
                 )
         state.load_history(saved["history"], self.blocks)
@@ -739,7 +739,7 @@ def _require_all_data(placed: PlacedBlocks, strategy: Strategy) -> None:
             if factor.captured and set(place.contributing(index)) != set(place.everyone):
                 raise ValueError(
                     f"a Curvature is a mean over the data of all ranks, and under {strategy!r} "
-                    f"the ranks {list(place.contributing(index))} alone take statistics of "
+                    f"only the ranks {list(place.contributing(index))} take statistics of "
                     f"{block.name}: pass strategy='comm-opt', 'mem-opt' or Sharded(group=None)"
                 )
 
