@@ -41,7 +41,7 @@ def penalty(curvature: Curvature, anchor: Vector) -> Tensor:
             f"such as copy.deepcopy(model.state_dict())"
         )
     if any(weight.is_set_to(anchor[name]) for name, weight in weights.items()):
-        raise ValueError("the anchor is no copy: pass copy.deepcopy(model.state_dict())")
+        raise ValueError("the anchor is not a copy: pass copy.deepcopy(model.state_dict())")
     moves = {name: weight - anchor[name].detach() for name, weight in weights.items()}
     terms = []
     for name, product in (curvature @ moves).items():

@@ -80,8 +80,8 @@ class Curvature(OfModel):
     Vectors are dicts: the name of each parameter that has a block, as in ``named_parameters``, and
     a tensor ``[..., *shape]``; leading dimensions are several vectors.
 
-    `Preconditioner.curvature` is the curvature of training, at its last step: of factors that the
-    solver does not decompose, such as ``"inverse"``, the present averages are decomposed.
+    `Preconditioner.curvature` is the curvature of training, at its last step. If the solver does
+    not decompose factors, as ``"inverse"``, their present averages are decomposed.
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
@@ -315,8 +315,8 @@ class Curvature(OfModel):
         Call it on every rank, with the rank's own share of the data; the numbers of batches may
         differ, except under ``fully_shard``, whose passes gather weights from every rank. EKFAC
         takes two passes over the data: its scale belongs to the bases of the first.
-        Weights, gradients and buffers of the model are as before afterwards; put it in eval mode
-        where dropout and batch statistics are to be off. A fit begins anew, unless an interrupted
+        Weights, gradients and buffers of the model stay unchanged; put it in eval mode if dropout
+        and batch statistics should be off. A fit begins anew, unless an interrupted
         one was loaded (`load`): then it skips the batches that are counted already, so that the
         loader has to give the same batches in the same order.
 
@@ -591,7 +591,7 @@ class Curvature(OfModel):
                 parts.damping.load(saved["damping"])
             else:
                 warnings.warn(
-                    f"soframe: the state has nothing of {describe(parts.damping)}: it begins anew",
+                    f"soframe: the state lacks {describe(parts.damping)}, which begins anew",
                     stacklevel=4,
                 )
         state.load_history(saved["history"], self.blocks)
@@ -739,7 +739,7 @@ def _require_all_data(placed: PlacedBlocks, strategy: Strategy) -> None:
             if factor.captured and set(place.contributing(index)) != set(place.everyone):
                 raise ValueError(
                     f"a Curvature is a mean over the data of all ranks, and under {strategy!r} "
-                    f"the ranks {list(place.contributing(index))} alone take statistics of "
+                    f"only the ranks {list(place.contributing(index))} take statistics of "
                     f"{block.name}: pass strategy='comm-opt', 'mem-opt' or Sharded(group=None)"
                 )
 

@@ -37,7 +37,7 @@ def scores(
         curvature: A fitted curvature.
         queries: Batches of queries.
         train: Batches of training samples.
-        loss: ``loss(model, batch) -> (outputs, mean loss)``; of queries too.
+        loss: ``loss(model, batch) -> (outputs, mean loss)``, for queries too.
         damping: Added to the eigenvalues of the curvature. Scores depend on it more than on the
             method: a fraction of the mean eigenvalue, such as 0.1, is a start.
 

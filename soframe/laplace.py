@@ -92,9 +92,9 @@ class Laplace:
     The layers are the curvature's: `Curvature(..., skip=)` leaves layers out, by patterns on their
     names, such as ``skip=["^body"]`` for the head alone.
 
-    The loss of the fit is the negative log-likelihood of a sample, so that its scale counts. The
+    The loss of the fit is the negative log-likelihood of a sample, so its scale counts. The
     Fishers ``"type-2"`` and ``"monte-carlo"`` are its Gauss-Newton matrix; ``"empirical"``
-    vanishes where the model fits its data, and gives too much variance there. Of a regression the
+    vanishes where the model fits its data, and gives too much variance there. For a regression the
     loss is ``"squared-error"``, and ``noise`` sets its variance.
 
     Attributes:
@@ -103,8 +103,8 @@ class Laplace:
         prior_precision: The inverse variance of each weight in the prior, around zero.
         noise: The variance of observations, for ``loss="squared-error"`` (half the squared error
             of a sample, summed over its outputs) alone; None leaves the loss as it is.
-        forward: Runs the model, ``(model, inputs) -> outputs``, where its inputs are more than
-            one, or its outputs are not a tensor.
+        forward: Runs the model, ``(model, inputs) -> outputs``, if it has more than one input,
+            or its outputs are not a tensor.
 
     Raises:
         ValueError: If ``prior_precision`` or ``noise`` is not positive, or the loss has no noise.
@@ -139,8 +139,8 @@ class Laplace:
         prior_precision)`` for P weights w. It compares models, priors and choices of layers.
 
         Args:
-            log_likelihood: Of all training samples, a sum: minus N times the mean loss, for a
-                loss that is a negative log-likelihood; of a Gaussian with ``noise`` as variance.
+            log_likelihood: The sum over all training samples: minus N times the mean loss, if the
+                loss is a negative log-likelihood; for a Gaussian with ``noise`` as variance.
         """
         values, square = self._values(), _square(self.curvature)
         occam = torch.log1p(values / self.prior_precision).sum()
@@ -155,7 +155,7 @@ class Laplace:
         return _effective(self._values(), self.prior_precision)
 
     def optimised(self, residuals: Tensor | None = None) -> Laplace:
-        """Return it with the prior precision of the largest evidence; every rank must call.
+        """Return the posterior at the prior precision of the largest evidence; all ranks must call.
 
         The precision solves ``effective_parameters = prior_precision ||w||^2``, which has one
         solution.
@@ -218,8 +218,8 @@ class Laplace:
         """Return the Gaussian over outputs of the model linearised in its weights.
 
         Each output of a sample takes a forward and a backward pass, and ``outputs * samples``
-        vectors over the weights are in memory. Weights, gradients and buffers are as before
-        afterwards. Every rank must call where ranks hold some blocks each.
+        vectors over the weights are in memory. Weights, gradients and buffers stay unchanged.
+        Every rank must call if each rank holds only some blocks.
 
         Args:
             inputs: A batch of inputs, passed to `forward`.

@@ -68,13 +68,13 @@ def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
         named = curvature.parts.model.named_parameters()
         shapes.append({name: parameter.shape for name, parameter in named})
     if len({id(curvature.parts.model) for curvature in curvatures}) < len(curvatures):
-        raise ValueError("merge: two curvatures are of one model, which has its last weights: copy")
+        raise ValueError("merge: two curvatures share one model: fit each to a copy of its own")
     if shapes.count(shapes[0]) < len(shapes):
-        raise ValueError("merge: the models have other names or shapes of parameters: build alike")
+        raise ValueError("merge: the models differ in names or shapes of parameters: build alike")
     names = [covered(curvature).keys() for curvature in curvatures]
     if names.count(names[0]) < len(names):
         raise ValueError(
-            "merge: the curvatures cover other parameters: pass the same layers=, skip= and method="
+            "merge: the curvatures differ in parameters: pass the same layers=, skip= and method="
         )
 
 

@@ -83,10 +83,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         constraint: ``"hyperball"`` lets every matrix of ``method``, in each of its groups, keep the
             Frobenius norm that it has at the first step (Wen et al., 2026): ``lr`` is then an
             angle, of the order of 0.01, the length of updates does not matter, and weights do not
-            decay. Vectors, such as biases and gains of norms, move without. None for none.
+            decay. Vectors, such as biases and gains of norms, are not constrained. None for none.
         auxiliary: The method of all other trainable parameters.
         auxiliary_lr: Its learning rate; None for a multiple of ``lr`` that suits the method
-            (`soframe.methods.Method.auxiliary_ratio`): a fifth for Muon and its kin.
+            (`soframe.methods.Method.auxiliary_ratio`): a fifth for Muon and its variants.
         auxiliary_weight_decay: Its weight decay; None for ``weight_decay``.
         auxiliary_weight_decay_kind: Its kind of weight decay; None for ``weight_decay_kind``.
         auxiliary_constraint: Its constraint; by default none, with any ``constraint``.

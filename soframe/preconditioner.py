@@ -64,8 +64,8 @@ class Preconditioner(OfModel):
     ``torch.amp.GradScaler`` call ``scaler.unscale_(optimizer)`` first.
 
     Args:
-        model: The model; DistributedDataParallel and compiled wrappers are looked through. On the
-            meta device it is planned: `report` and ``placement`` work, and steps need weights.
+        model: The model; DistributedDataParallel and compiled wrappers are looked through. If it is
+            on the meta device, `report` and ``placement`` work as a plan; steps need weights.
         method: The curvature method: a name, class, instance, or a mapping from patterns on module
             names to one of these (first match wins).
         solver: The solver, specified in the same way; None for ``"inverse"``, or ``"eigen"`` if a
@@ -73,9 +73,9 @@ class Preconditioner(OfModel):
         strategy: The distribution strategy: a name, class or instance.
         optimizer: The optimizer behind the preconditioner, which must have the parameters of every
             block.
-        lr: The learning rate of the steps that the clips bound, for a clipped step of the bound's
-            length at any rate, as in kfac-pytorch. None, the default, for clips that bound updates:
-            the optimizer's rate scales a clipped step like any other.
+        lr: Lets the clips bound steps at this learning rate, as in kfac-pytorch: a clipped step has
+            the length of the bound at any rate. By default (None) the clips bound updates, and the
+            optimizer's rate scales a clipped step like any other.
         damping: Added to the curvature's eigenvalues: a number, a callable of the step, or the
             name, class or instance of a damping policy that needs no reduction ratio. By default it
             falls from 0.05 by 1 % a step to 0.01.
@@ -88,12 +88,12 @@ class Preconditioner(OfModel):
         solve_every: Interval of solves, in steps; None for 10, which becomes 100 after 100 steps
             if all methods read calls.
         background: The number of steps between the start of a solve and the use of its results;
-            meanwhile it runs in a thread of its own (on CUDA, on a stream of its own). A number
+            meanwhile the solve runs in a separate thread (on CUDA, in a separate stream). A number
             gives the same results in every run; ``"ready"`` uses them at the first step that finds
-            them done; 0 solves in the step.
+            them done; 0 solves within the step.
         layers: Helper classes by patterns on module names, which take precedence over the registry;
-            ``"all"`` in place of a class, or of the mapping, for every helper that soframe has
-            instead of the ones for linear layers and convolutions.
+            ``"all"``, in place of a class or of the mapping, selects every helper of soframe,
+            rather than only the ones for linear layers and convolutions.
         skip: Patterns (``re.search``) on qualified module names or class names to leave alone.
         auxiliary: The method of all trainable parameters that ``method`` leaves out, such as
             ``"adamw"``: a name, class or instance; None to leave their gradients alone.
@@ -207,7 +207,7 @@ class Preconditioner(OfModel):
                 samples.
 
         Raises:
-            TypeError: If the outputs are no tensors, or several without such a loss.
+            TypeError: If the outputs are not tensors, or are several without such a loss.
             RuntimeError: If no registered layer ran with gradients.
         """
         self._require_open()
@@ -221,7 +221,7 @@ class Preconditioner(OfModel):
         """Declare the loss terms and the padding of the forward passes that follow.
 
         Call it before the model's forward pass, once for each backward pass: if the loss ignores
-        some of its terms, if inputs are padded, or if the loss is no mean over the batch. After
+        some of its terms, if inputs are padded, or if the loss is not a batch mean. After
         the first call, every forward pass that gives statistics needs one. Between statistics steps
         it does nothing.
 
@@ -267,8 +267,8 @@ class Preconditioner(OfModel):
     def reset_batch(self) -> None:
         """Discard the statistics of the backward passes since the last step.
 
-        Where gradients are zeroed without a ``step``, their statistics are dropped without this
-        call, but for ones of `observe` whose backward pass has not come. Every rank must call.
+        If gradients are zeroed without a ``step``, their statistics are dropped without this call,
+        except for an `observe` whose backward pass has not run. Every rank must call.
         """
         self.curvature.begin()
 
@@ -306,7 +306,7 @@ class Preconditioner(OfModel):
         return self.curvature.snapshot()
 
     def restore(self, snapshot: Mapping[str, Solved]) -> None:
-        """Precondition with the second-order data and dampings of a snapshot, or of parts of some.
+        """Precondition with the second-order data and dampings of one snapshot or of parts of more.
 
         Args:
             snapshot: Block name -> its entry of a `snapshot`; other blocks are unchanged.
@@ -319,7 +319,7 @@ class Preconditioner(OfModel):
 
     @property
     def changed(self) -> bool:
-        """Whether parameters were frozen, thawed or replaced since the last step."""
+        """Whether parameters were frozen, unfrozen or replaced since the last step."""
         return self.curvature.watch.changed()
 
     @property
@@ -416,8 +416,8 @@ class Preconditioner(OfModel):
                 of `soframe.checkpoint.merge` for the states of all.
 
         Raises:
-            ValueError: If the state is foreign, truncated, damaged or of another model, or another
-                rank's is, or the ranks' states differ; nothing has changed then, on any rank.
+            ValueError: If the state of any rank is foreign, truncated, damaged or of another model,
+                or the ranks' states differ; then nothing changes on any rank.
         """
 
         def check() -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
@@ -523,7 +523,7 @@ class Preconditioner(OfModel):
         """Return the bytes and calls of this rank's collectives so far.
 
         Returns:
-            Phase -> ``{"bytes", "calls"}``, and ``"total"``; bytes are of the buffers that this
+            Phase -> ``{"bytes", "calls"}``, and ``"total"``; bytes count the buffers that this
             rank passes to collectives. Communication with other stages of a pipeline is the phase
             ``"stages"``.
         """
@@ -583,7 +583,7 @@ class Preconditioner(OfModel):
     def explain(self, name: str, *, all_ranks: bool = False) -> Explanation:
         """Explain the update of a block: each rank's part of the last window, factors, update.
 
-        For a block whose factor or update looks wrong. It decomposes all factors, see `metrics`.
+        Use it if a factor or an update looks wrong. It decomposes all factors, see `metrics`.
 
         Args:
             name: The name of the block, as in `report`.

@@ -152,7 +152,7 @@ class Registry:
             component = self.get(choice)()
             if not isinstance(component, base):
                 raise TypeError(
-                    f"{self.kind} {choice!r} is registered as {component!r}, which is no "
+                    f"{self.kind} {choice!r} is registered as {component!r}, which is not a "
                     f"{base.__name__}"
                 )
             return component

@@ -39,7 +39,7 @@ def parse_bytes(text: int | str) -> int:
     """Return a number of bytes, such as ``"2GiB"``, ``"500 MB"`` or a plain number."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kKMGT]?)(i?)B?\s*", str(text))
     if match is None or float(match[1]) == 0:
-        raise ValueError(f"{text!r} is no number of bytes, such as 2000000000, '2GB' or '1.5GiB'")
+        raise ValueError(f"{text!r} is not a number of bytes, such as 2000000000, '2GB', '1.5GiB'")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** ["", "K", "M", "G", "T"].index(match[2].upper()))
 

@@ -841,7 +841,7 @@ def test_what_is_said_is_used_up_by_a_backward_pass() -> None:
         with torch.no_grad():
             model(x[:2])
         backward(model, x)
-        with pytest.raises(RuntimeError, match=r"of which count\(\) was told nothing"):
+        with pytest.raises(RuntimeError, match=r"in a forward pass without count\(\)"):
             own.step()
         own.reset_batch()
         backward(model, x)

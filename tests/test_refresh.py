@@ -146,7 +146,7 @@ def test_what_stagger_cannot_be(value: Any) -> None:
 @pytest.mark.parametrize(
     ("statistics_every", "solve_every", "message"),
     [
-        (2, 3, r"no multiple of statistics_every=2, .* up to 1 step\(s\) old; .* =2 or .*=4"),
+        (2, 3, r"not a multiple of statistics_every=2, .* up to 1 step\(s\) old; .* =2 or .*=4"),
         (10, 25, r"up to 5 step\(s\) old; pass solve_every=20 or solve_every=30"),
         (10, 1, "most solves find no new statistics; pass solve_every=10, or statistics_every=1"),
     ],

@@ -26,9 +26,9 @@ class Reason(StrEnum):
         "no layer helper; if {0} computes x W^T + b, soframe.register('layer', {0})("
         "soframe.layers.LinearHelper), else register a helper of its own"
     )
-    CONTAINER = "no layer helper: a {} is not called, and others use what it holds; {}"
+    CONTAINER = "no layer helper: a {} is not called, and others use its parameters; {}"
     KERNEL = "no layer helper: {}"
-    COMPUTED = "no layer helper: a weight is computed of it; {}"
+    COMPUTED = "no layer helper: a weight is computed from it; {}"
     SORTED = "no layer helper: tokens are sorted by expert within {}; {}"
     OVERRIDDEN = (
         "no layer helper: {module} overrides {known}.{forward}, so {helper} may not have its rows; "

@@ -152,8 +152,8 @@ def warn_of_lost_blocks(before: Report, after: Report, stacklevel: int) -> None:
             lost.append(f"{name} ({method} before): {why}")
     if lost:
         warnings.warn(
-            "soframe: the model was changed, and there are layers that are still trained and have "
-            f"lost their block: {'; '.join(lost)}. report() says what became of each parameter",
+            "soframe: the model was changed, and layers that are still trained have lost their "
+            f"block: {'; '.join(lost)}. report() lists the block or the reason of each parameter",
             stacklevel=stacklevel,
         )
 

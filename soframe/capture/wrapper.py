@@ -37,8 +37,8 @@ def alone_in_join() -> str | None:
     if not config.enable or config.throw_on_early_termination:
         return None
     return (
-        "within join() a rank without further batches answers DistributedDataParallel's "
-        "collectives alone, and a step of soframe needs all ranks: give every rank as many "
+        "within join() a rank without further batches only joins DistributedDataParallel's "
+        "collectives, and a step of soframe needs all ranks: give every rank as many "
         "batches, or end with the first one by join(throw_on_early_termination=True)"
     )
 

@@ -86,7 +86,7 @@ def agree_on_state(backend: Backend, state: str | None) -> None:
         )
     if differing := _differing(digests):
         raise ValueError(
-            f"rank(s) {differing} and rank 0 would go on from different states: load the same "
+            f"rank(s) {differing} and rank 0 would continue from different states: load the same "
             f"checkpoint on every rank"
         )
 

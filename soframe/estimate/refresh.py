@@ -183,7 +183,7 @@ def mismatch(statistics_every: int, solve_every: int) -> str | None:
     # The oldest statistics that any solve finds, over all its steps.
     age = statistics_every - math.gcd(solve_every, statistics_every)
     return (
-        f"solve_every={solve_every} is no multiple of statistics_every={statistics_every}, so that "
-        f"solves use statistics which are up to {age} step(s) old; pass solve_every={below} or "
+        f"solve_every={solve_every} is not a multiple of statistics_every={statistics_every}, so "
+        f"solves use statistics that are up to {age} step(s) old; pass solve_every={below} or "
         f"solve_every={below + statistics_every}"
     )

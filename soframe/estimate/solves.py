@@ -126,8 +126,8 @@ class Run:
             declared = {n: spec.shape for n, spec in zip(job.names, job.parcel.specs, strict=True)}
             if not declared.items() <= returned.items():
                 raise ValueError(
-                    f"{job.solver!r}: solve() returned {returned} of the factor "
-                    f"{job.factor.name!r}, and tensors() says {declared}"
+                    f"{job.solver!r}: solve() returned {returned} for the factor "
+                    f"{job.factor.name!r}, and tensors() declares {declared}"
                 )
             data = self._retry(job, attempt) if attempt.failed else attempt.data
             tensors += [data[name] for name in job.names]

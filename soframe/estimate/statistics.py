@@ -315,8 +315,8 @@ class Accumulator:
         if self._capture.counts and not batch.declared:
             self.window.passes.fail(
                 RuntimeError(
-                    f"{block.name!r} ran in a forward pass of which count() was told nothing: once "
-                    f"it is used, call it before the forward pass of every micro-batch"
+                    f"{block.name!r} ran in a forward pass without count(): once count() is used, "
+                    f"call it before the forward pass of every micro-batch"
                 )
             )
         if batch.rows is None:
@@ -557,7 +557,7 @@ def _output_rows(helper: LayerHelper, gradient: Tensor) -> Tensor:
     if gradient._version != version:
         raise ValueError(
             f"{type(helper).__name__}: output_rows has changed the gradient of the output in "
-            f"place, with which the backward pass goes on: return a new tensor"
+            f"place, which the backward pass still needs: return a new tensor"
         )
     if rows.ndim != 4:
         raise ValueError(

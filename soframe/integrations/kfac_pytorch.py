@@ -58,9 +58,9 @@ _DEFAULTS: dict[str, Any] = {
 # Arguments without a counterpart that change no result, with the reason.
 _WITHOUT = {
     "accumulation_steps": "backward passes between two steps are counted, however many there are",
-    "allreduce_bucket_cap_mb": "what travels at the same time is always sent in common buffers",
+    "allreduce_bucket_cap_mb": "tensors that are sent together always share buffers",
     "symmetry_aware": "symmetric matrices always travel as triangles",
-    "update_factors_in_hook": "when statistics travel is for the strategy to say (deferred=)",
+    "update_factors_in_hook": "the strategy decides when statistics are sent (deferred=)",
     "loglevel": "nothing is logged at construction: print preconditioner.report() and .placement",
 }
 
@@ -248,7 +248,7 @@ def _layers(preconditioner: Preconditioner, state: Any) -> dict[str, dict[str, T
     if set(saved) != set(blocks):
         missing, unknown = sorted(set(blocks) - set(saved)), sorted(set(saved) - set(blocks))
         raise ValueError(
-            f"the state is of other layers: it lacks {missing or 'nothing'} and has "
+            f"the state belongs to other layers: it lacks {missing or 'nothing'} and has "
             f"{unknown or 'nothing'} besides"
         )
     return {name: _factors(block, saved[name]) for name, block in blocks.items()}

@@ -92,7 +92,7 @@ def require_named(method: Method, name: str, declared: frozenset[str], where: st
     """Raise a ValueError if `factor_names` or `state_names` of an inner method lacks a name."""
     if name not in declared:
         raise ValueError(
-            f"{method!r}: it has {name!r} for blocks of some shapes alone, and {where}() tells "
+            f"{method!r}: it has {name!r} only for blocks of some shapes, and {where}() names "
             f"{sorted(declared)}: override {where}() to return the names for blocks of any shape"
         )
 

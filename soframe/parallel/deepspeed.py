@@ -177,7 +177,7 @@ class Partitions(GradientHome):
         group_ranks = torch.distributed.get_process_group_ranks(self._process_group(place.group))
         if sorted(group_ranks) != sorted(ranks):
             raise ValueError(
-                f"DeepSpeed shares its gradient out over the ranks {group_ranks}, and the "
+                f"DeepSpeed distributes its gradient over the ranks {group_ranks}, and the "
                 f"preconditioner works on the ranks {list(ranks)}: let both have the same"
             )
         accumulated = getattr(self._optimizer, "gradient_accumulation_dtype", parameter.dtype)
@@ -315,7 +315,7 @@ class LeftOut(PlainGrad):
     def shards(self, parameter: nn.Parameter, ranks: Sequence[int]) -> Shards | None:
         raise ValueError(
             "it is trained, and not in the optimizer that deepspeed.initialize was given, so "
-            "nobody averages its gradient: give it to the optimizer, freeze it before "
+            "its gradient is not averaged: give it to the optimizer, freeze it before "
             "deepspeed.initialize, or skip the module"
         )
 

@@ -278,8 +278,8 @@ class ScheduledPipeline(Pipeline):
 
     def require_uncounted(self) -> None:
         raise ValueError(
-            "count() says something of the next forward pass, and a schedule runs those of all "
-            "micro-batches by itself: pass Statistics(samples=...), a callable that returns "
+            "count() applies to the next forward pass, and a schedule runs the forward passes of "
+            "all micro-batches: pass Statistics(samples=...), a callable that returns "
             "how many terms the loss of one micro-batch is a mean over"
         )
 
@@ -359,8 +359,8 @@ def _differing_samples(stages: Sequence[Report], passes: float) -> ValueError | 
     text = ", ".join(f"{number:.0f}" for number in sorted(samples))
     return ValueError(
         f"in the backward passes since the last step the layers of different stages were called "
-        f"with different numbers of samples ({text}), so how many the loss is a mean over cannot "
-        f"be told: pass Statistics(samples=...), a callable that returns it for one micro-batch"
+        f"with different numbers of samples ({text}), so the number of samples of the loss is "
+        f"unknown: pass Statistics(samples=...), a callable that returns it for one micro-batch"
     )
 
 

@@ -86,8 +86,8 @@ def require_model(model: nn.Module, distributed: bool, ranks: Sequence[int]) -> 
             )
     if (why := _apart(model, ranks)) is not None:
         raise ValueError(
-            f"{why}, and the preconditioner works on the ranks {list(ranks)}: no gradient but "
-            f"those of all data is a step's. Either let fully_shard's mesh have all ranks of the "
+            f"{why}, and the preconditioner works on the ranks {list(ranks)}: a step needs "
+            f"gradients over all data. Either let fully_shard's mesh have all ranks of the "
             f"backend's process group (those of a tensor-parallel plan aside), or let the backend "
             f"have the ranks of the mesh: "
             f"Distribution(backend=soframe.comm.TorchDistributed(mesh)). Experts "

@@ -41,7 +41,7 @@ def build_model(path: str, *, meta: bool = False) -> nn.Module:
 def _called(function: Any, path: str, *, meta: bool) -> nn.Module:
     """Return the model that a user's function builds."""
     if not callable(function):
-        raise ValueError(f"{path} is no callable but a {type(function).__name__}")
+        raise ValueError(f"{path} is not a callable, but a {type(function).__name__}")
     try:
         with torch.device("meta") if meta else contextlib.nullcontext():
             model = function()
@@ -99,7 +99,7 @@ def _input(text: str) -> torch.Tensor:
     sides, _, name = text.partition(":")
     dtype = getattr(torch, name or "float32", None)
     if not re.fullmatch(r"\d+(x\d+)*", sides) or not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text!r} is no shape such as 32x3x224x224 or 8x1024:int64")
+        raise ValueError(f"{text!r} is not a shape, such as 32x3x224x224 or 8x1024:int64")
     return torch.empty([int(side) for side in sides.split("x")], dtype=dtype, device="meta")
 
 

@@ -75,7 +75,7 @@ ADVICE = (
         'optimizer = soframe.Optimizer(model, method="soap", lr=0.01{more})',
         None,
         "on Poisson's equation, after 400 steps on batches of points, its error is 0.18 to 0.52 of "
-        "AdamW's; both rates were tuned, and fall to zero on a line",
+        "AdamW's; both rates were tuned, and fall linearly to zero",
         "docs/guides/recipes.md",
         {"method": "soap", "auxiliary": "adamw"},
         strategy="mem-opt",
@@ -85,8 +85,8 @@ ADVICE = (
         'optimizer = soframe.Optimizer(model, method="soap", lr=3e-3{more})',
         None,
         "K-FAC has no block for most parameters, as their layers are not called or not known, and "
-        "SOAP reads gradients alone. The rate is that of the paper (Vyas et al., 2024), and not "
-        "measured here",
+        "SOAP reads gradients alone. The rate is the paper's (Vyas et al., 2024), and not measured "
+        "here",
         "",
         {"method": "soap", "auxiliary": "adamw"},
         strategy="mem-opt",
@@ -106,7 +106,7 @@ ADVICE = (
         "transformer",
         "optimizer = soframe.Optimizer(model, lr=0.04{more})",
         (0.02, 0.06),
-        "on a byte-level GPT, a small Llama and a small ViT it has the loss of Muon, whose "
+        "on a byte-level GPT, a small Llama and a small ViT it reaches the loss of Muon, whose "
         "momentum and rate were tuned, in fewer steps",
         "docs/benchmarks/defaults.md",
         {"method": "soap-normuon", "auxiliary": "adamw"},
@@ -121,8 +121,8 @@ ADVICE = (
         "    model, optimizer=optimizer, damping=3e-3, kl_clip=0.4, solve_every=100{more}\n"
         ")",
         (0.05, 0.2),
-        "a ResNet-20 has SGD's final accuracy in 0.53 to 0.72 of SGD's time, with learning rates "
-        "that fall to zero on a line",
+        "a ResNet-20 reaches SGD's final accuracy in 0.53 to 0.72 of SGD's time, with learning "
+        "rates that fall linearly to zero",
         "docs/benchmarks/kaisa.md",
         {"method": "kfac"},
     ),
@@ -141,8 +141,8 @@ ADVICE = (
         "optimizer = soframe.Optimizer(model, lr=0.04{more})",
         (0.012, 0.04),
         "on eight ordinary problems (classes, images, autoencoders, ratings), three seeds of each, "
-        "this one rate is ahead of the best of SGD's three on all, and at its loss after 0.22 of "
-        "its steps in the median",
+        "this one rate is ahead of the best of SGD's three on all, and reaches its loss after "
+        "0.22 of its steps in the median",
         "docs/benchmarks/ordinary.md",
         {"method": "soap-normuon", "auxiliary": "adamw"},
         strategy="mem-opt",
@@ -152,9 +152,9 @@ ADVICE = (
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
         "preconditioner = soframe.Preconditioner(model, optimizer=optimizer{more})",
         (0.01, 0.1),
-        "on 23 ordinary problems it diverges nowhere, and is at SGD's best loss after 0.55 of its "
-        "steps in the median. Two or three small layers on a table gain steps and not time. For "
-        "full batches, soframe.TrustRegion needs no rate",
+        "on 23 ordinary problems it diverges nowhere, and reaches SGD's best loss after 0.55 of "
+        "its steps in the median. Two or three small layers on a table gain steps and not time. "
+        "For full batches, soframe.TrustRegion needs no rate",
         "docs/benchmarks/ordinary.md",
         {"method": "kfac"},
     ),
@@ -165,7 +165,7 @@ OF_LAYERS = ("convolutional", "dense", "regression")
 
 WITHOUT_NORMS = (
     "without batch norm the defaults are the safe settings: on two small convolutional nets they "
-    "are at SGD's best loss after 0.41 and 0.44 of its steps"
+    "reach SGD's best loss after 0.41 and 0.44 of its steps"
 )
 """The reason for a convolutional net with the settings of a dense one."""
 
@@ -185,8 +185,7 @@ HINTS = {
 
 ON_RANKS = {
     "docs/benchmarks/kaisa.md": "on four processes, each with 16 images of a batch, a ResNet-20 "
-    "has SGD's final accuracy in 0.91 of SGD's time, with learning rates that fall to zero on a "
-    "line"
+    "reaches SGD's final accuracy in 0.91 of SGD's time, with rates that fall linearly to zero"
 }
 """By page: the reason on several ranks, where they were measured."""
 

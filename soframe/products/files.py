@@ -70,7 +70,7 @@ def load(curvature: Fitted, folder: str | os.PathLike[str]) -> None:
     batches = progress.pop("batches")
     if any(batches) and meaning["places"] != places:
         raise ValueError(
-            f"the curvature in {folder} is of a fit that goes on, on {len(batches)} rank(s) "
+            f"the curvature in {folder} is from an unfinished fit on {len(batches)} rank(s) "
             f"under {meaning['places']}, and here are {places}: resume it with the same"
         )
     checkpoint.load(curvature, path, key=KEY)

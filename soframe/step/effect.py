@@ -159,8 +159,8 @@ class Effect:
         if has_other and never and not has_any:
             raise RuntimeError(
                 f"no block has a gradient or statistics, while other parameters have gradients: "
-                f"the backward pass has reached {_names(self._judged)} in no way, and the "
-                f"preconditioner would do nothing. {self._remedies(self._judged)}"
+                f"the backward pass has not reached {_names(self._judged)}, and the "
+                f"preconditioner would have no effect. {self._remedies(self._judged)}"
             )
 
     def _derived(self, window: Window, block: Block) -> bool:

@@ -289,7 +289,7 @@ def _workers(block: BlockPlacement, world_size: int) -> Checks:
     known = set(workers)
     for rank, source in enumerate(block.sources):
         if source not in known:
-            yield False, f"source of rank {rank} is no worker"
+            yield False, f"source of rank {rank} is not a gradient worker"
     for worker in workers:
         source = block.sources[worker]
         yield source == worker, f"gradient worker {worker} must be its own source, not {source}"

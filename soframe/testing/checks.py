@@ -482,7 +482,7 @@ class _Bound(NamedTuple):
         if not self.met(result, problem):
             compare(result, problem.solution, name, rtol=self.tolerance)
         slopes = (result * problem.gradient).sum((1, 2))
-        assert bool((slopes > 0).all()), f"{name}: the result is no direction of descent"
+        assert bool((slopes > 0).all()), f"{name}: the result is not a descent direction"
 
 
 def _check_solution(
@@ -574,7 +574,7 @@ def _followed(
     if followed is None:
         return data
     assert solver.follows, (
-        f"{name}: follow() makes tensors and `follows` is false, so nobody calls it"
+        f"{name}: follow() makes tensors and `follows` is false, so it is never called"
     )
     unknown = set(followed) - set(data)
     assert not unknown, f"{name}: follow() makes {unknown}, which solve() does not"

@@ -225,7 +225,7 @@ def _require_only_through(
         edges = {(output.grad_fn, output.output_nr) for output in call}
         if _reaches(edges, ends.__contains__):
             raise RuntimeError(
-                f"the closure gives an output of the model to the model again: {FORWARD}"
+                f"the closure passes an output of the model back to the model: {FORWARD}"
             )
         ends |= edges
 

@@ -219,15 +219,15 @@ def _graded(parameter: nn.Parameter) -> bool:
 
 HEAD = """# Models of transformers and timm
 
-One step of `soframe.Optimizer` on a tiny, random model of each family: every parameter is in a
+`soframe.Optimizer` took one step on a tiny, random model of each family. Every parameter is in a
 block of the method or of the auxiliary one (AdamW), and moves. Columns have the method's share of
-the elements, `kfac` with `layers="all"`; the third has the classes of modules whose parameters
+the elements, `kfac` with `layers="all"`. The third has the classes of modules whose parameters
 the auxiliary method trains there, for the reasons in the report.
 
-Written by `python -m tests.compatibility.families` ({versions}), tested by
+`python -m tests.compatibility.families` wrote this page ({versions}), which is tested by
 `tests/compatibility/test_families.py::test_every_parameter_has_a_block_and_moves`. timm imports
-torchvision, of the version that belongs to torch: `pip install timm torchvision`. These tests do
-without: they put empty modules in its place, since timm only reads images with it.
+torchvision, in the version that belongs to torch: `pip install timm torchvision`. These tests do
+not need it: they put empty modules in its place, since timm only reads images with it.
 """
 TABLE = """
 ## {library}

@@ -421,7 +421,7 @@ def whole_mesh(rank: int, ranks: int) -> None:
 REFUSED: list[tuple[Callable[[int, int], Any], int, str]] = [
     (in_ddp, 2, "DistributedDataParallel with device_mesh=.* replicate"),
     (in_ddp_later, 2, "DistributedDataParallel with device_mesh=.* replicate"),
-    (averaged_by_nobody, 4, "no gradient but those of all data is a step.s"),
+    (averaged_by_nobody, 4, "a step needs gradients over all data"),
     (meshes_of_their_own, 4, "be dimensions of one mesh"),
     (uneven, 2, "cuts 5 features into 2 parts that are not equal"),
     (drawn, 2, "monte-carlo.* pass .*fisher='type-2'"),

@@ -682,7 +682,7 @@ REFUSED: list[tuple[Callable[[int, int], None], str]] = [
     (scaled, "a GradScaler sees what is not finite on its own stage alone"),
     (other_module, "is in no stage that the schedule"),
     (part_of_stages, "is not in the given model: build one Preconditioner"),
-    (counted, r"count\(\) says something of the next forward pass"),
+    (counted, r"count\(\) applies to the next forward pass"),
     (trust_region, "TrustRegion takes no pipeline="),
     (nothing_at_all, "nothing to precondition in any stage"),
     (twice, r"8 backward passes .* call its step\(\) once for each step"),

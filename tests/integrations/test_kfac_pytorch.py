@@ -125,7 +125,7 @@ def test_each_argument(given: dict[str, Any], expected: dict[str, Any]) -> None:
     ("given", "why", "expected"),
     [
         ({"accumulation_steps": 4}, "accumulation_steps=4.*are counted", {}),
-        ({"allreduce_bucket_cap_mb": 1.0}, "allreduce_bucket_cap_mb=1.0.*common buffers", {}),
+        ({"allreduce_bucket_cap_mb": 1.0}, "allreduce_bucket_cap_mb=1.0.*share buffers", {}),
         ({"symmetry_aware": True}, "symmetry_aware=True.*triangles", {}),
         ({"update_factors_in_hook": False}, "update_factors_in_hook=False.*strategy", {}),
         ({"loglevel": 20}, "loglevel=20.*report", {}),

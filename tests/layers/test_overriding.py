@@ -173,7 +173,7 @@ class Products(nn.Linear):
 REMEDIES: dict[Callable[[], nn.Module], str] = {
     Products: r"Products overrides Linear\.forward.*register\('layer', Products\)\(soframe\.layers",
     Dense: r"if Dense computes x W\^T \+ b, soframe\.register\('layer', Dense\)\(soframe\.layer",
-    Vectors: r"a ParameterDict is not called, and others use what it holds; a method that reads gr",
+    Vectors: r"a ParameterDict is not called, and others use its parameters; a method that reads g",
 }
 
 

@@ -360,11 +360,11 @@ STRATEGIES = sorted({*soframe.available("strategy")} - {"auto"})
 HEAD = """\
 # Combinations
 
-Which [method](methods.md) takes which [layer](layers.md), under which Fisher and strategy. Numbers
-in brackets are [reasons](#reasons): a refused combination raises when it is built, or has this
-reason in `report()`.
+These tables list which [method](methods.md) takes which [layer](layers.md), under which Fisher and
+strategy. Numbers in brackets are [reasons](#reasons): a refused combination raises when it is
+built, or has this reason in `report()`.
 
-`python -m tests.methods.table --write` makes this page: it builds each combination and takes two
+`python -m tests.methods.table --write` writes this page: it builds each combination and takes two
 steps.
 """
 
@@ -397,18 +397,20 @@ def render(table: Table) -> str:
     lines += _lines(
         table,
         "Layers",
-        f'With `layers="all"`. *{YES}*: all parameters; *{PART}*: its matrices, each by itself, '
-        "and vectors go to the auxiliary method. The columns have all classes of [the table of "
-        "layers](layers.md): *Conv* also transposed convolutions, *Embedding* also bags, *raw* a "
-        "raw matrix.",
+        f'The models have `layers="all"`. *{YES}* means all parameters; *{PART}* means each matrix '
+        "separately, and vectors go to the auxiliary method. The columns cover all classes of [the "
+        "table of layers](layers.md): *Conv* includes transposed convolutions, *Embedding* bags, "
+        "and *raw* is a raw matrix.",
         "layers",
         list(members),
     )
-    lines += _lines(table, "Fishers", "Of a network of linear layers.", "fishers", list(FISHERS))
+    lines += _lines(
+        table, "Fishers", "These are for a network of linear layers.", "fishers", list(FISHERS)
+    )
     lines += _lines(
         table,
         "Strategies",
-        f'On {RANKS} ranks. `"auto"` takes one of these.',
+        f'These ran on {RANKS} ranks. `"auto"` takes one of these.',
         "strategies",
         STRATEGIES,
     )

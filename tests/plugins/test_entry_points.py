@@ -199,7 +199,7 @@ def test_what_cannot_be_used_is_named_every_time(name, with_package):
 def test_a_class_of_the_wrong_kind_is_refused_when_it_is_chosen(with_package):
     with_package("[soframe.solver]\nmine = other_extras:Mine\n", "class Mine: ...\n")
     registry = Registry("solver")
-    with pytest.raises(TypeError, match=r"solver 'mine' is registered as .*, which is no Solver"):
+    with pytest.raises(TypeError, match=r"solver 'mine' is registered .*, which is not a Solver"):
         registry.build("mine", Solver)
 
 

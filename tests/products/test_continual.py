@@ -84,5 +84,5 @@ def test_an_anchor_that_is_the_weights_is_an_error() -> None:
     model = network()
     curvature = soframe.Curvature(model).fit(batches(5), cross_entropy)
     for anchor in (model.state_dict(), dict(model.named_parameters())):
-        with pytest.raises(ValueError, match=r"no copy.*deepcopy"):
+        with pytest.raises(ValueError, match=r"not a copy.*deepcopy"):
             soframe.continual.penalty(curvature, anchor)

@@ -109,9 +109,9 @@ def test_errors_have_a_remedy() -> None:
         merge(_unfitted(), damping=1.0)
     with pytest.raises(ValueError, match="damping must be positive"):
         merge(_of_two(), damping=0.0)
-    with pytest.raises(ValueError, match=r"cover other parameters.*skip="):
+    with pytest.raises(ValueError, match=r"differ in parameters.*skip="):
         merge(_of_two(_other_layers), damping=1.0)
-    with pytest.raises(ValueError, match="other names or shapes"):
+    with pytest.raises(ValueError, match="differ in names or shapes"):
         merge(_of_two(_other_model), damping=1.0)
     model = network()
     tasks = [soframe.Curvature(model).fit(batches(5), cross_entropy) for _ in range(2)]

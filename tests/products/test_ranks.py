@@ -120,7 +120,7 @@ def test_an_interrupted_fit_goes_on_where_each_rank_was(tmp_path: Path) -> None:
     alone = soframe.Curvature(network(), "ekfac").fit(batches(5, 4, 6), cross_entropy)
     for found in run_ranks(goes_on, 2, str(tmp_path)):
         torch.testing.assert_close(found, values_of(alone), rtol=1e-10, atol=1e-12)
-    with pytest.raises(ValueError, match=r"goes on, on 2 rank.*resume it with the same"):
+    with pytest.raises(ValueError, match=r"unfinished fit on 2 rank.*resume it with the same"):
         soframe.Curvature(network(), "ekfac").load(tmp_path)
 
 

@@ -140,7 +140,7 @@ def lost_file(run: Run, good: Any, earlier: Any, folder: Path) -> None:
 
 HOW = {
     truncated: "lacks ['head']",
-    another_step: "rank(s) [1] and rank 0 would go on from different states",
+    another_step: "rank(s) [1] and rank 0 would continue from different states",
     not_finite: "head/factors/",
     lost_file: "no complete checkpoint",
 }

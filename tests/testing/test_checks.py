@@ -321,7 +321,7 @@ class Uphill(Inverse):
     ("solver", "stated", "message"),
     [
         (FewSteps(steps=3), {"tolerance": 0.1, **STATED}, "relative error .* > 1.0e-01"),
-        (Uphill(), {"tolerance": 0.5}, "no direction of descent"),
+        (Uphill(), {"tolerance": 0.5}, "not a descent direction"),
     ],
     ids=["three steps", "uphill"],
 )

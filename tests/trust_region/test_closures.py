@@ -197,7 +197,7 @@ def test_a_call_of_what_another_has_returned_is_refused(kind: str) -> None:
         inside = model(INSIDE)
         return of_both(inside, model(inside))
 
-    with pytest.raises(RuntimeError, match=r"to the model again: let the model's forward"):
+    with pytest.raises(RuntimeError, match=r"back to the model: let the model's forward"):
         own.step(closure)
     assert torch.equal(vector(model), before)
 

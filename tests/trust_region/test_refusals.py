@@ -96,6 +96,6 @@ def test_what_one_rank_cannot_load_is_loaded_by_none(curvature):
     (first, differs, kept), (own, also_differs, also_kept) = results
     assert "rank(s) [1] could not load the state" in first
     assert "lacks ['counters']" in own
-    assert "would go on from different states" in differs
-    assert "would go on from different states" in also_differs
+    assert "would continue from different states" in differs
+    assert "would continue from different states" in also_differs
     assert (kept, also_kept) == (True, True)
