@@ -62,7 +62,6 @@ class AveragedGradients:
 
     divided = False  # whether a rank may lack the gradient of a stack
     updates_divided = False  # whether it may lack its update, too
-    can_leave = True  # whether gradients are whole and averaged where they are, so that some stay
 
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
         self._backend, self._home = placed.backend, home
@@ -198,7 +197,6 @@ class LocalGradients(AveragedGradients):
     """Gradients of each rank's own samples: each is averaged here, on the ranks that need it."""
 
     divided = True
-    can_leave = False
 
     def check(self) -> None:
         """Raise if a gradient is sparse, too."""
@@ -324,7 +322,6 @@ class ShardedGradients(AveragedGradients):
     """
 
     divided = updates_divided = True
-    can_leave = False
 
     def alike(self) -> tuple[str, ...]:
         """Return all blocks with gradients, since ranks exchange the parts of each."""
@@ -338,10 +335,6 @@ class ShardedGradients(AveragedGradients):
                 if self._home.is_partial(parameter):
                     names.append(f"{block.name}, a sum over ranks")
         return tuple(names)
-
-    def collect(self, present: Sequence[float]) -> dict[Stack, Gradient]:
-        """Gather the parts of every gradient on its gradient workers."""
-        return self.now()
 
     def now(self) -> dict[Stack, Gradient]:
         """Gather the present gradients, as `collect` does; every rank must call."""
