@@ -39,7 +39,7 @@ def measure(blocks: Sequence[Block], gradients: Gradients, updates: Sequence[Upd
     direction_norms: dict[str, Tensor] = {}
     for update in updates:
         if not update.stack.like.shards:
-            for block, matrix in update.by_block():
+            for block, matrix in update.each():
                 direction_norms[block.name] = _norm(matrix)
 
     weight_norms: dict[str, Tensor] = {}

@@ -89,6 +89,14 @@ class Run:
         if self.owned:
             self.work = worker.submit(lambda: _solve([self])[0], uses)
 
+    def fill_parcels(self, tensors: list[Tensor] | None) -> None:
+        """Put the results of this rank into the parcels; None if a solver has raised."""
+        if tensors is None:
+            return
+        remaining = iter(tensors)
+        for job in self.owned:
+            job.parcel.tensors = list(itertools.islice(remaining, len(job.parcel.specs)))
+
     def sends(self, parcels: Collection[int]) -> bool:
         """Return whether results of this rank travel in parcels, which are given by their ids."""
         return any(id(job.parcel) in parcels for job in self.owned)
@@ -330,35 +338,37 @@ class SolveRound:
 
     def share(self) -> None:
         """Compute and send the results, and start to sum the outcomes; every rank must call."""
-        waiting = [run for run in self._runs if run.owned]
-        # Each bucket is sent before the next one is solved, so that sending overlaps with solving.
-        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
-            sent = set(map(id, bucket))
-            senders = [run for run in waiting if run.sends(sent)]
-            waiting = [run for run in waiting if run not in senders]
-            self._finish(senders)
-            with self._backend.phases("share"):
-                self._pending.append(send(self._backend, bucket, "share"))
-        # The results of the other runs stay on this rank: these are solved last, by one call.
-        self._finish(waiting)
+        for runs, bucket in self._parts():
+            with self._backend.phases("solve"):
+                results = [run.work.result() for run in runs if run.work is not None]
+                if runs and not results:  # all are in the background, or none is
+                    results = _solve(runs)
+                for run, tensors in zip(runs, results, strict=True):
+                    run.fill_parcels(tensors)
+            if bucket:
+                with self._backend.phases("share"):
+                    self._pending.append(send(self._backend, bucket, "share"))
         outcomes: list[int] = []
         for job in self._jobs:
             outcomes += job.outcomes
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
         self._outcomes = start_sum(self._backend, outcomes, torch.float32)
 
-    def _finish(self, runs: Sequence[Run]) -> None:
-        """Solve runs, or wait for their solves in the background, and fill their parcels."""
-        with self._backend.phases("solve"):
-            results = [run.work.result() for run in runs if run.work is not None]
-            if runs and not results:  # all are in the background, or none is
-                results = _solve(runs)
-        for run, tensors in zip(runs, results, strict=True):
-            if tensors is None:  # a solver has raised
-                continue
-            remaining = iter(tensors)
-            for job in run.owned:
-                job.parcel.tensors = list(itertools.islice(remaining, len(job.parcel.specs)))
+    def _parts(self) -> list[tuple[Sequence[Run], Sequence[Parcel]]]:
+        """Return this rank's runs with the bucket that they are solved for, in order.
+
+        Each bucket is sent before the next one is solved, so that sending overlaps with solving.
+        """
+        waiting = [run for run in self._runs if run.owned]
+        parts: list[tuple[Sequence[Run], Sequence[Parcel]]] = []
+        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
+            parcels = set(map(id, bucket))
+            senders = [run for run in waiting if run.sends(parcels)]
+            waiting = [run for run in waiting if run not in senders]
+            parts.append((senders, bucket))
+        # The results of runs in no bucket stay on this rank: these are solved last, by one call.
+        parts.append((waiting, ()))
+        return parts
 
     def conclude(self, counters: dict[str, int]) -> list[Block]:
         """Install the results, and return the blocks whose factors were all solved."""

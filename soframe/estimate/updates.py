@@ -6,7 +6,7 @@ number of their updates, in their damping, or in the factors that are solved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -96,15 +96,19 @@ class Update:
             tensors.append(self.matrix)
         return tensors
 
-    def by_block(self) -> list[tuple[Block, Tensor]]:
-        """Return each block with its update; none if this rank lacks the matrix."""
-        if self.matrix is None:
-            return []
-        return list(zip(self.blocks, self.stack.split(self.matrix, self.members), strict=True))
+    def each(self) -> Iterator[tuple[Block, Tensor]]:
+        """Yield each block with its update, if this rank has the whole matrix."""
+        if self.matrix is not None:
+            yield from zip(self.blocks, self.stack.split(self.matrix, self.members), strict=True)
 
     def unpacked(self) -> dict[Block, Mapping[str, Tensor]]:
         """Return the updates of parameters by block and name, if this rank has the matrix."""
-        return {block: block.layout.unpack(matrix) for block, matrix in self.by_block()}
+        unpacked: dict[Block, Mapping[str, Tensor]] = {}
+        if self.matrix is not None:
+            matrices = self.stack.split(self.matrix, self.members)
+            for block, matrix in zip(self.blocks, matrices, strict=True):
+                unpacked[block] = block.layout.unpack(matrix)
+        return unpacked
 
 
 @dataclass(frozen=True, eq=False)

@@ -253,7 +253,8 @@ class Engine:
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
             # All ranks must reduce equally many numbers.
-            present, reached = self._gradients.none_present(), self._effect.no_flags()
+            present = [0.0] * len(self._gradients.flagged)
+            reached = self._effect.no_flags()
         self.verdict.leave_unread(unread)
         is_large = magnitude > 0  # zero for moderate gradients, see `Magnitude.read`
         passes, most, fewest = window.largest_counts()
