@@ -133,8 +133,8 @@ class Curvature(OfModel):
         groups = {"statistics": statistics, "distribution": distribution}
         ranks: Distribution = group_of("distribution", groups)
         _require_served(method, group_of("statistics", groups), ranks)
-        backend, stages = choosing.choose_backends(ranks.backend, None, model)
-        with choosing.starting(lambda: backend, stages):
+        backend = choosing.choose_backend(ranks.backend, model)
+        with choosing.starting(lambda: backend):
             settings = {
                 "method": method,
                 "solver": solver,
@@ -152,9 +152,8 @@ class Curvature(OfModel):
                 **groups,
             }
             # A preconditioner may train the same model.
-            parts = parts_of(model, flat(settings), backend, stages, keeps_hooks=True, means=True)
+            parts = parts_of(model, flat(settings), backend, keeps_hooks=True, means=True)
         self._open(parts)
-        stages.look_over(self.registration)
         _require_all_data(self.placed, self.strategy)
         self._fit = Fit(
             parts.model,
@@ -201,13 +200,15 @@ class Curvature(OfModel):
     def _common(self) -> tuple[object, ...]:
         """Return the settings that all copies of all stages must have in common."""
         parts = self.parts
+        # Each rank counts its own samples.
+        samples = "a callable" if callable(parts.samples) else repr(parts.samples)
         return (
             parts.damping,
             parts.decay,
             parts.scaling,
             parts.loss_average,
             parts.fisher.kind,
-            choosing.describe_samples(parts.samples),
+            f"samples={samples}",
             f"precision={parts.precision!r}",
             parts.sampler,
             *parts.common,

@@ -149,7 +149,8 @@ class Preconditioner(OfModel):
         del settings["self"], settings["model"], settings["unknown"]
         require_known("soframe.Preconditioner", unknown, settings)
         ranks: Distribution = group_of("distribution", settings)
-        self.backend, stages = choosing.choose_backends(ranks.backend, ranks.pipeline, model)
+        stages = choosing.choose_stages(ranks.pipeline)
+        self.backend = choosing.choose_backend(ranks.backend, model, stages)
         # An error in here is sent to the other ranks, which wait in `building.build`.
         with choosing.starting(lambda: self.backend, stages):
             if clips is None and kl_clip == KL_CLIP:

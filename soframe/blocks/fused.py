@@ -14,16 +14,6 @@ from typing import Any
 from torch import nn
 
 
-def _halves(module: Any, out: int) -> list[int]:
-    del module
-    return [out // 2] * 2
-
-
-def _thirds(module: Any, out: int) -> list[int]:
-    del module
-    return [out // 3] * 3
-
-
 def _splits(module: Any, out: int) -> list[int]:
     """GPT-2: queries, keys and values, or in cross-attention keys and values."""
     return list(repeat(module.split_size, out // module.split_size))
@@ -36,34 +26,35 @@ def _grouped(module: Any, out: int) -> list[int]:
 
 
 _HF = "transformers.models."
-FUSED: dict[str, tuple[str, Callable[[Any, int], list[int]]]] = {
-    "torch.nn.modules.activation.MultiheadAttention": ("in_proj_weight", _thirds),
+_FUSED: dict[str, tuple[str, int | Callable[[Any, int], list[int]]]] = {
+    "torch.nn.modules.activation.MultiheadAttention": ("in_proj_weight", 3),
     f"{_HF}gpt2.modeling_gpt2.GPT2Attention": ("c_attn", _splits),
     f"{_HF}openai.modeling_openai.Attention": ("c_attn", _splits),
     f"{_HF}phi3.modeling_phi3.Phi3Attention": ("qkv_proj", _grouped),
     f"{_HF}dbrx.modeling_dbrx.DbrxAttention": ("Wqkv", _grouped),
-    f"{_HF}mpt.modeling_mpt.MptAttention": ("Wqkv", _thirds),
-    f"{_HF}modernbert.modeling_modernbert.ModernBertAttention": ("Wqkv", _thirds),
-    f"{_HF}qwen2_vl.modeling_qwen2_vl.VisionAttention": ("qkv", _thirds),
-    f"{_HF}qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLVisionAttention": ("qkv", _thirds),
-    f"{_HF}phi3.modeling_phi3.Phi3MLP": ("gate_up_proj", _halves),
-    f"{_HF}glm.modeling_glm.GlmMLP": ("gate_up_proj", _halves),
-    f"{_HF}glm4.modeling_glm4.Glm4MLP": ("gate_up_proj", _halves),
-    "timm.layers.attention.Attention": ("qkv", _thirds),
-    "timm.models.swin_transformer.WindowAttention": ("qkv", _thirds),
-    "timm.models.beit.Attention": ("qkv", _thirds),
-    "timm.models.eva.EvaAttention": ("qkv", _thirds),
+    f"{_HF}mpt.modeling_mpt.MptAttention": ("Wqkv", 3),
+    f"{_HF}modernbert.modeling_modernbert.ModernBertAttention": ("Wqkv", 3),
+    f"{_HF}qwen2_vl.modeling_qwen2_vl.VisionAttention": ("qkv", 3),
+    f"{_HF}qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLVisionAttention": ("qkv", 3),
+    f"{_HF}phi3.modeling_phi3.Phi3MLP": ("gate_up_proj", 2),
+    f"{_HF}glm.modeling_glm.GlmMLP": ("gate_up_proj", 2),
+    f"{_HF}glm4.modeling_glm4.Glm4MLP": ("gate_up_proj", 2),
+    "timm.layers.attention.Attention": ("qkv", 3),
+    "timm.models.swin_transformer.WindowAttention": ("qkv", 3),
+    "timm.models.beit.Attention": ("qkv", 3),
+    "timm.models.eva.EvaAttention": ("qkv", 3),
 }
-"""Qualified class -> the name of its fused module or parameter, and the sizes of its parts."""
+"""Qualified class -> the name of its fused module or parameter; how many equal parts, or sizes."""
 
 
 def fused_sizes(module: nn.Module, name: str, out: int) -> list[int] | None:
     """Return the sizes of the row blocks of ``name`` in a module; None if it is not known."""
     for base in type(module).__mro__:
-        child, sizes = FUSED.get(f"{base.__module__}.{base.__qualname__}", (None, _halves))
-        if child == name and type(module).forward is base.forward:  # type: ignore[attr-defined]
-            parts = sizes(module, out)
-            if sum(parts) == out and min(parts) > 0:
-                return parts
-            return None
+        child, parts = _FUSED.get(f"{base.__module__}.{base.__qualname__}", (None, 1))
+        if child != name or type(module).forward is not base.forward:  # type: ignore[attr-defined]
+            continue
+        sizes = parts(module, out) if callable(parts) else list(repeat(out // parts, parts))
+        if sum(sizes) == out and min(sizes) > 0:
+            return sizes
+        break
     return None

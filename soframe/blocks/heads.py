@@ -108,20 +108,23 @@ def _last(module: nn.Module) -> tuple[list[nn.Module], bool]:
         return last, True
     layers: list[nn.Module] = []
     for name, child in named.items():
-        if _NAMED.fullmatch(name):
-            layers += child.children() if isinstance(child, lists) else [child]
+        if not _NAMED.fullmatch(name):
+            continue
+        if isinstance(child, lists):
+            layers += child.children()
+        else:
+            layers.append(child)
     if layers:
         return layers, False
-    is_only = last == [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    return last if is_only else [], True
+    if last == [layer for layer in module.modules() if isinstance(layer, nn.Linear)]:
+        return last, True
+    return [], True
 
 
 def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:
     """Return the children that have parameters, by name."""
     named: dict[str, nn.Module] = {}
     for name, child in module.named_children():
-        parameters = [p for p in child._parameters.values() if p is not None]
-        # Walking over modules takes a while.
-        if parameters or next(child.parameters(), None) is not None:
+        if next(child.parameters(), None) is not None:
             named[name] = child
     return named

@@ -181,7 +181,6 @@ class PlainGrad(GradientHome):
         *sources: The model and optimizers from which ZeRO's optimizer is reached.
     """
 
-    filled_by_autograd = True
     _sources: Sequence[object] = ()
     _zero: Mapping[nn.Parameter, GradientHome] = {}
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from typing import Any, Literal
@@ -68,21 +68,20 @@ class Choices:
     method: Choice
     solver: Choice  # None for "inverse", or "eigen" if a method needs it
     home: GradientHome
-    layers: Mapping[str, type[LayerHelper] | Literal["all"]] = field(default_factory=dict)
-    skip: Sequence[str] = ()
-    dtype: torch.dtype | None = None
-    state_dtype: torch.dtype | None = None
-    offload: bool = False
-    forward_only: bool = False  # whether the factors of the outputs are the identity
-    damping: DampingPolicy | None = None
-    scaling: str = "fisher"
-    auxiliary: Choice = None
-    observed: bool = False  # whether the Fisher needs `observe`, for methods that read calls
-    draws: bool = False  # whether that Fisher draws targets, different ones on each rank
-    ranks: tuple[int, ...] = ()  # the global ranks of the group in which blocks are placed
-    cut: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
+    layers: Mapping[str, type[LayerHelper] | Literal["all"]]
+    skip: Sequence[str]
+    dtype: torch.dtype | None
+    state_dtype: torch.dtype | None
+    offload: bool
+    forward_only: bool  # whether the factors of the outputs are the identity
+    damping: DampingPolicy
+    scaling: str
+    auxiliary: Choice
+    observed: bool  # whether the Fisher needs `observe`, for methods that read calls
+    ranks: tuple[int, ...]  # the global ranks of the group in which blocks are placed
+    cut: Mapping[str, int | Sequence[int]]
+    staged: bool  # whether it is a part of a pipeline: patterns may match other stages
     kept: frozenset[int] = frozenset()  # parameters by identity whose block outlasts a freeze
-    staged: bool = False  # whether it is a part of a pipeline: patterns may match other stages
     head_in: nn.Module | None = None  # of a staged model: the module with the head of the whole one
 
 
@@ -199,9 +198,9 @@ class Registration:
         if choices.dtype == torch.bfloat16:
             # Factors of half precision are not positive definite: eigenvalues can be clamped.
             self._by_default = "eigen"
-        choice = self._by_default if self.solver is None else self.solver
-        self._solvers: _PerLayer = _build_solvers(choice, choices.damping)
-        self._eigen = _build_solvers("eigen", choices.damping).choose("")
+        choice = self._by_default if choices.solver is None else choices.solver
+        self._solvers = self._build_solvers(choice)
+        self._eigen = self._build_solvers("eigen").choose("")
         self._auxiliary = _auxiliary(choices.auxiliary)
         methods = self._methods.all()
         if self._auxiliary is not None:
@@ -211,14 +210,14 @@ class Registration:
         # By method, whether it reads calls: a property that makes factors, asked for each module.
         self._captures: dict[int, bool] = {id(method): method.captures for method in methods}
 
+    def _build_solvers(self, choice: Choice) -> _PerLayer:
+        """Return solvers; the damping policy may put others around them."""
+        solvers = _PerLayer("solver", choice, Solver)
+        solvers.replace_each(self._choices.damping.solver)
+        return solvers
+
     def _survey(self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Find the heads, the modules and their names, and the modules that share a parameter."""
-        heads = heads_of(model, self._choices.head_in if self._choices.staged else model)
-        self._heads = {id(weight) for weight in heads.weights}
-        self._heads_are_guessed = heads.guessed
-        # Where neither the model nor the choices show the head, any layer may be it.
-        self._is_head_shown = any((self._heads, self._choices.skip, self._choices.staged))
-        self._embeddings: set[int] = set()  # parameters of embeddings, by identity
+        """Find the modules and their names, the modules that share a parameter, and the heads."""
         self._used: set[str] = set()  # patterns of `skip`, `layers` and `cut` that match a module
         self._names: dict[int, list[str]] = {}  # of each module, by identity
         # By name; where a wrapper and the module inside have the same one, the module.
@@ -235,6 +234,22 @@ class Registration:
         self._parameters = [(plain_name(name), p) for name, p in named]
         self._sharers = self._find_sharers()
         self._uncalled = reasons_of_uncalled(self._modules)
+        self._find_heads(model)
+
+    def _find_heads(self, model: nn.Module) -> None:
+        """Find the weights that some methods leave to others: of heads and of embeddings."""
+        heads = heads_of(model, self._choices.head_in if self._choices.staged else model)
+        # Where neither the model nor the choices show the head, any layer may be it.
+        self._is_head_shown = any((heads.weights, self._choices.skip, self._choices.staged))
+        of_heads = set(map(id, heads.weights))
+        of_embeddings: set[int] = set()
+        for _, module in self._modules:
+            if isinstance(module, nn.Embedding):
+                of_embeddings.update(map(id, parameters_of(module).values()))
+        self._last = of_heads | of_embeddings  # parameters, by identity
+        self._guessed_heads: set[int] = set()
+        if heads.guessed:
+            self._guessed_heads = of_heads - of_embeddings
 
     def _register(self) -> None:
         """Add the blocks of layers, then of single parameters, and keep why others have none."""
@@ -254,24 +269,30 @@ class Registration:
             self._decide(layer)
         self._register_layouts()
         self._register_parameters()
-        _require_served(self._unserved, self._served, self._choices.layers)
+        for pattern, why in self._unserved.items():
+            chosen = self._choices.layers[pattern]
+            if chosen != "all" and pattern not in self._served:
+                raise ValueError(
+                    f"layers[{pattern!r}]={chosen.__name__} changes nothing, since methods that "
+                    f"read gradients alone take parameters one by one: {why}. Leave it out"
+                )
 
     # -- candidates -----------------------------------------------------------------------------
 
     def _find_sharers(self) -> dict[int, dict[nn.Module, str]]:
-        """Return the modules that have each parameter, by its id, with their names.
-
-        Lazy parameters are refused, and parameters of embeddings are put down in `_embeddings`.
-        """
+        """Return the modules that have each parameter, by its id, with their names."""
         sharers: dict[int, dict[nn.Module, str]] = {}
         for name, module in self._modules:
             is_skipped = self._skipping(module) is not None
             for parameter in parameters_of(module).values():
-                if not is_skipped:
-                    _require_initialised(name, module, parameter)
+                is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+                if is_lazy and not is_skipped:
+                    raise ValueError(
+                        f"module {name!r} ({type(module).__name__}) is lazy and not initialised "
+                        f"yet: run one forward pass before building the Preconditioner, or skip "
+                        f"the module"
+                    )
                 sharers.setdefault(id(parameter), {})[module] = name
-                if isinstance(module, nn.Embedding):
-                    self._embeddings.add(id(parameter))
         return sharers
 
     def _collect(self) -> list[list[_Candidate]]:
@@ -323,41 +344,38 @@ class Registration:
             return Reason.EMPTY.format(", ".join(empty))
         if name in self._uncalled:
             return self._uncalled[name]
-        why = helper.unsupported(module)
-        if why is None and not helper.names(module):
-            raise _nameless(name, module, helper)
-        return why or self._why_overridden(name, module, helper)
-
-    def _why_overridden(
-        self, name: str, module: nn.Module, helper: type[LayerHelper]
-    ) -> str | None:
-        """Return `find_override` of a module, once for its class; None if the user chose."""
-        pattern = first_match(self._choices.layers, name)
-        if pattern is not None and self._choices.layers[pattern] != "all":
-            return None  # the user has chosen it for this module
-        key = (type(module), helper)
+        if (why := helper.unsupported(module)) is not None:
+            return why
+        if helper is self._chosen_helper(name):
+            return None
+        key = (type(module), helper)  # `find_override` depends on no more
         if key not in self._overridden:
             self._overridden[key] = find_override(module, helper)
         return self._overridden[key]
 
     def _skipping(self, module: nn.Module) -> str | None:
         """Return the first pattern that skips a module, by any of its names or by its class's."""
-        names = (*self._names[id(module)], type(module).__name__)
-        pattern = first_match(self._choices.skip, *names)
+        names = self._names[id(module)]
+        pattern = first_match(self._choices.skip, type(module).__name__, *names)
         if pattern is not None:
             self._used.add(pattern)
         return pattern
 
-    def _helper_class(self, name: str, module: nn.Module) -> type[LayerHelper] | None:
+    def _chosen_helper(self, name: str) -> type[LayerHelper] | Literal["all"] | None:
+        """Return what ``layers`` says of a module: a helper, "all" known ones, or nothing."""
         pattern = first_match(self._choices.layers, name)
-        if pattern is not None:
-            self._used.add(pattern)
-            chosen = self._choices.layers[pattern]
-            if chosen != "all":
-                return chosen
-        known: type[LayerHelper] | None
-        known = KINDS["layer"].lookup(type(module), optional=pattern is not None)
-        return known
+        if pattern is None:
+            return None
+        self._used.add(pattern)
+        return self._choices.layers[pattern]
+
+    def _helper_class(self, name: str, module: nn.Module) -> type[LayerHelper] | None:
+        chosen = self._chosen_helper(name)
+        if chosen is None or chosen == "all":
+            known: type[LayerHelper] | None
+            known = KINDS["layer"].lookup(type(module), optional=chosen == "all")
+            return known
+        return chosen
 
     def _reads_calls(self, name: str) -> bool:
         """Return whether the method of a module reads its calls.
@@ -411,6 +429,8 @@ class Registration:
             helper, module = candidate.helper, candidate.module
             assert helper is not None
             names = helper.names(module)
+            if not names:
+                raise _nameless(candidate.name, module, helper)
             for key in dict.fromkeys(chain(names, module._parameters)):
                 parameter = parameter_of(module, key)
                 if parameter is None:
@@ -480,11 +500,15 @@ class Registration:
             key = id(method), positions
             method = self._of_kernels.setdefault(key, method.of_kernel(positions))
         dtype = factor_dtype(list(layout.parameters.values()), self._choices.dtype)
+        is_chosen = self._choices.solver is not None and self._solvers.find(name) is not None
+        solver: Solver = self._eigen  # the default of methods that read gradients alone
+        if helpers or is_chosen:
+            solver = self._solvers.choose(name)
         block = Block(
             name=name or sharding.class_name(layout.module),
             helpers=helpers,
             method=method,
-            solver=self._solver_of(name, reads_calls=bool(helpers)),
+            solver=solver,
             dtype=dtype,
             state_dtype=self._choices.state_dtype or dtype,
             factor_dtype=self._choices.dtype or dtype,
@@ -496,14 +520,6 @@ class Registration:
         )
         self._admit(block)
         self._in_block.update(map(id, block.parameters.values()))
-
-    def _solver_of(self, name: str, *, reads_calls: bool) -> Solver:
-        """Return the solver of a block; a method of gradients alone has "eigen" by default."""
-        is_chosen = self._choices.solver is not None and self._solvers.find(name) is not None
-        solver: Solver = self._eigen
-        if reads_calls or is_chosen:
-            solver = self._solvers.choose(name)
-        return solver
 
     def _admit(self, block: Block) -> None:
         """Keep a block; the first of its kind is checked, and the others share its specs."""
@@ -518,21 +534,21 @@ class Registration:
         require_declared(block.method, block.factors, block.shape)
         try:
             # A method that needs eigenvectors raises an error itself, when it is asked for solvers.
-            refusals = chain(_refusals(block, choices), _refusals_of_factors(block, choices))
-            why = next(refusals, None)
-            if why is not None:
+            if (why := next(_refusals(block, choices), None)) is not None:
                 raise ValueError(f"{block.name}: {why}")
         except ValueError:
             is_open = self.solver is None and self._by_default == "inverse"
             if not is_open or not block.method.captures:
                 raise
             # All blocks have one default solver, so the former ones change theirs, too.
-            admitted = [*self.blocks, block]
+            admitted, self.blocks, self._kinds = self.blocks, [], {}
+            admitted.append(block)
             self._by_default = "eigen"
-            self._solvers = _build_solvers("eigen", choices.damping)
-            self.blocks, self._kinds = [], {}
+            self._solvers = self._build_solvers("eigen")
             for former in admitted:
-                solver = self._solvers.choose("") if former.method.captures else former.solver
+                solver = former.solver
+                if former.method.captures:
+                    solver = self._solvers.choose("")
                 self._admit(replace(former, solver=solver))
             return
         self.blocks.append(block)
@@ -616,13 +632,17 @@ class Registration:
         if any(p.is_complex() for p in parameters.values()) and method.factors(layout.shape):
             return "it is complex, and factors are of real matrices"
         layer = self._names[id(layout.module)][0]
-        is_last, is_guess = self._is_last(parameters.values())
+        ids = set(map(id, parameters.values()))
+        is_guess = not self._guessed_heads.isdisjoint(ids)
+        is_hidden = self._last.isdisjoint(ids)
+        if is_guess:
+            is_hidden = self._methods.is_by_name(layer)  # the user has answered the question
         candidate = Candidate(
             name=name,
             module=layout.module,
             parameters=tuple(parameters),
             shape=BlockShape(*layout.shape),
-            last=is_last and not (is_guess and self._methods.is_by_name(layer)),
+            last=not is_hidden,
         )
         reason = method.unsuited(candidate)
         if reason is None:
@@ -632,14 +652,6 @@ class Registration:
         elif is_guess and method.unsuited(replace(candidate, last=False)) is None:
             return _GUESSED_HEAD.format(f"^{re.escape(layer)}$", _name(method))
         return reason
-
-    def _is_last(self, parameters: Iterable[nn.Parameter]) -> tuple[bool, bool]:
-        """Return whether parameters are of an embedding or a head, and whether that is a guess."""
-        ids = set(map(id, parameters))
-        is_embedding = not self._embeddings.isdisjoint(ids)
-        is_head = not self._heads.isdisjoint(ids)
-        is_guess = is_head and self._heads_are_guessed and not is_embedding
-        return is_embedding or is_head, is_guess
 
     def _layout(self, name: str, module: nn.Module, key: str) -> Layout:
         """Return the layout of a parameter: its helper's if that transposes or reshapes it."""
@@ -717,7 +729,8 @@ class Registration:
                 names += [_name(solver) for _, _, solver in block.solved_factors]
                 texts[kind] = " / ".join(dict.fromkeys(names)), list(_reduced(block))
             method, reduced = texts[kind]
-            notes = [self._notes.get(block.name, ""), *reduced]
+            notes = [self._notes.get(block.name, "")]
+            notes += reduced
             if block.name == self._possible_head:
                 owner = self._names[id(block.layout.module)][0]
                 notes.append(_POSSIBLE_HEAD.format(_name(block.method), f"^{owner}$"))
@@ -793,19 +806,6 @@ class _PerLayer:
         return sorted(set(self._by_pattern) - self._used - {"", ".*"})
 
 
-def _require_served(
-    unserved: Mapping[str, str], served: Collection[str], layers: Mapping[str, Any]
-) -> None:
-    """Raise ValueError if a helper of ``layers`` serves no parameter of its pattern."""
-    for pattern, why in unserved.items():
-        chosen = layers[pattern]
-        if chosen != "all" and pattern not in served:
-            raise ValueError(
-                f"layers[{pattern!r}]={chosen.__name__} changes nothing, since methods that "
-                f"read gradients alone take parameters one by one: {why}. Leave it out"
-            )
-
-
 def _require_helpers(layers: Mapping[str, object]) -> None:
     """Check the values of ``layers``."""
     for pattern, helper in layers.items():
@@ -814,14 +814,6 @@ def _require_helpers(layers: Mapping[str, object]) -> None:
             raise TypeError(
                 f"layers[{pattern!r}] must be a LayerHelper class or 'all', not {helper!r}"
             )
-
-
-def _build_solvers(choice: Choice, damping: DampingPolicy | None) -> _PerLayer:
-    """Return the chosen solvers; a damping policy may put others around them."""
-    solvers = _PerLayer("solver", choice, Solver)
-    if damping is not None:
-        solvers.replace_each(damping.solver)
-    return solvers
 
 
 def _auxiliary(choice: Choice) -> Method | None:
@@ -869,13 +861,13 @@ def _refusals(block: Block, choices: Choices) -> Iterator[str]:
         factors = [block.solved_factors[number].factor for number in numbers]
         if (why := solver.unsupported(factors)) is not None:
             yield f"{solver!r} cannot solve the factors of {method!r}: {why}"
+    yield from _refusals_of_factors(block, choices)
 
 
 def _refusals_of_factors(block: Block, choices: Choices) -> Iterator[str]:
     """Yield why the factors of a method do not serve the chosen settings."""
     method, damping = block.method, choices.damping
-    is_relative = damping is not None and damping.per_block
-    if is_relative and block.captured and not block.solved_factors:
+    if damping.per_block and block.captured and not block.solved_factors:
         yield (
             f"{damping!r} is relative to factors that are solved, and {method!r} has none: "
             f"pass a number for damping=, or skip the module"
@@ -903,14 +895,6 @@ def _require_elements(full: str, parameter: nn.Parameter) -> None:
     """Check that a parameter has elements."""
     if parameter.numel() == 0:
         raise ValueError(f"{full} has no elements, which no method takes: freeze it")
-
-
-def _require_initialised(name: str, module: nn.Module, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ValueError(
-            f"module {name!r} ({type(module).__name__}) is lazy and not initialised yet: run one "
-            f"forward pass before building the Preconditioner, or skip the module"
-        )
 
 
 def _is_apart(layer: Sequence[_Candidate], key: str, sharers: Collection[nn.Module]) -> bool:
@@ -968,13 +952,17 @@ def _reduced(block: Block) -> Iterator[str]:
     # Only methods of gradients do so, and of matrices alone.
     if min(out, into) == 1 or block.captured:
         return
-    sides = {factor.side for factor in block.factors if factor.kind == "psd"}
     sides_of_small: set[str] = set()
     for shape in SMALL:
-        sides_of_small.update(f.side for f in block.method.factors(shape) if f.kind == "psd")
+        sides_of_small |= _sides(block.method.factors(shape))
     lengths = {"left": f"{out} outputs", "right": f"{into} inputs"}
-    for side in sorted(sides_of_small - sides):
+    for side in sorted(sides_of_small - _sides(block.factors)):
         yield f"no factor of its {lengths[side]}"
+
+
+def _sides(factors: Sequence[FactorSpec]) -> set[str]:
+    """Return the sides of the factors that are matrices."""
+    return {factor.side for factor in factors if factor.kind == "psd"}
 
 
 def _nameless(name: str, module: nn.Module, helper: type[LayerHelper]) -> ValueError:

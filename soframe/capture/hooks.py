@@ -42,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
-from soframe.capture.root import Layers, look, look_at_outputs, takes_sequences_first
+from soframe.capture.root import Layers, look, look_at_outputs
 from soframe.capture.wrapper import alone_in_join, unlearned_wrapper, unseen_by
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
@@ -162,11 +162,11 @@ def _take_call(
         # (torch.jit.trace, TensorBoard's add_graph) would contain what the hooks compute.
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return
-        if not isinstance(target, LayerHelper):
-            if isinstance(target, nn.Module):
-                capture._on_sequences(args, kwargs)
-            else:
-                capture._on_root(args, kwargs, output, target)
+        if isinstance(target, Layers):
+            capture._on_root(args, kwargs, output, target)
+            return
+        if isinstance(target, nn.Module):
+            capture._on_sequences(args, kwargs)
             return
         if module is not target.module and getattr(module, "_is_replica", False):
             raise RuntimeError(
@@ -194,16 +194,6 @@ def _take_call_uncompiled() -> Callable[..., None]:
     return disabled
 
 
-class _LatestPass(NamedTuple):
-    """The backward pass that was the last to reach a call, and the batch of its first call."""
-
-    number: int
-    batch: Batch
-
-
-_NO_PASS = _LatestPass(-1, Batch())
-
-
 @dataclass(eq=False)
 class Calls:
     """The records of the hooks in one window; the next begins empty."""
@@ -217,8 +207,8 @@ class Calls:
     watched: list[_Watched] = field(default_factory=list)  # the ends of the next probe
     # The batches of forward passes that no backward pass has reached.
     waiting: list[Batch] = field(default_factory=list)
-    latest: _LatestPass = _NO_PASS  # the last backward pass that has reached a call
     current: int | None = None  # the number of the backward pass under way, at its outermost level
+    first_batch: Batch | None = None  # of the first call that this pass has reached
     count: int = 0  # the number of backward passes
     shares: bool = False  # whether a layer was called without the batch since the last probe
     half: bool = False  # whether a layer with float32 parameters had a float16 gradient
@@ -228,13 +218,8 @@ class Calls:
         """Return the number of the pass under way; the first caller opens it, ``ended`` closes."""
         if self.current is None:
             torch.autograd.Variable._execution_engine.queue_callback(ended)
-            return self.begin()
-        return self.current
-
-    def begin(self) -> int:
-        """Open a pass that the caller closes."""
-        self.current = self.count
-        self.count += 1
+            self.current = self.count
+            self.count += 1
         return self.current
 
     def fail(self, error: Exception) -> None:
@@ -280,10 +265,10 @@ class Capture:
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._reading: frozenset[LayerHelper] = frozenset()  # the helpers whose inputs are of use
+        self._readers: frozenset[LayerHelper] = frozenset()  # the helpers whose inputs are of use
+        self._reading = self._readers  # in this window, on this rank
         self._roots: dict[nn.Module, tuple[_Hook, Layers]] = {}  # hooks refer to layers weakly
-        self._sequences: list[nn.Module] = []  # layers of the roots that take sequences first
-        # Of the roots, after their calls, and of such layers, before theirs.
+        # Of the roots, after their calls, and of layers that take sequences first, before theirs.
         self._after: list[RemovableHandle] = []
         self._probe: Probe | None = None
         self._unlearned_wrapper: nn.parallel.DistributedDataParallel | None = None
@@ -308,16 +293,16 @@ class Capture:
         """
         self.sink, self.rereading, self.alike, self.ended = sink, rereading, alike, ended
         _remove(self._handles)
-        self._roots, self._after, self._sequences = {}, [], []
+        self._roots, self._after = {}, []
         self.names = dict(names)
-        reading = set(rereading)
+        readers = set(rereading)
         for helper in names:
             # For a bias alone, inputs show which of several groups a call reaches.
             if helper.multiplies or helper.shape[0] > 1:
-                reading.add(helper)
+                readers.add(helper)
             hook = _Hook(self, helper)
             self._handles.append(helper.module.register_forward_hook(hook, with_kwargs=True))
-        self._reading = frozenset(reading)
+        self._readers = self._reading = frozenset(readers)
         if not names:
             return
         for root in roots:
@@ -325,9 +310,6 @@ class Capture:
             hook = _Hook(self, layers)
             self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True))
             self._roots[root] = (hook, layers)
-            modules = root.modules()
-            next(modules)  # the root itself, which `Layers` describes
-            self._sequences += filter(takes_sequences_first, modules)
 
     def _precede(self) -> None:
         """Run before the hooks of others, which may replace the output (adapters do)."""
@@ -353,15 +335,16 @@ class Capture:
                 self._handles.remove(handle)
             self._after = []
             if enabled:
-                for root, (hook, _) in self._roots.items():
+                for root, (hook, layers) in self._roots.items():
                     self._after.append(root.register_forward_hook(hook, with_kwargs=True))
-                for layer in self._sequences:
-                    hook = _Hook(self, layer)
-                    self._after.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+                    for layer in layers.sequences:
+                        see = _Hook(self, layer)
+                        self._after.append(layer.register_forward_pre_hook(see, with_kwargs=True))
             self._handles += self._after
         if enabled:
             self._precede()
         self.without_inputs, self.no_statistics = without_inputs, no_statistics
+        self._reading = self._readers - without_inputs
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -417,7 +400,8 @@ class Capture:
                 "no registered layer ran with gradients since the last probe: call it between "
                 "the model's forward pass and loss.backward()"
             )
-        calls.begin()
+        calls.current, calls.first_batch = calls.count, None
+        calls.count += 1
         try:
             for index, (vector, weight) in enumerate(vectors):
                 is_first = index == 0
@@ -439,8 +423,8 @@ class Capture:
                     calls.watched = [end for end, gradient in pairs if gradient is None]
                     watched = [end for end, gradient in pairs if gradient is not None]
         finally:
-            self._probe, calls.shares, calls.current = None, False, None
-            self._unlearned_wrapper = None
+            calls.current = calls.first_batch = None
+            self._probe, calls.shares, self._unlearned_wrapper = None, False, None
 
     def _deliver_inner_gradients(self, pairs: Sequence[tuple[_Watched, Tensor | None]]) -> None:
         """Deliver the gradients that have reached calls inside modules."""
@@ -465,7 +449,10 @@ class Capture:
             batch.see(look_at_outputs(batch.root, args, kwargs, output, layers, batch.terms))
             return
         if not self.alone:
-            self._see_wrapper()
+            if (error := alone_in_join()) is not None:
+                raise RuntimeError(error)
+            if self.probing:
+                self._unlearned_wrapper = unlearned_wrapper()
         self._precede()
         self._begin_call()
         calls = self.calls
@@ -473,13 +460,6 @@ class Capture:
             calls.batch = Batch()
             calls.waiting.append(calls.batch)
         calls.batch.see(look(args, kwargs))
-
-    def _see_wrapper(self) -> None:
-        """Note the wrapper whose forward pass runs; raise a RuntimeError if it serves no step."""
-        if (error := alone_in_join()) is not None:
-            raise RuntimeError(error)
-        if self.probing:
-            self._unlearned_wrapper = unlearned_wrapper()
 
     def _on_sequences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See the layout of a layer's first input, ``[T, N, features]``."""
@@ -509,14 +489,11 @@ class Capture:
             return
         self.calls.called[helper] = helper.parameters[next(iter(computing))]._version
         trained = list(computing.values())
-        keeps = helper in self._reading and helper not in self.without_inputs
         if inner is None:
-            self._watch(
-                helper, trained, args, kwargs, output, keeps=keeps, is_recomputed=is_recomputed
-            )
+            self._watch(helper, trained, args, kwargs, output, is_recomputed)
             return
         for call in inner:
-            self._watch_inner(helper, trained, call, keeps=keeps, is_recomputed=is_recomputed)
+            self._watch_inner(helper, trained, call, is_recomputed)
 
     def _watch(
         self,
@@ -525,8 +502,6 @@ class Capture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Tensor,
-        *,
-        keeps: bool,
         is_recomputed: bool,
     ) -> None:
         """Put a hook on the output of a module."""
@@ -538,18 +513,16 @@ class Capture:
         if self.probing and size is not None and not output.is_nested:
             # [groups, batch, shared, out]
             _, batch, shared, _ = helper.output_rows(output.detach()).shape
-            if helper.lacks_batch(batch, shared, size):
-                self.calls.shares = True
+            self.calls.shares |= helper.lacks_batch(batch, shared, size)
         hooked, view = _tensor_to_hook(output, inputs)
-        pending = self._pending(helper, trained, inputs if keeps else (), hooked.output_nr, view)
+        pending = self._pending(helper, trained, inputs, hooked.output_nr, view)
+        # A recomputed call is reached through the graph of its first pass.
+        if self.probing and not is_recomputed:
+            self.calls.watched.append(_Watched(get_gradient_edge(hooked)))
         node = hooked.grad_fn
-        if self.probing:
-            # A probe ends here, where hooks of nodes do not run.
-            if not is_recomputed:  # else it is reached through the graph of its first pass
-                self.calls.watched.append(_Watched(get_gradient_edge(hooked)))
+        # A probe ends here, where hooks of nodes do not run; and a leaf has no node.
+        if self.probing or node is None:
             hooked.register_hook(pending)
-        elif node is None:
-            hooked.register_hook(pending)  # a leaf has no node
         else:
             pending.find_marker(node, inputs)
             node.register_prehook(pending)
@@ -559,18 +532,16 @@ class Capture:
         helper: LayerHelper,
         trained: Sequence[nn.Parameter],
         call: InnerCall,
-        *,
-        keeps: bool,
         is_recomputed: bool,
     ) -> None:
         """Put a hook on a call inside a module."""
-        needed: tuple[Tensor, ...] = ()
-        if keeps:
+        inputs: tuple[Tensor, ...] = ()
+        if helper in self._reading:
             # The first pass of a checkpoint has saved nothing. Tensors saved here are replaced, in
             # order, by the tensors that its second pass saves.
-            needed = call.like() if _is_checkpointed() else call.read()
+            inputs = call.like() if _is_checkpointed() else call.read()
         # No reference to the node: it has the hook, and the cycle would never be freed.
-        pending = self._pending(helper, trained, needed, call.edge.output_nr, call.arrange)
+        pending = self._pending(helper, trained, inputs, call.edge.output_nr, call.arrange)
         if self.probing and not is_recomputed:
             self.calls.watched.append(_Watched(call.edge, pending))
         pending.find_marker(call.edge.node, ())
@@ -629,7 +600,7 @@ class Capture:
             return True
         if calls.current is not None and torch.is_grad_enabled():
             # A backward pass that raised never closed itself. Actors' threads have no gradients.
-            calls.current = None
+            calls.current = calls.first_batch = None
             calls.reached.clear()
         if calls.batch.closed:
             calls.batch = Batch()
@@ -639,26 +610,26 @@ class Capture:
         self,
         helper: LayerHelper,
         trained: Sequence[nn.Parameter],
-        needed: tuple[Tensor, ...],
+        inputs: tuple[Tensor, ...],
         output_index: int,
         view: Callable[[Tensor], Tensor] | None,
     ) -> _Pending:
-        """Return the gradient hook of a call, which keeps the inputs that are needed."""
-        keeper: Any = _keep(len(trained), *trained, *needed)
+        """Return the gradient hook of a call, which keeps the inputs if they are needed."""
+        if helper not in self._reading:
+            inputs = ()
+        keeper: Any = _keep(len(trained), *trained, *inputs)
         # They tell whether a backward pass adds to the parameters' gradients.
         accumulators = [node for node, _ in keeper.grad_fn.next_functions[: len(trained)]]
-        if not needed:
+        if not inputs:
             keeper = None
-        batch, latest = self.calls.batch, self.calls.latest
-        if latest.number == self.calls.current:
-            batch = latest.batch  # a checkpoint recomputes, for the backward pass under way
         return _Pending(
             weakref.ref(self),
             helper,
             keeper,
             accumulators,
             self.without_inputs,
-            batch,
+            # Within a backward pass a checkpoint recomputes for it.
+            self.calls.first_batch or self.calls.batch,
             output_index,
             view,
         )
@@ -673,8 +644,9 @@ class Capture:
 
     def _on_end(self) -> None:
         """Close a backward pass, and pass on the layers that it has reached."""
-        self.calls.current = None
-        reached, self.calls.reached = frozenset(self.calls.reached), set()
+        calls = self.calls
+        calls.current = calls.first_batch = None
+        reached, calls.reached = frozenset(calls.reached), set()
         if reached and self.ended is not None:
             self.ended(reached)
 
@@ -687,8 +659,8 @@ class Capture:
             return  # called in a window of other turns: some layers' inputs were not kept
         calls = self.calls
         number = calls.enter(self._on_end)
-        if calls.latest.number != number:
-            calls.latest = _LatestPass(number, batch)
+        if calls.first_batch is None:
+            calls.first_batch = batch
         earlier = call.earlier_pass(calls, number)
         batch.closed = True  # the next forward pass is of another one
         if gradient.dtype == torch.float16 and not calls.half:

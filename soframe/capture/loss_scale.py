@@ -29,11 +29,6 @@ class LossScale:
             self._known = scaler
         self._read: tuple[object, float] = (None, 1.0)  # the version of a tensor, and its value
 
-    @property
-    def used(self) -> bool:
-        """Whether the loss may be scaled."""
-        return self._scaler is not None
-
     def reader(self) -> Callable[[], float]:
         """Return a function for the scale of the backward pass under way.
 

@@ -54,27 +54,23 @@ def entries(tensor: Tensor) -> int:
 class Layers:
     """The layers of a model that show its batch."""
 
-    rows: frozenset[int] = frozenset()  # the numbers of rows of its embeddings
-    # Whether one of them takes ``[T, N, features]`` (`takes_sequences_first`), and the model does.
-    sequences_first: bool = False
-    all_first: bool = False
+    rows: frozenset[int]  # the numbers of rows of its embeddings
+    sequences: Sequence[nn.Module]  # those that take ``[T, N, features]``: ``batch_first=False``
+    all_first: bool  # whether the model itself does
 
     @staticmethod
     def of(model: nn.Module) -> Layers:
         """Look at the modules of a model."""
         rows: set[int] = set()
-        sequences_first = False
+        sequences: list[nn.Module] = []
         for module in model.modules():
             number = getattr(module, "num_embeddings", None)
             if isinstance(number, int):
                 rows.add(number)
-            sequences_first |= takes_sequences_first(module)
-        return Layers(frozenset(rows), sequences_first, takes_sequences_first(model))
-
-
-def takes_sequences_first(module: nn.Module) -> bool:
-    """Return whether a layer takes ``[T, N, features]``, by ``batch_first=False``."""
-    return getattr(module, "batch_first", None) is False
+            if getattr(module, "batch_first", None) is False:
+                sequences.append(module)
+        below = [module for module in sequences if module is not model]
+        return Layers(frozenset(rows), below, all_first=model in sequences)
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,9 @@ class Sight:
         if _meet(self.inputs, other.outputs) or _meet(other.inputs, self.outputs):
             return True
         answer: bool | None = None
-        for region in filter(self._is_batched, self.inputs):
+        for region in self.inputs:
+            if len(region.shape) <= self.dim or region.shape[self.dim] != self.size:
+                continue
             for previous in other.inputs:
                 if region.storage != previous.storage:
                     continue
@@ -177,9 +175,6 @@ class Sight:
         """Return whether a tensor is in the memory of an input; True if that is unknown."""
         region = Region.of(tensor)
         return region is None or any(region.storage == other.storage for other in self.inputs)
-
-    def _is_batched(self, region: Region) -> bool:
-        return len(region.shape) > self.dim and region.shape[self.dim] == self.size
 
 
 def _meet(inputs: Iterable[Region], outputs: Iterable[Region]) -> bool:
@@ -225,17 +220,28 @@ def look_at_outputs(
     agreed = lengths & {len(tensor) for tensor in inputs}
     if len(agreed) == 1:
         seen = replace(seen, size=common(agreed))
-        if layers.sequences_first:
+        if layers.sequences or layers.all_first:
             seen = _of_sequences(seen, inputs, outputs, terms, all_first=layers.all_first)
-    elif len(lengths) > 1:
-        question = f"{_shown(inputs, outputs)} have no batch in common"
-        seen = replace(seen, size=None, question=question)
-    elif (length := common(lengths)) is not None:  # else the outputs have no rows
-        scored = _of_scores(seen, inputs, outputs, length)
-        seen = scored or _of_outputs(seen, inputs, length)
+    else:
+        seen = _of_different_lengths(seen, inputs, outputs)
     if not integers:
         return seen
     return _with_tokens(seen, integers, inputs, outputs, layers.rows)
+
+
+def _of_different_lengths(
+    sight: Sight, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> Sight:
+    """Return the batch of inputs and outputs whose first dimensions do not agree."""
+    lengths = {len(tensor) for tensor in outputs}
+    if len(lengths) > 1:
+        question = f"{_shown(inputs, outputs)} have no batch in common"
+        return replace(sight, size=None, question=question)
+    length = common(lengths)
+    if length is None:
+        return sight  # the outputs have no rows
+    scored = _of_scores(sight, inputs, outputs, length)
+    return scored or _of_outputs(sight, inputs, length)
 
 
 def _tables(inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -57,11 +57,7 @@ def _waited(tensor: Any) -> Tensor:
 
 
 class DTensorGrad(GradientHome):
-    """The local tensors of gradients in ``.grad``."""
-
-    filled_by_autograd = True
-
-    # Parameters are DTensors, which torch does not type.
+    """The local tensors of gradients in ``.grad``, of DTensors, which torch does not type."""
 
     def read(self, parameter: Any) -> Tensor | None:
         gradient = parameter.grad

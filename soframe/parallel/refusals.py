@@ -42,22 +42,17 @@ _OWNERS = (
 
 def require_served(name: str, parameter: nn.Parameter) -> None:
     """Raise a ValueError if the gradient of a parameter is out of reach."""
-    owner = _owner(parameter)
-    if owner is not None:
-        raise ValueError(
-            f"the parameter {name} belongs to {owner}: a Preconditioner reads and writes "
-            f"gradients in .grad, so here it would have no effect. Instead {_INSTEAD}"
-        )
-
-
-def _owner(parameter: nn.Parameter) -> str | None:
-    """Return the framework that keeps the gradient of a parameter to itself, or None."""
+    owners: list[str] = []  # the frameworks that keep its gradient to themselves
     for mark, framework in zip(sharding.MARKS, _OWNERS, strict=True):
         if mark in parameter.__dict__:
-            return framework
+            owners.append(framework)
     if isinstance(parameter, DTensor) and (why := unserved(parameter)) is not None:
-        return f"several plans at once, or one of a kind that is not known ({why})"
-    return None
+        owners.append(f"several plans at once, or one of a kind that is not known ({why})")
+    if owners:
+        raise ValueError(
+            f"the parameter {name} belongs to {owners[0]}: a Preconditioner reads and writes "
+            f"gradients in .grad, so here it would have no effect. Instead {_INSTEAD}"
+        )
 
 
 def require_model(model: nn.Module, distributed: bool, ranks: Sequence[int]) -> None:

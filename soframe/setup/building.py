@@ -104,15 +104,12 @@ def place(strategy: Strategy, blocks: Sequence[Block], ranks: int) -> Placement:
     """Place blocks by a strategy; raise ValueError if its placement is not valid for them."""
     # Equal numbers stand for equal methods and solvers: only such blocks are stacked.
     kinds: list[tuple[Method, Solver]] = []
-    numbers: dict[tuple[int, int], int] = {}
     works: list[BlockWork] = []
     for block in blocks:
-        kind, key = (block.method, block.solver), (id(block.method), id(block.solver))
-        if key not in numbers:
-            if kind not in kinds:
-                kinds.append(kind)
-            numbers[key] = kinds.index(kind)
-        works.append(block.work(numbers[key]))
+        kind = (block.method, block.solver)
+        if kind not in kinds:
+            kinds.append(kind)
+        works.append(block.work(kinds.index(kind)))
     work = tuple(works)
     placement = complete(strategy.place(work, ranks))
     placement.validate()
@@ -154,12 +151,13 @@ def build(
 ) -> tuple[Registration, Placement, Strategy]:
     """Register a model, place its blocks and hook its modules, once all ranks have agreed."""
     model, backend, refresh = parts.model, parts.backend, parts.refresh
+    draws = parts.fisher.kind == "monte-carlo"
 
     def unfit(placement: Placement) -> str | None:
         """Return an error if a placement does not go with the model and the settings, or None."""
         blocks = registration.blocks
         why = combinations.refused(blocks, placement, solve_every=refresh.solve_every.value)
-        return why or sharding.refused_together(model, blocks, placement, draws=choices.draws)
+        return why or sharding.refused_together(model, blocks, placement, draws=draws)
 
     def placed(strategy: Strategy) -> Placement:
         placement = place(strategy, registration.blocks, backend.world_size)

@@ -23,30 +23,23 @@ from soframe.methods.base import Method
 from soframe.registry import KINDS
 
 
-def choose_backend(choice: str | type[Backend] | Backend | None, model: nn.Module) -> Backend:
+def choose_stages(pipeline: object) -> Stages:
+    """Return the stages of a `Pipeline`; None for a whole model."""
+    if pipeline is None:
+        return ALONE
+    from soframe.parallel.pipeline import Pipeline  # imported by few models
+
+    return Pipeline.of(pipeline)
+
+
+def choose_backend(
+    choice: str | type[Backend] | Backend | None, model: nn.Module, stages: Stages = ALONE
+) -> Backend:
     """Return the communication backend.
 
     None chooses torch.distributed if it is initialised: the ranks over which the model's
     DistributedDataParallel averages gradients, or else all.
     """
-    return choose_backends(choice, None, model)[0]
-
-
-def choose_backends(
-    choice: str | type[Backend] | Backend | None, pipeline: object, model: nn.Module
-) -> tuple[Backend, Stages]:
-    """Return the communication backend, and the stages of a `Pipeline` (None for none)."""
-    if pipeline is None:
-        return _backend_of(choice, ALONE, model), ALONE
-    from soframe.parallel.pipeline import Pipeline  # imported by few models
-
-    stages = Pipeline.of(pipeline)
-    return _backend_of(choice, stages, model), stages
-
-
-def _backend_of(
-    choice: str | type[Backend] | Backend | None, stages: Stages, model: nn.Module
-) -> Backend:
     if choice is not None:
         backend: Backend = KINDS["backend"].build(choice, Backend)
         stages.require_backend(backend)
@@ -61,14 +54,13 @@ def _backend_of(
 
 
 @contextmanager
-def starting(backend: Callable[[], Backend], stages: Stages | None = None) -> Iterator[None]:
+def starting(backend: Callable[[], Backend], stages: Stages = ALONE) -> Iterator[None]:
     """If this rank raises in here, send the error to the other ranks, which wait in `build`."""
     try:
         # No collective may start in here: the other ranks' next one is in `build`.
         yield
     except Exception as error:  # of any kind: the other ranks wait
-        if stages is not None:
-            stages.say_failed(error)
+        stages.say_failed(error)
         say_failed(backend(), error)
         raise
 
@@ -109,11 +101,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             "gradients='local' does not go with a GradScaler: ranks would skip steps apart"
         )
     check_rows(settings["rows"])
-
-
-def describe_samples(samples: Samples) -> str:
-    """Describe ``samples`` for other ranks; a callable may differ: each rank counts its own."""
-    return f"samples={'a callable' if callable(samples) else repr(samples)}"
 
 
 def check_cut(cut: object) -> None:

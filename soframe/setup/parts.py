@@ -17,7 +17,7 @@ from soframe.capture.loss_scale import LossScale
 from soframe.capture.sampling import Sampler
 from soframe.checks import arguments
 from soframe.comm.base import Backend
-from soframe.comm.stages import Stages
+from soframe.comm.stages import ALONE, Stages
 from soframe.damping.policies import DampingPolicy
 from soframe.estimate.refresh import Refresh
 from soframe.estimate.solves import Solves
@@ -62,7 +62,7 @@ def parts_of(
     model: nn.Module,
     settings: Mapping[str, Any],
     backend: Backend,
-    stages: Stages,
+    stages: Stages = ALONE,
     *,
     keeps_hooks: bool = False,
     common: tuple[object, ...] = (),
@@ -73,8 +73,10 @@ def parts_of(
     layers, cut = settings["layers"], settings["cut"]
     if layers == "all":
         layers = {"": "all"}
-    layers = {} if layers is None else layers
-    cut = {} if cut is None else cut
+    elif layers is None:
+        layers = {}
+    if cut is None:
+        cut = {}
     choosing.check_cut(cut)
     method, solver = settings["method"], settings["solver"]
     optimizer, grad_scaler = settings["optimizer"], settings["grad_scaler"]
@@ -112,7 +114,6 @@ def parts_of(
         scaling=settings["scaling"],
         auxiliary=settings["auxiliary"],
         observed=fisher.probed,
-        draws=fisher.kind == "monte-carlo",
         ranks=backend.global_ranks,
         cut=dict(cut),
         staged=stages.backend is not None,
