@@ -73,7 +73,8 @@ nitpick_ignore_regex = [
     (r"py:class", r"(Rows|Samples|Scaling)"),
     # Bases of public classes, internal.
     (r"py:class", r"soframe\.state\.bound\.OfModel"),
-    (r"py:class", r"soframe\.(layers\.layout\.WeightAndBias|methods\.blocked\.Parts)"),
+    (r"py:class", r"soframe\.layers\.layout\.WeightAndBias"),
+    (r"py:class", r"soframe\.methods\.(blocked\.Parts|composed\.Composed)"),
     (r"py:class", r"soframe\.(methods\.base\.WithoutFactors|losses\.\w+\.OverPositions)"),
     (r"py:class", r"soframe\.solvers\.around\.Scaling"),
     (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.blocks.block import Block
-from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
+from soframe.testing import compare, dense_preconditioned, layer_fisher
 from tests import kit
 
 LossAverage = Literal["local", "global", "sum"]
@@ -202,7 +202,7 @@ def check_exact(
         for group, (a, g) in enumerate(zip(*factors(own, name), strict=True)):
             fisher = torch.stack([blocks_of[group] for blocks_of in exact]).mean(0)
             where = f"{name}, group {group}"
-            compare(kron(g, a), fisher, f"{where}: kron(G, A)")
+            compare(torch.kron(g, a), fisher, f"{where}: kron(G, A)")
             expected = dense_preconditioned(fisher, raw[name][group], damping)
             compare(result[group], expected, f"{where}: preconditioned gradient")
 

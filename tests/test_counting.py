@@ -15,7 +15,7 @@ import soframe
 from soframe.capture.fisher import Fisher
 from soframe.capture.sampling import chosen
 from soframe.losses import CrossEntropy, SquaredError, SumLoss, Term
-from soframe.testing import compare, kron, layer_fisher
+from soframe.testing import compare, layer_fisher
 from tests import kit
 from tests.curvature import (
     LossAverage,
@@ -105,7 +105,7 @@ def check_dense(
         exact = [layer_fisher(model, name, x, loss, y, kind=kind)[0] for x, y in data]
         a = block.running["A"][0]
         g = block.running["G"][0] if "G" in block.running else torch.eye(len(a)).to(a)
-        compare(kron(g, a), torch.stack(exact).mean(0), f"{name}: kron(G, A)")
+        compare(torch.kron(g, a), torch.stack(exact).mean(0), f"{name}: kron(G, A)")
 
 
 ROUTES = {
@@ -618,7 +618,7 @@ def test_a_mean_over_positions_is_one_however_it_is_said(positions: Any) -> None
             output.square().mean().backward()
             own.step()
             pairs = [factors(own, name) for name in "02"]
-            found.append([kron(g[0], a[0]) for a, g in pairs])
+            found.append([torch.kron(g[0], a[0]) for a, g in pairs])
     for one, other in zip(*found, strict=True):
         compare(one, other, "kron(G, A)")
 
@@ -695,7 +695,7 @@ def test_what_is_ignored_may_be_attended_to(kept: list[int], said: str) -> None:
             output.sum().backward()
             own.step()
             found.append(
-                [kron(g[0], a[0]) for a, g in (factors(own, name) for name in blocks(own))]
+                [torch.kron(g[0], a[0]) for a, g in (factors(own, name) for name in blocks(own))]
             )
     for one, other in zip(*found, strict=True):
         compare(one, other, "kron(G, A)")

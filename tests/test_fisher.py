@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import soframe
 from soframe.capture.fisher import Fisher
 from soframe.losses import CrossEntropy, MeanSquaredError, SquaredError
-from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
+from soframe.testing import compare, dense_preconditioned, layer_fisher
 from tests import kit
 from tests.curvature import (
     Batch,
@@ -72,7 +72,7 @@ def check(
         result = gradient_matrix(block)
         for group, (a, g) in enumerate(zip(*factors(own, name), strict=True)):
             fisher = torch.stack([each[group] for each in exact]).mean(0)
-            compare(kron(g, a), fisher, f"{name}, group {group}: kron(G, A)")
+            compare(torch.kron(g, a), fisher, f"{name}, group {group}: kron(G, A)")
             expected = dense_preconditioned(fisher, raw[name][group], damping)
             compare(result[group], expected, f"{name}, group {group}: preconditioned gradient")
 

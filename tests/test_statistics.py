@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import soframe
-from soframe.testing import compare, kron, layer_fisher
+from soframe.testing import compare, layer_fisher
 from tests import kit
 from tests.curvature import closing, factors, fill, half_square, log_cosh, preconditioner, randn
 from tests.distributed.harness import run_ranks
@@ -149,7 +149,7 @@ def test_samples_that_do_not_reach_a_layer_count(average: str, used: int) -> Non
             part = nn.Sequential(model.experts[which])
             (exact,) = layer_fisher(part, "0", inputs, log_cosh, targets, kind="empirical")
             a, g = factors(own, name)
-            compare(kron(g[0], a[0]), exact / passes, name)
+            compare(torch.kron(g[0], a[0]), exact / passes, name)
 
 
 def test_several_calls_in_one_pass_are_positions() -> None:

@@ -242,22 +242,6 @@ class Candidate:
     last: bool = False
 
 
-DECLARED = (
-    "reduces",
-    "joint",
-    "clipped",
-    "damped",
-    "starts_at_once",
-    "refreshes_after",
-    "observes_with_data",
-    "empirical_only",
-    "elementwise",
-    "scalings",
-    "auxiliary_ratio",
-)
-"""The attributes by which a method declares its properties, see `Method`."""
-
-
 class Method(ABC):
     """The base class of methods: how the gradient of a block is preconditioned.
 
@@ -583,6 +567,10 @@ class Method(ABC):
             and outputs for the other. By default None: such a table has no block.
         """
         return None
+
+
+DECLARED = tuple(name for name in Method.__annotations__ if name != "options")
+"""The attributes by which a method declares its properties, see `Method`."""
 
 
 class WithoutFactors(Method):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -20,12 +20,9 @@ from torch import Tensor
 
 from soframe.checks.numbers import require_integer
 from soframe.layers.layout import BlockShape
-from soframe.methods.base import Candidate, Direction, Given, Method
-from soframe.methods.chain import Names
-from soframe.methods.returned import require_named
+from soframe.methods.base import Direction, Given, Method
+from soframe.methods.composed import Composed, Names
 from soframe.registry import KINDS, register
-from soframe.solvers.base import Solver
-from soframe.specs import FactorSpec, SecondOrder, State, TensorSpec
 
 _SHAPES = 4  # the most shapes that the parts of a matrix have
 
@@ -51,12 +48,10 @@ def runs(sizes: Sequence[int]) -> list[Span]:
     """Return pieces of given lengths, in their order; one span for neighbours of one length."""
     spans: list[Span] = []
     start = 0
-    for length in sizes:
-        if spans and spans[-1].length == length:
-            spans[-1] = spans[-1]._replace(pieces=spans[-1].pieces + 1)
-        else:
-            spans.append(Span(start, 1, length))
-        start += length
+    for length, run in itertools.groupby(sizes):
+        pieces = len(list(run))
+        spans.append(Span(start, pieces, length))
+        start += pieces * length
     return spans
 
 
@@ -89,12 +84,10 @@ class Region(NamedTuple):
         return parts.transpose(2, 3)
 
 
-class Parts(Method):
+class Parts(Composed):
     """A method of gradients alone, applied to each part of a matrix independently."""
 
     method: Any
-    _factor_names: Names
-    _state_names: Names
 
     def __post_init__(self) -> None:
         method: Method = KINDS["method"].build(self.method, Method)
@@ -105,10 +98,7 @@ class Parts(Method):
             )
         object.__setattr__(self, "method", method)
         self._declare_as(method)
-        names = {"_factor_names": method.factor_names(), "_state_names": method.state_names()}
-        for attribute, inner_names in names.items():
-            by_region = list(itertools.repeat(inner_names, self._most))
-            object.__setattr__(self, attribute, Names(by_region, _outer))
+        self._name(lambda by_region: Names(by_region, _outer))
 
     @abstractmethod
     def _regions(self, shape: BlockShape) -> list[Region]:
@@ -119,66 +109,28 @@ class Parts(Method):
     def _most(self) -> int:
         """The most regions that a matrix has."""
 
-    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
-        factors, known = [], self._method.factor_names()
-        for number, region in enumerate(self._regions(shape)):
-            for factor in self._method.factors(region.shape(shape.groups)):
-                require_named(self._method, factor.name, known, "factor_names")
-                factors.append(self._factor_names.outer_factor(number, factor))
-        return tuple(factors)
+    @property
+    def _inner(self) -> Sequence[Method]:
+        return list(itertools.repeat(self._method, self._most))
 
-    def observe(self, gradient: Tensor, data: SecondOrder) -> Mapping[str, Tensor]:
-        observed: dict[str, Tensor] = {}
-        for number, region in enumerate(self._regions_of(gradient)):
-            of_region = self._method.observe(region.cut(gradient), self._data(number, data))
-            observed |= self._factor_names.of_outer(number, of_region)
-        return observed
+    def _shapes(self, shape: BlockShape) -> Iterator[BlockShape]:
+        for region in self._regions(shape):
+            yield region.shape(shape.groups)
 
-    def state(self, shape: BlockShape) -> Mapping[str, TensorSpec]:
-        specs: dict[str, TensorSpec] = {}
-        for number, region in enumerate(self._regions(shape)):
-            of_region = self._method.state(region.shape(shape.groups))
-            for name in of_region:
-                require_named(self._method, name, self._method.state_names(), "state_names")
-            specs |= self._state_names.of_outer(number, of_region)
-        return specs
-
-    def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        return self._method.solver(self._factor_names.inner_factor(factor)[1], default)
+    def _cut(self, matrix: Tensor) -> Iterator[Tensor]:
+        for region in self._regions_of(matrix):
+            yield region.cut(matrix)
 
     def direct(self, step: Given) -> Direction:
         matrix = torch.empty_like(step.incoming, memory_format=torch.contiguous_format)
         state: dict[str, Tensor] = {}
         for number, region in enumerate(self._regions_of(step.incoming)):
-            of_region = replace(
-                step,
-                gradient=region.cut(step.gradient),
-                incoming=region.cut(step.incoming),
-                data=self._data(number, step.data),
-                state=self._state_names.of_inner(number, step.state),
-            )
+            gradient, incoming = region.cut(step.gradient), region.cut(step.incoming)
+            of_region = self._given(number, step, gradient, incoming)
             update = self._method.direct(of_region)
             region.put(matrix, update.matrix)
             state |= self._state_names.of_outer(number, update.state)
         return Direction(matrix, state)
-
-    def rebase(self, state: State, old: SecondOrder, new: SecondOrder) -> State:
-        rebased: dict[str, Tensor] = {}
-        for number in range(self._most):
-            of_region = self._state_names.of_inner(number, state)
-            if of_region:
-                region_state = self._method.rebase(
-                    of_region, self._data(number, old), self._data(number, new)
-                )
-                rebased |= self._state_names.of_outer(number, region_state)
-        return rebased
-
-    def unsuited(self, candidate: Candidate) -> str | None:
-        for region in self._regions(candidate.shape):
-            part = replace(candidate, shape=region.shape(candidate.shape.groups))
-            if (reason := self._method.unsuited(part)) is not None:
-                return reason
-        return None
 
     def settings(self) -> dict[str, Any]:
         return self._method.settings()
@@ -190,21 +142,6 @@ class Parts(Method):
         new: Parts = replace(cast(Any, self), method=method)
         return new
 
-    def effort(self, shape: BlockShape) -> float:
-        regions = self._regions(shape)
-        return sum(self._method.effort(region.shape(shape.groups)) for region in regions)
-
-    @property
-    def rebases(self) -> bool:
-        """Whether the inner method's state is kept in the basis of its second-order data."""
-        return self._method.rebases
-
-    def factor_names(self) -> frozenset[str]:
-        return frozenset(self._factor_names.inner)
-
-    def state_names(self) -> frozenset[str]:
-        return frozenset(self._state_names.inner)
-
     @property
     def _method(self) -> Method:
         method: Method = self.method
@@ -213,9 +150,6 @@ class Parts(Method):
     def _regions_of(self, matrix: Tensor) -> list[Region]:
         groups, out, into = matrix.shape
         return self._regions(BlockShape(groups, out, into))
-
-    def _data(self, number: int, data: SecondOrder) -> SecondOrder:
-        return self._factor_names.of_inner(number, data)
 
 
 @register("method", "blocked")

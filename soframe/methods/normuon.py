@@ -12,7 +12,7 @@ from soframe.methods.adam import require_eps
 from soframe.methods.base import Direction, Given, WithoutFactors
 from soframe.methods.chain import Chain
 from soframe.methods.momentum import Momentum, require_beta
-from soframe.methods.orthogonal import RMS, Coefficients, Orthogonal
+from soframe.methods.orthogonal import RMS, Coefficients, MatchRMS, Orthogonalise
 from soframe.registry import register
 from soframe.specs import TensorSpec
 
@@ -87,6 +87,6 @@ class NorMuon(Chain):
         coefficients: Coefficients = "muon",
         dtype: str | None = None,
     ) -> None:
-        end = Orthogonal(scale, steps, coefficients, dtype)
+        orthogonalise = Orthogonalise(steps, coefficients, dtype)
         rows = NormaliseRows(row_beta)
-        super().__init__((Momentum(momentum, nesterov), *end.stages(rows)))
+        super().__init__((Momentum(momentum, nesterov), orthogonalise, rows, MatchRMS(scale)))

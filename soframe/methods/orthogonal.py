@@ -248,21 +248,6 @@ class MatchRMS(WithoutFactors):
         return Direction(step.incoming * math.sqrt(scale))
 
 
-@dataclass(frozen=True)
-class Orthogonal:
-    """The last stages of Muon and its kin: `Orthogonalise` and `MatchRMS`, with their settings."""
-
-    scale: RMS = "spectral"
-    steps: int = 5
-    coefficients: Coefficients = "muon"
-    dtype: str | None = None
-
-    def stages(self, *between: Method) -> tuple[Method, ...]:
-        """Return the last stages of a chain, with others before `MatchRMS`."""
-        orthogonalise = Orthogonalise(self.steps, self.coefficients, self.dtype)
-        return (orthogonalise, *between, MatchRMS(self.scale))
-
-
 @register("method", "muon")
 @dataclass(frozen=True, init=False)
 class Muon(Chain):
@@ -289,8 +274,8 @@ class Muon(Chain):
         coefficients: Coefficients = "muon",
         dtype: str | None = None,
     ) -> None:
-        end = Orthogonal(scale, steps, coefficients, dtype)
-        super().__init__((Momentum(momentum, nesterov), *end.stages()))
+        orthogonalise = Orthogonalise(steps, coefficients, dtype)
+        super().__init__((Momentum(momentum, nesterov), orthogonalise, MatchRMS(scale)))
 
 
 @register("method", "newton-muon")

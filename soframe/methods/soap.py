@@ -36,7 +36,7 @@ from soframe.methods.base import Direction, Given, Method
 from soframe.methods.chain import Chain
 from soframe.methods.momentum import Momentum, require_beta, second_moment
 from soframe.methods.normuon import NormaliseRows
-from soframe.methods.orthogonal import RMS, Coefficients, Orthogonal
+from soframe.methods.orthogonal import RMS, Coefficients, MatchRMS, Orthogonalise
 from soframe.methods.shampoo import gradient_factors, gradient_moments, swapped
 from soframe.registry import register
 from soframe.solvers.base import Solver
@@ -231,8 +231,9 @@ class SOAPMuon(Chain):
             max_ratio=max_ratio,
             carry=carry,
         )
-        end = Orthogonal(scale, steps, coefficients, dtype)
-        super().__init__((Momentum(momentum, nesterov=True), soap, *end.stages(*self._between())))
+        orthogonalise = Orthogonalise(steps, coefficients, dtype)
+        start = Momentum(momentum, nesterov=True), soap, orthogonalise
+        super().__init__((*start, *self._between(), MatchRMS(scale)))
 
     def _between(self) -> tuple[Method, ...]:
         """Return the stages between `Orthogonalise` and `MatchRMS`."""

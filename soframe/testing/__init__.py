@@ -2,7 +2,7 @@
 
 from soframe.testing.backends import check_backend, compare_weights
 from soframe.testing.checks import check_layer_helper, check_solver, check_strategy
-from soframe.testing.compare import compare, dense_preconditioned, kron, kron_loops, trace_ratio
+from soframe.testing.compare import compare, dense_preconditioned
 from soframe.testing.damping import check_damping
 from soframe.testing.dense import dense_fisher, sample_gradients
 from soframe.testing.exactness import (
@@ -13,7 +13,6 @@ from soframe.testing.exactness import (
     natural_gradient_cosines,
 )
 from soframe.testing.layer_blocks import (
-    dense_blocks,
     layer_fisher,
     layer_matrix_basis,
     layer_parameters,
@@ -37,16 +36,12 @@ __all__ = [
     "check_strategy",
     "compare",
     "compare_weights",
-    "dense_blocks",
     "dense_fisher",
     "dense_preconditioned",
     "implied_curvature",
-    "kron",
-    "kron_loops",
     "layer_fisher",
     "layer_matrix_basis",
     "layer_parameters",
     "natural_gradient_cosines",
     "sample_gradients",
-    "trace_ratio",
 ]

@@ -32,7 +32,7 @@ from soframe.specs import Data, FactorSpec
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import complete
 from soframe.strategies.work import BlockWork
-from soframe.testing.compare import compare, kron, seeded
+from soframe.testing.compare import compare, seeded
 from soframe.testing.dense import double, flat
 
 
@@ -597,7 +597,7 @@ def _problem(solver: Solver, factors: Data, damping: float) -> _Problem:
         solution = torch.linalg.solve(right, half.mT).mT
         return _Problem(gradient, solution, lambda x: left @ x @ right)
     left, right = _damped(factors["left"], 0.0), _damped(factors["right"], 0.0)
-    dense = torch.stack(list(map(kron, left, right)))
+    dense = torch.stack(list(map(torch.kron, left, right)))
     solution = torch.linalg.solve(_damped(dense, damping), gradient.flatten(1)).view_as(gradient)
     return _Problem(gradient, solution, lambda x: left @ x @ right + damping * x)
 

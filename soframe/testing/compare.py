@@ -34,64 +34,6 @@ def dense_preconditioned(fisher: Tensor, gradient: Tensor, damping: float) -> Te
     return solution.reshape(gradient.shape)
 
 
-def kron(g: Tensor, a: Tensor) -> Tensor:
-    """Return the Kronecker product ``G ⊗ A`` over row-major ``(o, i)``.
-
-    Entry ``[(o, i), (p, j)]`` is ``G[o, p] A[i, j]``, so that for ``X [out, in]``
-    ``kron(G, A) @ X.flatten() = (G @ X @ A.T).flatten()``.
-
-    Args:
-        g: ``[out, out]``.
-        a: ``[in, in]``.
-
-    Returns:
-        ``[out * in, out * in]``.
-    """
-    blocks = g[:, None, :, None] * a[None, :, None, :]
-    return blocks.reshape(g.shape[0] * a.shape[0], g.shape[1] * a.shape[1])
-
-
-def kron_loops(g: Tensor, a: Tensor) -> Tensor:
-    """Return ``kron(g, a)``, entry by entry, as its definition reads.
-
-    Args:
-        g: ``[out, out]``.
-        a: ``[in, in]``.
-
-    Returns:
-        ``[out * in, out * in]``.
-    """
-    (rows_g, columns_g), (rows_a, columns_a) = g.shape, a.shape
-    product = torch.zeros(rows_g * rows_a, columns_g * columns_a, dtype=g.dtype, device=g.device)
-    for o in range(rows_g):
-        for i in range(rows_a):
-            for p in range(columns_g):
-                for j in range(columns_a):
-                    product[o * rows_a + i, p * columns_a + j] = g[o, p] * a[i, j]
-    return product
-
-
-def trace_ratio(actual: Tensor, expected: Tensor) -> float:
-    """Return ``trace(actual) / trace(expected)``: one if the scale is right.
-
-    Args:
-        actual: A matrix ``[P, P]``, or its diagonal or eigenvalues ``[P]``.
-        expected: The same, independently of ``actual``.
-
-    Returns:
-        The ratio; one if both traces are zero, infinite if only the expected one is.
-    """
-    trace, expected_trace = _trace(actual), _trace(expected)
-    if not expected_trace:
-        return float("inf") if trace else 1.0
-    return trace / expected_trace
-
-
-def _trace(matrix: Tensor) -> float:
-    diagonal = matrix.diagonal() if matrix.ndim == 2 else matrix
-    return float(diagonal.double().sum())
-
-
 def compare(
     actual: Tensor, expected: Tensor, name: str, *, rtol: float | None = None, atol: float = 1e-12
 ) -> float:

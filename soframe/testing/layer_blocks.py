@@ -32,32 +32,6 @@ def layer_parameters(model: nn.Module, layer: str) -> tuple[str, ...]:
     return tuple(f"{prefix}{name}" for name in order if parameters[name].requires_grad)
 
 
-def dense_blocks(
-    model: nn.Module,
-    inputs: Any,
-    loss: Loss,
-    targets: Any = None,
-    *,
-    kind: Kind = "empirical",
-    reduction: Reduction = "mean",
-) -> dict[str, Tensor]:
-    """Return the block of every module that has trainable parameters of its own.
-
-    `dense_fisher` describes arguments and errors.
-
-    Returns:
-        Module name -> block ``[P_l, P_l]``, its parameters in the order of ``layer_parameters``.
-    """
-    blocks = {}
-    for layer, _ in model.named_modules():
-        names = layer_parameters(model, layer)
-        if names:
-            blocks[layer] = dense_fisher(
-                model, inputs, loss, targets, parameters=names, kind=kind, reduction=reduction
-            )
-    return blocks
-
-
 def layer_matrix_basis(
     module: nn.Module, *, weight: bool | None = None, bias: bool | None = None
 ) -> Tensor:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from soframe import Preconditioner
 from soframe.settings import grouped
-from soframe.testing import compare, dense_preconditioned, kron
+from soframe.testing import compare, dense_preconditioned
 from tests.distributed.harness import run_ranks
 from tests.kit import exact
 
@@ -345,7 +345,7 @@ class Recorder:
         parts = [channels_last(module.weight.grad)] if module.weight.requires_grad else []
         if trainable(module)[1]:
             parts.append(module.bias.grad[:, None])
-        result = dense_preconditioned(kron(G, A), torch.cat(parts, 1), DAMPING)
+        result = dense_preconditioned(torch.kron(G, A), torch.cat(parts, 1), DAMPING)
         if trainable(module)[1]:
             module.bias.grad.copy_(result[:, -1])
             result = result[:, :-1]

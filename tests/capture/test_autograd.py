@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from soframe.testing import compare, dense_preconditioned, kron
+from soframe.testing import compare, dense_preconditioned
 from tests.capture.kit import (
     DAMPING,
     WORLDS,
@@ -117,7 +117,7 @@ def test_parameter_without_gradient(left_out: str) -> None:
             compare(got[kind][layer], want[kind][layer], f"{kind} of {layer}")
         weight, bias = gradients[f"{layer}.weight"], gradients[f"{layer}.bias"]
         parts = [weight * (left_out != "weight"), bias[:, None] * (left_out != "bias")]
-        fisher = kron(want["G"][layer], want["A"][layer])
+        fisher = torch.kron(want["G"][layer], want["A"][layer])
         result = dense_preconditioned(fisher, torch.cat(parts, 1), DAMPING)
         other = model.get_submodule(layer)
         assert getattr(other, left_out).grad is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from soframe.layers import LinearHelper
-from soframe.testing import compare, kron, layer_fisher
+from soframe.testing import compare, layer_fisher
 from tests.curvature import closing, factors, fill, half_square, preconditioner, randn
 from tests.examples import examples
 
@@ -71,7 +71,7 @@ def test_the_order_of_hooks_does_not_matter(
         own.step()
         a, g = factors(own, "0")
         exact = layer_fisher(net(Scale(product)), "0", x, half_square, y, kind="empirical")[0]
-        compare(kron(g[0], a[0]), exact, "kron(G, A)")
+        compare(torch.kron(g[0], a[0]), exact, "kron(G, A)")
 
 
 def test_statistics_are_due_at_the_first_step_that_can_have_them() -> None:

@@ -25,7 +25,7 @@ from soframe.strategies import (
     Strategy,
     plan,
 )
-from soframe.testing import compare, dense_preconditioned, kron
+from soframe.testing import compare, dense_preconditioned
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, Shards, backward, batch, make_net, mean_over
 
@@ -235,7 +235,7 @@ def test_statistics_are_those_of_the_contributors_data(loss_average):
                 if work.name == "hidden":
                     a, g = (unpacked(expected[k])[0] for k in "AG")
                     v = torch.cat([raw["hidden.weight"], raw["hidden.bias"][:, None]], 1)
-                    dense = dense_preconditioned(kron(g, a), v, 0.02)
+                    dense = dense_preconditioned(torch.kron(g, a), v, 0.02)
                     got = torch.cat([now["hidden.weight"], now["hidden.bias"][:, None]], 1)
                     compare(got, dense, f"gradient of {work.name}, {name}, rank {rank}")
     assert {(0, 1), (2, 3)} < seen

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import soframe
 from soframe.layers import AttentionHelper
-from soframe.testing import check_layer_helper, compare, dense_fisher, kron
+from soframe.testing import check_layer_helper, compare, dense_fisher
 from tests.curvature import blocks, closing, factors, fill, log_cosh, preconditioner, randn
 
 EMBED, HEADS, BATCH = 4, 2, 3
@@ -274,7 +274,7 @@ def test_one_unbatched_sample_of_one_position_is_the_dense_fisher() -> None:
             for o in rows
             for place in (*range(o * EMBED, (o + 1) * EMBED), 3 * EMBED * EMBED + o)
         ]
-        compare(kron(g[group], a[group]), dense[order][:, order], f"group {group}")
+        compare(torch.kron(g[group], a[group]), dense[order][:, order], f"group {group}")
     with closing(preconditioner(model.attention, layers="all")) as own:
         single = randn(5, EMBED)
         own.count(1)  # the root's own arguments are taken for five samples

@@ -13,7 +13,7 @@ from soframe.layers import EmbeddingHelper, LayerHelper
 from soframe.layers.base import moment
 from soframe.solvers import Lazy
 from soframe.specs import FactorSpec
-from soframe.testing import check_layer_helper, compare, dense_fisher, dense_preconditioned, kron
+from soframe.testing import check_layer_helper, compare, dense_fisher, dense_preconditioned
 from tests import kit
 from tests.curvature import (
     Kind,
@@ -88,7 +88,7 @@ def test_the_block_of_one_sample_is_the_dense_fisher(kind: Kind) -> None:
         a, g = factors(own, "0")
         dense = dense_fisher(model, x, log_cosh, y, parameters=["0.weight"], kind=kind)
     order = torch.arange(12).view(4, 3).T.flatten()
-    compare(kron(g[0], a[0].diag()), dense[order][:, order], "block")
+    compare(torch.kron(g[0], a[0].diag()), dense[order][:, order], "block")
 
 
 @pytest.mark.parametrize("average", ["local", "global", "sum"])
@@ -106,7 +106,7 @@ def test_the_block_is_the_dense_fisher_where_all_outputs_have_a_square_loss(aver
     dense = sum(w * part for w, part in zip(weights, parts, strict=True))
     order = torch.arange(10).view(5, 2).T.flatten()
     exact = dense[order][:, order]
-    compare(kron(g[0], a[0].diag()), exact, "block")
+    compare(torch.kron(g[0], a[0].diag()), exact, "block")
     expected = dense_preconditioned(exact, raw.T, 0.1)
     compare(model[0].weight.grad.T, expected, "preconditioned gradient")
 

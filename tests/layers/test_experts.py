@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.layers import ExpertsHelper
 from soframe.strategies import Sharded
-from soframe.testing import check_layer_helper, compare, dense_fisher, dense_preconditioned, kron
+from soframe.testing import check_layer_helper, compare, dense_fisher, dense_preconditioned
 from tests.curvature import closing, factors, half_square, preconditioner, randn
 
 EXPERTS, OUT, INTO = 3, 2, 4
@@ -106,7 +106,7 @@ def test_each_block_is_the_dense_fisher_of_its_expert(transposed: bool, average:
     dense = exact(model, x, y) * 2 / OUT  # what the factors of a sum are of is its mean, too
     raw, result = (t.mT if transposed else t for t in (raw, model.experts.kernel.grad))
     for e in range(EXPERTS):
-        compare(kron(g[e], a[e]), dense[e], f"expert {e}")
+        compare(torch.kron(g[e], a[e]), dense[e], f"expert {e}")
         compare(result[e], dense_preconditioned(dense[e], raw[e], 0.1), f"step of {e}")
 
 
@@ -119,7 +119,7 @@ def test_each_block_of_one_row_is_the_dense_empirical_fisher() -> None:
         a, g = factors(own, "experts")
     dense = exact(model, x, y, "empirical")
     for e in range(EXPERTS):
-        compare(kron(g[e], a[e]), dense[e], f"expert {e}")
+        compare(torch.kron(g[e], a[e]), dense[e], f"expert {e}")
 
 
 def test_the_rows_of_an_expert_have_nothing_to_reduce() -> None:

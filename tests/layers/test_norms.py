@@ -13,7 +13,7 @@ from soframe.layers import (
     LayerNormHelper,
     RMSNormHelper,
 )
-from soframe.testing import check_layer_helper, compare, dense_fisher, kron
+from soframe.testing import check_layer_helper, compare, dense_fisher
 from tests.curvature import (
     Kind,
     blocks,
@@ -82,7 +82,7 @@ def test_blocks_are_the_dense_fisher_where_all_outputs_have_a_square_loss(case: 
         own.step()
         exact = exact_blocks(model, x, y, half_square, "type-2")
         for group, (a, g) in enumerate(zip(*factors(own, "0"), strict=True)):
-            compare(kron(g, a), exact[group], f"feature {group}")
+            compare(torch.kron(g, a), exact[group], f"feature {group}")
 
 
 @pytest.mark.parametrize("kind", ["type-2", "empirical"])
@@ -98,7 +98,7 @@ def test_blocks_of_one_sample_are_the_dense_fisher_in_any_net(kind: Kind, make: 
         dense = dense_fisher(model, x, log_cosh, y, parameters=names, kind=kind)
         for group, (a, g) in enumerate(zip(*factors(own, "0"), strict=True)):
             each = [group, 3 + group]
-            compare(kron(g, a), dense[each][:, each], f"feature {group}")
+            compare(torch.kron(g, a), dense[each][:, each], f"feature {group}")
 
 
 def test_a_batch_norm_takes_the_statistics_of_its_batch_as_given() -> None:
@@ -112,7 +112,7 @@ def test_a_batch_norm_takes_the_statistics_of_its_batch_as_given() -> None:
     normalised = (x - x.mean(0)) / (x.var(0, unbiased=False) + model[0].eps).sqrt()
     for feature in range(3):
         rows = torch.stack([normalised[:, feature], torch.ones(6, dtype=x.dtype)], 1)
-        compare(kron(g[feature], a[feature]), rows.T @ rows / 6, f"feature {feature}")
+        compare(torch.kron(g[feature], a[feature]), rows.T @ rows / 6, f"feature {feature}")
 
 
 def test_a_batch_norm_remembers_the_mode_of_its_call() -> None:

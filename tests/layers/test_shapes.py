@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from soframe.testing import compare, dense_fisher, kron, layer_fisher
+from soframe.testing import compare, dense_fisher, layer_fisher
 from tests.curvature import blocks, closing, factors, fill, half_square, preconditioner, randn
 from tests.examples import examples
 
@@ -83,7 +83,7 @@ def test_the_factors_are_the_dense_fishers(case: tuple[nn.Module, bool, Tensor])
         if isinstance(layer, nn.Embedding):
             a, g = blocks(own)["layer"].running["A"][0], factors(own, "layer")[1]
             exact = dense_fisher(model, x, half_square, y, kind="type-2")
-            compare(kron(a.diag(), g[0]), exact, "kron(A, G)")
+            compare(torch.kron(a.diag(), g[0]), exact, "kron(A, G)")
             return
         if isinstance(layer, nn.LayerNorm | nn.GroupNorm):
             exact = dense_fisher(model, batched, half_square, y, kind="type-2")
@@ -94,4 +94,4 @@ def test_the_factors_are_the_dense_fishers(case: tuple[nn.Module, bool, Tensor])
         else:
             dense = layer_fisher(model, "layer", batched, half_square, y, kind="type-2")
         for group, (a, g) in enumerate(zip(*factors(own, "layer"), strict=True)):
-            compare(kron(g, a), dense[group], f"group {group}")
+            compare(torch.kron(g, a), dense[group], f"group {group}")

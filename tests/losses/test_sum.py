@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from soframe.capture.fisher import Fisher
 from soframe.losses import Loss, SquaredError, SumLoss, Term
-from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
+from soframe.testing import compare, dense_preconditioned, layer_fisher
 from soframe.trust_region import LevenbergMarquardt
 from tests.curvature import (
     blocks,
@@ -202,7 +202,7 @@ def test_the_blocks_are_the_dense_ones(name: str, joined: bool) -> None:
             ]
             fisher = torch.stack(exact).mean(0)
             a, g = factors(own, layer)
-            compare(kron(g[0], a[0]), fisher, f"{layer}: kron(G, A)")
+            compare(torch.kron(g[0], a[0]), fisher, f"{layer}: kron(G, A)")
             expected = dense_preconditioned(fisher, raw[layer][0], 0.1)
             compare(gradient_matrix(block)[0], expected, f"{layer}: preconditioned gradient")
 

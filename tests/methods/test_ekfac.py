@@ -10,7 +10,7 @@ from soframe.blocks.block import Block
 from soframe.damping.policies import RelativeDamping
 from soframe.methods import EKFAC, KFAC, Chain
 from soframe.solvers import Eigen, Lazy, OrthogonalIteration
-from soframe.testing import compare, kron, layer_fisher
+from soframe.testing import compare, layer_fisher
 from tests.curvature import (
     Kind,
     LossAverage,
@@ -31,7 +31,7 @@ from tests.methods import stages
 def basis(block: Block, group: int) -> Tensor:
     """``Q_G ⊗ Q_A`` of a group, from the block's data."""
     left, right = block.second_order["G"]["vectors"], block.second_order["A"]["vectors"]
-    return kron(left[group], right[group])
+    return torch.kron(left[group], right[group])
 
 
 def check(block: Block, fishers: list[Tensor], raw: Tensor, damping: float = 0.1) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from soframe.damping.policies import RelativeDamping
 from soframe.methods import Chain, Eva
-from soframe.testing import check_method, compare, dense_fisher, kron
+from soframe.testing import check_method, compare, dense_fisher
 from tests.curvature import (
     LossAverage,
     blocks,
@@ -29,7 +29,7 @@ DAMPING = 0.1
 
 def dense(a: Tensor, g: Tensor, raw: Tensor, damping: float = DAMPING) -> Tensor:
     """``((g g^T) ⊗ (a a^T) + damping I)^-1`` by its matrix."""
-    matrix = kron(torch.outer(g, g), torch.outer(a, a))
+    matrix = torch.kron(torch.outer(g, g), torch.outer(a, a))
     damped = matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype)
     return torch.linalg.solve(damped, raw.flatten()).view_as(raw)
 
@@ -120,7 +120,7 @@ def test_a_sample_with_one_input_is_exact() -> None:
         a, g = block.running["a"][0], block.running["g"][0]
     fisher = dense_fisher(model, x, half_square, y)
     order = [0, 1, 2, 6, 3, 4, 5, 7]  # weights of an output, then its bias
-    compare(kron(torch.outer(g, g), torch.outer(a, a)), fisher[order][:, order], "block")
+    compare(torch.kron(torch.outer(g, g), torch.outer(a, a)), fisher[order][:, order], "block")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_the_least_step_where_nothing_is_damped(damping: float) -> None:
         raw = gradient_matrix(block)[0]
         own.step()
         a, g = block.running["a"][0], block.running["g"][0]
-    matrix = kron(torch.outer(g, g), torch.outer(a, a))
+    matrix = torch.kron(torch.outer(g, g), torch.outer(a, a))
     inverse = torch.linalg.pinv(matrix + damping * torch.eye(len(matrix)).double(), rtol=1e-12)
     compare(gradient_matrix(block)[0].flatten(), inverse @ raw.flatten(), "direction")
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import soframe
 from soframe.methods import EKFAC, FOOF, KFAC, KFACReduce
 from soframe.solvers import Eigen, Inverse, Solver
-from soframe.testing import compare, dense_preconditioned, kron, layer_fisher
+from soframe.testing import compare, dense_preconditioned, layer_fisher
 from tests.curvature import (
     blocks,
     closing,
@@ -61,7 +61,7 @@ def test_one_layer_of_a_squared_error_is_exact(
         raw = gradient_matrix(block).clone()
         own.step()
         fisher = layer_fisher(model, "", x, half_square, y, kind="type-2")[0]
-        compare(kron(torch.eye(out).double(), block.running["A"][0]), fisher, "kron(I, A)")
+        compare(torch.kron(torch.eye(out).double(), block.running["A"][0]), fisher, "kron(I, A)")
         expected = dense_preconditioned(fisher, raw[0], 0.1)
         compare(gradient_matrix(block)[0], expected, "preconditioned gradient", rtol=1e-8)
 
@@ -127,7 +127,7 @@ def train(
                 assert set(block.running) == set(block.second_order) == {"A"}
                 for group, a in enumerate(block.running["A"]):
                     result = gradient_matrix(block)[group]
-                    fisher_block = kron(torch.eye(len(result)).double(), a)
+                    fisher_block = torch.kron(torch.eye(len(result)).double(), a)
                     expected = dense_preconditioned(fisher_block, raw[name][group], 0.1)
                     compare(result, expected, f"{name}, group {group}", rtol=1e-8)
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}

@@ -25,7 +25,6 @@ from soframe.methods.orthogonal import (
     MUON,
     POLAR_EXPRESS,
     Coefficients,
-    Orthogonal,
     coefficients,
     nearest_orthogonal,
     orthogonalises,
@@ -310,7 +309,7 @@ def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="scale"):
         MatchRMS("long")  # type: ignore[arg-type]
     assert Muon().stages == (Momentum(0.95, True), Orthogonalise(), MatchRMS())
-    assert Orthogonal().stages() == (Orthogonalise(5, "muon", None), MatchRMS("spectral"))
+    assert (Orthogonalise(), MatchRMS()) == (Orthogonalise(5, "muon", None), MatchRMS("spectral"))
     assert Orthogonalise(steps=1).steps == 1
     for dtype in (None, "float64", "float32", "bfloat16", "float16"):
         assert Orthogonalise(dtype=dtype).dtype == dtype

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from soframe.testing import compare, kron, layer_fisher
+from soframe.testing import compare, layer_fisher
 from tests.curvature import (
     closing,
     factors,
@@ -82,7 +82,7 @@ def test_a_linear_layer_of_one_position_is_the_fisher_of_the_batch() -> None:
             own.step()
             a, g = factors(own, "0")
             (exact,) = layer_fisher(model, "0", inputs, half_square, targets, kind="type-2")
-            compare(kron(g[0], a[0]).trace(), exact.trace(), "trace")
+            compare(torch.kron(g[0], a[0]).trace(), exact.trace(), "trace")
             traces.append(exact.trace())
     compare(traces[0], traces[1], "the Fisher itself")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.damping.policies import RelativeDamping
-from soframe.testing import compare, kron
+from soframe.testing import compare
 from tests import kit
 from tests.curvature import closing, preconditioner, randn
 from tests.distributed.harness import run_ranks
@@ -128,7 +128,7 @@ def check(model: Model, batches: list[Tensor], fisher: str, solver: str, damping
             other = right / scale * (words / size) ** 0.5 + root
             direction = raw / other[:, None] @ torch.linalg.inv(one)
         else:
-            matrix = kron(right.diag(), left) / trace
+            matrix = torch.kron(right.diag(), left) / trace
             matrix += 0.1 * mean * torch.eye(len(matrix), dtype=matrix.dtype)
             direction = torch.linalg.solve(matrix, raw.flatten()).view(words, size)
         compare(model.heads[0].weight.grad, direction, "direction")

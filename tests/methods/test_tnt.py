@@ -13,7 +13,7 @@ from soframe.blocks.block import Block
 from soframe.damping.policies import RelativeDamping
 from soframe.kernels.samples import moments_by_grams, moments_by_samples, sample_moments
 from soframe.solvers import OrthogonalIteration
-from soframe.testing import compare, kron, layer_fisher
+from soframe.testing import compare, layer_fisher
 from tests import kit
 from tests.curvature import (
     LAYERS,
@@ -52,7 +52,7 @@ def check(block: Block, fishers: list[Tensor], raw: Tensor, damping: float = 0.1
         where, trace = f"group {group}", fisher.trace()
         compare(block.running["L"][group], left, f"L of {where}")
         compare(block.running["R"][group], right, f"R of {where}")
-        matrix = kron(left, right) / trace
+        matrix = torch.kron(left, right) / trace
         compare(matrix.trace(), trace, f"trace of {where}")
         damped = matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype)
         expected = torch.linalg.solve(damped, raw[group].flatten())

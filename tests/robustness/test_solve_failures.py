@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from soframe import Preconditioner, Solver
 from soframe.solvers import Eigen, Inverse
 from soframe.specs import FactorSpec, TensorSpec
-from soframe.testing import dense_preconditioned, kron
+from soframe.testing import dense_preconditioned
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Case, Run, mean_over, same, snapshot
 from tests.solvers.dense import SolveFailedError, solve_safely
@@ -265,7 +265,7 @@ def test_ill_conditioned_factors_in_float32(solver, decades):
         found[dtype] = solver.apply(v.to(dtype), left=left, right=right, damping=damping)
     exact = found[torch.float64]
     if isinstance(solver, Eigen):
-        dense = [dense_preconditioned(kron(g[i], a[i]), v[i], damping) for i in range(2)]
+        dense = [dense_preconditioned(torch.kron(g[i], a[i]), v[i], damping) for i in range(2)]
         torch.testing.assert_close(exact, torch.stack(dense), rtol=1e-7, atol=1e-7)
     error = (found[torch.float32] - exact).norm() / exact.norm()
     assert error < 2e-3

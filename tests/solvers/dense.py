@@ -15,7 +15,6 @@ from soframe.solvers import (
 )
 from soframe.solvers.base import mean_trace, retry
 from soframe.specs import FactorSpec
-from soframe.testing import kron
 from tests.curvature import randn
 
 SOLVERS: dict[str, Solver] = {
@@ -76,14 +75,14 @@ def damped(name: str, g: Tensor, a: Tensor, damping: float) -> Tensor:
     """The matrix that a solver inverts, ``[out * in, out * in]``, for one group."""
     identities = torch.eye(len(g), dtype=torch.float64), torch.eye(len(a), dtype=torch.float64)
     if name in ("eigen", "orthogonal iteration"):
-        return kron(g, a) + damping * kron(*identities)
+        return torch.kron(g, a) + damping * torch.kron(*identities)
     own, other = damping, damping
     if not name.endswith("full"):
         pi = 1.0
         if name.endswith("pi"):
             if g.trace() == 0 or a.trace() == 0:
                 # The limit of pi as a factor goes to zero: the other one is not seen either.
-                return damping * kron(*identities)
+                return damping * torch.kron(*identities)
             pi = float((a.trace() / len(a) / (g.trace() / len(g))).sqrt())
         own, other = damping**0.5 / pi, damping**0.5 * pi
-    return kron(g + own * identities[0], a + other * identities[1])
+    return torch.kron(g + own * identities[0], a + other * identities[1])

@@ -14,7 +14,7 @@ import soframe
 from soframe.losses import SquaredError
 from soframe.solvers import Inverse, Relative
 from soframe.solvers.base import mean_trace
-from soframe.testing import compare, dense_preconditioned, kron
+from soframe.testing import compare, dense_preconditioned
 from soframe.trust_region import ConstantDamping, LevenbergMarquardt, RelativeDamping
 from tests import kit
 from tests.curvature import (
@@ -52,7 +52,7 @@ def test_every_solver_with_the_damping_of_each_group(
     gradient = randn(groups, out, into, seed=2)
     result = run(Relative(SOLVERS[name]), gradient, g, a, relative)
     for group in range(groups):
-        mean_eigenvalue = float(torch.linalg.eigvalsh(kron(g[group], a[group])).mean())
+        mean_eigenvalue = float(torch.linalg.eigvalsh(torch.kron(g[group], a[group])).mean())
         matrix = damped(name, g[group], a[group], relative * mean_eigenvalue)
         expected = dense_preconditioned(matrix, gradient[group], 0.0)
         compare(result[group], expected, f"{name}, group {group}", rtol=1e-9)
@@ -68,7 +68,7 @@ def test_without_a_left_factor(name: str) -> None:
     for group in range(2):
         damping = 0.1 * float(a[group].trace()) / 4
         expected = dense_preconditioned(
-            kron(torch.eye(3).double(), a[group]), gradient[group], damping
+            torch.kron(torch.eye(3).double(), a[group]), gradient[group], damping
         )
         compare(result[group], expected, f"{name}, group {group}")
 
@@ -103,7 +103,7 @@ def test_each_block_has_its_own_damping(value: Any) -> None:
             own.step()
             for name, block in blocks(own).items():
                 a, g = (factor[0] for factor in factors(own, name))
-                fisher = kron(g, a)
+                fisher = torch.kron(g, a)
                 damping = policy.at(step) * float(fisher.trace()) / len(fisher)
                 expected = dense_preconditioned(fisher, raw[name][0], damping)
                 compare(gradient_matrix(block)[0], expected, f"step {step}, {name}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from soframe.solvers import Eigen, Inverse
 from soframe.solvers.base import mean_trace
-from soframe.testing import compare, dense_preconditioned, kron
+from soframe.testing import compare, dense_preconditioned
 from tests.curvature import randn
 from tests.examples import examples
 from tests.solvers.dense import SOLVERS, SolveFailedError, damped, run, solve_safely, spectrum
@@ -69,12 +69,14 @@ def test_the_inverse_of_a_kronecker_product(n: int, m: int, seed: int) -> None:
     a = randn(m, m, seed=seed + 1) + 3 * torch.eye(m, dtype=torch.float64)
     x = randn(n, m, seed=seed + 2)
     inverses = torch.linalg.inv(g), torch.linalg.inv(a)
-    compare(kron(*inverses), torch.linalg.inv(kron(g, a)), "kron of inverses", rtol=1e-7)
-    compare((kron(g, a) @ x.flatten()).reshape(n, m), g @ x @ a.mT, "kron times vec")
+    compare(
+        torch.kron(*inverses), torch.linalg.inv(torch.kron(g, a)), "kron of inverses", rtol=1e-7
+    )
+    compare((torch.kron(g, a) @ x.flatten()).reshape(n, m), g @ x @ a.mT, "kron times vec")
     # What solvers multiply with need not be symmetric either.
     left, right = {"inverse": inverses[0][None]}, {"inverse": inverses[1][None].mT}
     applied = Inverse().apply(x[None], left=left, right=right, damping=0.0)[0]
-    compare(applied, dense_preconditioned(kron(g, a), x, 0.0), "apply", rtol=1e-7)
+    compare(applied, dense_preconditioned(torch.kron(g, a), x, 0.0), "apply", rtol=1e-7)
 
 
 @given(
@@ -96,9 +98,9 @@ def test_factored_damping(n: int, m: int, damping: float, ratio: float) -> None:
     identities = torch.eye(n, dtype=torch.float64), torch.eye(m, dtype=torch.float64)
 
     def factored(share_a: float, share_g: float) -> Tensor:
-        return kron(g[0] + share_g * identities[0], a[0] + share_a * identities[1])
+        return torch.kron(g[0] + share_g * identities[0], a[0] + share_a * identities[1])
 
-    exact = kron(g[0], a[0]) + damping * kron(*identities)
+    exact = torch.kron(g[0], a[0]) + damping * torch.kron(*identities)
     own = factored(float(shares[0]), float(shares[1]))
     residual = own - exact
     scale = own.norm()

@@ -5,18 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soframe.testing import compare, dense_preconditioned, kron, kron_loops, trace_ratio
+from soframe.testing import compare, dense_preconditioned
 from tests.examples import examples
 from tests.testing.test_dense import randn
-
-
-@given(o=st.integers(1, 4), i=st.integers(1, 4))
-@settings(max_examples=examples(16), deadline=None)
-def test_kron_and_its_order_of_vectorisation(o: int, i: int) -> None:
-    g, a, x = randn(o, o), randn(i, i, seed=1), randn(o, i, seed=2)  # neither is symmetric
-    compare(kron(g, a), kron_loops(g, a), "loops")
-    compare(kron(g, a), torch.kron(g, a), "torch")
-    compare(kron(g, a) @ x.flatten(), (g @ x @ a.T).flatten(), "vec")
 
 
 @given(o=st.integers(1, 3), i=st.integers(1, 3), damping=st.floats(1e-3, 10))
@@ -30,14 +21,6 @@ def test_preconditioned_solves_the_damped_system(o: int, i: int, damping: float)
     compare(product, gradient, "F x + damping x", rtol=1e-7)
     with pytest.raises(RuntimeError, match="singular"):
         dense_preconditioned(torch.zeros(o * i, o * i), gradient, 0.0)
-
-
-def test_trace_ratio() -> None:
-    matrix = torch.tensor([[1.0, 9.0], [9.0, 2.0]])
-    assert trace_ratio(2 * matrix, matrix) == 2.0
-    assert trace_ratio(torch.tensor([3.0, 3.0]), matrix) == 2.0
-    assert trace_ratio(0 * matrix, 0 * matrix) == 1.0
-    assert trace_ratio(matrix, 0 * matrix) == float("inf")
 
 
 def test_compare_names_a_wrong_scale() -> None:

@@ -17,7 +17,6 @@ from soframe.testing import (
     compare,
     dense_fisher,
     implied_curvature,
-    kron,
     layer_matrix_basis,
     natural_gradient_cosines,
 )
@@ -85,7 +84,7 @@ def test_the_matrix_is_that_of_the_method() -> None:
     own = taken(model, x, y, log_cosh)
     block = own.blocks[0]
     order = layer_matrix_basis(model[0])[0].flatten()  # type: ignore[index]
-    wanted = kron(block.running["G"][0], block.running["A"][0])
+    wanted = torch.kron(block.running["G"][0], block.running["A"][0])
     found = implied_curvature(own, "0")[order][:, order]
     compare(found, wanted, "K-FAC's matrix", rtol=1e-8)
     fisher = dense_fisher(model, x, log_cosh, y, parameters=["0.weight", "0.bias"])
