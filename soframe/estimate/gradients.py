@@ -62,13 +62,12 @@ class AveragedGradients:
 
     divided = False  # whether a rank may lack the gradient of a stack
     updates_divided = False  # whether it may lack its update, too
-    can_leave = True  # whether gradients are whole and averaged where they are, so that some stay
 
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
         self._backend, self._home = placed.backend, home
         # The stacks that get no update in this step: the optimizer moves their weights.
         self.left_to_optimizer: Sequence[Stack] = ()
-        self._gathered: Gradients | None = None
+        self._read: Gradients | None = None  # by `own`, for `collect`
         self._stacks = placed.stacks
         self._blocks = placed.blocks
         self._of_blocks: list[nn.Parameter] = []
@@ -80,10 +79,12 @@ class AveragedGradients:
         covered = set(self._of_blocks)
         self._rest = [p for p in model.parameters() if p not in covered]
         self._parameters = self._of_blocks + self._rest
+        # The parameters whose gradients some ranks may lack: ranks agree on them before `collect`.
+        self.flagged: Sequence[nn.Parameter] = ()
 
     def check(self) -> None:
         """Raise if this rank's gradients are incomplete, or parameters have other shapes."""
-        self._gathered = None  # of a step that raised
+        self._read = None  # of a step that raised
         shapes = iter(self._shapes)
         for block in self._blocks:
             for name, parameter in block.parameters.items():
@@ -112,20 +113,16 @@ class AveragedGradients:
         self.left_to_optimizer = stacks
 
     def present(self) -> list[float]:
-        """Return the flags that are summed over ranks before `collect`."""
-        return []
-
-    def none_present(self) -> list[float]:
-        """Return zeros in place of the flags of `present`."""
-        return []
+        """Return a flag for each parameter in ``flagged``: whether this rank has its gradient."""
+        return list(map(float, map(self._home.has, self.flagged)))
 
     def own(self) -> list[Tensor]:
         """Return all gradients of this rank, before `collect`, in few tensors."""
         if self.divided:  # of each parameter by itself
             return self._home.of(self._parameters)
-        self._gathered = self.now()
+        self._read = self.now()
         tensors: list[Tensor] = []
-        for gradient in self._gathered.values():
+        for gradient in self._read.values():
             if gradient.matrix is not None:
                 tensors.append(gradient.matrix)
         rest: list[nn.Parameter] = []
@@ -138,8 +135,8 @@ class AveragedGradients:
 
         ``present`` are the flags of `present`, summed over ranks.
         """
-        gathered, self._gathered = self._gathered, None
-        return self.now() if gathered is None else gathered
+        read, self._read = self._read, None
+        return self.now() if read is None else read
 
     def now(self) -> dict[Stack, Gradient]:
         """Return the gradients that are in their home now."""
@@ -198,7 +195,10 @@ class LocalGradients(AveragedGradients):
     """Gradients of each rank's own samples: each is averaged here, on the ranks that need it."""
 
     divided = True
-    can_leave = False
+
+    def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
+        super().__init__(model, placed, home)
+        self.flagged = self._parameters
 
     def check(self) -> None:
         """Raise if a gradient is sparse, too."""
@@ -209,14 +209,6 @@ class LocalGradients(AveragedGradients):
     def alike(self) -> tuple[str, ...]:
         """Return nothing: ranks agree on the gradients of any rank, see `present`."""
         return ()
-
-    def present(self) -> list[float]:
-        """Return a flag for every parameter: whether this rank has its gradient."""
-        return [float(self._home.has(p)) for p in self._parameters]
-
-    def none_present(self) -> list[float]:
-        """See `AveragedGradients.none_present`."""
-        return [0.0] * len(self._parameters)
 
     def collect(self, present: Sequence[float]) -> dict[Stack, Gradient]:
         """Average every gradient that any rank has; on ranks without it, it counts as zero.
@@ -324,7 +316,6 @@ class ShardedGradients(AveragedGradients):
     """
 
     divided = updates_divided = True
-    can_leave = False
 
     def alike(self) -> tuple[str, ...]:
         """Return all blocks with gradients, since ranks exchange the parts of each."""
@@ -338,10 +329,6 @@ class ShardedGradients(AveragedGradients):
                 if self._home.is_partial(parameter):
                     names.append(f"{block.name}, a sum over ranks")
         return tuple(names)
-
-    def collect(self, present: Sequence[float]) -> dict[Stack, Gradient]:
-        """Gather the parts of every gradient on its gradient workers."""
-        return self.now()
 
     def now(self) -> dict[Stack, Gradient]:
         """Gather the present gradients, as `collect` does; every rank must call."""

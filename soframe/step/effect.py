@@ -3,7 +3,7 @@
 Hooks can be left out silently: by code that was compiled before they were there, by calls that
 bypass their module, by frameworks that own the parameters. Gradients can be gone before the step,
 taken by an optimizer that steps within the backward pass. So in the first two windows in which a
-block takes statistics each rank sends, with its status, whether it has statistics and a gradient of
+block takes statistics each rank sends, with its report, whether it has statistics and a gradient of
 the block. Where all blocks of all ranks lack one of the two, the step would do nothing: all ranks
 raise. Where some do, they warn, since there may be reasons: a penalty on the weights of a module
 that is not called, or a loss of derivatives.
@@ -53,7 +53,8 @@ class Effect:
         self._capture, self._home = capture, home
         self._partial = partial  # the model changed in it, so that hooks may have missed calls
         self._windows: Counter[Block] = Counter()  # by block those with statistics that have ended
-        self._judged: Sequence[Block] = ()  # those that are checked in the window under way
+        self._due: list[Block] = []  # those that take statistics in the window under way
+        self._judged: list[Block] = []  # those that are checked in it
 
     def end(self, window: Window) -> None:
         """Count a window."""
@@ -61,20 +62,21 @@ class Effect:
 
     def begin(self, window: Window) -> None:
         """Choose the blocks that are checked; raise if a framework has sharded them since."""
-        self._judged = ()
+        self._due, self._judged = [], []
         if window is self._partial:
             return
-        judged: list[Block] = []
         named: list[tuple[str, nn.Parameter]] = []
         for block in self._blocks:
-            if block in window.due and self._windows[block] < WINDOWS:
-                judged.append(block)
+            if block not in window.due:
+                continue
+            self._due.append(block)
+            if self._windows[block] < WINDOWS:
+                self._judged.append(block)
                 named += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
-        self._judged = judged
         if named:
             self._home.check(named)
 
-    def said(self, window: Window) -> list[float]:
+    def flags(self, window: Window) -> list[float]:
         """Return this rank's flags, equally many on every rank.
 
         The first two are whether any block has a gradient, and whether only other parameters have.
@@ -82,7 +84,7 @@ class Effect:
         gradient.
         """
         if not self._judged:
-            return self.nothing_said(window)
+            return self.no_flags()
         seen = {block for block in self._judged if window.tallies[block].counts.calls}
         reached = self._reached(window, seen)
         parameters = itertools.chain.from_iterable(b.parameters.values() for b in self._blocks)
@@ -90,9 +92,8 @@ class Effect:
         # Evidence that the backward pass ran, but reached no block.
         has_other = not has_any and any(map(self._home.has, self._others))
         numbers = [float(has_any), float(has_other)]
-        for block in self._blocks:
-            if block in window.due:
-                numbers += [float(block in seen), float(block in reached)]
+        for block in self._due:
+            numbers += [float(block in seen), float(block in reached)]
         return numbers
 
     def _reached(self, window: Window, seen: Collection[Block]) -> set[Block]:
@@ -104,36 +105,32 @@ class Effect:
             reached |= self._with_gradient(unseen)
         return reached
 
-    def nothing_said(self, window: Window) -> list[float]:
-        """Return zeros in place of the numbers of `said`."""
-        if not window.due or window is self._partial:
+    def no_flags(self) -> list[float]:
+        """Return zeros in place of the numbers of `flags`."""
+        if not self._due:
             return []
-        return [0.0] * (2 + 2 * len(window.due))
+        return [0.0] * (2 + 2 * len(self._due))
 
-    def require(self, window: Window, sums: Sequence[float]) -> None:
-        """Check the sums of `said` over ranks.
+    def require(self, sums: Sequence[float]) -> None:
+        """Check the sums of `flags` over ranks.
 
         Raises:
             RuntimeError: On every rank, if the step would have no effect; see the module.
         """
         if not self._judged:
             return
-        numbers = iter(sums)
-        has_any, has_other = next(numbers) > 0, next(numbers) > 0
+        flags = [number > 0 for number in sums]
+        seen, reached = flags[2::2], flags[3::2]  # by block
         missed: list[Block] = []  # a gradient without statistics
         taken: list[Block] = []  # statistics without a gradient
-        any_seen = False
-        for block in self._blocks:
-            if block not in window.due:
+        for block, is_seen, is_reached in zip(self._due, seen, reached, strict=True):
+            if is_seen == is_reached:
                 continue
-            seen, reached = next(numbers) > 0, next(numbers) > 0
-            any_seen |= seen
-            if reached != seen:
-                if reached:
-                    missed.append(block)
-                else:
-                    taken.append(block)
-        self._raise_if_idle(missed, taken, has_any=has_any, has_other=has_other, any_seen=any_seen)
+            if is_reached:
+                missed.append(block)
+            else:
+                taken.append(block)
+        self._raise_if_idle(missed, taken, flags)
         if missed:
             warnings.warn(f"soframe: {self._without_statistics(missed)}", stacklevel=8)
         # With a probe, statistics do not imply that the loss depends on a block.
@@ -141,22 +138,19 @@ class Effect:
             warnings.warn(f"soframe: {self._without_gradients(taken)}", stacklevel=8)
 
     def _raise_if_idle(
-        self,
-        missed: Sequence[Block],
-        taken: Sequence[Block],
-        *,
-        has_any: bool,
-        has_other: bool,
-        any_seen: bool,
+        self, missed: Sequence[Block], taken: Sequence[Block], flags: Sequence[bool]
     ) -> None:
         """Raise if the step would have no effect."""
+        has_any, has_other = flags[:2]
         # Whether no block has ever had statistics: then the step would do nothing.
-        never = not any_seen and all(block.mass == 0 for block in self._blocks)
+        never = not any(flags[2::2]) and all(block.mass == 0 for block in self._blocks)
         if missed and never:
             raise RuntimeError(f"{self._without_statistics(missed)} No gradient was changed.")
-        if taken and not has_any:
+        if has_any:
+            return
+        if taken:
             raise RuntimeError(self._without_gradients(taken))
-        if has_other and never and not has_any:
+        if has_other and never:
             raise RuntimeError(
                 f"no block has a gradient or statistics, while other parameters have gradients: "
                 f"the backward pass has reached {_names(self._judged)} in no way, and the "

@@ -212,8 +212,9 @@ class Engine:
             stacks: Sequence[Stack] = ()
             if self._moving_optimizer is not None:
                 self._moving_optimizer.check_settings()
-                # If norms are measured, every stack has an update: its norm is measured, too.
-                if self._gradients.can_leave and not self.measuring.norms:
+                # Gradients can stay if they are averaged where they are. If norms are measured,
+                # every stack has an update: its norm is measured, too.
+                if not (self._gradients.divided or self.measuring.norms):
                     stacks = self._moving_optimizer.moves(curvature.placed.stacks)
             self._gradients.leave(stacks)
             # The values that decide which collectives are entered. The interval is the next step's:
@@ -248,11 +249,12 @@ class Engine:
                 unread = sizes
             else:
                 magnitude, statistics_finite = sizes.read()
-            present, reached = self._gradients.present(), self._effect.said(window)
+            present, reached = self._gradients.present(), self._effect.flags(window)
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
             # All ranks must reduce equally many numbers.
-            present, reached = self._gradients.none_present(), self._effect.nothing_said(window)
+            present = [0.0] * len(self._gradients.flagged)
+            reached = self._effect.no_flags()
         self.verdict.leave_unread(unread)
         is_large = magnitude > 0  # zero for moderate gradients, see `Magnitude.read`
         passes, most, fewest = window.largest_counts()
@@ -288,7 +290,7 @@ class Engine:
             if report.changed:
                 require_all_ranks(backend, report.changed)
             elif not (any(report.changed_anywhere) or report.bad_gradient or report.bad_statistics):
-                self._effect.require(self._curvature.statistics.window, report.reached)
+                self._effect.require(report.reached)
         except Exception as error:  # of any kind: all stages raise together
             return error
         return None
