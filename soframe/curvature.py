@@ -194,7 +194,6 @@ class Curvature(OfModel):
         with parts.home.shaped(parts.model.parameters()), parts.stages.together():
             with building.uncollected():
                 self._build()
-            self._listen()
             self.begin()
 
     # -- building -----------------------------------------------------------------------------
@@ -233,7 +232,6 @@ class Curvature(OfModel):
         forgets = self.watch.forgets
         with building.uncollected():
             self._build(former)
-        self._listen()
         self.statistics.resume(window)
         windows = (window, self.statistics.window)
         if hand_over(former, self.placed, windows, forgets=forgets):
@@ -295,10 +293,7 @@ class Curvature(OfModel):
             sampler=parts.sampler,
             stage_of=parts.stages.stage_of,
         )
-
-    def _listen(self) -> None:
-        """Take the calls that the capture records from now on."""
-        self.statistics.listen(self.parts.stages.roots(self.parts.model))
+        self.statistics.listen(parts.stages.roots(parts.model))
 
     # -- fit ----------------------------------------------------------------------------------
 
@@ -638,10 +633,10 @@ class Curvature(OfModel):
 
     def begin(self, late: Collection[str] = ()) -> None:
         """Begin a window; for ``late`` see `Accumulator.late`. Every rank must call."""
-        due = self.parts.refresh.observed(self.placed, self.steps, late)
-        self.statistics.begin(
-            due, self.steps, lambda block: block.gatherable(late=block.name in late)
-        )
+        gathered: dict[Block, frozenset[str]] = {}
+        for block in self.parts.refresh.observed(self.placed, self.steps, late):
+            gathered[block] = block.gatherable(late=block.name in late)
+        self.statistics.begin(gathered, self.steps)
 
     def report(self) -> Report:
         """Return the planned bytes, and every parameter with its block, or why it has none."""

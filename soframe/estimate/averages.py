@@ -33,7 +33,7 @@ from soframe.comm.fused import Pending, Sum, add_up, own_memory
 from soframe.comm.packing import pack_triangle
 from soframe.estimate.gradients import Gradient, Gradients
 from soframe.estimate.plan import Plan
-from soframe.kernels.devices import sent
+from soframe.kernels.devices import along_first, sent
 from soframe.layers.layout import BlockShape
 from soframe.methods.returned import observed_by
 from soframe.specs import FactorKind, FactorSpec
@@ -51,7 +51,6 @@ class Term:
     tensor: Tensor | None
     # By block the number of rows that reached each group, for averages by group; else one number.
     reached: Sequence[Sequence[float]] = ()
-    scale: float = 1.0  # that ``tensor`` still lacks for the sum over ranks to be the average
     turn: int = 0  # the number of the step, by which factors of half precision are rounded
     rates: list[float] = field(default_factory=list)  # by block or by group; see `_gain`
 
@@ -60,12 +59,6 @@ class Term:
         self.blocks: Sequence[Block] = self.stack.blocks_of(self.members)
         if not self.reached:
             self.reached = list(repeat((1.0,), len(self.members)))
-
-    def zeros(self) -> Tensor:
-        """Return statistics of zeros, ``[groups, n, n]``."""
-        like = self.stack.like
-        shape = (len(self.members) * self.factor.groups, *self.factor.shape[1:])
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 class _Lerp(NamedTuple):
@@ -113,11 +106,12 @@ def _reduce(placed: PlacedBlocks, terms: Iterable[Term]) -> None:
         # Ranks that only send wait too: until then the engine keeps their buffer.
         for stack in waiting:
             stack.pending.append(entry)
-    alone: list[tuple[Term, Tensor | None]] = []
+    alone: list[Term] = []
     for total, term in sums.items():
         is_held = term.stack.place.holds(backend.rank, term.index)
         if is_held and len(total.way.group) < 2:
-            alone.append((term, total.tensor))
+            term.tensor = total.tensor
+            alone.append(term)
     average(placed, alone)
 
 
@@ -126,7 +120,9 @@ def _entry(placed: PlacedBlocks, pending: Pending, held: Sequence[tuple[Term, Su
 
     def end() -> None:
         pending.wait()
-        average(placed, ((term, total.packed()) for term, total in held))
+        for term, total in held:
+            term.tensor = total.packed()
+        average(placed, [term for term, _ in held])
 
     return Pending(end, nbytes=pending.nbytes)
 
@@ -153,18 +149,20 @@ def _gain(term: Term, decay: float) -> None:
         block.record.masses[factor.name] = tuple(new_masses)
 
 
-def average(placed: PlacedBlocks, summed: Iterable[tuple[Term, Tensor | None]]) -> None:
+def average(placed: PlacedBlocks, terms: Iterable[Term]) -> None:
     """Average new statistics into running factors: ``R <- R + rate (new - R)``.
 
-    Statistics are ``[groups, n, n]``, packed, or None for zeros.
+    Their tensors, now of all ranks, are ``[groups, n, n]``, packed, or None for zeros.
     """
     lerps: list[_Lerp] = []
-    for term, statistics in summed:
-        new = term.zeros() if statistics is None else statistics
-        kind = term.factor.kind
-        if isinstance(kind, FactorKind):
-            running = _by_kind(placed, term, kind, new)
-            term.stack.set_factor(term.factor.name, term.members, running, term.turn)
+    for term in terms:
+        factor, like, new = term.factor, term.stack.like, term.tensor
+        if new is None:
+            shape = (len(term.members) * factor.groups, *factor.shape[1:])
+            new = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        if isinstance(factor.kind, FactorKind):
+            running = _by_kind(placed, term, factor.kind, new)
+            term.stack.set_factor(factor.name, term.members, running, term.turn)
             continue
         lerp = _averaged(term, new)
         if lerp is not None:
@@ -245,7 +243,7 @@ def _lerp_blocks(term: Term, running: Tensor, new: Tensor) -> None:
 
 def by_group(numbers: Sequence[float], like: Tensor) -> Tensor:
     """Return one number per group in the dtype and on the device of a tensor, to multiply it."""
-    return sent(numbers, like).view(-1, *(1 for _ in like.shape[1:]))
+    return along_first(sent(numbers, like), like)
 
 
 def _accumulate(term: Term, decay: float, rank: int) -> None:
@@ -348,7 +346,8 @@ def _observe(
                 block.record.missed = 0
         # EMA weights grow on all ranks; only holders have the factor.
         if stack.place.holds(placed.rank, index):
-            average(placed, [(term, factors[factor.name].to(stack.like.dtype))])
+            term.tensor = factors[factor.name].to(stack.like.dtype)
+            average(placed, [term])
 
 
 def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> None:
@@ -417,22 +416,20 @@ def _settled(
         total, stack, factor = None, term.stack, term.factor
         if stack.place.holds(backend.rank, term.index):
             # R <- ((m - p) R + sum_r L_r) / m, as in the module's docstring.
-            masses = _per_group(term, [block.mass for block in term.blocks])
-            total = summed.packed() / masses
+            total = summed.packed()
+            masses: list[float] = []
+            settled_masses: list[float] = []
+            for block in term.blocks:
+                masses += repeat(block.mass, factor.groups)
+                settled_masses += repeat(block.mass - block.record.pending, factor.groups)
+            divisors = by_group(masses, total)
+            total = total / divisors
             if factor.name in stack.factors:
-                settled_masses = [block.mass - block.record.pending for block in term.blocks]
-                rates = _per_group(term, settled_masses) / masses
+                rates = by_group(settled_masses, total) / divisors
                 running = stack.take(stack.factor(factor.name), term.members)
                 total.addcmul_(pack(running, factor).to(total.dtype), rates.expand_as(total))
         totals.append((term, total))
     return totals
-
-
-def _per_group(term: Term, numbers: Sequence[float]) -> Tensor:
-    """Return one number per block for each of its groups, ``[groups, 1]``."""
-    by_block = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    by_group = by_block.repeat_interleave(term.factor.groups)
-    return by_group.to(term.stack.like.device, term.stack.like.dtype).unsqueeze(1)
 
 
 def _sum(term: Term) -> Sum:

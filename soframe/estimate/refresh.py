@@ -93,7 +93,7 @@ class Refresh:
             if (what := mismatch(*pair)) is not None:
                 warnings.warn(f"soframe: {what}", stacklevel=stacklevel)
 
-    def observed(self, placed: PlacedBlocks, step: int, late: Collection[str] = ()) -> list[Block]:
+    def observed(self, placed: PlacedBlocks, step: int, late: Collection[str]) -> list[Block]:
         """Return the blocks that take statistics of calls in the window after ``step`` steps.
 
         These are all such blocks, if statistics are owed or at their interval; otherwise the blocks

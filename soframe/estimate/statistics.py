@@ -40,7 +40,6 @@ from soframe.methods.base import Call
 from soframe.methods.returned import require_statistics
 from soframe.methods.scaling import Contribution, Counts, Multipliers, Scale
 from soframe.specs import FactorSpec
-from soframe.strategies.work import BlockPlacement
 
 
 class Weights(NamedTuple):
@@ -82,9 +81,7 @@ class Accumulator:
         # The index of the pipeline stage of a block: all stages have equally many backward passes.
         stage_of: Callable[[Block], int],
     ) -> None:
-        blocks, backend = placed.blocks, placed.backend
         self._placed = placed
-        self._backend = backend
         # By block: the factors to which this rank contributes, and those that read inputs.
         self._contributed: dict[Block, list[FactorSpec]] = {}
         self._readers: dict[Block, set[str]] = {}
@@ -92,23 +89,25 @@ class Accumulator:
         both: list[LayerHelper] = []
         self._block_of: dict[LayerHelper, Block] = {}
         for block, place in placed:
-            if block.captured:
-                factors = self._contributed[block] = _contributed(block, place, backend.rank)
-                readers = self._readers[block] = set()
-                for factor in factors:
-                    if factor.reads_inputs or factor.mean_over == "group rows":
-                        readers.add(factor.name)
+            self._contributed[block], self._readers[block] = [], set()
+            for index, factor in enumerate(block.factors):
+                if not factor.captured or not place.contributes(placed.rank, index):
+                    continue
+                self._contributed[block].append(factor)
+                if factor.reads_inputs or factor.mean_over == "group rows":
+                    self._readers[block].add(factor.name)
             self._block_of.update(dict.fromkeys(block.helpers, block))
             if block.unequal or block.pairs:
                 both += block.helpers
         self._both = frozenset(both)
-        self._blocks = blocks
+        # Layers whose inputs are needed on this rank in the window under way.
+        self._reading: set[LayerHelper] = set()
         self._capture, self._sampler = capture, sampler
         self._scale = scale
         self._samples = samples
         self._scale_reader = scale_reader
         self._warned = False  # of samples whose number is in doubt
-        self._stage_of = dict(zip(blocks, map(stage_of, blocks), strict=True))
+        self._stage_of = {block: stage_of(block) for block in placed.blocks}
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
         self.folded: dict[Block, Folded] = {}  # the last window with statistics of each block
         # A pipeline stage with the counts of a block, and what they contribute: see `weights`.
@@ -124,37 +123,38 @@ class Accumulator:
 
     def begin(
         self,
-        due: Iterable[Block],
+        gathered: Mapping[Block, frozenset[str]],
         step: int,
-        gathered: Callable[[Block], frozenset[str]] = Block.gatherable,
         *,
         former: Window | None = None,
     ) -> None:
-        """Begin a window after so many steps, in which the blocks ``due`` take statistics.
+        """Begin a window after so many steps, in which blocks take statistics.
 
-        ``gathered`` returns the factors of a block that do. A window with the passes of a
-        ``former`` one goes on after the model was rebuilt.
+        ``gathered`` has the factors by name that do, of each of these blocks. A window with the
+        passes of a ``former`` one goes on after the model was rebuilt.
         """
-        taking = frozenset([block for block in due if block.captured])
-        tallies: dict[Block, Tally] = {}
-        if taking:
-            tallies = {block: Tally(gathered(block)) for block in self._blocks}
         passes, calls = Passes(self._samples, self._scale_reader), Calls()
         if former is not None:
             passes, calls = former.passes, former.calls
-        window = Window(taking, passes, Draw(self._sampler, step), tallies, calls)
-        self.window = window
+        tallies: dict[Block, Tally] = {}
+        self._reading = set()
         without_inputs: set[LayerHelper] = set()
         no_statistics: set[LayerHelper] = set()
-        if taking:  # else the capture is off, and needs no sets
+        if gathered:  # else the capture is off, and needs no sets
+            for block in self._placed.blocks:
+                tallies[block] = Tally(gathered.get(block, frozenset()))
             for helper, block in self._block_of.items():
-                if not self._wants_inputs(helper):
-                    without_inputs.add(helper)
-                if block not in taking:
+                if block not in gathered:
                     no_statistics.add(helper)
+                if self._readers[block].isdisjoint(tallies[block].gathered):
+                    without_inputs.add(helper)
+                else:
+                    self._reading.add(helper)
+        draw = Draw(self._sampler, step)
+        self.window = Window(frozenset(gathered), passes, draw, tallies, calls)
         self._capture.begin(
-            window.calls,
-            enabled=bool(taking),
+            calls,
+            enabled=bool(gathered),
             without_inputs=frozenset(without_inputs),
             no_statistics=frozenset(no_statistics),
         )
@@ -162,14 +162,8 @@ class Accumulator:
     def resume(self, former: Window) -> None:
         """Continue a window after the model was rebuilt, at first without sums of its blocks."""
         identities = {block.identity for block in former.due}
-        self.begin([b for b in self._blocks if b.identity in identities], 0, former=former)
-
-    def _wants_inputs(self, helper: LayerHelper) -> bool:
-        """Return whether a layer's inputs are needed in this window on this rank."""
-        block, window = self._block_of[helper], self.window
-        if block not in window.due:
-            return False
-        return not self._readers[block].isdisjoint(window.tallies[block].gathered)
+        due = [block for block in self._placed.captured if block.identity in identities]
+        self.begin({block: block.gatherable() for block in due}, 0, former=former)
 
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
@@ -197,7 +191,7 @@ class Accumulator:
         if block.method.reduces:  # all positions of a sample make one row
             shared = 1
         reached = None
-        if block.unequal and self._wants_inputs(helper):
+        if block.unequal and helper in self._reading:
             rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         rows_of_data = _sizes(data, batch, shared)[1]
         loss_scale, is_repeated = 1.0, False
@@ -215,16 +209,14 @@ class Accumulator:
             scale = self._scale.call(
                 helper.module, backward.samples, batch, shared, loss_scale, users
             )
-            with self._backend.phases("accumulate"):
+            with self._placed.backend.phases("accumulate"):
                 for part, part_rows, part_data in _split(factors, rows, data):
                     self._sum(block, part, call, part_rows, part_data, scale, is_repeated)
 
     def _gathered(self, block: Block) -> list[FactorSpec]:
         """Return the factors of a block to which this rank contributes in this window."""
-        if block not in self.window.due:
-            return []
-        gathered = self.window.tallies[block].gathered
-        return [factor for factor in self._contributed[block] if factor.name in gathered]
+        names = self.window.tallies[block].gathered
+        return [factor for factor in self._contributed[block] if factor.name in names]
 
     def _lacks_batch(
         self, block: Block, helper: LayerHelper, batch: int, shared: int, size: int
@@ -274,7 +266,7 @@ class Accumulator:
     ) -> None:
         """Add the moments of a call to the sums of some factors; for ``data`` see `_data`."""
         helper, probe = call.helper, call.probe
-        reads = self._wants_inputs(helper)
+        reads = helper in self._reading
         if is_repeated and helper not in self._both:
             reads = False
         inputs, part = call.inputs if reads else (), 1.0
@@ -293,20 +285,16 @@ class Accumulator:
             multiplier = scale[factor.degree] * part * self.window.weight
             if probe is not None and factor.reads != "inputs":
                 multiplier *= probe.weight
-            moment = moments.get(factor.name)
-            if moment is None:
-                self._refuse(block, factor, None, "statistics()")
-            elif not sums.add(factor, block.member, moment, multiplier):
+            moment, source = moments.get(factor.name), "statistics()"
+            if moment is not None:
+                if sums.add(factor, block.member, moment, multiplier):
+                    continue
                 source = f"statistics() of rows of {type(helper).__name__}"
-                self._refuse(block, factor, moment, source)
-
-    def _refuse(self, block: Block, factor: FactorSpec, statistics: object, source: str) -> None:
-        """Check statistics against the method's declaration; the step raises the error."""
-        try:
-            require_statistics(block.method, factor, statistics, source)
-        except ValueError as error:
-            # Not raised here: the other ranks would wait in the backward pass.
-            self.window.passes.fail(error)
+            try:
+                require_statistics(block.method, factor, moment, source)
+            except ValueError as error:
+                # Not raised here: the other ranks would wait in the backward pass.
+                self.window.passes.fail(error)
 
     def _data(
         self, block: Block, helper: LayerHelper, rows: Tensor, batch: Batch
@@ -364,7 +352,7 @@ class Accumulator:
             if block not in self.window.due:
                 continue
             # With ranks on paper only, this one stands for the contributors.
-            factors = block.captured if self._backend.on_paper else self._contributed[block]
+            factors = block.captured if self._placed.backend.on_paper else self._contributed[block]
             weights = self.window.contributions[block] = self._contribution(block, of_model)
             # If every rank contributes to all factors, the other weights give their divisors.
             if place.contributors:
@@ -406,13 +394,16 @@ class Accumulator:
                 counts, contribution = window.tallies[block].counts, window.contributions[block]
                 self.folded[block] = Folded(step, counts, contribution, total)
         terms: list[Term] = []
+        multipliers: list[float] = []
         for stack, members in self._placed.members(list(used)).items():
             names_of = {m: window.tallies[stack.blocks[m]].gathered for m in members}
             for index, factor in enumerate(stack.like.factors):
                 gathered = tuple([m for m in members if factor.name in names_of[m]])
                 if gathered:
-                    terms.append(self._term(stack, gathered, index, used, step))
-        _multiply(terms)
+                    term, multiplier = self._term(stack, gathered, index, used, step)
+                    terms.append(term)
+                    multipliers.append(multiplier)
+        _multiply(terms, multipliers)
         enter(self._placed, terms, decay, identity=self._scale.scaling == "kaisa")
         window.sums.clear()  # before anything is solved, for its memory
 
@@ -423,8 +414,8 @@ class Accumulator:
         index: int,
         used: Mapping[Block, Weights],
         step: int,
-    ) -> Term:
-        """Return this rank's sums of a factor, to be multiplied by `Term.scale`."""
+    ) -> tuple[Term, float]:
+        """Return this rank's sums of a factor, and the multiplier that they still lack."""
         factor, multipliers, reached = stack.like.factors[index], [], []
         position = stack.like.captured.index(factor)
         for member in members:
@@ -438,16 +429,16 @@ class Accumulator:
             else:
                 divisor = weights.factors[position]
                 multipliers += itertools.repeat(multiplier / divisor, factor.groups)
-        sums, scale = self.window.sums_of(stack), 1.0
+        sums, multiplier = self.window.sums_of(stack), 1.0
         sums.multiply()
         total = sums.totals.get(factor.name)
         if total is not None:
             total = stack.take(total, members)
             if len(set(multipliers)) == 1:
-                scale = multipliers[0]
+                multiplier = multipliers[0]
             else:
                 total.mul_(by_group(multipliers, total))
-        return Term(stack, members, index, total, reached=reached, scale=scale, turn=step)
+        return Term(stack, members, index, total, reached=reached, turn=step), multiplier
 
     def late(self) -> list[str]:
         """Return the blocks whose second-order data became new in the window under way.
@@ -455,22 +446,13 @@ class Accumulator:
         Factors that need these data take their first statistics in the next window.
         """
         names: list[str] = []
-        for block in self._blocks:
+        for block in self._placed.blocks:
             if not block.lacks:
                 continue
             is_due = block in self.window.due
             if not is_due or not block.gatherable() <= self.window.tallies[block].gathered:
                 names.append(block.name)
         return names
-
-
-def _contributed(block: Block, place: BlockPlacement, rank: int) -> list[FactorSpec]:
-    """Return the factors of a block to which a rank contributes statistics of calls."""
-    contributed: list[FactorSpec] = []
-    for index, factor in enumerate(block.factors):
-        if factor.captured and place.contributes(rank, index):
-            contributed.append(factor)
-    return contributed
 
 
 def weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool) -> Weights | None:
@@ -576,16 +558,16 @@ def _sizes(data: DataRows | None, batch: int, shared: int) -> tuple[int, int]:
     return batch, len(data.indices)
 
 
-def _multiply(terms: Iterable[Term]) -> None:
-    """Multiply the sums with one multiplier each, by one fused call."""
-    tensors: list[Tensor] = []
-    scales: list[float] = []
-    for term in terms:
-        if term.tensor is not None and term.scale != 1:
-            tensors.append(term.tensor)
-            scales.append(term.scale)
-    if tensors:
-        torch._foreach_mul_(tensors, scales)
+def _multiply(terms: Sequence[Term], multipliers: Sequence[float]) -> None:
+    """Multiply the sums of terms, each by its number, by one fused call."""
+    sums: list[Tensor] = []
+    numbers: list[float] = []
+    for term, multiplier in zip(terms, multipliers, strict=True):
+        if term.tensor is not None and multiplier != 1:
+            sums.append(term.tensor)
+            numbers.append(multiplier)
+    if sums:
+        torch._foreach_mul_(sums, numbers)
 
 
 def _as_one_sample(call: LayerCall, rows: Tensor) -> tuple[LayerCall, Tensor]:

@@ -314,13 +314,14 @@ class Window:
 
         The samples are of the stages with that many passes.
         """
-        stages = {backward.stage for backward in self.passes.by_number.values()}
-        samples_of_stages = [list(self.samples_by_pass(stage).values()) for stage in stages]
-        most = max(map(len, samples_of_stages), default=0)
-        totals = [sum(samples) for samples in samples_of_stages if len(samples) == most]
+        stages: dict[int, dict[int, int]] = {}  # the samples of the passes of each, by number
+        for backward in self.passes.by_number.values():
+            stages.setdefault(backward.stage, {})[backward.number] = backward.samples
+        most = max(map(len, stages.values()), default=0)
+        totals = [sum(samples.values()) for samples in stages.values() if len(samples) == most]
         return most, max(totals, default=0), min(totals, default=0)
 
-    def samples_by_pass(self, stage: int, of_model: tuple[int, int] = (0, 0)) -> dict[int, int]:
+    def samples_by_pass(self, stage: int, of_model: tuple[int, int]) -> dict[int, int]:
         """Return the samples of the backward passes of a stage, by their numbers.
 
         ``of_model`` are the most passes of a stage of the whole model, and their samples.

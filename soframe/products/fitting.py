@@ -105,7 +105,7 @@ class Fit:
 
     def _rest(self) -> None:
         """Let the layers' hooks do nothing."""
-        self._statistics.begin((), 0)
+        self._statistics.begin({}, 0)
 
     def _begin_anew(self) -> None:
         """Drop all factors and second-order data."""
@@ -149,11 +149,11 @@ class Fit:
     def _window(self, batches: Iterator[Any], loss: LossOf, every: int) -> bool:
         """Take the statistics of some batches; return whether a rank has more."""
         progress, number, error = self.progress, 0, None
-        self._statistics.begin(
-            [block for block in self._placed.blocks if block.name in progress.gathering],
-            0,
-            lambda block: frozenset(progress.gathering.get(block.name, ())),
-        )
+        gathered: dict[Block, frozenset[str]] = {}
+        for block in self._placed.blocks:
+            if block.name in progress.gathering:
+                gathered[block] = frozenset(progress.gathering[block.name])
+        self._statistics.begin(gathered, 0)
         try:
             number = self._run(batches, loss, every)
         except Exception as raised:  # of any kind: all ranks raise together
