@@ -37,7 +37,8 @@ from soframe.specs import FactorSpec
 log = logging.getLogger("soframe")
 
 FAILED, RAISED = 1, 2
-"""Outcomes of a factor: it cannot be solved; the solver raised another error."""
+RETRIED = 3
+"""Outcomes of a factor: it cannot be solved; the solver raised another error; float64 solved it."""
 
 
 @dataclass(eq=False)
@@ -52,10 +53,8 @@ class Job:
     copy: Tensor | None = None  # a copy of the running factor, for a solve in the background
     # The data of the last solve, for a solver that continues from them.
     last: dict[str, Tensor] = field(default_factory=dict)
-    # By block: 0, `FAILED` or `RAISED`, at first on the owner alone.
+    # By block: 0, `FAILED`, `RAISED` or `RETRIED`, at first on the owner alone.
     outcomes: list[int] = field(default_factory=list)
-    # By block whether it was solved again in float64, on its owner.
-    retried: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -76,10 +75,8 @@ class Run:
     def __post_init__(self) -> None:
         self.blocks = self.stack.blocks_of(self.members)
         self.owned = [job for job in self.jobs if job.parcel.source == self.rank]
-        # Whether the parcels have this rank's results, or there are none.
-        self.done = not self.owned
         for job in self.jobs:
-            job.outcomes, job.retried = [0] * len(self.blocks), [0] * len(self.blocks)
+            job.outcomes = [0] * len(self.blocks)
 
     def begin(self, worker: Worker) -> None:
         """Solve in the background, from copies: running factors change in place."""
@@ -90,20 +87,19 @@ class Run:
             job.copy = stored.clone()
             uses += [job.copy, *job.last.values()]
         if self.owned:
-            self.work = worker.submit(self.solve, uses)
+            self.work = worker.submit(lambda: _solve([self])[0], uses)
 
     def fill_parcels(self, tensors: list[Tensor] | None) -> None:
         """Put the results of this rank into the parcels; None if a solver has raised."""
-        self.done = True
         if tensors is None:
             return
         remaining = iter(tensors)
         for job in self.owned:
             job.parcel.tensors = list(itertools.islice(remaining, len(job.parcel.specs)))
 
-    def solve(self) -> list[Tensor] | None:
-        """Solve the factors that this rank owns; None if a solver raises."""
-        return _solve([self])[0]
+    def sends(self, parcels: Collection[int]) -> bool:
+        """Return whether results of this rank travel in parcels, which are given by their ids."""
+        return any(id(job.parcel) in parcels for job in self.owned)
 
     def problems(self, shares: Sequence[Tensor]) -> list[Problem]:
         """Return the factors that this rank owns, with their shares of the damping."""
@@ -147,11 +143,10 @@ class Run:
         )
         groups_per_block = len(problem.matrices) // len(self.members)
         for group in attempt.failed:
-            job.retried[group // groups_per_block] = 1
+            job.outcomes[group // groups_per_block] = RETRIED
         for group, reason in reasons.items():
             index = group // groups_per_block
-            # A solve that failed twice counts as failed only.
-            job.outcomes[index], job.retried[index] = FAILED, 0
+            job.outcomes[index] = FAILED
             block = self.blocks[index]
             if not block.record.failures[job.factor.name]:
                 # Once: every later solve may fail as well.
@@ -169,7 +164,7 @@ class Run:
         """Record failed blocks, and return the others, whose factors were all solved."""
         solved: list[Block] = []
         for number, block in enumerate(self.blocks):
-            failed = [job.factor.name for job in self.jobs if job.outcomes[number]]
+            failed = [j.factor.name for j in self.jobs if j.outcomes[number] == FAILED]
             if failed:
                 block.record.failed = True
                 block.record.failures.update(failed)
@@ -347,8 +342,6 @@ class SolveRound:
             with self._backend.phases("solve"):
                 now: list[Run] = []
                 for run in runs:
-                    if run.done:
-                        continue
                     if run.work is None:
                         now.append(run)
                     else:
@@ -359,28 +352,27 @@ class SolveRound:
             if bucket:
                 with self._backend.phases("share"):
                     self._pending.append(send(self._backend, bucket, "share"))
-        outcomes, retried = list[int](), list[int]()
+        outcomes: list[int] = []
         for job in self._jobs:
             outcomes += job.outcomes
-            retried += job.retried
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
-        self._outcomes = start_sum(self._backend, outcomes + retried, torch.float32)
+        self._outcomes = start_sum(self._backend, outcomes, torch.float32)
 
     def _parts(self) -> list[tuple[Sequence[Run], Sequence[Parcel]]]:
-        """Return runs with the bucket in which they travel, in the order of solves.
+        """Return this rank's runs with the bucket that they are solved for, in order.
 
         Each bucket is sent before the next one is solved, so that sending overlaps with solving.
         """
-        run_of: dict[int, Run] = {}
-        for run in self._runs:
-            for job in run.jobs:
-                run_of[id(job.parcel)] = run
+        waiting = [run for run in self._runs if run.owned]
         parts: list[tuple[Sequence[Run], Sequence[Parcel]]] = []
         for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
-            senders = dict.fromkeys(run_of[id(parcel)] for parcel in bucket)
-            parts.append((list(senders), bucket))
+            parcels = set(map(id, bucket))
+            senders = [run for run in waiting if run.sends(parcels)]
+            for run in senders:
+                waiting.remove(run)
+            parts.append((senders, bucket))
         # The results of runs in no bucket stay on this rank: these are solved last, by one call.
-        parts.append((self._runs, ()))
+        parts.append((waiting, ()))
         return parts
 
     def conclude(self, counters: dict[str, int]) -> list[Block]:
@@ -388,16 +380,13 @@ class SolveRound:
         with self._backend.phases("share"):
             for pending in self._pending:
                 pending.wait()
-            numbers = list(map(int, self._outcomes()))
-        # The outcomes of all factors, then their retries, equally many: see `share`.
-        half = len(numbers) // 2
-        outcomes, retried = numbers[:half], numbers[half:]
+            outcomes = list(map(int, self._outcomes()))
         remaining = iter(outcomes)
         for job in self._jobs:
             job.outcomes = list(itertools.islice(remaining, len(job.outcomes)))
         _raise_errors(self._runs)
         counters["failed_solves"] += outcomes.count(FAILED)
-        counters["retried_solves"] += sum(retried)
+        counters["retried_solves"] += outcomes.count(RETRIED)
         installed: list[Block] = []
         solved_of: dict[Stack, list[Run]] = {}
         for run in self._runs:

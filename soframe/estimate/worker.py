@@ -8,9 +8,8 @@ that very thread, as a reference.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,22 +91,16 @@ class Worker:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             if begin is None:
                 return solve(), None
-            with _on(self._streams[device], begin, uses):
+            stream = self._streams[device]
+            with torch.cuda.stream(stream):
+                stream.wait_event(begin)
+                for tensor in uses:  # which may be freed meanwhile
+                    tensor.record_stream(stream)
                 results = solve()
-                return results, self._streams[device].record_event()
+                return results, stream.record_event()
 
     def close(self) -> None:
         """End the thread, after the solves that were submitted and not cancelled."""
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
-
-
-@contextmanager
-def _on(stream: Any, begin: Any, uses: Sequence[Tensor]) -> Iterator[None]:
-    """Compute on a stream after an event, with tensors that may be freed meanwhile."""
-    with torch.cuda.stream(stream):
-        stream.wait_event(begin)
-        for tensor in uses:
-            tensor.record_stream(stream)
-        yield

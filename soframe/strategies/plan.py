@@ -64,10 +64,9 @@ class Message(NamedTuple):
 Items = list[Message]  # tensors that may share a buffer, each with its route and bytes
 
 _FLAGS = 7  # of every step, see `soframe.comm.report.Report`
-_REACHED, _REACHED_BLOCK = 2, 2  # see `soframe.step.effect.Effect.said`
+_REACHED, _REACHED_BLOCK = 2, 2  # see `soframe.step.effect.Effect.flags`
 _AGREED_BYTES = 8  # statuses are reduced in float64,
 _OUTCOME_BYTES = 4  # outcomes of solves in float32
-_OUTCOMES = 2  # failed, retried
 
 
 def memory(
@@ -344,7 +343,7 @@ class Step:
         if traces:
             messages.append(self._agreed(_AGREED_BYTES * traces))
         if jobs:
-            messages.append(self._agreed(_OUTCOME_BYTES * _OUTCOMES * jobs))
+            messages.append(self._agreed(_OUTCOME_BYTES * jobs))
         return messages
 
 
