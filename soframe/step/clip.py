@@ -8,14 +8,14 @@ kfac-pytorch, a clipped step has the bound's length at any rate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from soframe.clips.base import Clip
-from soframe.comm.stages import ALONE, Stages
+from soframe.comm.stages import Stages
 from soframe.estimate.gradients import AveragedGradients
 from soframe.estimate.plan import Plan
 from soframe.estimate.updates import Update
@@ -47,33 +47,27 @@ class Clipping:
         return {name: bound.at(step) for name, bound in self.bounds.items()}
 
 
-@dataclass(frozen=True)
-class Clipped:
-    """The outcome of the clips for the updates of a step."""
-
-    finite: bool  # whether all updates and states are, on all ranks
-    # Of each clip by name, a scalar in (0, 1]; updates are scaled by the smallest.
-    factors: Mapping[str, Tensor] = field(default_factory=dict)
-
-
 def clip(
     updates: Sequence[Update],
     gradients: AveragedGradients,
     clips: Mapping[str, Clip],
     plan: Plan,
-    *,
-    stages: Stages = ALONE,
-) -> Clipped:
-    """Scale all updates by the smallest factor of any clip, in place; every rank must call."""
+    stages: Stages,
+) -> Mapping[str, Tensor] | None:
+    """Scale all updates by the smallest factor of any clip, in place; every rank must call.
+
+    Return the factor of each clip by name, a scalar in (0, 1]; None if an update or a new state of
+    any rank is not finite.
+    """
     if plan.careful:
         bad = bool(updates) and not _finite(updates, gradients)
         if stages.any(bad):
-            return Clipped(finite=False)
+            return None
     clipped = [update for update in updates if update.stack.like.method.clipped]
     # On a pipeline other stages may have updates, and wait for this one's sums.
     takes_part = bool(clipped) or stages.backend is not None
     if not clips or not takes_part:
-        return Clipped(finite=True)
+        return {}
     scaled: list[Tensor] = []
     for update in clipped:
         scaled += update.tensors()
@@ -88,7 +82,7 @@ def clip(
     # The factors stay on the device: comparing them here would make the host wait.
     smallest = reduce(torch.minimum, factors.values())
     _scale(scaled, smallest.to(like.dtype))
-    return Clipped(finite=True, factors=factors)
+    return factors
 
 
 def _total(

@@ -171,14 +171,15 @@ def _can_select(step: Step, blocks: Sequence[Block]) -> bool:
 def clip(step: Step) -> None:
     """Scale the updates to the bounds of the clips, and find whether they are finite."""
     curvature = step.curvature
-    clipped = clips.clip(
+    factors = clips.clip(
         step.updates,
         curvature.averaged_gradients,
         step.clipping.clips,
         step.plan,
-        stages=curvature.parts.stages,
+        curvature.parts.stages,
     )
-    step.counts, step.clip_factors = clipped.finite, clipped.factors
+    if factors is not None:
+        step.counts, step.clip_factors = True, factors
 
 
 def measure(step: Step) -> None:
