@@ -634,8 +634,9 @@ class Curvature(OfModel):
 
     def begin(self, late: Collection[str] = ()) -> None:
         """Begin a window; for ``late`` see `Accumulator.late`. Every rank must call."""
-        due = self.parts.refresh.observed(self.placed, self.steps, late)
-        gathered = {block: block.gatherable(late=block.name in late) for block in due}
+        gathered: dict[Block, frozenset[str]] = {}
+        for block in self.parts.refresh.observed(self.placed, self.steps, late):
+            gathered[block] = block.gatherable(late=block.name in late)
         self.statistics.begin(gathered, self.steps)
 
     def report(self) -> Report:

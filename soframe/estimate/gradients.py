@@ -114,7 +114,7 @@ class AveragedGradients:
 
     def present(self) -> list[float]:
         """Return a flag for each parameter in ``flagged``: whether this rank has its gradient."""
-        return [float(self._home.has(parameter)) for parameter in self.flagged]
+        return list(map(float, map(self._home.has, self.flagged)))
 
     def own(self) -> list[Tensor]:
         """Return all gradients of this rank, before `collect`, in few tensors."""

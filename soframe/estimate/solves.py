@@ -340,11 +340,15 @@ class SolveRound:
         """Compute and send the results, and start to sum the outcomes; every rank must call."""
         for runs, bucket in self._parts():
             with self._backend.phases("solve"):
-                results = [run.work.result() for run in runs if run.work is not None]
-                if runs and not results:  # all are in the background, or none is
-                    results = _solve(runs)
-                for run, tensors in zip(runs, results, strict=True):
-                    run.fill_parcels(tensors)
+                now: list[Run] = []
+                for run in runs:
+                    if run.work is None:
+                        now.append(run)
+                    else:
+                        run.fill_parcels(run.work.result())
+                if now:
+                    for run, tensors in zip(now, _solve(now), strict=True):
+                        run.fill_parcels(tensors)
             if bucket:
                 with self._backend.phases("share"):
                     self._pending.append(send(self._backend, bucket, "share"))
@@ -364,7 +368,8 @@ class SolveRound:
         for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
             parcels = set(map(id, bucket))
             senders = [run for run in waiting if run.sends(parcels)]
-            waiting = [run for run in waiting if run not in senders]
+            for run in senders:
+                waiting.remove(run)
             parts.append((senders, bucket))
         # The results of runs in no bucket stay on this rank: these are solved last, by one call.
         parts.append((waiting, ()))

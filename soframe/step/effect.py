@@ -53,8 +53,8 @@ class Effect:
         self._capture, self._home = capture, home
         self._partial = partial  # the model changed in it, so that hooks may have missed calls
         self._windows: Counter[Block] = Counter()  # by block those with statistics that have ended
-        self._due: Sequence[Block] = ()  # those that take statistics in the window under way
-        self._judged: Sequence[Block] = ()  # those that are checked in it
+        self._due: list[Block] = []  # those that take statistics in the window under way
+        self._judged: list[Block] = []  # those that are checked in it
 
     def end(self, window: Window) -> None:
         """Count a window."""
@@ -62,13 +62,17 @@ class Effect:
 
     def begin(self, window: Window) -> None:
         """Choose the blocks that are checked; raise if a framework has sharded them since."""
-        self._due = ()
-        if window is not self._partial:
-            self._due = [block for block in self._blocks if block in window.due]
-        self._judged = [block for block in self._due if self._windows[block] < WINDOWS]
+        self._due, self._judged = [], []
+        if window is self._partial:
+            return
         named: list[tuple[str, nn.Parameter]] = []
-        for block in self._judged:
-            named += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
+        for block in self._blocks:
+            if block not in window.due:
+                continue
+            self._due.append(block)
+            if self._windows[block] < WINDOWS:
+                self._judged.append(block)
+                named += [(f"{block.name}.{name}", p) for name, p in block.parameters.items()]
         if named:
             self._home.check(named)
 
@@ -103,7 +107,9 @@ class Effect:
 
     def no_flags(self) -> list[float]:
         """Return zeros in place of the numbers of `flags`."""
-        return [0.0] * (2 + 2 * len(self._due)) if self._due else []
+        if not self._due:
+            return []
+        return [0.0] * (2 + 2 * len(self._due))
 
     def require(self, sums: Sequence[float]) -> None:
         """Check the sums of `flags` over ranks.
@@ -118,9 +124,11 @@ class Effect:
         missed: list[Block] = []  # a gradient without statistics
         taken: list[Block] = []  # statistics without a gradient
         for block, is_seen, is_reached in zip(self._due, seen, reached, strict=True):
-            if is_reached and not is_seen:
+            if is_seen == is_reached:
+                continue
+            if is_reached:
                 missed.append(block)
-            elif is_seen and not is_reached:
+            else:
                 taken.append(block)
         self._raise_if_idle(missed, taken, flags)
         if missed:

@@ -71,9 +71,9 @@ def expected_traffic(placement: Placement, solver: str, rank: int) -> dict[str, 
 
     factors = sum(g * (triangle(out) + triangle(into)) for g, out, into in SHAPES.values())
     # Each step: seven flags, and with statistics two weights per block, and what was reached: two
-    # numbers per block and two of all; each solve two per factor.
+    # numbers per block and two of all; each solve an outcome per factor.
     flags = DOUBLE * (STEPS * 7 + 2 * (2 + (2 + 2) * len(NAMES)))
-    outcomes = FLOAT * 2 * 2 * 2 * len(SHAPES)
+    outcomes = FLOAT * 2 * 2 * len(SHAPES)
     phases = {
         "start": {"bytes": 64, "calls": 1},
         "agree": {"bytes": flags + outcomes, "calls": STEPS + 2},
