@@ -371,7 +371,9 @@ class Passes:
         if terms is not None:
             return Pass(terms, size, is_declared=True, batches=list(batches))
         distinct, certain = _of_other_samples(batches)
-        if size == 1 and not by_token:
+        if root.size == 1 and not by_token:
+            samples = sum(other.root.size or 1 for other in distinct)
+        elif size == 1 and not by_token:
             samples = len(distinct)
         else:
             samples = _added_up(distinct, setting, call_terms)
