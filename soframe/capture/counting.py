@@ -96,12 +96,16 @@ class Batch:
         self.root = root
 
     @property
+    def node(self) -> Any:
+        """A node of no other forward pass, while the graph of this one lives; None if unknown."""
+        call = self.call and self.call()
+        return call and call.marker
+
+    @property
     def is_under_way(self) -> bool:
         """Whether the backward pass under way goes through this forward pass; False if unsure."""
-        if self.call is None:
-            return False
-        call = self.call()
-        return call is not None and bool(torch._C._will_engine_execute_node(call.marker))
+        node = self.node
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
 
 
 def declare(terms: object, rows: Tensor | None) -> Batch:

@@ -139,7 +139,9 @@ class Accumulator:
         tallies: dict[Block, Tally] = {}
         if taking:
             tallies = {block: Tally(gathered(block)) for block in self._blocks}
-        passes, calls = Passes(self._samples, self._scale_reader), Calls()
+        passes = Passes(self._samples, self._scale_reader)
+        former_batches = self._capture.calls.waiting  # the next backward pass may reach them
+        calls = Calls(waiting=[batch for batch in former_batches if batch.node is not None])
         if former is not None:
             passes, calls = former.passes, former.calls
         window = Window(taking, passes, Draw(self._sampler, step), tallies, calls)
