@@ -96,6 +96,11 @@ class Batch:
         self.root = root
 
     @property
+    def is_left(self) -> bool:
+        """Whether the root has returned, and nothing is declared."""
+        return bool(self.root.outputs) and not self.declared
+
+    @property
     def node(self) -> Any:
         """A node of no other forward pass, while the graph of this one lives; None if unknown."""
         call = self.call and self.call()
