@@ -167,6 +167,72 @@ def test_several_calls_in_one_pass_are_positions() -> None:
         compare(other, one, name)
 
 
+def test_a_pass_through_forward_passes_of_two_windows() -> None:
+    """The samples of both count, as in one window."""
+    results = []
+    for between in (True, False):
+        model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+        with closing(preconditioner(model, decay=0.0)) as own:
+            parts = [model(randn(3, 3, seed=1))]
+            if between:
+                model(randn(4, 3)).sum().backward()
+                own.step()
+                model.zero_grad()
+            parts.append(model(randn(2, 3, seed=2)))
+            (torch.cat(parts).square().sum() / 5).backward()
+            with pytest.warns(UserWarning, match="mean over 5 terms"):
+                own.step()
+            results.append(factors(own, "0"))
+    for name, one, other in zip("AG", *results, strict=True):
+        compare(other, one, name)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 1)], ids=str)
+def test_a_pass_through_forward_passes_of_one_sample(sizes: tuple[int, ...]) -> None:
+    """A is the mean over the samples of all, whichever came last."""
+    model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+    parts = randn(sum(sizes), 3).split(sizes)
+    with closing(preconditioner(model)) as own:
+        (torch.cat([model(part.clone()) for part in parts]).square().sum() / sum(sizes)).backward()
+        with pytest.warns(UserWarning, match=f"mean over {sum(sizes)} terms"):
+            own.step()
+        rows = torch.cat([torch.cat(parts), torch.ones(sum(sizes), 1).double()], 1)
+        compare(factors(own, "0")[0][0], rows.T @ rows / sum(sizes), "A")
+
+
+def test_a_pass_without_samples_counts_for_the_layers_that_were_not_zeroed() -> None:
+    """It is one of three passes that divide the loss, for all but the zeroed layer."""
+    results = []
+    for zeroes in (True, False):
+        model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+        with closing(preconditioner(model)) as own:
+            model(randn(0, 3)).sum().backward()
+            one_pass(model, 1)
+            if zeroes:
+                model[0].zero_grad()
+            one_pass(model, 2)
+            own.step()
+            results.append(factors(own, "2"))
+    for name, one, other in zip("AG", *results, strict=True):
+        compare(other, one, name)
+
+
+def test_a_layer_alone_after_a_forward_pass_that_no_backward_pass_reaches() -> None:
+    """Its samples are its own inputs, not those of that pass."""
+    results = []
+    for before in (True, False):
+        model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+        with closing(preconditioner(model)) as own:
+            if before:
+                model(randn(5, 3))
+            inputs, targets = batch(0)
+            half_square(model[2](inputs), targets).backward()
+            own.step()
+            results.append(factors(own, "2"))
+    for name, one, other in zip("AG", *results, strict=True):
+        compare(other, one, name)
+
+
 def test_micro_batches_are_the_batch() -> None:
     results = []
     inputs, targets = batch(0, 6)

@@ -96,12 +96,21 @@ class Batch:
         self.root = root
 
     @property
+    def is_left(self) -> bool:
+        """Whether the root has returned, and nothing is declared."""
+        return bool(self.root.outputs) and not self.declared
+
+    @property
+    def node(self) -> Any:
+        """A node of no other forward pass, while the graph of this one lives; None if unknown."""
+        call = self.call and self.call()
+        return call and call.marker
+
+    @property
     def is_under_way(self) -> bool:
         """Whether the backward pass under way goes through this forward pass; False if unsure."""
-        if self.call is None:
-            return False
-        call = self.call()
-        return call is not None and bool(torch._C._will_engine_execute_node(call.marker))
+        node = self.node
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
 
 
 def declare(terms: object, rows: Tensor | None) -> Batch:
@@ -371,7 +380,9 @@ class Passes:
         if terms is not None:
             return Pass(terms, size, is_declared=True, batches=list(batches))
         distinct, certain = _of_other_samples(batches)
-        if size == 1 and not by_token:
+        if root.size == 1 and not by_token:
+            samples = sum(other.root.size or 1 for other in distinct)
+        elif size == 1 and not by_token:
             samples = len(distinct)
         else:
             samples = _added_up(distinct, setting, call_terms)

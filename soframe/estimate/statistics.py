@@ -133,7 +133,9 @@ class Accumulator:
         ``gathered`` has the factors by name that do, of each of these blocks. A window with the
         passes of a ``former`` one goes on after the model was rebuilt.
         """
-        passes, calls = Passes(self._samples, self._scale_reader), Calls()
+        passes = Passes(self._samples, self._scale_reader)
+        former_batches = self._capture.calls.waiting  # the next backward pass may reach them
+        calls = Calls(waiting=[batch for batch in former_batches if batch.node is not None])
         if former is not None:
             passes, calls = former.passes, former.calls
         tallies: dict[Block, Tally] = {}
