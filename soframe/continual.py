@@ -30,7 +30,8 @@ def penalty(curvature: Curvature, anchor: Vector) -> Tensor:
         A scalar.
 
     Raises:
-        ValueError: If the anchor lacks a weight or is no copy, or weights are sharded over ranks.
+        ValueError: If the anchor lacks a weight, has another shape or is no copy, or weights are
+            sharded over ranks.
         RuntimeError: If the curvature is not fitted.
     """
     weights = covered(curvature)
@@ -40,6 +41,12 @@ def penalty(curvature: Curvature, anchor: Vector) -> Tensor:
             f"the anchor lacks {', '.join(missing)}: pass a copy of all weights after the task, "
             f"such as copy.deepcopy(model.state_dict())"
         )
+    for name, weight in weights.items():
+        if weight.shape != anchor[name].shape:
+            raise ValueError(
+                f"{name} has the shape {list(weight.shape)}, and the anchor "
+                f"{list(anchor[name].shape)}: leave layers that grow out of the curvature (skip=)"
+            )
     if any(weight.is_set_to(anchor[name]) for name, weight in weights.items()):
         raise ValueError("the anchor is not a copy: pass copy.deepcopy(model.state_dict())")
     moves = {name: weight - anchor[name].detach() for name, weight in weights.items()}

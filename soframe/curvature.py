@@ -39,6 +39,7 @@ from soframe.blocks.report import Report, warn_of_lost_blocks
 from soframe.blocks.watch import Watch
 from soframe.capture.counting import declare
 from soframe.capture.hooks import Capture
+from soframe.checks.numbers import require_integer
 from soframe.comm.base import Backend
 from soframe.comm.stages import STAGES
 from soframe.damping.policies import check_damping
@@ -328,10 +329,11 @@ class Curvature(OfModel):
             The curvature.
 
         Raises:
-            ValueError: If a loss or statistics are not finite (which batch), the loader is empty,
-                or the data do not reach a block; on every rank.
+            ValueError: If ``every`` is no positive integer, a loss or statistics are not finite
+                (which batch), the loader is empty, or the data do not reach a block; on every rank.
             RuntimeError: If factors could not be solved, or another rank has failed.
         """
+        require_integer("fit: every", every, 1)
         fitting, self._spectra = self.fitting, None
         with building.silent(self.parts.model.modules()):
             fitting.run(loader, loss, every, lambda: folder is None or self.save(folder))

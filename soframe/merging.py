@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,7 +26,7 @@ def merge(
     They minimise ``sum_i (w - w_i)^T C_i (w - w_i) + damping ||w - mean||^2``, with the weights w_i
     of each curvature's model and their plain mean (Matena and Raffel, 2022, with a diagonal
     Fisher). With a large damping that is the mean. Parameters without a block in every curvature
-    take the plain mean; buffers are not merged. Every rank must call.
+    take the plain mean; integers and buffers are not merged. Every rank must call.
 
     Args:
         curvatures: A fitted curvature of each model; the models have the same parameters.
@@ -38,30 +39,36 @@ def merge(
 
     Raises:
         ValueError: If no curvature is passed, models differ, are sharded or the same, or the
-            damping is not positive.
+            damping is not positive and finite.
         RuntimeError: If a curvature is not fitted, or the iterations do not suffice.
     """
     _require_alike(curvatures, damping)
     models = [dict(curvature.parts.model.named_parameters()) for curvature in curvatures]
     merged = {}
-    for name in models[0]:
+    for name, parameter in models[0].items():
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            continue  # such as quantised weights, which have no mean
         merged[name] = torch.stack([model[name].detach() for model in models]).mean(0)
-    mean = {name: merged[name] for name in covered(curvatures[0])}
+    mean: dict[str, Tensor] = {}
+    for name in covered(curvatures[0]):
+        mean[name] = merged[name].to(torch.promote_types(merged[name].dtype, torch.float32))
     residual = _zeros(mean)
     for curvature, model in zip(curvatures, models, strict=True):
         moves = {name: model[name].detach() - mean[name] for name in mean}
         residual = _add(residual, curvature @ moves)
     system = _System(curvatures, damping)
     solution = _conjugate_gradients(system, residual, tolerance, iterations)
-    return merged | _add(mean, solution)
+    for name, weight in _add(mean, solution).items():
+        merged[name] = weight.to(merged[name].dtype)
+    return merged
 
 
 def _require_alike(curvatures: Sequence[Curvature], damping: float) -> None:
     """Raise a ValueError unless models and blocks are alike, and the damping is positive."""
     if not curvatures:
         raise ValueError("merge: pass a fitted curvature of each model")
-    if not damping > 0:
-        raise ValueError(f"merge: damping must be positive, not {damping!r}")
+    if not 0 < damping < math.inf:
+        raise ValueError(f"merge: damping must be positive and finite, not {damping!r}")
     shapes: list[dict[str, torch.Size]] = []
     for curvature in curvatures:
         sharding.require_whole(covered(curvature).items(), "merge")

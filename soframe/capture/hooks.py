@@ -98,6 +98,10 @@ class _Keep(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         raise RuntimeError("never part of a loss")  # pragma: no cover
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return torch.empty(0, device="cpu")  # of inputs with tangents, in forward mode
+
 
 # `Function.apply` without its wrapper, which looks for transformations of torch.func: `_take_call`
 # has returned within one.

@@ -60,6 +60,9 @@ class Coordinates:
             raise ValueError(problem)
         leading = torch.Size()
         for number, (name, shape) in enumerate(self.shapes.items()):
+            if not torch.is_tensor(vector[name]) or not vector[name].is_floating_point():
+                what = getattr(vector[name], "dtype", type(vector[name]).__name__)
+                raise TypeError(f"{name}: a vector has tensors of real floats, not {what}")
             actual = vector[name].shape
             common, leading = leading, actual[: max(0, len(actual) - len(shape))]
             if actual != leading + shape:

@@ -260,3 +260,25 @@ def test_inputs_alone_bear_several_losses() -> None:
         preconditioner.step()
         found.append(model.trunk.weight.grad)
     compare(found[0], found[1], "the gradient of the trunk")
+
+
+def test_directional_derivatives_in_forward_mode_add_nothing() -> None:
+    """Inputs with tangents give the model's own derivative, and the statistics of the loss."""
+    case = Case(TwoLayers)
+    whole, model = case.build(), case.build()
+    reference, preconditioner = precondition(whole), precondition(model)
+    x, direction = vectors(0), vectors(1)
+    softplus(whole(x)).backward()
+    wanted = torch.autograd.functional.jvp(whole, x, direction)[1]
+    reference.step()
+    with torch.autograd.forward_ad.dual_level():
+        outputs = model(torch.autograd.forward_ad.make_dual(x, direction))
+        value, derivative = torch.autograd.forward_ad.unpack_dual(outputs)
+        softplus(value).backward()
+    preconditioner.step()
+    assert derivative is not None
+    compare(derivative, wanted, "derivative")
+    got, want = snapshot(model, preconditioner), snapshot(whole, reference)
+    for layer in ("first", "last"):
+        for kind in "AG":
+            compare(got[kind][layer], want[kind][layer], f"{kind} of {layer}")

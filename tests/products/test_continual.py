@@ -86,3 +86,13 @@ def test_an_anchor_that_is_the_weights_is_an_error() -> None:
     for anchor in (model.state_dict(), dict(model.named_parameters())):
         with pytest.raises(ValueError, match=r"not a copy.*deepcopy"):
             soframe.continual.penalty(curvature, anchor)
+
+
+def test_an_anchor_of_another_shape_is_an_error() -> None:
+    """A bias of one output would be added to each of several."""
+    model = network()
+    curvature = soframe.Curvature(model).fit(batches(5), cross_entropy)
+    anchor = copy.deepcopy(model.state_dict())
+    anchor["3.bias"] = anchor["3.bias"][:1]
+    with pytest.raises(ValueError, match=r"3.bias has the shape \[3\].*anchor \[1\].*skip="):
+        soframe.continual.penalty(curvature, anchor)

@@ -333,6 +333,8 @@ def test_faults_of_data_are_errors_with_a_remedy() -> None:
     curvature = soframe.Curvature(network())
     with pytest.raises(ValueError, match="loader is empty"):
         curvature.fit([], cross_entropy)
+    with pytest.raises(ValueError, match="fit: every must be at least 1"):  # would never end
+        curvature.fit(batches(3), cross_entropy, every=0)
     with pytest.raises(ValueError, match=r"under no_grad\(\)"):
         curvature.fit(batches(3), under_no_grad)
     data = batches(3, 3)
@@ -401,11 +403,15 @@ def test_names_and_shapes_of_vectors_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             curvature @ {**vector, **changed}
+    whole = dict(vector)
     del vector["0.weight"]
     with pytest.raises(ValueError, match=r"lacks 0.weight.*zeros"):
         curvature @ vector
     with pytest.raises(TypeError, match="a dict of tensors by name, not a Tensor"):
         curvature @ randn(4)
+    for entries in (torch.ones(4, dtype=torch.int64), torch.ones(4) * 1j, None):
+        with pytest.raises(TypeError, match=r"0.bias: a vector has tensors of real floats, not"):
+            curvature @ {**whole, "0.bias": entries}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

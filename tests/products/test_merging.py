@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -65,16 +66,34 @@ def test_conjugate_gradients_end_after_about_as_many_iterations_as_weights() -> 
 
 def test_a_large_damping_gives_the_mean() -> None:
     models = [network(), fill(network(), 7)]
+    merged_names = set(dict(models[0].named_parameters()))
     fitted = []
     for model in models:
+        model.register_parameter("integers", nn.Parameter(torch.arange(3), requires_grad=False))
         curvature = soframe.Curvature(model, "ekfac", skip=["^0$"])
         fitted.append(curvature.fit(batches(5), cross_entropy))
     merged = soframe.merging.merge(fitted, damping=1e9)
-    assert set(merged) == set(dict(models[0].named_parameters()))
+    assert set(merged) == merged_names
     for name, tensor in merged.items():
         mean = (models[0].get_parameter(name) + models[1].get_parameter(name)).detach() / 2
         torch.testing.assert_close(tensor, mean, rtol=1e-6, atol=1e-6)
     models[0].load_state_dict(merged, strict=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_below_float32_merge_as_their_whole_twins(dtype: torch.dtype) -> None:
+    merged = []
+    for of_weights in (dtype, torch.float64):
+        curvatures = []
+        for seed in (0, 7):
+            model = fill(network(), seed).to(dtype).to(of_weights)
+            data = [(x.to(dtype).to(of_weights), y) for x, y in batches(20)]
+            curvatures.append(soframe.Curvature(model).fit(data, cross_entropy))
+        merged.append(soframe.merging.merge(curvatures, damping=1e-3))
+    for name, tensor in merged[0].items():
+        assert tensor.dtype == dtype
+        error = (tensor.double() - merged[1][name]).norm() / merged[1][name].norm()
+        assert error < 0.03
 
 
 def test_equal_models_stay() -> None:
@@ -109,6 +128,8 @@ def test_errors_have_a_remedy() -> None:
         merge(_unfitted(), damping=1.0)
     with pytest.raises(ValueError, match="damping must be positive"):
         merge(_of_two(), damping=0.0)
+    with pytest.raises(ValueError, match="damping must be positive and finite"):
+        merge(_of_two(), damping=math.inf)
     with pytest.raises(ValueError, match=r"differ in parameters.*skip="):
         merge(_of_two(_other_layers), damping=1.0)
     with pytest.raises(ValueError, match="differ in names or shapes"):
