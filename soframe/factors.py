@@ -71,7 +71,7 @@ def save(curvature: Curvature, file: str | os.PathLike[str]) -> Path:
         RuntimeError: If the curvature is not fitted.
     """
     path, tensors, layers = Path(file), dict[str, Tensor](), dict[str, Any]()
-    curvature.trace()  # raises where it is not fitted
+    curvature.inverse(0.0)  # raises where it is not fitted, and starts no collective
     for block in curvature.blocks:
         layers[block.name] = _describe(curvature, block)
         for factor in block.factors:
@@ -108,22 +108,32 @@ def load(file: str | os.PathLike[str]) -> Factors:
 
     Raises:
         ImportError: If the package safetensors is missing.
-        ValueError: If it is another file.
+        OSError: If it cannot be read.
+        ValueError: If it is another file, or damaged.
     """
-    path, texts, tensors = Path(file), dict[str, str](), dict[str, Tensor]()
-    if path.suffix == ".safetensors":
-        with _safetensors(path).safe_open(path, framework="pt") as opened:
-            texts = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    else:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(saved, dict) and saved.keys() == {"metadata", "tensors"}:
-            texts, tensors = saved["metadata"], saved["tensors"]
-    if texts.get("format") != FORMAT:
+    path = Path(file)
+    path.open("rb").close()  # raises where it cannot be read
+    try:
+        texts, tensors = _read(path)
+        if texts["format"] != FORMAT:
+            raise ValueError(texts["format"])
+        return Factors(tensors, json.loads(texts["layers"]), texts["fisher"])
+    except ImportError:
+        raise
+    except Exception as error:  # of any kind: those of torch, pickle and safetensors differ
         raise ValueError(
             f"{path} has no factors of this version ({FORMAT}): write it by soframe.factors.save"
-        )
-    return Factors(tensors, json.loads(texts["layers"]), texts["fisher"])
+        ) from error
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the texts and tensors of a file."""
+    if path.suffix == ".safetensors":
+        with _safetensors(path).safe_open(path, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            return opened.metadata() or {}, tensors
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    return saved["metadata"], saved["tensors"]
 
 
 def _describe(curvature: Curvature, block: Block) -> dict[str, Any]:

@@ -172,3 +172,30 @@ def test_a_copied_model_is_not_observed() -> None:
         output = copy.deepcopy(model)(randn(2, 3))
         with pytest.raises(RuntimeError, match="no registered layer"):
             own.observe(output)
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "monte-carlo"])
+def test_scores_of_words_in_the_last_dimension_are_refused(fisher: str) -> None:
+    """A cross-entropy would take positions for classes."""
+    statistics = soframe.Statistics(fisher=fisher, loss="cross-entropy")
+    model = fill(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)))
+    tokens = torch.arange(8).view(2, 4) % 5
+    own = soframe.Preconditioner(model, statistics=statistics, statistics_every=1)
+    with closing(own):
+        for is_transposed in (True, False):
+            model.zero_grad()
+            scores = model(tokens)
+            own.observe(scores.transpose(1, 2) if is_transposed else scores)
+            nn.functional.cross_entropy(scores.transpose(1, 2), tokens).backward()
+            if is_transposed:
+                own.step()
+            else:
+                with pytest.raises(ValueError, match=r"\[2, 4, 5\].*outputs.transpose\(1, 2\)"):
+                    own.step()
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        scores = model(batch)
+        return scores, nn.functional.cross_entropy(scores.transpose(1, 2), batch)
+
+    with pytest.raises(ValueError, match=r"pass outputs.transpose\(1, 2\)"):
+        soframe.Curvature(model, statistics=statistics).fit([tokens], loss)

@@ -23,6 +23,7 @@ from soframe.blocks import sharding
 from soframe.capture.counting import Samples, multiplier, observed
 from soframe.capture.hooks import Capture
 from soframe.losses.base import Loss
+from soframe.losses.classification import CrossEntropy
 from soframe.losses.sum import SumLoss
 
 Kind = Literal["empirical", "forward-only", "monte-carlo", "type-2"]
@@ -70,6 +71,8 @@ class Fisher:
         if self.probed:
             assert self.loss is not None
             try:
+                if isinstance(self.loss, CrossEntropy):
+                    _require_classes_second(heads[0], capture.calls.batch.root.words)
                 counted = observed(heads, self.loss.means, capture.calls.batch, samples)
             except ValueError as error:  # perhaps on this rank alone: all raise it at the step
                 capture.calls.fail(error)
@@ -109,6 +112,15 @@ class Fisher:
             return
         for _ in range(self.samples):
             yield self.loss.samples(heads, self.generator), 1.0 / self.samples
+
+
+def _require_classes_second(scores: Tensor, words: int) -> None:
+    """Raise a ValueError if scores of words are in the last dimension, as language models have."""
+    if scores.dim() > 2 and scores.shape[-1] == words != scores.shape[1]:
+        raise ValueError(
+            f"loss 'cross-entropy' has classes in dimension 1, and outputs {list(scores.shape)} "
+            f"have the {words} words in the last one: pass outputs.transpose(1, 2)"
+        )
 
 
 def _signed(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import soframe
 from tests.curvature import fill, randn
+from tests.distributed.harness import run_ranks
 from tests.products.kinds import Batch, loss
 
 INSTALLED = importlib.util.find_spec("safetensors") is not None
@@ -105,6 +106,32 @@ def test_errors_have_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     torch.save(model.state_dict(), tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"write it by soframe.factors.save"):
         soframe.factors.load(tmp_path / "other.pt")
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "empty").touch()
+    saved = soframe.factors.save(curvature, tmp_path / "cut")
+    saved.write_bytes(saved.read_bytes()[:-100])
+    torch.save({"metadata": [], "tensors": {}}, tmp_path / "brackets")
+    for name in ("text", "empty", "cut", "brackets"):
+        with pytest.raises(ValueError, match=r"write it by soframe.factors.save"):
+            soframe.factors.load(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        soframe.factors.load(tmp_path / "none")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match="pip install safetensors"):
         soframe.factors.save(curvature, tmp_path / "factors.safetensors")
+
+
+def save_on_the_first(rank: int, world_size: int, path: Path) -> None:
+    curvature = soframe.Curvature(network()).fit(batches()[rank : rank + 1], loss)
+    if rank == 0:
+        soframe.factors.save(curvature, path)
+
+
+@pytest.mark.distributed
+def test_one_rank_may_save_alone(tmp_path: Path) -> None:
+    run_ranks(save_on_the_first, 2, tmp_path / "factors.pt")
+    loaded = soframe.factors.load(tmp_path / "factors.pt")
+    curvature = soframe.Curvature(network()).fit(batches(), loss)
+    whole = soframe.factors.load(soframe.factors.save(curvature, tmp_path / "whole.pt"))
+    assert loaded.layers == whole.layers
+    torch.testing.assert_close(dict(loaded.tensors), dict(whole.tensors), rtol=1e-12, atol=1e-14)
