@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -89,7 +90,7 @@ class Adam:
         if len(gradients) < len(stack.parameters):
             return False
         is_plain = set(map(_KIND, gradients)) == {(stack.like.dtype, torch.strided)}
-        return is_plain and all(map(Tensor.is_contiguous, gradients))
+        return is_plain and all(map(Tensor.is_contiguous, chain(gradients, stack.parameters)))
 
     def move(
         self, group_of: Mapping[int, int], moves: Sequence[Move], bad: Tensor | None = None
