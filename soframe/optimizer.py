@@ -408,12 +408,10 @@ class Optimizer(OfModel, torch.optim.Optimizer):
         if self._stacks is not stacks:
             backend = self.preconditioner.backend
             self._stacks = stacks
-            self._adam = {}
-            for stack in stacks:
-                if fused_adam.serves(stack, backend):
-                    self._adam[stack] = fused_adam.Adam(stack)
-        complete = fused_adam.complete
-        return [stack for stack in self._adam if complete(stack, self._group_of, self._moves)]
+            served = [stack for stack in stacks if fused_adam.serves(stack, backend)]
+            self._adam = {stack: fused_adam.Adam(stack) for stack in served}
+        groups, moves = self._group_of, self._moves
+        return [stack for stack, adam in self._adam.items() if adam.complete(groups, moves)]
 
     def _move(self, good: Tensor | None) -> None:
         """Move all parameters along their updates, or where ``good`` is false none of them."""
@@ -433,13 +431,13 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             moved.update(map(id, ball.matrices.values()))
         for group, move in zip(self.param_groups, self._moves, strict=True):
             # A parameter that was frozen after its backward pass still has a gradient.
-            free = [p for p in group["params"] if p.requires_grad and id(p) not in moved]
+            free = [p for p in group["params"] if id(p) not in moved and p.requires_grad]
             if free:
                 moving.descend(free, where, move, updates, bad)
 
     def selects(self) -> bool:
         """Return whether weights can stay where they are without the host."""
-        return moving.selects(self.param_groups)
+        return moving.selects(self.param_groups, self._moves)
 
     def check_settings(self) -> None:
         """Check the param groups before a step.

@@ -124,7 +124,7 @@ def test_parameters_may_change_their_group(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(ends[1][key], weight, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("change", ["cautious", "frozen", "missing", "norms"])
+@pytest.mark.parametrize("change", ["cautious", "frozen", "missing", "norms", "memory"])
 def test_steps_that_the_kernel_cannot_take_are_the_twins(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,9 +148,12 @@ def test_steps_that_the_kernel_cannot_take_are_the_twins(
                 model.head.bias.requires_grad_(False)
             if change == "missing":
                 model.head.bias.grad = None
+            if change == "memory":  # as by .to(memory_format=...), with the gradient as it was
+                model.plain.weight.data = model.plain.weight.detach().mT.contiguous().mT
             own.step()
             assert not own.preconditioner.curvature.averaged_gradients.left_to_optimizer
             model.head.bias.requires_grad_(True)
+            model.plain.weight.data = model.plain.weight.detach().contiguous()
             own.param_groups[0]["weight_decay_kind"] = "decoupled"
             own.preconditioner.measure(norms=False)
             kit.train(model, loss_of, range(3, 5), own)

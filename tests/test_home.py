@@ -515,3 +515,12 @@ def test_a_home_that_extends_the_plain_one_is_asked_for_each_parameter() -> None
     assert read is not None
     assert read.tolist() == [6.0, 6.0]
     assert local is not one
+
+
+def test_other_data_of_another_shape_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    own = soframe.Optimizer(model, "adamw", lr=0.01)
+    model(torch.ones(4, 3)).sum().backward()
+    model[1].bias.data = torch.zeros(5)
+    with pytest.raises(ValueError, match=r"bias of 1.bias has the shape \(5,\), and had \(2,\)"):
+        own.step()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 from soframe.blocks import sharding
 from soframe.specs import Shards
+
+_GRAD, _PLAIN = attrgetter("grad"), {nn.Parameter}
 
 
 class GradientHome(ABC):
@@ -197,10 +200,10 @@ class PlainGrad(GradientHome):
         return parameter.grad if home is None else home.read(parameter)
 
     def each(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        if self._zero or type(self) is not PlainGrad:
-            return super().each(parameters)
-        # The plain case without a call for each, since this runs several times in a step.
-        return [p.grad if type(p) is nn.Parameter else self.read(p) for p in parameters]
+        # The plain case without bytecode for each, since this runs several times in a step.
+        if type(self) is PlainGrad and not self._zero and set(map(type, parameters)) <= _PLAIN:
+            return list(map(_GRAD, parameters))
+        return super().each(parameters)
 
     def put(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         """Set the gradient of a parameter; ZeRO's partitions store a copy, and zeros for None."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ class _Addend:
 
 
 Gradients = Mapping[Stack, Gradient]
+_SHAPE = attrgetter("shape")
 
 
 class AveragedGradients:
@@ -73,7 +75,7 @@ class AveragedGradients:
         self._of_blocks: list[nn.Parameter] = []
         for block in placed.blocks:
             self._of_blocks += block.parameters.values()
-        self._shapes = [parameter.shape for parameter in self._of_blocks]
+        self._shapes = list(map(_SHAPE, self._of_blocks))
         self._remembering = [block for block in placed.blocks if block.remembers]
         self.remembers = bool(self._remembering)  # whether updates depend on earlier gradients
         covered = set(self._of_blocks)
@@ -85,16 +87,17 @@ class AveragedGradients:
     def check(self) -> None:
         """Raise if this rank's gradients are incomplete, or parameters have other shapes."""
         self._read = None  # of a step that raised
-        shapes = iter(self._shapes)
-        for block in self._blocks:
-            for name, parameter in block.parameters.items():
-                shape = next(shapes)
-                if parameter.shape != shape:
-                    raise ValueError(
-                        f"{name} of {block.name} has the shape {tuple(parameter.shape)}, and had "
-                        f"{tuple(shape)} when it was registered: put a new nn.Parameter in its "
-                        f"place rather than other .data; its statistics and moments then begin anew"
-                    )
+        if list(map(_SHAPE, self._of_blocks)) != self._shapes:
+            shapes = iter(self._shapes)
+            for block in self._blocks:
+                for name, parameter in block.parameters.items():
+                    now, then = tuple(parameter.shape), tuple(next(shapes))
+                    if now != then:
+                        raise ValueError(
+                            f"{name} of {block.name} has the shape {now}, and had {then} when it "
+                            f"was registered: put a new nn.Parameter in its place rather than "
+                            f"other .data; its statistics and moments then begin anew"
+                        )
         why = self._home.incomplete(self._of_blocks)
         if why is not None:
             raise RuntimeError(why)

@@ -350,6 +350,8 @@ class Accumulator:
         """
         numbers: list[float] = []
         self._counted = _NOTHING_COUNTED
+        if not self.window.due:
+            return numbers
         for block, place in self._placed:
             if block not in self.window.due:
                 continue

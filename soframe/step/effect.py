@@ -63,7 +63,7 @@ class Effect:
     def begin(self, window: Window) -> None:
         """Choose the blocks that are checked; raise if a framework has sharded them since."""
         self._due, self._judged = [], []
-        if window is self._partial:
+        if window is self._partial or not window.due:
             return
         named: list[tuple[str, nn.Parameter]] = []
         for block in self._blocks:

@@ -171,7 +171,8 @@ class Engine:
         if total.changed + sum(total.changed_anywhere) > 0:
             self._rebuild(changed=total.changed > 0)
             return self._agree()
-        plan = replace(plan, present=total.present)
+        if total.present:
+            plan = replace(plan, present=total.present)
         # Statistics that are not finite on some rank are dropped on all.
         if total.bad_statistics > 0:
             curvature.counts[SKIPPED_STATISTICS] += 1

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from soframe.blocks.home import PlainGrad
 from soframe.comm.base import Backend
 from soframe.methods.adam import AdamW
 from soframe.step.moving import Move
+
+_KIND = attrgetter("dtype", "layout")
 
 
 def serves(stack: Stack, backend: Backend) -> bool:
@@ -41,33 +46,10 @@ def serves(stack: Stack, backend: Backend) -> bool:
 
 
 def _is_plain(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Return whether a parameter is dense, with all of its memory here, and of a dtype."""
+    """Return whether a parameter is trained, dense, with all memory here, and of a dtype."""
     has_parts = is_traceable_wrapper_subclass(parameter)  # elsewhere, as DTensors
-    return parameter.dtype == dtype and parameter.is_contiguous() and not has_parts
-
-
-def complete(stack: Stack, group_of: Mapping[int, int], moves: Sequence[Move]) -> bool:
-    """Return whether all parameters of a stack have plain gradients, and moves of the kernel.
-
-    ``group_of`` has the number of the param group of each parameter, by identity.
-    """
-    numbers = {group_of.get(id(parameter), -1) for parameter in stack.parameters}
-    # Before groups follow a changed model a parameter has none.
-    if -1 in numbers or not all(_is_known(moves[number]) for number in numbers):
-        return False
-    dtype = stack.like.dtype
-    for gradient in stack.like.home.each(stack.parameters):
-        if gradient is None or gradient.dtype != dtype or gradient.layout != torch.strided:
-            return False
-        if not gradient.is_contiguous():
-            return False
-    return all(parameter.requires_grad for parameter in stack.parameters)
-
-
-def _is_known(settings: Move) -> bool:
-    """Return whether the kernel has a move: without a constraint, and with decoupled decay."""
-    decoupled = settings.weight_decay == 0 or settings.kind == "decoupled"
-    return settings.constraint is None and decoupled
+    is_known = parameter.dtype == dtype and not has_parts
+    return is_known and parameter.requires_grad and parameter.is_contiguous()
 
 
 @dataclass(eq=False)
@@ -82,22 +64,40 @@ class Batch:
 
 
 class Adam:
-    """Moves the weights of a stack by the kernel, see `serves` and `complete`."""
+    """Moves the weights of a stack by the kernel, see `serves`."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
+        # The numbers of the param groups, and the mapping that they were read from.
+        self._groups: tuple[Mapping[int, int], set[int]] = ({}, {-1})
         # The source of the batches: groups and moments by identity, which are kept, so that no
         # other object gets it.
         self._source: tuple[object, ...] = ()
         self._kept: tuple[object, ...] = ()
         self._batches: list[tuple[list[Block], list[Batch]]] = []
 
+    def complete(self, group_of: Mapping[int, int], moves: Sequence[Move]) -> bool:
+        """Return whether all parameters have plain gradients, and moves of the kernel."""
+        stack = self._stack
+        if group_of is not self._groups[0]:
+            numbers = {group_of.get(id(parameter), -1) for parameter in stack.parameters}
+            self._groups = group_of, numbers
+        groups = self._groups[1]
+        # Before groups follow a changed model a parameter has none.
+        if -1 in groups or not all(moves[number].is_plain for number in groups):
+            return False
+        gradients = stack.like.home.of(stack.parameters)
+        if len(gradients) < len(stack.parameters):
+            return False
+        is_plain = set(map(_KIND, gradients)) == {(stack.like.dtype, torch.strided)}
+        return is_plain and all(map(Tensor.is_contiguous, chain(gradients, stack.parameters)))
+
     def move(
         self, group_of: Mapping[int, int], moves: Sequence[Move], bad: Tensor | None = None
     ) -> None:
-        """Move the weights, and count the updates of the blocks; for the groups see `complete`.
+        """Move the weights unless ``bad``, a scalar on the device, is one; count the updates.
 
-        Weights and moments stay where ``bad``, a scalar on the device, is one.
+        ``group_of`` has the number of the param group of each parameter, by identity.
         """
         stack = self._stack
         alike = stack.alike(stack.all)
@@ -164,21 +164,9 @@ def _step(
     bad: Tensor | None,
 ) -> None:
     """Call the kernel for update number ``count``; it does nothing where ``bad`` is one."""
-    kernel: Any = torch._fused_adamw_
-    kernel(
-        batch.parameters,
-        gradients,
-        batch.means,
-        batch.squares,
-        [],
-        [count] * len(batch.parameters),
-        lr=move.lr,
-        beta1=method.betas[0],
-        beta2=method.betas[1],
-        weight_decay=move.weight_decay if batch.decays else 0.0,
-        eps=method.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None,
-        found_inf=bad,
-    )
+    decay = move.weight_decay if batch.decays else 0.0
+    kernel: Any = partial(torch._fused_adamw_, amsgrad=False, maximize=False, grad_scale=None)
+    kernel = partial(kernel, lr=move.lr, weight_decay=decay, eps=method.eps, found_inf=bad)
+    kernel = partial(kernel, beta1=method.betas[0], beta2=method.betas[1])
+    counts = [count] * len(batch.parameters)
+    kernel(batch.parameters, gradients, batch.means, batch.squares, [], counts)

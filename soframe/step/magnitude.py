@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
+from torch.optim import Optimizer
 
 from soframe.comm.base import Backend
 from soframe.kernels.devices import Reading, on_gpu
 
 MODERATE = 1e10
 """Below this norm of a gradient products with it are in range."""
+SMALL = 4096  # so many elements are copied by a CPU in less time than a call for their norm takes
+_IS_SPARSE = attrgetter("is_sparse")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,13 +58,12 @@ class Magnitude:
         squared: bool = False,
     ) -> None:
         self._squared = squared
-        self._dense: list[Tensor] = []
-        for gradient in gradients:
-            if gradient.numel() > 0:
-                is_sparse = gradient.is_sparse
-                self._dense.append(gradient.coalesce().values() if is_sparse else gradient)
+        self._dense = list(filter(Tensor.numel, gradients))
+        if any(map(_IS_SPARSE, self._dense)):
+            self._dense = [g.coalesce().values() if g.is_sparse else g for g in self._dense]
         # One tensor, on the device of the first, so that the host waits for a device once.
-        scalars = [*_norms(self._dense), *statistics]
+        norms = _norms(self._dense)
+        self._count, scalars = len(norms), [*norms, *statistics]
         devices = {scalar.device for scalar in scalars}
         if len(devices) > 1:
             scalars = [scalar.to(scalars[0].device) for scalar in scalars]
@@ -72,8 +77,7 @@ class Magnitude:
         The magnitude is the largest absolute value, infinite or NaN if an element is, or zero if
         the norms of gradients are moderate.
         """
-        numbers = self._all.tolist()
-        count = len(self._dense)
+        numbers, count = self._all.tolist(), self._count
         finite = all(abs(number) < math.inf for number in numbers[count:])
         if sum(numbers[:count]) < MODERATE:  # not if one is NaN
             return 0.0, finite
@@ -101,16 +105,22 @@ class Magnitude:
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """Return a scalar of each gradient, which is not finite where the gradient is not."""
-    alike: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        alike.setdefault(gradient.dtype, []).append(gradient)
+    """Return scalars of gradients, which are not all finite where a gradient is not."""
     norms: list[Tensor] = []
-    for dtype, tensors in alike.items():
-        # A CPU adds squares up faster than it compares numbers.
-        order = math.inf if on_gpu(tensors[0]) else 2.0
+    if not gradients:
+        return norms
+    alike: Any = Optimizer._group_tensors_by_device_and_dtype([list(gradients)])
+    for (_, dtype), ((tensors,), _) in alike.items():
         wide = torch.float32 if dtype.itemsize < 4 else None
-        norms += torch._foreach_norm(tensors, ord=order, dtype=wide)
+        if on_gpu(tensors[0]):
+            norms += torch._foreach_norm(tensors, ord=math.inf, dtype=wide)
+            continue
+        # A CPU adds squares up faster than it compares numbers.
+        parts = [tensor for tensor in tensors if tensor.numel() > SMALL]
+        if len(parts) < len(tensors):
+            small = [tensor for tensor in tensors if tensor.numel() <= SMALL]
+            parts.append(_flatten_dense_tensors(small))
+        norms += torch._foreach_norm(parts, ord=2.0, dtype=wide)
     return norms
 
 

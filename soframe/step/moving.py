@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -46,6 +46,12 @@ class Move:
     kind: WeightDecayKind
     constraint: Constraint | None  # on matrices
     decay_vectors: bool  # whether vectors decay, too
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step is along the update alone, and decay along the weight."""
+        decoupled = self.weight_decay == 0 or self.kind == "decoupled"
+        return self.constraint is None and decoupled
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Move:
@@ -89,11 +95,10 @@ def check(move: Move, *, name: str, prefix: str) -> None:
         )
 
 
-def selects(groups: Iterable[Mapping[str, Any]]) -> bool:
+def selects(groups: Iterable[Mapping[str, Any]], moves: Iterable[Move]) -> bool:
     """Return whether `descend` can let the parameters of all groups stay; see there."""
-    for group in groups:
-        decoupled = group["weight_decay"] == 0 or group["weight_decay_kind"] == "decoupled"
-        if group["constraint"] is not None or not decoupled:
+    for group, move in zip(groups, moves, strict=True):
+        if not move.is_plain:
             return False
         # The factor of the decay is multiplied in the dtype of the weights.
         if any(torch.finfo(p.dtype).bits < 32 for p in group["params"]):
@@ -164,20 +169,9 @@ def _add(weights: list[Tensor], updates: list[Tensor], lr: float, bad: Tensor | 
     is_dense = all(t.layout == torch.strided and t.is_contiguous() for t in tensors)
     if is_dense and all(update.dtype == weights[0].dtype for update in updates):
         kernel: Any = torch._fused_sgd_
-        kernel(
-            weights,
-            updates,
-            [],
-            weight_decay=0.0,
-            momentum=0.0,
-            lr=lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-            grad_scale=None,
-            found_inf=bad,
-        )
+        kernel = partial(kernel, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0)
+        kernel = partial(kernel, maximize=False, is_first_step=False, grad_scale=None)
+        kernel(weights, updates, [], lr=lr, found_inf=bad)
         return
     keep_if(bad == 0, updates)
     torch._foreach_add_(weights, updates, alpha=-lr)

@@ -137,6 +137,26 @@ def test_magnitude(
     assert not finite
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("bad", [None, 0, 1, 2, 3])
+def test_small_gradients_are_read_together(
+    bad: int | None, dtype: torch.dtype, gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large gradient between small ones, one of which is not contiguous."""
+    monkeypatch.setattr(gradients, "on_gpu", lambda _: gpu)
+    shapes = [(3, 2), (gradients.SMALL + 1,), (1,), (2, 5)]
+    tensors = [torch.ones(shape, dtype=dtype) for shape in shapes]
+    tensors[3] = tensors[3].mT
+    parameters = list(map(nn.Parameter, tensors))
+    assert gradients.Magnitude(parameters, tensors).read() == (0.0, True)
+    if bad is not None:
+        for value in (1e15, math.inf, math.nan):
+            tensors[bad][-1] = value
+            size, _ = gradients.Magnitude(parameters, tensors).read()
+            assert size == pytest.approx(value, rel=0.01, nan_ok=True)
+
+
 def spiked(rank: int, ranks: int, method: Any, scales: list[float], **options: Any) -> Any:
     """Train in float32 on losses of some scales, on the last rank alone; counters and weights."""
     torch.manual_seed(1)
