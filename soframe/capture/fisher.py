@@ -71,8 +71,13 @@ class Fisher:
         if self.probed:
             assert self.loss is not None
             try:
-                if isinstance(self.loss, CrossEntropy):
-                    _require_classes_second(heads[0], capture.calls.batch.root.words)
+                words = capture.calls.batch.root.words
+                if isinstance(self.loss, CrossEntropy) and _has_words_last(heads[0], words):
+                    raise ValueError(
+                        f"loss 'cross-entropy' has classes in dimension 1, and outputs "
+                        f"{list(heads[0].shape)} have the {words} words in the last one: pass "
+                        f"outputs.transpose(1, 2)"
+                    )
                 counted = observed(heads, self.loss.means, capture.calls.batch, samples)
             except ValueError as error:  # perhaps on this rank alone: all raise it at the step
                 capture.calls.fail(error)
@@ -114,13 +119,9 @@ class Fisher:
             yield self.loss.samples(heads, self.generator), 1.0 / self.samples
 
 
-def _require_classes_second(scores: Tensor, words: int) -> None:
-    """Raise a ValueError if scores of words are in the last dimension, as language models have."""
-    if scores.dim() > 2 and scores.shape[-1] == words != scores.shape[1]:
-        raise ValueError(
-            f"loss 'cross-entropy' has classes in dimension 1, and outputs {list(scores.shape)} "
-            f"have the {words} words in the last one: pass outputs.transpose(1, 2)"
-        )
+def _has_words_last(scores: Tensor, words: int) -> bool:
+    """Return whether scores of words are in the last dimension, as language models have them."""
+    return scores.dim() > 2 and scores.shape[-1] == words != scores.shape[1]
 
 
 def _signed(

@@ -137,7 +137,8 @@ class Sight:
     # The number of rows of the outputs, if they are several for each sample.
     terms: int | None = None
     tokens: int | None = None  # the number of tokens of the integer inputs, or of the outputs
-    words: int = 0  # the number of scores of each token; 0 unless each has a term
+    by_token: bool = False  # whether each token has a term
+    words: int = 0  # the number of scores of each token, if each has a term
     is_empty: bool = False  # whether the batch has no samples
     dim: int = 0  # the dimension of the inputs that is the batch
     inputs: Sequence[Region] = ()  # the regions of the inputs
@@ -146,11 +147,6 @@ class Sight:
     asks_of_tokens: bool = False  # whether the question is of tokens or samples alone
     # The second dimensions of the inputs of layers that take ``[T, N, features]``.
     second_sizes: frozenset[int] = frozenset()
-
-    @property
-    def by_token(self) -> bool:
-        """Whether each token has a term."""
-        return self.words > 0
 
     def with_sequences(self, inputs: object) -> Sight:
         """Add the first input of a layer that takes ``[T, N, features]``."""
@@ -279,7 +275,7 @@ def _with_tokens(
         if not any(is_flat or table.shape == tensor.shape[:-1] for table in of_size):
             continue
         if features in rows:
-            return replace(sight, tokens=tokens, words=features, question="")
+            return replace(sight, tokens=tokens, by_token=True, words=features, question="")
         if not sight.question:
             sight = replace(sight, question=_shown(inputs, outputs), asks_of_tokens=True)
     return sight
