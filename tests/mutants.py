@@ -3,9 +3,12 @@
     python -m tests.mutants --file soframe/methods/eva.py --sample 10 --seed 1
 
 `mutants.toml` maps each source file that holds mathematics or agreement between ranks to the tests
-that must notice, and lists the accepted survivors with their reasons. Each mutant is applied,
-alone, to a copy of the project, where its tests run until the first failure. The test that fails
-then runs without the mutant, where it has to pass.
+that must notice, and lists the accepted survivors with their reasons. The tests of all mutants are
+collected once, in a copy of the project. For each mutant the process forks, exchanges the code of
+the function that is broken, and runs the file's tests until the first failure, those first that
+share most words with its name. What is broken outside of functions, or survives in one that ran
+before the tests did, is tried by a new process. The test that fails then runs without the mutant,
+where it has to pass.
 
 Neither mutmut nor cosmic-ray does this: mutmut replaces each method by a trampoline, which breaks
 code that asks whether a subclass overrides a method, and needs a recorded run of the whole suite;
@@ -15,59 +18,43 @@ cosmic-ray has one test command for all files and imports torch anew for each mu
 import argparse
 import ast
 import bisect
-import importlib
-import importlib.util
+import gc
+import inspect
 import itertools
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 import tomllib
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-# Imported once, before the forks; a child imports the project itself anew.
-LIBRARIES = ("torch", "torch.distributed", "torch._dynamo", "scipy.linalg")
-NOT_COPIED = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "_build", "build", "runs")
-PASSED, FAILED, ENDLESS, NO_VERDICT = 0, 1, -1, 9  # of pytest, and two of ours
-LIMIT = 1800  # seconds of a run; a test that hangs fails before, by pytest's own limit
+import pytest
 
-SWAPPED: dict[type[ast.AST], tuple[str, str]] = {
-    ast.Add: ("+", "-"),
-    ast.Sub: ("-", "+"),
-    ast.Mult: ("*", "/"),
-    ast.Div: ("/", "*"),
-    ast.FloorDiv: ("//", "*"),
-    ast.Mod: ("%", "//"),
-    ast.Pow: ("**", "*"),
-    ast.BitAnd: ("&", "|"),
-    ast.BitOr: ("|", "&"),
-    ast.And: ("and", "or"),
-    ast.Or: ("or", "and"),
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-    ast.Lt: ("<", ">="),
-    ast.LtE: ("<=", ">"),
-    ast.Gt: (">", "<="),
-    ast.GtE: (">=", "<"),
-    ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"),
-    ast.In: ("in", "not in"),
-    ast.NotIn: ("not in", "in"),
-}
+NOT_COPIED = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "_build", "build", "runs")
+PASSED, FAILED, ENDLESS = 0, 1, -1  # of pytest, and one of ours
+CACHE = Path(".pytest_cache")
+FAILURES = CACHE / "v/cache/lastfailed"
+OPTIONS = ["-xq", "-n0", "-m", "not thorough"]
+LIMIT = 1800  # seconds of a run without a verdict; a test that hangs fails by pytest's own limit
+SIGNS = (
+    "Add:+:-, Sub:-:+, Mult:*:/, Div:/:*, FloorDiv://:*, Mod:%://, Pow:**:*, BitAnd:&:|, "
+    "BitOr:|:&, And:and:or, Or:or:and, Eq:==:!=, NotEq:!=:==, Lt:<:>=, LtE:<=:>, Gt:>:<=, "
+    "GtE:>=:<, Is:is:is not, IsNot:is not:is, In:in:not in, NotIn:not in:in"
+)
+SWAPPED = {kind: signs for kind, *signs in (one.split(":") for one in SIGNS.split(", "))}
 PAIRS = "add/sub add_/sub_ mul/div mul_/div_ max/min maximum/minimum amax/amin any/all sum/mean"
 SWAPPED_NAMES = {
-    name: other
-    for pair in PAIRS.split()
-    for name, other in (pair.split("/"), reversed(pair.split("/")))
+    name: other for pair in PAIRS.split() for name, other in itertools.permutations(pair.split("/"))
 }
 # Annotations, decorators, assertions (`strict` of a zip is one) and the texts of errors are not
 # behaviour.
@@ -87,54 +74,64 @@ class Mutant:
     new: str
     source: str
     """The line in which the mutant begins, without indentation."""
+    text: str
+    """The file without the change."""
 
     @property
     def change(self) -> str:
         """The change on one line: `old -> new`."""
         return f"{' '.join(self.old.split())} -> {' '.join(self.new.split())}"
 
-    def apply(self, text: str) -> str:
-        """Return the text of the file with the change."""
-        data = text.encode()
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}  {self.change}\n{'':<18}{self.source}"
+
+    @property
+    def broken(self) -> str:
+        """The text of the file with the change."""
+        data = self.text.encode()
         return (data[: self.start] + self.new.encode() + data[self.end :]).decode()
+
+    def function(self, path: Path) -> tuple[CodeType, CodeType] | None:
+        """The function of the file at `path` that is broken, without and with the change.
+
+        None if something else is, too, such as a default.
+        """
+        old, new = (compile(text, path, "exec") for text in (self.text, self.broken))
+        while not new.co_flags & inspect.CO_OPTIMIZED:  # the body of a module or class
+            pairs = itertools.zip_longest(old.co_consts, new.co_consts)
+            unequal = [pair for pair in pairs if pair[0] != pair[1]]
+            if old.co_code != new.co_code or [type(pair[1]) for pair in unequal] != [CodeType]:
+                return None
+            [(old, new)] = unequal
+        return (old, new) if old.co_freevars == new.co_freevars else None
 
 
 Change = tuple[int, int, str]  # the bytes from start to end become this text
 
 
-def generate(file: str, text: str) -> list[Mutant]:
-    """Return the mutants of a file that compile, in the order of the text."""
-    mutants = []
-    for mutant in candidates(file, text):
-        with suppress(SyntaxError):
-            compile(mutant.apply(text), file, "exec", ast.PyCF_ONLY_AST)
-            mutants.append(mutant)
-    return mutants
-
-
 def candidates(file: str, text: str) -> Iterator[Mutant]:
-    """Yield the mutants of a file, some of which may not compile, in the order of the text."""
+    """Yield the mutants of a file, of which a few do not compile, in the order of the text."""
     data = text.encode()
     lines = data.splitlines(keepends=True)
     starts = list(itertools.accumulate(map(len, lines), initial=0))
     for start, end, new in sorted(set(_changes(ast.parse(text), data, starts))):
         line = bisect.bisect(starts, start)
         source = lines[line - 1].decode().strip()
-        mutant = Mutant(file, line, start, end, data[start:end].decode(), new, source)
+        mutant = Mutant(file, line, start, end, data[start:end].decode(), new, source, text)
         if mutant.old != new:  # not an empty list or dict
             yield mutant
 
 
 def _changes(node: ast.AST, data: bytes, starts: list[int]) -> Iterator[Change]:
     """Yield the changes of all nodes below one."""
-    is_zip = isinstance(node, ast.Call) and ast.unparse(node.func) == "zip"
+    is_zip = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "zip"
     for field, value in ast.iter_fields(node):
         if field in SKIPPED_FIELDS or (is_zip and field == "keywords"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, SKIPPED_NODES):
                 continue
-            if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            if not (isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING"):
                 yield from _own_changes(child, data, starts)
                 yield from _changes(child, data, starts)
 
@@ -153,7 +150,7 @@ def _own_changes(  # noqa: C901  one case for each operator
         return data[start:end].decode()
 
     def between(left: ast.AST, op: ast.AST, right: ast.AST, suffix: str = "") -> Iterator[Change]:
-        old, new = SWAPPED.get(type(op), ("", ""))
+        old, new = SWAPPED.get(type(op).__name__, ("", ""))
         start = data.find(old.encode(), span(left)[1], span(right)[0])
         if old and start >= 0:
             yield start, start + len(old + suffix), new + suffix
@@ -196,40 +193,88 @@ def _own_changes(  # noqa: C901  one case for each operator
 
 
 def load() -> tuple[dict[str, list[str]], list[dict[str, str]]]:
-    """Read `mutants.toml`: the tests of each file, and the accepted survivors."""
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    """Read `tests/mutants.toml`: the tests of each file, and the accepted survivors."""
+    table = tomllib.loads(Path("tests/mutants.toml").read_text(encoding="utf-8"))
     return table["tests"], table.get("accepted", [])
 
 
-class Noticed:
-    """A plugin of pytest that writes the name of a test that fails beside the project."""
+class Trials:
+    """A plugin of pytest that tries each mutant on the collected tests, in a fork."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, copy: Path, mutants: Sequence[Mutant], tests: dict[str, list[str]]) -> None:
+        self.copy, self.mutants, self.tests = copy, mutants, tests
+        self.printed = sys.stdout  # which pytest replaces
+        self.ran: set[CodeType] = set()  # before the tests
+        self.survivors: list[Mutant] = []
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.path.write_text(report.nodeid, encoding="utf-8")
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        sys.settrace(None)
+        collected = list(session.items)
+        for mutant in self.mutants:
+            path, start = self.copy / mutant.file, time.monotonic()
+            function = mutant.function(path)
+            name = function[0].co_qualname if function else ""
+            items = chosen_items(collected, self.tests[mutant.file], f"{mutant.file} {name}")
+            path.write_text(mutant.broken, encoding="utf-8")
+            shutil.rmtree(CACHE, ignore_errors=True)
+            code = forked(session, items) if function else PASSED
+            if code is None:
+                exchange(*function)
+                return None  # and pytest runs the items
+            ran = function is None or function[0] in self.ran
+            if ran and code == PASSED and (code := forked(session, items)) is None:
+                tests = dict.fromkeys(item.nodeid.partition("[")[0] for item in items)
+                os.dup2(sys.stdout.fileno(), 1)
+                os.execv(sys.executable, [sys.executable, "-m", "pytest", *OPTIONS, *tests])
+            path.write_text(mutant.text, encoding="utf-8")
+            if code == FAILED:
+                names = json.loads(FAILURES.read_text())
+                healthy = forked(session, [item for item in items if item.nodeid in names])
+                if healthy is None:
+                    return None
+                if healthy != PASSED:
+                    pytest.exit(f"tests fail without a mutant: {[*names]}", 3)
+            verdict = {PASSED: "SURVIVED", ENDLESS: "UNDECIDED"}.get(code, "killed")
+            if verdict != "killed":
+                self.survivors.append(mutant)
+            seconds = time.monotonic() - start
+            print(f"{verdict:<9} {seconds:4.0f} s  {mutant}", file=self.printed, flush=True)
+        return True
 
 
-def arguments_of(tests: Sequence[str]) -> list[str]:
-    """Return pytest's arguments for tests: those that start processes only of folders for them."""
-    processes = any("distributed" in test for test in tests)
-    return ["-m", "not thorough" if processes else "not thorough and not distributed", *tests]
+def chosen_items(items: list[pytest.Item], tests: list[str], broken: str) -> list[pytest.Item]:
+    """Return the items of these tests, first those that share most words with what is broken.
+
+    Those that start processes come last, or not at all if no folder for them is among the tests.
+    """
+    found = {}
+    starts = any("distributed" in test for test in tests)
+    words = set(re.findall("[a-z]+", broken.lower()))
+    for test, item in itertools.product(tests, items):
+        distributed = item.get_closest_marker("distributed") is not None
+        within = f"{item.nodeid}::".startswith((f"{test}/", f"{test}::", f"{test}["))
+        if within and (starts or not distributed):
+            shared = words.intersection(re.findall("[a-z]+", item.nodeid.lower()))
+            found[item] = distributed, -len(shared)
+    return sorted(found, key=found.__getitem__)
 
 
-def run(root: Path, module: str, arguments: Sequence[str], timeout: float = LIMIT) -> int:
-    """Run tests of the project at `root` in a forked process, and return pytest's exit code."""
-    sys.stdout.flush()
-    (root.parent / "noticed").unlink(missing_ok=True)
-    child = os.fork()
+def exchange(old: CodeType, new: CodeType) -> None:
+    """Give the new code to all functions that have the old one."""
+    gc.unfreeze()
+    for one in gc.get_objects():
+        if type(one) is FunctionType and one.__code__ == old:
+            one.__code__ = new
+    gc.freeze()
+
+
+def forked(session: pytest.Session, items: Sequence[pytest.Item]) -> int | None:
+    """Fork, and return the exit code of the process that runs these items; in that itself, None."""
+    session.items[:] = items
+    child, deadline = os.fork(), time.monotonic() + LIMIT
     if child == 0:
-        try:
-            os._exit(_pytest(root, module, arguments))
-        except BaseException:
-            traceback.print_exc()
-        os._exit(NO_VERDICT)
-    deadline = time.monotonic() + timeout
+        os.setsid()
+        return None
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -240,76 +285,26 @@ def run(root: Path, module: str, arguments: Sequence[str], timeout: float = LIMI
     return ENDLESS
 
 
-def _pytest(root: Path, module: str, arguments: Sequence[str]) -> int:
-    """Run pytest in this process, its output in the file `output` beside the project."""
-    os.setsid()
-    output = os.open(root.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.chdir(root)
+def try_all(copy: Path, mutants: Sequence[Mutant], tests: dict[str, list[str]]) -> list[Mutant]:
+    """Try each mutant on a copy of the project, print the verdicts, and return the survivors."""
+    own, trials = os.getpid(), Trials(copy, mutants, tests)
+    os.chdir(copy)
     # A file that is broken twice within a second would be taken from the cache of its first form.
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_PROFILE": "verdict"}
-    os.environ["PYTHONPATH"] = str(root)
+    os.environ["PYTHONPATH"] = str(copy)
     sys.dont_write_bytecode = True
-    sys.path.insert(0, str(root))
-    for name in [n for n in sys.modules if n.partition(".")[0] in {"tests", module}]:
-        del sys.modules[name]
-    spec = importlib.util.find_spec(module)
-    if spec is None or root not in Path(str(spec.origin)).parents:
-        raise ImportError(f"{module} would be imported from {spec}, not from {root}")
-    import pytest
-
-    plugins = [Noticed(root.parent / "noticed")]
-    return int(pytest.main(["-xq", "-p", "no:cacheprovider", "-n0", *arguments], plugins=plugins))
-
-
-def try_all(
-    mutants: Sequence[Mutant],
-    tests: dict[str, list[str]],
-    accepted: Sequence[dict[str, str]] = (),
-    root: Path = ROOT,
-) -> list[Mutant]:
-    """Try each mutant on a copy of the project, print the verdicts, return those not accepted."""
-    survivors = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        copy = Path(scratch).resolve() / "project"
-        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
-        for mutant in mutants:
-            file, module = mutant.file, Path(mutant.file).with_suffix("").parts[0]
-            original = (copy / file).read_text(encoding="utf-8")
-            (copy / file).write_text(mutant.apply(original), encoding="utf-8")
-            start = time.monotonic()
-            arguments = arguments_of(tests[file])
-            code = run(copy, module, arguments)
-            (copy / file).write_text(original, encoding="utf-8")
-            if code != PASSED:
-                _require_health(copy, module, arguments, code)
-            verdict = {PASSED: "SURVIVED", FAILED: "killed", ENDLESS: "killed (endless)"}.get(
-                code, "killed (at import)"
-            )
-            if code == PASSED and any(matches(entry, mutant) for entry in accepted):
-                verdict = "accepted"
-            elif code == PASSED:
-                survivors.append(mutant)
-            seconds = time.monotonic() - start
-            print(f"{verdict:<9} {seconds:4.0f} s  {file}:{mutant.line}  {mutant.change}")
-            print(f"{'':<18}{mutant.source}", flush=True)
-    killed = len(mutants) - len(survivors)
-    rate = killed / max(len(mutants), 1)
-    print(f"{killed} of {len(mutants)} mutants killed or accepted: {rate:.0%}")
-    return survivors
-
-
-def _require_health(copy: Path, module: str, arguments: Sequence[str], code: int) -> None:
-    """Leave with an error if what fails with a mutant fails without it, too."""
-    noticed = copy.parent / "noticed"
-    if noticed.exists():
-        arguments = [noticed.read_text(encoding="utf-8")]
-    elif code not in (FAILED, ENDLESS):
-        arguments = ["--collect-only", *arguments]
-    if run(copy, module, arguments) != PASSED:
-        print((copy.parent / "output").read_text(encoding="utf-8"))
-        raise SystemExit(f"the tests fail without a mutant: {arguments}")
+    sys.path.insert(0, str(copy))
+    sys.modules.pop("tests", None)  # that of the project itself
+    files = {test.partition("::")[0]: None for m in mutants for test in tests[m.file]}
+    output = (copy.parent / "output").open("w+", buffering=1)
+    with output, redirect_stdout(output), redirect_stderr(output):
+        sys.settrace(lambda frame, *_: trials.ran.add(frame.f_code))
+        code = int(pytest.main([*OPTIONS, *files], plugins=[trials]))
+        if os.getpid() != own:
+            os._exit(code)
+    if code != PASSED:
+        raise SystemExit((copy.parent / "output").read_text(encoding="utf-8"))
+    return trials.survivors
 
 
 def matches(entry: dict[str, str], mutant: Mutant) -> bool:
@@ -318,11 +313,7 @@ def matches(entry: dict[str, str], mutant: Mutant) -> bool:
 
 
 def chosen(files: Iterable[str], paths: Sequence[str]) -> list[str]:
-    """Return the files of the table that are among these paths, or in one of them.
-
-    Raises:
-        SystemExit: If a path has none.
-    """
+    """Return the files of the table that are among these paths, or in one of them."""
     found = []
     for path in map(Path, paths):
         within = [file for file in files if path in (Path(file), *Path(file).parents)]
@@ -332,33 +323,42 @@ def chosen(files: Iterable[str], paths: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def draw(found: Sequence[Mutant], count: int, draws: random.Random) -> list[Mutant]:
+    """Draw so many of the mutants that compile, or all for a count of 0."""
+    drawn = []
+    for mutant in draws.sample(found, len(found)):
+        with suppress(SyntaxError):
+            mutant.function(Path(mutant.file))
+            drawn.append(mutant)
+        if len(drawn) == count:
+            break
+    return sorted(drawn, key=lambda m: (m.file, m.start))
+
+
 def main() -> None:
-    """Try the mutants of the command line, and exit with 1 if one survives unaccepted."""
+    """Try the mutants of the command line, and exit with 1 if one survives."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--file", action="append", help="source files or folders; by default all")
     parser.add_argument("--sample", type=int, default=100, help="mutants to draw; 0 for all")
-    parser.add_argument("--each", type=int, help="mutants to draw from each file, instead")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--list", action="store_true", help="list the mutants without trying them")
     options = parser.parse_args()
     tests, accepted = load()
-    draws = random.Random(options.seed)
-    mutants = []
+    pool = []
     for file in chosen(tests, options.file or ["soframe"]):
-        of_file = generate(file, (ROOT / file).read_text(encoding="utf-8"))
-        if options.each is not None:
-            of_file = draws.sample(of_file, min(options.each, len(of_file)))
-        mutants += of_file
-    if options.each is None and 0 < options.sample < len(mutants):
-        mutants = draws.sample(mutants, options.sample)
-    mutants.sort(key=lambda m: (m.file, m.start))
+        pool += candidates(file, Path(file).read_text(encoding="utf-8"))
+    drawn = draw(pool, options.sample, random.Random(options.seed))
     if options.list:
-        for mutant in mutants:
-            print(f"{mutant.file}:{mutant.line}  {mutant.change}\n    {mutant.source}")
+        print(*drawn, sep="\n")
         return
-    for name in LIBRARIES:
-        importlib.import_module(name)
-    sys.exit(bool(try_all(mutants, tests, accepted)))
+    new = [m for m in drawn if not any(matches(entry, m) for entry in accepted)]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+        copy = Path(scratch).resolve() / "project"
+        shutil.copytree(Path.cwd(), copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        survivors = try_all(copy, new, tests)
+    died, rest = len(drawn) - len(survivors), len(drawn) - len(new)
+    print(f"{died} of {len(drawn)} killed or accepted ({rest}): {died / len(drawn):.0%}")
+    sys.exit(bool(survivors))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """The mutants: what is generated, which verdict it gets, and whether the table fits the project."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ def half(x: int = 4) -> float:
 
 
 def test_generated() -> None:
-    found = mutants.generate("half.py", TEXT)
+    found = list(mutants.candidates("half.py", TEXT))
     assert [(m.line, m.change) for m in found] == [
         (1, "4 -> 5"),
         (2, "2 -> 3"),
@@ -26,7 +29,7 @@ def test_generated() -> None:
         (3, "0 -> 1"),
         (5, "/ -> *"),
     ]
-    assert found[-1].apply(TEXT) == TEXT.replace("x / scale", "x * scale")
+    assert found[-1].broken == TEXT.replace("x / scale", "x * scale")
     assert found[1].source == "scale = 2  # ÷"
 
 
@@ -47,7 +50,7 @@ def test_generated() -> None:
     ],
 )
 def test_operators(text: str, changes: list[str]) -> None:
-    assert [m.change for m in mutants.generate("one.py", text)] == changes
+    assert [m.change for m in mutants.candidates("one.py", text)] == changes
 
 
 def test_files_are_chosen_by_folder() -> None:
@@ -61,33 +64,69 @@ def test_files_are_chosen_by_folder() -> None:
         mutants.chosen(files, ["soframe/b.py", "soframe/c"])
 
 
+HALF = """
+def half(x):
+    return x / 2 + 0 * x
+
+
+def twice(x):
+    return x + x
+
+
+FOUR = twice(2)
+"""
+TESTS = """
+from half import FOUR, half
+
+
+def test_half():
+    assert half(6) == 3
+
+
+def test_four():
+    assert FOUR == 4
+"""
+TABLE_OF_HALF = """
+[tests]
+"half.py" = ["test_half.py"]
+[[accepted]]
+file = "half.py"
+source = "return x / 2 + 0 * x"
+change = "+ -> -"
+reason = "Adds 0."
+"""
+
+
 @pytest.mark.slow
-def test_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A mutant that a test notices dies; equivalent ones survive, unless they are accepted."""
-    (tmp_path / "half.py").write_text(TEXT.replace("x / scale", "x / scale + 0 * x"))
-    (tmp_path / "test_half.py").write_text(
-        "from half import half\n\n\ndef test_half():\n    assert half(6) == 3\n"
-    )
-    found = mutants.generate("half.py", (tmp_path / "half.py").read_text())
-    changes = ("/ -> *", "+ -> -")
-    some = [m for m in found if m.line == 5 and m.change in changes]
-    some += [m for m in found if m.line == 5 and m.change == "* -> /"]
-    tests = {"half.py": ["test_half.py"]}
-    reason = {"file": "half.py", "source": some[0].source, "change": "+ -> -", "reason": "adds 0"}
-    survivors = mutants.try_all(some, tests, [reason], root=tmp_path)
-    assert [m.change for m in survivors] == ["* -> /"]
-    printed = capsys.readouterr().out
-    assert "killed" in printed
-    assert "SURVIVED" in printed
+def test_verdicts(tmp_path: Path) -> None:
+    """A mutant that a test notices dies, also of a function that runs before the tests."""
+    (tmp_path / "half.py").write_text(HALF)
+    (tmp_path / "test_half.py").write_text(TESTS)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/mutants.toml").write_text(TABLE_OF_HALF)
+    command = [sys.executable, "-P", mutants.__file__, "--file", "half.py", "--sample", "0"]
+    tried = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = re.findall(r"^(\w+) +\d+ s  half.py:\d+  (.*)$", tried.stdout, re.MULTILINE)
+    assert found == [
+        ("killed", "/ -> *"),
+        ("killed", "2 -> 3"),
+        ("killed", "0 -> 1"),
+        ("SURVIVED", "* -> /"),
+        ("killed", "+ -> -"),  # of twice
+        ("killed", "2 -> 3"),
+    ], tried.stdout + tried.stderr
+    assert tried.stdout.endswith("6 of 7 killed or accepted (1): 86%\n")
+    assert tried.returncode == 1
     (tmp_path / "test_half.py").write_text("def test_half():\n    assert False\n")
-    with pytest.raises(SystemExit, match=r"fail without a mutant: \['test_half\.py::test_half'\]"):
-        mutants.try_all(some, tests, root=tmp_path)
+    tried = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "tests fail without a mutant: ['test_half.py::test_half']" in tried.stderr
+    assert tried.returncode == 1
 
 
 def test_the_table_fits_the_project() -> None:
     for file, tests in TABLE.items():
-        assert (mutants.ROOT / file).is_file(), file
-        assert all((mutants.ROOT / test.partition("::")[0]).exists() for test in tests), file
+        assert Path(file).is_file(), file
+        assert all(Path(test.partition("::")[0]).exists() for test in tests), file
 
 
 def test_accepted_survivors_are_still_generated() -> None:
@@ -95,7 +134,7 @@ def test_accepted_survivors_are_still_generated() -> None:
     for entry in ACCEPTED:
         file = entry["file"]
         if file not in candidates:
-            text = (mutants.ROOT / file).read_text(encoding="utf-8")
+            text = Path(file).read_text(encoding="utf-8")
             candidates[file] = list(mutants.candidates(file, text))
         assert any(mutants.matches(entry, mutant) for mutant in candidates[file]), entry
         assert entry["reason"]
