@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,6 +70,25 @@ def test_zeros_give_the_identity_and_nan_stays() -> None:
     found = by_cholesky(matrix)
     assert torch.equal(found[[0, 2]], torch.eye(3).repeat(2, 1, 1))
     assert found[1].isnan().all()
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_a_group_that_fails_in_any_pass_is_nan(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cholesky, passes = torch.linalg.cholesky_ex, itertools.count()
+
+    def fails_once(gram: Tensor) -> tuple[Tensor, Tensor]:
+        lower, info = cholesky(gram)
+        if next(passes) == failing:
+            info[1] = 1
+        return lower, info
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", fails_once)
+    found = by_cholesky(randn(3, 4, 4))
+    assert next(passes) == 3
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
 
 
 def test_groups_that_fail_are_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
