@@ -131,6 +131,14 @@ def test_the_second_moment_of_samples(loss: SumLoss, outputs: list[Tensor], hess
     assert 0.05 < errors[1] / errors[0] < 0.2
 
 
+def test_the_floor_is_the_weighted_sum_of_the_floors() -> None:
+    class ShiftedError(SquaredError):
+        floor = 3.0
+
+    terms = [Term(ShiftedError(), weight=0.5), Term(ShiftedError(), weight=2.0)]
+    assert SumLoss(terms).floor == 7.5
+
+
 def test_samples_come_from_the_generator() -> None:
     f = randn(5, 5)
     before = torch.get_rng_state()
