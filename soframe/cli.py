@@ -115,11 +115,7 @@ def inspect(
         if strategy is None:
             strategy = usual
         report, placement = inspection.inspect(
-            built,
-            ranks=ranks,
-            strategy=strategy,
-            all_layers=all_layers,
-            **plan,
+            built, ranks=ranks, strategy=strategy, all_layers=all_layers, **plan
         )
     if as_json:
         plain = {name: value for name, value in vars(advice).items() if name != "plan"}

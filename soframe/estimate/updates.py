@@ -171,10 +171,7 @@ def _sending(backend: Backend, stack: Stack, updates: Sequence[Update]) -> _Send
 
 
 def _sent(
-    stack: Stack,
-    active: tuple[int, ...],
-    updates: Sequence[Update],
-    specs: Sequence[TensorSpec],
+    stack: Stack, active: tuple[int, ...], updates: Sequence[Update], specs: Sequence[TensorSpec]
 ) -> list[Tensor]:
     """Return the tensors that are sent for all active blocks of a stack."""
     like = stack.like

@@ -5,13 +5,7 @@ Constructors raise a ValueError for a setting that is out of range.
 
 from soframe.kernels.precision import multiply
 from soframe.solvers.around import Around
-from soframe.solvers.base import (
-    Problem,
-    Solver,
-    retry,
-    solve_stack,
-    solve_stacks,
-)
+from soframe.solvers.base import Problem, Solver, retry, solve_stack, solve_stacks
 from soframe.solvers.basis import Basis
 from soframe.solvers.eigen import Eigen
 from soframe.solvers.inverse import Inverse

@@ -13,12 +13,7 @@ from torch.optim.optimizer import ParamsT
 from soframe.blocks.registration import unwrap
 from soframe.checks.arguments import check_model
 from soframe.comm import Backend
-from soframe.comm.agreement import (
-    add_over_ranks,
-    fingerprint,
-    require_common,
-    require_no_failure,
-)
+from soframe.comm.agreement import add_over_ranks, fingerprint, require_common, require_no_failure
 from soframe.damping.policies import DampingChoice, check_damping, damping_at
 from soframe.losses.base import Loss
 from soframe.state.bound import OfModel
