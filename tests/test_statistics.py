@@ -167,6 +167,19 @@ def test_several_calls_in_one_pass_are_positions() -> None:
         compare(other, one, name)
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 1)], ids=str)
+def test_a_pass_through_forward_passes_of_one_sample(sizes: tuple[int, ...]) -> None:
+    """A is the mean over the samples of all, whichever came last."""
+    model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+    parts = randn(sum(sizes), 3).split(sizes)
+    with closing(preconditioner(model)) as own:
+        (torch.cat([model(part.clone()) for part in parts]).square().sum() / sum(sizes)).backward()
+        with pytest.warns(UserWarning, match=f"mean over {sum(sizes)} terms"):
+            own.step()
+        rows = torch.cat([torch.cat(parts), torch.ones(sum(sizes), 1).double()], 1)
+        compare(factors(own, "0")[0][0], rows.T @ rows / sum(sizes), "A")
+
+
 def test_micro_batches_are_the_batch() -> None:
     results = []
     inputs, targets = batch(0, 6)
