@@ -180,6 +180,23 @@ def test_a_pass_through_forward_passes_of_one_sample(sizes: tuple[int, ...]) -> 
         compare(factors(own, "0")[0][0], rows.T @ rows / sum(sizes), "A")
 
 
+def test_a_pass_without_samples_counts_for_the_layers_that_were_not_zeroed() -> None:
+    """It is one of three passes that divide the loss, for all but the zeroed layer."""
+    results = []
+    for zeroes in (True, False):
+        model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+        with closing(preconditioner(model)) as own:
+            model(randn(0, 3)).sum().backward()
+            one_pass(model, 1)
+            if zeroes:
+                model[0].zero_grad()
+            one_pass(model, 2)
+            own.step()
+            results.append(factors(own, "2"))
+    for name, one, other in zip("AG", *results, strict=True):
+        compare(other, one, name)
+
+
 def test_micro_batches_are_the_batch() -> None:
     results = []
     inputs, targets = batch(0, 6)

@@ -244,7 +244,7 @@ class Window:
             elif not tally.mark.fits(gradient):
                 changed[block] = gradient
         # Since changed: zeroed in place, replaced, clipped or averaged. The host waits for entries.
-        if changed and not any_nonzero(list(changed.values())):
+        if not any_nonzero(list(changed.values())):
             zeroed += changed.keys()
         if zeroed:
             self._drop(zeroed, number)
@@ -265,7 +265,8 @@ class Window:
             # Nothing of the earlier passes counts, nor do their errors.
             self.passes = Passes(self.passes.samples, self.passes.scale_reader)
         for earlier, backward in list(self.passes.by_number.items()):
-            if earlier < number and backward.number not in used:
+            # Of a pass without samples any gradient may have the zeros.
+            if earlier < number and backward.samples > 0 and backward.number not in used:
                 del self.passes.by_number[earlier]
 
     # -- sums ---------------------------------------------------------------------------------
