@@ -96,12 +96,19 @@ class Batch:
         self.root = root
 
     @property
+    def node(self) -> Any:
+        """A node of no other forward pass, while the graph of this one lives; None if unknown."""
+        if self.call is None:
+            return None
+        return getattr(self.call(), "marker", None)
+
+    @property
     def is_under_way(self) -> bool:
         """Whether the backward pass under way goes through this forward pass; False if unsure."""
-        if self.call is None:
+        node = self.node
+        if node is None:
             return False
-        call = self.call()
-        return call is not None and bool(torch._C._will_engine_execute_node(call.marker))
+        return bool(torch._C._will_engine_execute_node(node))
 
 
 def declare(terms: object, rows: Tensor | None) -> Batch:
@@ -373,6 +380,8 @@ class Passes:
         distinct, certain = _of_other_samples(batches)
         if size == 1 and not by_token:
             samples = len(distinct)
+            if root.size == 1:  # others may show more
+                samples = _added_up(distinct, "batch", samples)
         else:
             samples = _added_up(distinct, setting, call_terms)
         return Pass(samples, size, certain=certain, batches=list(batches))
@@ -380,8 +389,6 @@ class Passes:
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         try:
             return checked(setting())
-            if root.size == 1:  # others may show more
-                samples = _added_up(distinct, "batch", samples)
         except Exception as error:  # any error: all ranks raise it, at the step
             self.fail(error)
             return otherwise

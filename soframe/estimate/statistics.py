@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -139,7 +140,9 @@ class Accumulator:
         tallies: dict[Block, Tally] = {}
         if taking:
             tallies = {block: Tally(gathered(block)) for block in self._blocks}
-        passes, calls = Passes(self._samples, self._scale_reader), Calls()
+        passes = Passes(self._samples, self._scale_reader)
+        # Backward passes may go through forward passes from before this window.
+        calls = Calls(waiting=list(filter(attrgetter("node"), self._capture.calls.waiting)))
         if former is not None:
             passes, calls = former.passes, former.calls
         window = Window(taking, passes, Draw(self._sampler, step), tallies, calls)
