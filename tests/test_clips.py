@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,21 @@ def test_the_strictest_of_all_clips_holds() -> None:
         factors = own.metrics()
     named = [factors[f"{name}_clip_factor"] for name in ("kl", "norm", "energy")]
     assert factors["clip_factor"] == min(named)
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"kl_clip": 0.2}, {"clips": soframe.Clips(norm_clip=0.2)}], ids=str
+)
+def test_a_step_whose_clip_is_out_of_range_is_skipped(bounds: Any) -> None:
+    """Gradients and updates are in the range of float64; their products are not."""
+    model = net()
+    with closing(soframe.Preconditioner(model, **{"kl_clip": None, **bounds})) as own:
+        for scale in (1.0, 1e160):
+            model.zero_grad()
+            (scale * half_square(model(randn(5, 2, 3, 3)), randn(5, 2))).backward()
+            own.step()
+        assert own.counters["skipped_updates"] == 1
+        assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_a_clip_that_does_not_exist_is_refused() -> None:

@@ -217,22 +217,6 @@ def test_a_pass_without_samples_counts_for_the_layers_that_were_not_zeroed() -> 
         compare(other, one, name)
 
 
-def test_a_layer_alone_after_a_forward_pass_that_no_backward_pass_reaches() -> None:
-    """Its samples are its own inputs, not those of that pass."""
-    results = []
-    for before in (True, False):
-        model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
-        with closing(preconditioner(model)) as own:
-            if before:
-                model(randn(5, 3))
-            inputs, targets = batch(0)
-            half_square(model[2](inputs), targets).backward()
-            own.step()
-            results.append(factors(own, "2"))
-    for name, one, other in zip("AG", *results, strict=True):
-        compare(other, one, name)
-
-
 def test_micro_batches_are_the_batch() -> None:
     results = []
     inputs, targets = batch(0, 6)

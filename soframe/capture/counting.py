@@ -96,21 +96,19 @@ class Batch:
         self.root = root
 
     @property
-    def is_left(self) -> bool:
-        """Whether the root has returned, and nothing is declared."""
-        return bool(self.root.outputs) and not self.declared
-
-    @property
     def node(self) -> Any:
         """A node of no other forward pass, while the graph of this one lives; None if unknown."""
-        call = self.call and self.call()
-        return call and call.marker
+        if self.call is None:
+            return None
+        return getattr(self.call(), "marker", None)
 
     @property
     def is_under_way(self) -> bool:
         """Whether the backward pass under way goes through this forward pass; False if unsure."""
         node = self.node
-        return node is not None and bool(torch._C._will_engine_execute_node(node))
+        if node is None:
+            return False
+        return bool(torch._C._will_engine_execute_node(node))
 
 
 def declare(terms: object, rows: Tensor | None) -> Batch:
@@ -380,10 +378,10 @@ class Passes:
         if terms is not None:
             return Pass(terms, size, is_declared=True, batches=list(batches))
         distinct, certain = _of_other_samples(batches)
-        if root.size == 1 and not by_token:
-            samples = sum(other.root.size or 1 for other in distinct)
-        elif size == 1 and not by_token:
+        if size == 1 and not by_token:
             samples = len(distinct)
+            if root.size == 1:  # others may show more
+                samples = _added_up(distinct, "batch", samples)
         else:
             samples = _added_up(distinct, setting, call_terms)
         return Pass(samples, size, certain=certain, batches=list(batches))

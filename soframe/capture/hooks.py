@@ -42,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
 from soframe.capture.counting import Batch
-from soframe.capture.root import Layers, look, look_at_outputs, tensors_in
+from soframe.capture.root import Layers, look, look_at_outputs
 from soframe.capture.wrapper import alone_in_join, unlearned_wrapper, unseen_by
 from soframe.kernels.precision import Precision, within
 from soframe.layers.base import InnerCall, LayerHelper
@@ -479,9 +479,6 @@ class Capture:
         if computing is None:
             return
         is_recomputed = self._begin_call()
-        alone = not is_recomputed and self.calls.batch.is_left and helper.module not in self._roots
-        if alone and not any(x.requires_grad for x in tensors_in((args, kwargs))):
-            self.calls.batch = Batch()  # it continues no forward pass of the root
         inner = helper.observe(args, kwargs, output)
         is_reached = bool(inner)
         if inner is None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -134,8 +135,8 @@ class Accumulator:
         passes of a ``former`` one goes on after the model was rebuilt.
         """
         passes = Passes(self._samples, self._scale_reader)
-        former_batches = self._capture.calls.waiting  # the next backward pass may reach them
-        calls = Calls(waiting=[batch for batch in former_batches if batch.node is not None])
+        # Backward passes may go through forward passes from before this window.
+        calls = Calls(waiting=list(filter(attrgetter("node"), self._capture.calls.waiting)))
         if former is not None:
             passes, calls = former.passes, former.calls
         tallies: dict[Block, Tally] = {}

@@ -244,7 +244,7 @@ class Window:
             elif not tally.mark.fits(gradient):
                 changed[block] = gradient
         # Since changed: zeroed in place, replaced, clipped or averaged. The host waits for entries.
-        if changed and not any_nonzero(list(changed.values())):
+        if not any_nonzero(list(changed.values())):
             zeroed += changed.keys()
         if zeroed:
             self._drop(zeroed, number)

@@ -77,6 +77,8 @@ def clip(
     for name, bounded in clips.items():
         total = _total(bounded, clipped, gradients, plan, like)
         total = stages.total(gradients.total(total, updates=not bounded.reads_gradients))
+        if plan.careful and not bool(total.isfinite()):
+            return None  # products of float64 numbers may overflow, too
         # A bound over zero is infinite, and limited like others.
         factors[name] = bounded.factor(total, plan.bounds[name]).clamp(max=1.0)
     # The factors stay on the device: comparing them here would make the host wait.

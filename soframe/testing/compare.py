@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 # By the coarser of the two dtypes compared.
-_TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def dense_preconditioned(fisher: Tensor, gradient: Tensor, damping: float) -> Tensor:
