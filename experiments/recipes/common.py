@@ -226,11 +226,12 @@ def first_order(model: nn.Module, settings: Common, name: str) -> torch.optim.Op
             nesterov=settings.nesterov,
             weight_decay=settings.weight_decay,
         )
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+    groups: list[dict[str, Any]] = []
+    for parameters, weight_decay in ((matrices, settings.weight_decay), (vectors, 0.0)):
+        if parameters:
+            groups.append({"params": parameters, "weight_decay": weight_decay})
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=settings.rate, betas=settings.betas)
     from experiments.libraries import require
