@@ -167,6 +167,26 @@ def test_several_calls_in_one_pass_are_positions() -> None:
         compare(other, one, name)
 
 
+def test_a_pass_through_forward_passes_of_two_windows() -> None:
+    """The samples of both count, as in one window."""
+    results = []
+    for between in (True, False):
+        model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+        with closing(preconditioner(model, decay=0.0)) as own:
+            parts = [model(randn(3, 3, seed=1))]
+            if between:
+                model(randn(4, 3)).sum().backward()
+                own.step()
+                model.zero_grad()
+            parts.append(model(randn(2, 3, seed=2)))
+            (torch.cat(parts).square().sum() / 5).backward()
+            with pytest.warns(UserWarning, match="mean over 5 terms"):
+                own.step()
+            results.append(factors(own, "0"))
+    for name, one, other in zip("AG", *results, strict=True):
+        compare(other, one, name)
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 1)], ids=str)
 def test_a_pass_through_forward_passes_of_one_sample(sizes: tuple[int, ...]) -> None:
     """A is the mean over the samples of all, whichever came last."""

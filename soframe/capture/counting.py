@@ -96,6 +96,11 @@ class Batch:
         self.root = root
 
     @property
+    def lives(self) -> bool:
+        """Whether a backward pass may still go through this forward pass."""
+        return self.call is not None and self.call() is not None
+
+    @property
     def is_under_way(self) -> bool:
         """Whether the backward pass under way goes through this forward pass; False if unsure."""
         if self.call is None:
@@ -373,6 +378,8 @@ class Passes:
         distinct, certain = _of_other_samples(batches)
         if size == 1 and not by_token:
             samples = len(distinct)
+            if root.size == 1:  # others may show more
+                samples = _added_up(distinct, "batch", samples)
         else:
             samples = _added_up(distinct, setting, call_terms)
         return Pass(samples, size, certain=certain, batches=list(batches))
@@ -380,8 +387,6 @@ class Passes:
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
         try:
             return checked(setting())
-            if root.size == 1:  # others may show more
-                samples = _added_up(distinct, "batch", samples)
         except Exception as error:  # any error: all ranks raise it, at the step
             self.fail(error)
             return otherwise

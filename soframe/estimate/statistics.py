@@ -139,7 +139,9 @@ class Accumulator:
         tallies: dict[Block, Tally] = {}
         if taking:
             tallies = {block: Tally(gathered(block)) for block in self._blocks}
-        passes, calls = Passes(self._samples, self._scale_reader), Calls()
+        passes = Passes(self._samples, self._scale_reader)
+        # Backward passes may reach forward passes from before this window.
+        calls = Calls(waiting=self._capture.calls.waiting)
         if former is not None:
             passes, calls = former.passes, former.calls
         window = Window(taking, passes, Draw(self._sampler, step), tallies, calls)
