@@ -96,11 +96,9 @@ class Batch:
         self.root = root
 
     @property
-    def node(self) -> Any:
-        """A node of no other forward pass, while the graph of this one lives; None if unknown."""
-        if self.call is None:
-            return None
-        return getattr(self.call(), "marker", None)
+    def lives(self) -> bool:
+        """Whether a backward pass may still go through this forward pass."""
+        return self.call is not None and self.call() is not None
 
     @property
     def is_under_way(self) -> bool:

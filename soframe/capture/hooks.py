@@ -237,7 +237,7 @@ class Calls:
         ``batch`` is the one that it has reached first; it is alone if none is waiting.
         """
         taken = [other for other in self.waiting if other is batch or other.is_under_way]
-        self.waiting = [other for other in self.waiting if other not in taken]
+        self.waiting = [other for other in self.waiting if other not in taken and other.lives]
         return taken or [batch]
 
 

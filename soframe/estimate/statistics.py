@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -135,8 +134,8 @@ class Accumulator:
         passes of a ``former`` one goes on after the model was rebuilt.
         """
         passes = Passes(self._samples, self._scale_reader)
-        # Backward passes may go through forward passes from before this window.
-        calls = Calls(waiting=list(filter(attrgetter("node"), self._capture.calls.waiting)))
+        # Backward passes may reach forward passes from before this window.
+        calls = Calls(waiting=self._capture.calls.waiting)
         if former is not None:
             passes, calls = former.passes, former.calls
         tallies: dict[Block, Tally] = {}
