@@ -103,10 +103,10 @@ class Batch:
     @property
     def is_under_way(self) -> bool:
         """Whether the backward pass under way goes through this forward pass; False if unsure."""
-        node = self.node
-        if node is None:
+        if self.call is None:
             return False
-        return bool(torch._C._will_engine_execute_node(node))
+        call = self.call()
+        return call is not None and bool(torch._C._will_engine_execute_node(call.marker))
 
 
 def declare(terms: object, rows: Tensor | None) -> Batch:
