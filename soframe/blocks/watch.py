@@ -29,7 +29,7 @@ class Watch:
 
     def _look(self, parameters: Sequence[nn.Parameter]) -> tuple[object, ...]:
         # By name, too: pruning renames a parameter, and computes the weight from it from then on.
-        names = list(map(list, self._slots))
+        names = [list(slots.keys()) for slots in self._slots]  # TorchScript's iterate over none
         ids = list(map(id, parameters))
         children = list(map(id, chain.from_iterable(map(_VALUES, self._children))))
         properties = list(map(_PROPERTIES, parameters))

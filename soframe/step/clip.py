@@ -7,7 +7,7 @@ kfac-pytorch, a clipped step has the bound's length at any rate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -59,31 +59,32 @@ def clip(
     Return the factor of each clip by name, a scalar in (0, 1]; None if an update or a new state of
     any rank is not finite.
     """
-    if plan.careful:
-        bad = bool(updates) and not _finite(updates, gradients)
-        if stages.any(bad):
-            return None
     clipped = [update for update in updates if update.stack.like.method.clipped]
-    # On a pipeline other stages may have updates, and wait for this one's sums.
-    takes_part = bool(clipped) or stages.backend is not None
-    if not clips or not takes_part:
-        return {}
     scaled: list[Tensor] = []
     for update in clipped:
         scaled += update.tensors()
-    # A stage without clipped updates takes part in the sums with zeros.
-    like = scaled[0] if scaled else torch.zeros((), dtype=torch.float64, device="cpu")
+    totals: dict[str, Tensor] = {}
+    # On a pipeline other stages may have updates, and wait for this one's sums.
+    if clipped or stages.backend is not None:
+        # A stage without clipped updates takes part in the sums with zeros.
+        like = scaled[0] if scaled else torch.zeros((), dtype=torch.float64, device="cpu")
+        for name, bounded in clips.items():
+            total = _total(bounded, clipped, gradients, plan, like)
+            total = gradients.total(total, updates=not bounded.reads_gradients)
+            totals[name] = stages.total(total)
+    if plan.careful:
+        # Products of float64 numbers may overflow, too.
+        bad = bool(updates) and not _finite(updates, totals.values(), gradients)
+        if stages.any(bad):
+            return None
     factors: dict[str, Tensor] = {}
-    for name, bounded in clips.items():
-        total = _total(bounded, clipped, gradients, plan, like)
-        total = stages.total(gradients.total(total, updates=not bounded.reads_gradients))
-        if plan.careful and not bool(total.isfinite()):
-            return None  # products of float64 numbers may overflow, too
+    for name, total in totals.items():
         # A bound over zero is infinite, and limited like others.
-        factors[name] = bounded.factor(total, plan.bounds[name]).clamp(max=1.0)
-    # The factors stay on the device: comparing them here would make the host wait.
-    smallest = reduce(torch.minimum, factors.values())
-    _scale(scaled, smallest.to(like.dtype))
+        factors[name] = clips[name].factor(total, plan.bounds[name]).clamp(max=1.0)
+    if factors:
+        # The factors stay on the device: comparing them here would make the host wait.
+        smallest = reduce(torch.minimum, factors.values())
+        _scale(scaled, smallest.to(scaled[0].dtype if scaled else smallest.dtype))
     return factors
 
 
@@ -125,16 +126,18 @@ def _scale(tensors: list[Tensor], factor: Tensor) -> None:
             tensor.mul_(factor.to(tensor.device))
 
 
-def _finite(updates: Sequence[Update], gradients: AveragedGradients) -> bool:
-    """Return whether the updates and the new states of all ranks are finite."""
+def _finite(
+    updates: Sequence[Update], totals: Iterable[Tensor], gradients: AveragedGradients
+) -> bool:
+    """Return whether the updates and new states of all ranks, and sums over them, are finite."""
     # Every rank checks the tensors that it has; together the ranks have all.
-    tensors: list[Tensor] = []
+    tensors = list(totals)
     for update in updates:
         if update.matrix is not None:
             tensors.append(update.matrix)
         tensors += update.states.values()
     # One number per rank, so that one wait for the device is enough.
-    count = torch.tensor(0.0, device=tensors[0].device if tensors else torch.device("cpu"))
+    count = torch.tensor(0.0, device=tensors[-1].device if tensors else torch.device("cpu"))
     for tensor in tensors:
         count += tensor.isfinite().all().logical_not().to(count.device)
     return not bool(gradients.total(count, updates=True, states=gradients.remembers))

@@ -57,6 +57,8 @@ def cases(draw: Any) -> tuple[nn.Module, bool, Tensor]:
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[places - 1]
         return conv(2 * features, 2, 2, padding=draw(st.integers(0, 1)), groups=2), True, x
     shape = sizes[: dims - 1]
+    if len(shape) == 2:  # one sample, or one position, does not show which dimension is the batch
+        shape = [max(size, 2) for size in shape]
     batch_first = len(shape) != 2 or draw(st.booleans())
     if kind == "embedding":
         shape = shape or [1]

@@ -204,7 +204,7 @@ def test_names_that_only_some_shapes_have(
     settings: dict[str, Any], within: Callable[[Method], Method]
 ) -> None:
     method = Written(lambda given: Direction(given.incoming), **settings)
-    with pytest.raises(ValueError, match="for blocks of some shapes alone"):
+    with pytest.raises(ValueError, match="only for blocks of some shapes"):
         trained(within(method))
 
 

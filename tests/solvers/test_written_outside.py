@@ -59,7 +59,7 @@ def test_a_factor_that_is_returned_as_it_is_does_not_change_between_solves() -> 
     ("solves", "error", "words"),
     [
         (lambda m: {"inverse": m}, ValueError, r"solve\(\) returned .*'inverse'"),
-        (lambda m: {"matrix": m[0]}, ValueError, r"and tensors\(\) says .*\(1, 4, 4\)"),
+        (lambda m: {"matrix": m[0]}, ValueError, r"and tensors\(\) declares .*\(1, 4, 4\)"),
     ],
 )
 def test_what_a_solver_may_say_and_not_keep(
