@@ -26,12 +26,13 @@ class Around(nn.Module):
 
     def __init__(self, layer: nn.Module, batch_first: bool) -> None:
         super().__init__()
-        self.layer, self.batch_first = layer, batch_first
+        # Not `batch_first`, which would say that the arguments of this module are `[T, N, ...]`.
+        self.layer, self.turns = layer, not batch_first
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.batch_first:
-            return self.layer(x)
-        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+        if self.turns:
+            return self.layer(x.transpose(0, 1)).transpose(0, 1)
+        return self.layer(x)
 
 
 def signs(columns: int) -> Tensor:
@@ -57,8 +58,6 @@ def cases(draw: Any) -> tuple[nn.Module, bool, Tensor]:
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[places - 1]
         return conv(2 * features, 2, 2, padding=draw(st.integers(0, 1)), groups=2), True, x
     shape = sizes[: dims - 1]
-    if len(shape) == 2:  # one sample, or one position, does not show which dimension is the batch
-        shape = [max(size, 2) for size in shape]
     batch_first = len(shape) != 2 or draw(st.booleans())
     if kind == "embedding":
         shape = shape or [1]
