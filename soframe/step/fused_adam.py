@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -164,9 +163,21 @@ def _step(
     bad: Tensor | None,
 ) -> None:
     """Call the kernel for update number ``count``; it does nothing where ``bad`` is one."""
-    decay = move.weight_decay if batch.decays else 0.0
-    kernel: Any = partial(torch._fused_adamw_, amsgrad=False, maximize=False, grad_scale=None)
-    kernel = partial(kernel, lr=move.lr, weight_decay=decay, eps=method.eps, found_inf=bad)
-    kernel = partial(kernel, beta1=method.betas[0], beta2=method.betas[1])
-    counts = [count] * len(batch.parameters)
-    kernel(batch.parameters, gradients, batch.means, batch.squares, [], counts)
+    kernel: Any = torch._fused_adamw_
+    kernel(
+        batch.parameters,
+        gradients,
+        batch.means,
+        batch.squares,
+        [],
+        [count] * len(batch.parameters),
+        lr=move.lr,
+        beta1=method.betas[0],
+        beta2=method.betas[1],
+        weight_decay=move.weight_decay if batch.decays else 0.0,
+        eps=method.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None,
+        found_inf=bad,
+    )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -169,9 +169,20 @@ def _add(weights: list[Tensor], updates: list[Tensor], lr: float, bad: Tensor | 
     is_dense = all(t.layout == torch.strided and t.is_contiguous() for t in tensors)
     if is_dense and all(update.dtype == weights[0].dtype for update in updates):
         kernel: Any = torch._fused_sgd_
-        kernel = partial(kernel, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0)
-        kernel = partial(kernel, maximize=False, is_first_step=False, grad_scale=None)
-        kernel(weights, updates, [], lr=lr, found_inf=bad)
+        kernel(
+            weights,
+            updates,
+            [],
+            weight_decay=0.0,
+            momentum=0.0,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=None,
+            found_inf=bad,
+        )
         return
     keep_if(bad == 0, updates)
     torch._foreach_add_(weights, updates, alpha=-lr)
