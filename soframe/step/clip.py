@@ -56,8 +56,8 @@ def clip(
 ) -> Mapping[str, Tensor] | None:
     """Scale all updates by the smallest factor of any clip, in place; every rank must call.
 
-    Return the factor of each clip by name, a scalar in (0, 1]; None if an update or a new state of
-    any rank is not finite.
+    Return the factor of each clip by name, a scalar in (0, 1]; None if an update, a
+    new state or the sum of a clip is not finite on any rank.
     """
     clipped = [update for update in updates if update.stack.like.method.clipped]
     scaled: list[Tensor] = []
