@@ -14,7 +14,7 @@ import copy
 import io
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -111,7 +111,8 @@ class Twin:
 
     def __init__(self, model: nn.Module, method: str, chosen: dict[str, Any]) -> None:
         self.model, self.forwards = model, 0
-        self.own = soframe.Preconditioner(model, method, **grouped(chosen))
+        alone = {"backend": soframe.comm.SingleProcess()}
+        self.own = soframe.Preconditioner(model, method, **grouped(chosen | alone))
         self.step, self.begin = self.own.step, self.own.reset_batch
         self.state_dict, self.load_state_dict = self.own.state_dict, self.own.load_state_dict
 
@@ -134,12 +135,19 @@ class Twin:
     skipped_statistics = property(lambda self: self.own.counters["skipped_statistics"])
 
 
+@dataclass
 class Pass:
     """A forward pass of both models, with its losses."""
 
-    def __init__(self, output: Tensor, plain: Forward, target: Tensor) -> None:
-        self.plain, self.size, self.output = plain, len(output), output
-        self.loss, self.plain_loss = loss_of(output, target), loss_of(plain.output, target)
+    output: Tensor
+    loss: Tensor
+    plain: Forward
+    plain_loss: Tensor
+
+    @property
+    def size(self) -> int:
+        """Samples of all ranks."""
+        return len(self.plain.output)
 
 
 SIZES, SCALES = [1, 2, 3, 5], [1.0, 0.5, 3.0, 1e-3]
@@ -187,7 +195,13 @@ def rule(
 
 
 class Loop:
-    """A loop with a preconditioner, and beside it a plain or an eventless one."""
+    """A loop with a preconditioner, and beside it a plain or an eventless one.
+
+    Of several ranks each has its part of every batch; the plain loop beside it has the whole.
+    """
+
+    rank, ranks = 0, 1
+    of_ranks: Mapping[str, Any] = {}  # settings of several
 
     def __init__(self, number: int) -> None:
         self.random = random.Random(number)
@@ -196,12 +210,12 @@ class Loop:
         self.kept: list[Tensor] = []
         self.acts: list[str] = []
 
-    def choose(self, act: Callable[..., None], choices: dict[str, Sequence[Any]]) -> None:
+    def choose(self, act: Callable[..., None], choices: Mapping[str, Sequence[Any]]) -> None:
         """Choose the arguments of an act, and act."""
         chosen = {name: self.random.choice(values) for name, values in choices.items()}
         values = ", ".join(f"{name}={value}" for name, value in chosen.items())
         self.acts.append(f"{act.__name__}({values})")
-        act(self, **chosen)
+        getattr(self, act.__name__)(**chosen)
 
     def go_on(self) -> None:
         chosen = self.random.choice([rule for rule in RULES if rule.when(self)])
@@ -252,11 +266,16 @@ class Loop:
     def start(self) -> None:
         self.optimizer = torch.optim.SGD(self.model.parameters(), LR)
         self.own = soframe.Preconditioner(
-            self.model, self.method, optimizer=self.optimizer, **grouped(self.settings)
+            self.model,
+            self.method,
+            optimizer=self.optimizer,
+            **grouped({**self.settings, **self.of_ranks}),
         )
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of all ranks."""
         self.seed += 1
+        size *= self.ranks
         between = (self.positions,) if self.positions else ()
         if self.kind in ("images", "tokens"):
             between = ()
@@ -270,8 +289,15 @@ class Loop:
 
     def ahead(self, x: Tensor, target: Tensor, module: str = "") -> Pass:
         """A forward pass of both."""
-        output = self.model.get_submodule(module)(x)
-        return Pass(output, self.plain.forward(x, module), target)
+        output = self.model.get_submodule(module)(self.part(x))
+        plain = self.plain.forward(x, module)
+        loss, plain_loss = loss_of(output, self.part(target)), loss_of(plain.output, target)
+        return Pass(output, loss, plain, plain_loss)
+
+    def part(self, batch: Tensor) -> Tensor:
+        """This rank's samples."""
+        size = len(batch) // self.ranks
+        return batch[self.rank * size : (self.rank + 1) * size]
 
     def back(self, one: Pass, scale: float = 1.0) -> None:
         (scale * one.loss).backward()
@@ -290,7 +316,7 @@ class Loop:
         one = self.ahead(x, target)
         if self.observes:
             self.own.observe(one.output)
-            self.plain.observe(one.plain, size)
+            self.plain.observe(one.plain, one.size)
         self.back(one, scale)
         self.model.reentrant = None
 
@@ -332,14 +358,14 @@ class Loop:
         x, target = self.batch(size)
         one, two = self.ahead(x, target), self.ahead(x, -target)
         (one.loss + two.loss).backward()
-        self.plain.backward(one.plain_loss + two.plain_loss, [one.plain, two.plain], size)
+        self.plain.backward(one.plain_loss + two.plain_loss, [one.plain, two.plain], one.size)
 
     @rule(when=lambda loop: not loop.observes and loop.trains_head, size=SIZES)
     def train_the_head_alone(self, size: int) -> None:
         self.back(self.ahead(*self.batch(1)))  # it would have the samples of a pass that is open
         self.seed += 1
-        x = randn(size, self.model.head.in_features, seed=self.seed)
-        self.back(self.ahead(x, randn(size, OUT, seed=5000 + self.seed), "head"))
+        x = randn(size * self.ranks, self.model.head.in_features, seed=self.seed)
+        self.back(self.ahead(x, randn(len(x), OUT, seed=5000 + self.seed), "head"))
 
     @property
     def trains_head(self) -> bool:
@@ -548,15 +574,19 @@ def check(got: Tensor, want: Tensor, what: str) -> None:
     assert bool((difference <= 1e-7 * scale + 1e-14).all()), f"{what}: {got} instead of {want}"
 
 
-@pytest.mark.filterwarnings("ignore")  # of samples that are asked for, and gradients without
-@pytest.mark.parametrize("number", range(examples(800)))
-def test_a_random_training_loop(number: int) -> None:
-    loop = Loop(number)
+def play(loop: Loop, setups: Mapping[str, Sequence[Any]]) -> None:
+    """Let a loop set itself up and act, until it has acted enough or is refused something."""
     try:
-        loop.choose(Loop.build, SETUPS)
+        loop.choose(Loop.build, setups)
         for _ in range(20):
             loop.go_on()
     except Exception as error:
         if isinstance(error, AssertionError) or not any(text in str(error) for text in REFUSALS):
             error.add_note("\n".join(loop.acts))
             raise
+
+
+@pytest.mark.filterwarnings("ignore")  # of samples that are asked for, and gradients without
+@pytest.mark.parametrize("number", range(examples(800)))
+def test_a_random_training_loop(number: int) -> None:
+    play(Loop(number), SETUPS)

@@ -1,0 +1,88 @@
+"""Random training loops on two ranks with half of each batch, beside a loop with all of it."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.harness import run_ranks
+from tests.examples import examples
+from tests.robustness.test_training_loops import SETUPS, Loop, play
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+# Where data decide which layers are used, ranks would use others; rounding turns eigenvectors of
+# equal eigenvalues, in which EKFAC measures.
+SHARED: dict[str, Any] = SETUPS | {
+    "kind": [kind for kind in SETUPS["kind"] if kind != "branch"],
+    "method": [method for method in SETUPS["method"] if method != "ekfac"],
+    "average": ["local"],
+}
+STRATEGIES = ["comm-opt", "mem-opt", "hybrid-opt", "sharded"]
+GRADIENTS = ["averaged", "local"]
+PROGRAMS = 25  # of one run
+
+
+class LoopOfRank(Loop):
+    """A loop of one rank of several, which averages gradients itself or leaves it to soframe."""
+
+    def __init__(self, number: int, rank: int, ranks: int) -> None:
+        super().__init__(number)
+        self.rank, self.ranks = rank, ranks
+        chosen = Random(number)
+        self.gradients = chosen.choice(GRADIENTS)
+        self.of_ranks = {"strategy": chosen.choice(STRATEGIES), "gradients": self.gradients}
+        self.acts.append(str(self.of_ranks))
+
+    def average(self) -> None:
+        if self.gradients == "averaged":
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= self.ranks
+
+    def clip(self, bound: float) -> None:
+        if self.gradients == "averaged":
+            self.average()
+            super().clip(bound)
+
+    def take_step(self) -> None:
+        self.average()
+        super().take_step()
+
+    def compare(self, when: str) -> None:
+        if self.gradients == "averaged" or when != "before the step":
+            super().compare(when)
+
+    def evaluate(self, what: str, size: int) -> None:
+        if self.acts_alone(size):
+            super().evaluate(what, size)
+
+    def go_ahead_in_vain(self, what: str, size: int) -> None:
+        if self.acts_alone(size):
+            super().go_ahead_in_vain(what, size)
+
+    def train_others(self, what: str, size: int) -> None:
+        if self.acts_alone(size):
+            super().train_others(what, size)
+
+    def acts_alone(self, size: int) -> bool:
+        """Whether this rank is the one that does something else meanwhile."""
+        if self.rank == size % self.ranks:
+            return True
+        self.seed += 1  # ranks have parts of the same batches
+        return False
+
+
+def go_through(rank: int, ranks: int, first: int) -> None:
+    for number in range(first, first + PROGRAMS):
+        play(LoopOfRank(number, rank, ranks), SHARED)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", range(0, examples(400), PROGRAMS))
+def test_a_random_training_loop_on_two_ranks(first: int) -> None:
+    run_ranks(go_through, 2, first)
