@@ -75,5 +75,6 @@ class Eva(Method):
             # Zero curvature and zero damping: the pseudo-inverse gives no step.
             least = (along / curvature.where(curvature > 0, 1.0)).where(curvature > 0, 0)
             return Direction(least.to(along))
-        share = (curvature / (step.damping + curvature)).to(along)
+        # The curvature may be zero, or beyond float64.
+        share = (1 / (1 + step.damping / curvature)).to(along)
         return Direction((step.incoming - share * along) / step.damping)

@@ -176,7 +176,7 @@ class Rule:
 
     act: Callable[..., None]
     choices: dict[str, Sequence[Any]]
-    when: Callable[[Loop], bool]
+    when: Callable[[Loop], bool] = lambda loop: True
 
 
 RULES: list[Rule] = []
@@ -202,6 +202,8 @@ class Loop:
 
     rank, ranks = 0, 1
     of_ranks: Mapping[str, Any] = {}  # settings of several
+    twins: Mapping[str, dict[str, Any]] = TWINS
+    rules: Sequence[Rule] = RULES
 
     def __init__(self, number: int) -> None:
         self.random = random.Random(number)
@@ -218,7 +220,7 @@ class Loop:
         getattr(self, act.__name__)(**chosen)
 
     def go_on(self) -> None:
-        chosen = self.random.choice([rule for rule in RULES if rule.when(self)])
+        chosen = self.random.choice([rule for rule in self.rules if rule.when(self)])
         self.choose(chosen.act, chosen.choices)
 
     # -- the beginning ----------------------------------------------------------------------------
@@ -235,7 +237,7 @@ class Loop:
         solver: str,
         clips: tuple[float | None, float | None],
     ) -> None:
-        if kind == "tokens" and method in TWINS and "kl_clip" not in TWINS[method]:
+        if kind == "tokens" and method in self.twins and "kl_clip" not in self.twins[method]:
             kind = "plain"  # a head and a table would be left to others
         self.kind, self.positions, self.observes = kind, positions, method == "type-2"
         kl_clip, norm_clip = clips
@@ -250,16 +252,16 @@ class Loop:
             "loss_average": average,
             "fisher": "type-2" if self.observes else "empirical",
         }
-        self.method, self.settings = method, TWINS.get(method, plain | {"layers": "all"})
+        self.method, self.settings = method, self.twins.get(method, plain | {"layers": "all"})
         if self.observes:
             self.settings |= {"loss": "squared-error"}
-        if method not in TWINS:
+        if method not in self.twins:
             self.method = "kfac"
         self.model = Net(kind, biases, idle=idle)
         self.start()
         other = Net(kind, biases, idle=False)
         self.plain: Any = Plain(other, plain)
-        if method in TWINS:
+        if method in self.twins:
             self.plain = Twin(other, method, self.settings)
         self.layers = [n for n in ("first", "second", "head") if hasattr(self.model, n)]
 
@@ -271,6 +273,11 @@ class Loop:
             optimizer=self.optimizer,
             **grouped({**self.settings, **self.of_ranks}),
         )
+
+    @property
+    def states(self) -> Any:
+        """What has a state to save."""
+        return self.own
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of all ranks."""
@@ -422,6 +429,8 @@ class Loop:
         self.own.step()
         self.plain.step()
         self.compare("after the step")
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        assert all(gradient.isfinite().all() for gradient in gradients)
         counters = self.own.counters
         assert counters["skipped_updates"] == self.plain.skipped
         assert counters["skipped_statistics"] == self.plain.skipped_statistics
@@ -464,7 +473,7 @@ class Loop:
     @rule(when=lambda loop: not loop.plain.changed)
     def save(self) -> None:
         weights = copy.deepcopy(self.plain.model.state_dict())
-        self.saved = weights, self.frozen, self.own.state_dict(), self.plain.state_dict()
+        self.saved = weights, self.frozen, self.states.state_dict(), self.plain.state_dict()
 
     @property
     def frozen(self) -> list[bool]:
@@ -477,7 +486,7 @@ class Loop:
             return
         for model in (self.model, self.plain.model):
             model.load_state_dict(weights, strict=False)
-        self.own.load_state_dict(own)
+        self.states.load_state_dict(own)
         self.plain.load_state_dict(plain)
         self.waiting = []
 
@@ -485,13 +494,13 @@ class Loop:
     def restart(self) -> None:
         """Go on with another model, optimizer and preconditioner; a window begins anew."""
         file = io.BytesIO()
-        torch.save(self.own.state_dict(), file)
+        torch.save(self.states.state_dict(), file)
         file.seek(0)
         former, self.model = self.model, copy.deepcopy(self.model)
         for parameter, before in zip(self.model.parameters(), former.parameters(), strict=True):
             parameter.grad = before.grad
         self.start()
-        self.own.load_state_dict(torch.load(file, weights_only=True))
+        self.states.load_state_dict(torch.load(file, weights_only=True))
         self.plain.begin()
         self.waiting = []
 
