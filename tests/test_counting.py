@@ -212,6 +212,25 @@ def test_the_root_tells_the_samples(average: str) -> None:
         check_dense(model, own, data, average, "empirical", log_cosh, ["experts.0"])
 
 
+@pytest.mark.parametrize("parts", [[6, 0], [0, 6], [0, 4, 0, 2]], ids=str)
+def test_an_empty_forward_pass_beside_others_of_one_loss(parts: list[int]) -> None:
+    """The one that the backward pass reaches first, which is the last, says nothing of N."""
+    found = []
+    x, y = randn(6, 3), randn(6, 2, seed=1)
+    for sizes in (parts, [6]):
+        model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+        with closing(preconditioner(model)) as own:
+            losses = [
+                (model(inputs) - targets).cosh().log().sum()
+                for inputs, targets in zip(x.split(sizes), y.split(sizes), strict=True)
+            ]
+            torch.stack(losses).sum().div(6).backward()
+            own.step()
+            found.append([*factors(own, "0"), *factors(own, "2")])
+    for chunked, whole in zip(*found, strict=True):
+        compare(chunked, whole, "factor")
+
+
 class Windows(nn.Module):
     """A layer over windows is called with twice as many samples, which are half as long."""
 

@@ -116,6 +116,21 @@ def test_micro_batches_weighted_by_size_are_one_batch(whole_step: bool) -> None:
         compare(local, whole, "weighted by size")
 
 
+@pytest.mark.parametrize("fisher", ["type-2", "monte-carlo"])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_an_empty_batch_behind_one_that_was_left_out(fisher: str, to_none: bool) -> None:
+    """The statistics of gradients that were zeroed go, even if nothing comes in their place."""
+    model = fill(deep_linear())
+    with closing(preconditioner(model, fisher=fisher, loss="squared-error")) as own:
+        for samples in (4, 0):
+            model.zero_grad(set_to_none=to_none)
+            output = model(randn(samples, 3))
+            own.observe(output)
+            output.square().sum().backward()
+        own.step()
+        assert not any(block.active for block in own.blocks)
+
+
 # -- errors ----------------------------------------------------------------------------------
 
 

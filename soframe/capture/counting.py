@@ -344,7 +344,8 @@ class Passes:
 
     def _through(self, batches: Sequence[Batch]) -> Pass | None:
         """Return the pass of another loss of the same forward passes of the root, if any."""
-        if batches[0].declared or batches[0].root.size is None:
+        batch = batches[0]
+        if batch.declared or (batch.root.size is None and not batch.root.is_empty):
             return None  # perhaps of several forward passes
         for backward in self.by_number.values():
             if backward.batches == batches:

@@ -234,10 +234,17 @@ class Calls:
     def take_waiting(self, batch: Batch) -> list[Batch]:
         """Take out the waiting batches of the backward pass under way, in order.
 
-        ``batch`` is the one that it has reached first; it is alone if none is waiting.
+        ``batch`` is the one that it has reached first; it is alone if none is waiting. Empty ones
+        say nothing beside others.
         """
-        taken = [other for other in self.waiting if other is batch or other.is_under_way]
-        self.waiting = [other for other in self.waiting if other not in taken and other.lives]
+        taken, waiting = list[Batch](), list[Batch]()
+        for other in self.waiting:
+            if other is batch or other.is_under_way:
+                if not other.root.is_empty:
+                    taken.append(other)
+            elif other.lives:
+                waiting.append(other)
+        self.waiting = waiting
         return taken or [batch]
 
 

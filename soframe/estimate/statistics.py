@@ -174,7 +174,7 @@ class Accumulator:
         rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
-            if call.batch.root.is_empty:
+            if self.window.is_empty(call):
                 self.window.count_call(block, call, (0, 0), self._stage_of[block])
             return
         data = self._data(block, helper, rows, call.batch)

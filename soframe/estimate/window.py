@@ -221,6 +221,17 @@ class Window:
             terms = call.probe.samples
         return self.passes.enter(call.number, sizes, terms, call.batch, batches, stage)
 
+    def is_empty(self, call: LayerCall) -> bool:
+        """Return whether the backward pass of a call goes through no forward pass with samples."""
+        if not call.batch.root.is_empty:
+            return False
+        if call.number in self.passes.by_number:
+            return self.passes.by_number[call.number].samples == 0
+        for batch in self.calls.waiting:
+            if batch.is_under_way and not batch.root.is_empty:
+                return False
+        return True
+
     def end_pass(self, reached: Iterable[Block]) -> None:
         """Record the gradients of the blocks that a backward pass of the loss has reached."""
         for block in reached:

@@ -113,7 +113,7 @@ class Loss(ABC):
 
 def diagonal_columns(root: Tensor) -> Iterator[Tensor]:
     """Yield the columns of a diagonal square root ``[N, ...]``: one for each number of a sample."""
-    flat = root.reshape(len(root), root[:1].numel())
+    flat = root.reshape(len(root), root.shape[1:].numel())
     for number in range(flat.shape[1]):
         column = torch.zeros_like(flat)
         column[:, number] = flat[:, number]

@@ -327,7 +327,7 @@ class Loop:
         self.back(one, scale)
         self.model.reentrant = None
 
-    @rule(4, when=lambda loop: not loop.observes, size=SIZES)
+    @rule(4, when=lambda loop: not loop.observes, size=[0, *SIZES])
     def go_ahead(self, size: int) -> None:
         self.waiting.append(self.ahead(*self.batch(size)))
 
@@ -389,10 +389,9 @@ class Loop:
         self.take_step()
         self.zero(to_none=True)
 
-    @rule(2, when=lambda loop: not loop.observes)
+    @rule(2)
     def train_on_nothing(self) -> None:
-        x, target = self.batch(1)
-        self.back(self.ahead(x[:0], target[:0]))
+        self.train(0, 1.0, reentrant=None)
 
     # -- gradients --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Random training loops on two ranks with half of each batch, beside a loop with all of it."""
+"""Random training loops on two ranks with parts of each batch, beside a loop with all of it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.distributed.harness import run_ranks
 from tests.examples import examples
-from tests.robustness.test_training_loops import SETUPS, Loop, play
+from tests.robustness.test_training_loops import SETUPS, Loop, Pass, play
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SHARED: dict[str, Any] = SETUPS | {
     "kind": [kind for kind in SETUPS["kind"] if kind != "branch"],
     "method": [method for method in SETUPS["method"] if method != "ekfac"],
-    "average": ["local"],
+    "average": ["local", "global"],
 }
 STRATEGIES = ["comm-opt", "mem-opt", "hybrid-opt", "sharded"]
 GRADIENTS = ["averaged", "local"]
@@ -36,6 +37,23 @@ class LoopOfRank(Loop):
         self.gradients = chosen.choice(GRADIENTS)
         self.of_ranks = {"strategy": chosen.choice(STRATEGIES), "gradients": self.gradients}
         self.acts.append(str(self.of_ranks))
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks have different shares, perhaps none, of samples that weigh alike."""
+        return self.method == "kfac" and self.settings["loss_average"] == "global"
+
+    def part(self, batch: Tensor) -> Tensor:
+        if not self.is_uneven:
+            return super().part(batch)
+        cut = 31 * self.seed % (len(batch) + 1)
+        return batch[cut:] if self.rank else batch[:cut]
+
+    def ahead(self, x: Tensor, target: Tensor, module: str = "") -> Pass:
+        one = super().ahead(x, target, module)
+        if self.is_uneven:
+            one.loss = one.loss * (self.ranks * len(one.output) / max(1, len(x)))
+        return one
 
     def average(self) -> None:
         if self.gradients == "averaged":
