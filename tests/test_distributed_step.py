@@ -99,7 +99,9 @@ def test_what_a_thread_lets_go_of_later_is_not_held(monkeypatch):
     before = distributed_step.storages()
     kept = torch.ones(11)
     passing.append(torch.ones(13))
-    assert sum(distributed_step.storages().values()) - sum(before.values()) == 4 * (11 + 13)
+    new = [t.untyped_storage().data_ptr() for t in (kept, *passing)]
+    assert not before.keys() & set(new)
+    assert [distributed_step.storages()[where] for where in new] == [4 * 11, 4 * 13]
     runner.measure_held(before)
     assert runner.held == runner.memory == kept.untyped_storage().nbytes() == 44
     assert pauses == [distributed_step.PAUSE] * distributed_step.LOOKS

@@ -188,7 +188,7 @@ def test_the_json_has_true_settings_versions_commit_and_hardware(
     assert own["solver"].startswith("Inverse(")
     assert str(defaults(soframe.Preconditioner)["damping"]) in own["damping"]
     around = kfac["environment"]
-    assert around["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(around["versions"]["torch"])  # without the build
     assert around["versions"].keys() >= {"python", "soframe", "numpy", "scipy"}
     assert around["hardware"]["cores"] == len(os.sched_getaffinity(0))
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
