@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.distributed.harness import run_ranks
 from tests.examples import examples
-from tests.robustness.test_training_loops import SETUPS, Loop, Pass, play
+from tests.robustness.test_training_loops import SETUPS, TWINS, Loop, Pass, play
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -30,6 +30,8 @@ PROGRAMS = 25  # of one run
 class LoopOfRank(Loop):
     """A loop of one rank of several, which averages gradients itself or leaves it to soframe."""
 
+    twins: ClassVar = {name: TWINS[name] | {"loss_average": "global"} for name in TWINS}
+
     def __init__(self, number: int, rank: int, ranks: int) -> None:
         super().__init__(number)
         self.rank, self.ranks = rank, ranks
@@ -41,7 +43,7 @@ class LoopOfRank(Loop):
     @property
     def is_uneven(self) -> bool:
         """Whether ranks have different shares, perhaps none, of samples that weigh alike."""
-        return self.method == "kfac" and self.settings["loss_average"] == "global"
+        return self.settings["loss_average"] == "global"
 
     def part(self, batch: Tensor) -> Tensor:
         if not self.is_uneven:
