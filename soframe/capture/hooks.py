@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -221,7 +221,9 @@ class Calls:
     def enter(self, ended: Callable[[], None]) -> int:
         """Return the number of the pass under way; the first caller opens it, ``ended`` closes."""
         if self.current is None:
-            torch.autograd.Variable._execution_engine.queue_callback(ended)
+            # Behind the callbacks of wrappers, which leave gradients: fully_shard's, DDP's.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(partial(queue, ended))
             self.current = self.count
             self.count += 1
         return self.current

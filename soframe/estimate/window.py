@@ -36,7 +36,10 @@ class Mark(NamedTuple):
 
     def fits(self, gradient: Tensor) -> bool:
         """Return whether a gradient is the marked one, unchanged."""
-        if gradient._version != self.version:
+        stored = self.parameter.grad  # a DTensor counts the changes of its local tensor
+        if stored is None:
+            stored = gradient
+        if stored._version != self.version:
             return False
         if self.storage is None:
             return gradient.is_sparse
@@ -359,5 +362,8 @@ def _mark(block: Block) -> Mark | None:
             storage = None
             if not gradient.is_sparse:
                 storage = StorageWeakRef(gradient.untyped_storage())
-            return Mark(parameter, gradient._version, storage)
+            stored = parameter.grad  # as in `Mark.fits`
+            if stored is None:
+                stored = gradient
+            return Mark(parameter, stored._version, storage)
     return None

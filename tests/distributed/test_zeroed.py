@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import soframe
 from soframe.testing import compare
@@ -63,3 +64,33 @@ def test_four_ranks_are_one_process_and_two_go_on(method: str, strategy: str) ->
     for weights, _ in run_ranks(trained, 2, method, strategy, every[MIDDLE:], state):
         for name, weight in weights.items():
             compare(weight, alone[name], name, rtol=1e-9)
+
+
+def factors_of_the_last(rank: int, ranks: int, fisher: str, to_none: bool) -> list[list[Tensor]]:
+    """Factors after a pass, with and without another one whose gradients were zeroed."""
+    found = []
+    for passes in (1, 2):
+        model = network()
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+        statistics = soframe.Statistics(fisher=fisher, loss="squared-error")
+        own = soframe.Preconditioner(model, statistics=statistics)
+        for seed in range(2 - passes, 2):
+            model.zero_grad(set_to_none=to_none)
+            x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(seed)).double()
+            outputs = model(x)
+            own.observe(outputs)
+            outputs.square().sum().div(SAMPLES).backward()
+        own.step()
+        found.append([block.running[name] for block in own.blocks for name in "AG"])
+        own.close()
+    return found
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("fisher", ["empirical", "type-2"])
+def test_statistics_of_zeroed_shards_go(fisher: str, to_none: bool) -> None:
+    """fully_shard reduces gradients at the end of a pass, and its zeros are local tensors'."""
+    for once, twice in run_ranks(factors_of_the_last, 2, fisher, to_none):
+        for alone, behind in zip(once, twice, strict=True):
+            compare(behind, alone, "factor", rtol=1e-12)

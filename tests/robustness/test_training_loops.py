@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import soframe
@@ -296,10 +297,14 @@ class Loop:
 
     def ahead(self, x: Tensor, target: Tensor, module: str = "") -> Pass:
         """A forward pass of both."""
-        output = self.model.get_submodule(module)(self.part(x))
+        output = self.called(module)(self.part(x))
         plain = self.plain.forward(x, module)
         loss, plain_loss = loss_of(output, self.part(target)), loss_of(plain.output, target)
         return Pass(output, loss, plain, plain_loss)
+
+    def called(self, module: str) -> Callable[..., Tensor]:
+        """What is called in place of the model, or of a module by itself."""
+        return self.model.get_submodule(module)
 
     def part(self, batch: Tensor) -> Tensor:
         """This rank's samples."""
@@ -429,7 +434,7 @@ class Loop:
         self.plain.step()
         self.compare("after the step")
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert all(whole(gradient).isfinite().all() for gradient in gradients)
         counters = self.own.counters
         assert counters["skipped_updates"] == self.plain.skipped
         assert counters["skipped_statistics"] == self.plain.skipped_statistics
@@ -438,10 +443,10 @@ class Loop:
     def compare(self, when: str) -> None:
         for name, plain in self.plain.model.named_parameters():
             own = self.model.get_parameter(name)
-            check(own.detach(), plain.detach(), f"{name} {when}")
+            check(whole(own.detach()), plain.detach(), f"{name} {when}")
             assert (own.grad is None) == (plain.grad is None), f"the gradient of {name} {when}"
             if own.grad is not None:
-                check(own.grad, plain.grad, f"the gradient of {name} {when}")
+                check(whole(own.grad), plain.grad, f"the gradient of {name} {when}")
 
     # -- changes ----------------------------------------------------------------------------------
 
@@ -571,6 +576,10 @@ class Loop:
 
 def fail(gradient: Tensor) -> None:
     raise ArithmeticError
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def check(got: Tensor, want: Tensor, what: str) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.harness import run_ranks
 from tests.examples import examples
-from tests.robustness.test_training_loops import SETUPS, TWINS, Loop, Pass, play
+from tests.robustness.test_training_loops import RULES, SETUPS, TWINS, Loop, Pass, play
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -25,6 +28,8 @@ SHARED: dict[str, Any] = SETUPS | {
 STRATEGIES = ["comm-opt", "mem-opt", "hybrid-opt", "sharded"]
 GRADIENTS = ["averaged", "local"]
 PROGRAMS = 25  # of one run
+SERVED = ["train", "train_on_nothing", "train_badly", "train_hugely", "zero", "zero_a_layer"]
+SERVED += ["step", "reset", "look", "evaluate"]
 
 
 class LoopOfRank(Loop):
@@ -97,12 +102,56 @@ class LoopOfRank(Loop):
         return False
 
 
-def go_through(rank: int, ranks: int, first: int) -> None:
+class LoopOfWrapper(LoopOfRank):
+    """A loop of a model in a wrapper that averages gradients, and allows no other passes."""
+
+    rules: ClassVar = [rule for rule in RULES if rule.act.__name__ in SERVED]
+
+    def __init__(self, number: int, rank: int, ranks: int) -> None:
+        super().__init__(number, rank, ranks)
+        self.of_ranks["gradients"] = self.gradients = "averaged"
+
+    def train(self, size: int, scale: float, reentrant: bool | None) -> None:
+        super().train(size, scale, reentrant=None)
+
+    def average(self) -> None:
+        """Nothing: the wrapper does."""
+
+    def evaluate(self, what: str, size: int) -> None:
+        if what in ("no_grad", "eval"):  # on all ranks: a wrapper gathers weights
+            Loop.evaluate(self, what, size)
+
+
+class LoopOfShards(LoopOfWrapper):
+    def start(self) -> None:
+        for child in self.model.children():
+            fully_shard(child)
+        fully_shard(self.model)
+        super().start()
+
+
+class LoopOfReplicas(LoopOfWrapper):
+    def start(self) -> None:
+        self.wrapper = DistributedDataParallel(self.model)
+        super().start()
+
+    def called(self, module: str) -> Callable[..., Tensor]:
+        return self.wrapper
+
+
+LOOPS = {loop.__name__: loop for loop in (LoopOfRank, LoopOfShards, LoopOfReplicas)}
+
+
+def go_through(rank: int, ranks: int, loop: str, first: int) -> None:
+    kinds = SHARED["kind"]
+    if loop == "LoopOfShards":
+        kinds = [kind for kind in kinds if kind != "tied"]  # by modules that shard it apart
     for number in range(first, first + PROGRAMS):
-        play(LoopOfRank(number, rank, ranks), SHARED)
+        play(LOOPS[loop](number, rank, ranks), SHARED | {"kind": kinds})
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", range(0, examples(400), PROGRAMS))
-def test_a_random_training_loop_on_two_ranks(first: int) -> None:
-    run_ranks(go_through, 2, first)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("first", range(0, examples(200), PROGRAMS))
+def test_a_random_training_loop_on_two_ranks(loop: str, first: int) -> None:
+    run_ranks(go_through, 2, loop, first)
