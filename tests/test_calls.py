@@ -14,7 +14,7 @@ from tests.calls import TURN, Step, calls, operators
 
 MOST = {
     "forward and backward": (16.0, 44),
-    "SGD, soframe 1/10": (29.0, 335),
+    "SGD, soframe 1/10": (30.5, 335),
     "SGD, soframe 10/30": (24.5, 113),
     "trust region": (140.0, 575),
 }
