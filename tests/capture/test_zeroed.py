@@ -218,6 +218,25 @@ def test_a_part_that_was_zeroed() -> None:
         assert blocks(own)["trunk"].mass > 0
 
 
+@pytest.mark.parametrize("size", [1, 6])
+def test_a_pass_of_a_part_that_was_zeroed_does_not_count(size: int) -> None:
+    """The gradients of the other part are those of two micro-batches, not of three."""
+    factors: list[Tensor] = []
+    for dropped in (True, False):
+        model = fill(Heads())
+        with closing(preconditioner(model)) as own:
+            if dropped:
+                x, y = batch(0, size)
+                half_square(model.one(model.trunk(x).detach()), y).backward()
+            for number in (1, 2):
+                x, y = batch(number)
+                (half_square(model(x)[1], y) / 2).backward()
+                model.one.zero_grad()
+            own.step()
+            factors.append(blocks(own)["two"].running["G"][0])
+    compare(*factors, "G", rtol=1e-12)
+
+
 def test_statistics_of_a_gradient_that_the_step_does_not_find() -> None:
     model = fill(Heads())
     with closing(preconditioner(model)) as own:
