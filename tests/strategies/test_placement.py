@@ -264,6 +264,15 @@ def test_the_printed_table_says_where_statistics_go():
     assert row.endswith("A:0-1=>0-2 G:2=>1")
 
 
+@pytest.mark.parametrize(("blocks", "held"), [(2, "1,3"), (4, "0-3")])
+def test_a_line_of_several_blocks_has_the_ranks_of_all(blocks: int, held: str) -> None:
+    """A group of ranks contributes to each block, and both groups to some block."""
+    placement = Sharded(group=2).place(work_of(*[(1, 3, 4)] * blocks), 4)
+    row = str(placement).splitlines()[-1]
+    assert row.startswith(f"b* ({blocks})  1x3x4              A:{held} G:{held}  1 of ")
+    assert row.endswith(f"each to 3  0-3=>{held}")
+
+
 def test_the_printed_table_where_nothing_is_exchanged():
     placement = CommOpt().place(work_of((1, 3, 4)), 5)
     assert str(placement).splitlines()[-1].split() == ["b0", "1x3x4", "A:0", "G:0", "0-4", "-"]
