@@ -237,6 +237,14 @@ def test_groups_are_those_that_are_needed(strategy, ranks, groups):
     assert strategy.place(work_of(*[(1, 2, 2)] * 12), ranks).groups() == groups
 
 
+def test_blocks_of_one_shape_share_a_stack() -> None:
+    work = work_of((1, 3, 4), (1, 2, 2), (1, 3, 4))
+    assert CommOpt().place(work, 1).stacks == [[0, 2], [1]]
+    # Where each entry is updated by itself, shapes are all one.
+    elementwise = [replace(block, elementwise=True) for block in work]
+    assert CommOpt().place(elementwise, 1).stacks == [[0, 1, 2]]
+
+
 # -- print -----------------------------------------------------------------------------------
 
 
