@@ -45,6 +45,7 @@ PASSED, FAILED, ENDLESS = 0, 1, -1  # of pytest, and one of ours
 CACHE = Path(".pytest_cache")
 FAILURES = CACHE / "v/cache/lastfailed"
 OPTIONS = ["-xq", "-n0", "-m", "not thorough"]
+FOLDERS_OF_RANKS = ("tests/distributed", "tests/compatibility")
 LIMIT = 1800  # seconds of a run without a verdict; a test that hangs fails by pytest's own limit
 SIGNS = (
     "Add:+:-, Sub:-:+, Mult:*:/, Div:/:*, FloorDiv://:*, Mod:%://, Pow:**:*, BitAnd:&:|, "
@@ -248,7 +249,7 @@ def chosen_items(items: list[pytest.Item], tests: list[str], broken: str) -> lis
     Those that start processes come last, or not at all if no folder for them is among the tests.
     """
     found = {}
-    starts = any("distributed" in test for test in tests)
+    starts = any(test.startswith(FOLDERS_OF_RANKS) for test in tests)
     words = set(re.findall("[a-z]+", broken.lower()))
     for test, item in itertools.product(tests, items):
         distributed = item.get_closest_marker("distributed") is not None

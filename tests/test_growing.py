@@ -1,12 +1,15 @@
 """Ready-made schedules, and batches of changing size: what the running factors make of them."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import soframe
 from soframe.losses import SquaredError
@@ -24,6 +27,64 @@ from tests.examples import examples
 from tests.test_fisher import deep, observe
 from tests.trust_region.dense import Dense, affine_net
 from tests.trust_region.kit import Measured, closures, trust_region, vector
+
+# -- the defaults --------------------------------------------------------------------------------
+
+
+class Branch(nn.Module):
+    """A residual branch that begins with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.inner = nn.Linear(12, 16), nn.Linear(16, 16)
+        self.last, self.head = nn.Linear(16, 16), nn.Linear(16, 6)
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x).relu()
+        scores: Tensor = self.head(hidden + self.last(self.inner(hidden).relu()))
+        return scores
+
+
+def perceptron() -> nn.Module:
+    layers = [nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 6)]
+    return nn.Sequential(*layers)
+
+
+def loss_after_small_batches(
+    build: Callable[[], nn.Module], size: int, precondition: Callable[..., Any] | None
+) -> float:
+    """Train by SGD(0.05, 0.9) on batches of so few samples; return the loss over other samples."""
+    torch.manual_seed(0)
+    model = build().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    own = precondition(model, optimizer=optimizer) if precondition else None
+    inputs, noise = randn(1200, 12), randn(1200, 6, seed=1)
+    labels = (inputs @ randn(12, 6, seed=2) + 0.3 * noise).argmax(1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(150):
+        chosen = torch.randint(0, 1000, (size,), generator=generator)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs[chosen]), labels[chosen]).backward()
+        if own is not None:
+            own.step()
+        optimizer.step()
+    with torch.no_grad():
+        return F.cross_entropy(model(inputs[1000:]), labels[1000:]).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("build", [perceptron, Branch])
+def test_the_first_curvature_of_a_few_samples_does_no_harm(
+    build: Callable[[], nn.Module], size: int
+) -> None:
+    untrained = math.log(6)  # of six classes that are equally likely
+    plain = loss_after_small_batches(build, size, None)
+    found = loss_after_small_batches(build, size, soframe.Preconditioner)
+    assert found < 0.9 * min(plain, untrained)
+
 
 # -- intervals ---------------------------------------------------------------------------------
 

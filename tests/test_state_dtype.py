@@ -37,6 +37,14 @@ def test_rounding_goes_to_a_neighbour_and_cancels_over_turns(
     assert bool(((near - values).abs() <= ulp / 2).all())
 
 
+@pytest.mark.parametrize("turn", [0, 3, 60_000])
+def test_thresholds_come_again_after_all_turns_of_sixteen_bits(turn: int) -> None:
+    values = randn(8).float()
+    again = dithered(values, BF16, 8, turn + 2**16)
+    assert torch.equal(again, dithered(values, BF16, 8, turn))
+    assert not torch.equal(again, dithered(values, BF16, 8, turn + 2**15))
+
+
 def test_numbers_that_need_no_rounding_stay() -> None:
     exact = torch.tensor([0.0, -0.0, 1.0, -3.5, torch.inf, -torch.inf, torch.nan, 2.0**-130])
     for turn in range(300):

@@ -296,7 +296,7 @@ class Capture:
         names: Mapping[LayerHelper, str],
         rereading: frozenset[LayerHelper] = frozenset(),
         *,
-        alike: bool = True,
+        alike: bool,
         roots: Sequence[nn.Module] = (),
         ended: Ended | None = None,
     ) -> None:

@@ -31,7 +31,7 @@ def dithered(values: Tensor, dtype: torch.dtype, period: int, turn: int) -> Tens
         return values.to(dtype)
     single = values.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     noise = torch.arange(period, dtype=torch.int32, device=values.device).bitwise_and_(0xFFFF)
-    noise.mul_(30_011).add_(40_503 * turn % 2**16).bitwise_and_(0xFFFF)
+    noise.mul_(30_011).add_(40_503 * turn & 0xFFFF).bitwise_and_(0xFFFF)
     # The upper half of the bits is bfloat16; the noise carries into it as often as it should.
     single.view(torch.int32).view(-1, period).add_(noise).bitwise_and_(-(2**16))
     return torch.where(values.isfinite(), single, values).to(dtype)

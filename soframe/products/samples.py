@@ -230,7 +230,7 @@ def sample_gradients(
     backend = placed.backend if is_sharded else None
     capture = Capture(model=model, precision=precision)
     collected = _Collected(placed.blocks, routing)
-    capture.listen(collected.add, collected.names, roots=[model])
+    capture.listen(collected.add, collected.names, alike=True, roots=[model])
     try:
         with kept(model), torch.enable_grad():
             done = False

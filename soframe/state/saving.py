@@ -106,7 +106,6 @@ def of_block(block: Block) -> dict[str, Any]:
         "method": describe(block.method),
         "solver": describe(block.solver),
         "solvers": solvers(block),
-        "mass": block.mass,
         "masses": {name: list(masses) for name, masses in block.record.masses.items()},
         "updates": block.record.updates,
     }

@@ -160,7 +160,7 @@ class _Case:
             calls[call.helper].append((call.inputs, call.gradient))
 
         capture = Capture()
-        capture.listen(sink, dict.fromkeys(helpers, "module"), frozenset(helpers))
+        capture.listen(sink, dict.fromkeys(helpers, "module"), frozenset(helpers), alike=True)
         outputs = [self._call(module, arguments) for arguments in inputs]
         starts, calls_of = [], []
         for seed, output in enumerate(outputs):

@@ -790,7 +790,12 @@ def test_methods_of_samples_refuse_nested_tensors_by_the_layers_name() -> None:
 
 def on_ranks(rank: int, ranks: int, kind: str) -> list[Tensor]:
     """Factors of a step in two micro-batches on each rank's part of the batch."""
-    models = {"language": Language, "scores first": Recogniser, "list": Images}
+    models: dict[str, Callable[[], nn.Module]] = {
+        "language": Language,
+        "scores first": Recogniser,
+        "sequences first": lambda: Encoder(False),
+        "list": Images,
+    }
     model: nn.Module = fill(models[kind]()) if kind in models else perceptron()
     with closing(preconditioner(model)) as own:
         for number in range(2):
@@ -800,6 +805,9 @@ def on_ranks(rank: int, ranks: int, kind: str) -> list[Tensor]:
             elif kind == "scores first":
                 part = randn(8, 1, 3, POSITIONS, seed=number).chunk(ranks)[rank]
                 loss = ctc(model(part))
+            elif kind == "sequences first":
+                part = randn(POSITIONS, 8, 3, seed=number).chunk(ranks, 1)[rank]
+                loss = model(part).square().sum(1).mean()
             elif kind == "list":
                 part = randn(8, 3, 3, 3, seed=number).chunk(ranks)[rank]
                 loss = model(list(part)).square().sum(1).mean()
@@ -816,7 +824,7 @@ def on_ranks(rank: int, ranks: int, kind: str) -> list[Tensor]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["language", "scores first", "list", "chunks"])
+@pytest.mark.parametrize("kind", ["language", "scores first", "sequences first", "list", "chunks"])
 def test_two_ranks_are_one_process(kind: str) -> None:
     alone = on_ranks(0, 1, kind)
     for found in run_ranks(on_ranks, 2, kind):

@@ -218,6 +218,25 @@ def test_a_part_that_was_zeroed() -> None:
         assert blocks(own)["trunk"].mass > 0
 
 
+@pytest.mark.parametrize("size", [1, 6])
+def test_a_pass_of_a_part_that_was_zeroed_does_not_count(size: int) -> None:
+    """The gradients of the other part are those of two micro-batches, not of three."""
+    factors: list[Tensor] = []
+    for dropped in (True, False):
+        model = fill(Heads())
+        with closing(preconditioner(model)) as own:
+            if dropped:
+                x, y = batch(0, size)
+                half_square(model.one(model.trunk(x).detach()), y).backward()
+            for number in (1, 2):
+                x, y = batch(number)
+                (half_square(model(x)[1], y) / 2).backward()
+                model.one.zero_grad()
+            own.step()
+            factors.append(blocks(own)["two"].running["G"][0])
+    compare(*factors, "G", rtol=1e-12)
+
+
 def test_statistics_of_a_gradient_that_the_step_does_not_find() -> None:
     model = fill(Heads())
     with closing(preconditioner(model)) as own:
@@ -333,20 +352,31 @@ def test_gradients_zeroed_between_observation_and_backward() -> None:
 # -- ranks -------------------------------------------------------------------------------------
 
 
-def on_ranks(rank: int, ranks: int, dropped: bool, zero: str) -> Tensor:
-    """Train in two micro-batches under DistributedDataParallel; return the weights."""
+def on_ranks(rank: int, ranks: int, dropped: str, zero: str) -> Tensor:
+    """Train in two micro-batches under DistributedDataParallel; return the weights.
+
+    ``dropped`` is what happens before: a spike that is skipped, or a pass for adversarial examples,
+    on which the model trains then. One process makes these with gradients of the inputs alone.
+    """
     model = network()
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     with closing(preconditioner(model, optimizer=optimizer)) as own:
         for step in range(STEPS):
-            if dropped:
-                x, y = batch(50 + step)
-                (100 * half_square(wrapped(x[rank::ranks]), y[rank::ranks])).backward()
+            x, y = batch(50 + step)
+            x, y = x[rank::ranks].requires_grad_(), y[rank::ranks]
+            if ranks > 1:
+                (100 * half_square(wrapped(x), y)).backward()
+            elif dropped == "attack":
+                x.grad = torch.autograd.grad(half_square(model(x), y), x)[0]
             optimizer.zero_grad(set_to_none=zero == "to none")
             for number in range(2):
-                x, y = batch(10 * step + number)
-                (half_square(wrapped(x[rank::ranks]), y[rank::ranks]) / 2).backward()
+                x_half, y_half = batch(10 * step + number)
+                x_half, y_half = x_half[rank::ranks], y_half[rank::ranks]
+                if dropped == "attack":
+                    assert x.grad is not None
+                    x_half = x_half + 0.1 * x.grad.sign()
+                (half_square(wrapped(x_half), y_half) / 2).backward()
             own.step()
             optimizer.step()
     return nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -366,8 +396,9 @@ def test_adversaries_on_two_ranks_are_those_of_one_process() -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("dropped", ["spike", "attack"])
 @pytest.mark.parametrize("zero", ["to none", "in place"])
-def test_two_ranks_drop_the_pass_that_one_process_did_not_have(zero: str) -> None:
-    plain = on_ranks(0, 1, False, zero)
-    for weights in run_ranks(on_ranks, 2, True, zero):
+def test_two_ranks_drop_the_pass_that_one_process_did_not_have(zero: str, dropped: str) -> None:
+    plain = on_ranks(0, 1, dropped, zero)
+    for weights in run_ranks(on_ranks, 2, dropped, zero):
         compare(weights, plain, "weights", rtol=1e-9)

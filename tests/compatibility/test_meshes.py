@@ -104,6 +104,20 @@ def test_ranks_are_one_process(names: tuple[str, ...]) -> None:
         check([own[index] for own in results], CASES[name], name)
 
 
+def of_one_part(rank: int, ranks: int) -> list[str]:
+    """Build for two copies of a plan, each sharded over one rank; return the blocks."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("copies", "shards", "tensor"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["copies", "shards"])
+    return [block.name for block in soframe.Preconditioner(model, lr=0.1).blocks]
+
+
+def test_copies_of_a_plan_have_one_dimension_of_it() -> None:
+    assert run_ranks(of_one_part, 4) == [["0", "2"]] * 4
+
+
 @pytest.mark.thorough
 def test_two_copies_of_two_parts_of_two_cuts() -> None:
     """On 8 ranks no dimension of the mesh is of one rank."""

@@ -363,8 +363,16 @@ class GainsHelper(LayerHelper):
         return grad_output.mT.unsqueeze(2).unsqueeze(3)
 
 
-def test_the_groups_of_a_helper_are_those_of_its_shape() -> None:
-    check_layer_helper(Gains(), torch.randn(5, 4), helper=GainsHelper)
+class PlainShape(GainsHelper):
+    @property
+    def shape(self) -> Any:
+        return tuple(super().shape)
+
+
+@pytest.mark.parametrize("helper", [GainsHelper, PlainShape])
+def test_the_groups_of_a_helper_are_those_of_its_shape(helper: type[LayerHelper]) -> None:
+    check_layer_helper(Gains(), torch.randn(5, 4), helper=helper)
+    soframe.Preconditioner(Gains(), lr=0.1, layers={"": helper}).close()
 
 
 class Kernel(nn.Module):

@@ -122,6 +122,14 @@ def perceptron() -> tuple[nn.Module, list[Batch]]:
     return model, [(randn(n, 3, seed=n), randn(n, 2, seed=9 + n)) for n in (5, 4, 3)]
 
 
+def planned_perceptron(model: nn.Module, ranks: int) -> None:
+    plan = {
+        "0": ColwiseParallel(output_layouts=Replicate()),
+        "2": RowwiseParallel(input_layouts=Replicate()),
+    }
+    parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
+
+
 def posterior(model: nn.Module, share: list[Batch], inputs: Tensor) -> list[Any]:
     """Return the posterior's precision, samples and predictions, and a product with weights."""
     statistics = soframe.Statistics(fisher="type-2", loss="squared-error")
@@ -162,15 +170,26 @@ def users_of(rank: int, ranks: int, how: str) -> Any:
     model, data = perceptron()
     share = data
     if how == "plan":
-        plan = {
-            "0": ColwiseParallel(output_layouts=Replicate()),
-            "2": RowwiseParallel(input_layouts=Replicate()),
-        }
-        parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
+        planned_perceptron(model, ranks)
     else:
         fully_shard(model)
         share = shares(data)[rank]
     return posterior(model, share, data[0][0]), refusals(model, share)
+
+
+def of_samples(rank: int, ranks: int) -> dict[str, Tensor]:
+    model, data = perceptron()
+    curvature = soframe.Curvature(model)
+    planned_perceptron(model, ranks)
+    return curvature.gradients(data[0], loss).dense()
+
+
+@pytest.mark.slow
+def test_gradients_of_samples_with_a_curvature_from_before_the_plan() -> None:
+    model, data = perceptron()
+    wanted = soframe.Curvature(model).gradients(data[0], loss).dense()
+    for gradients in run_ranks(of_samples, 2):
+        torch.testing.assert_close(gradients, wanted, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow

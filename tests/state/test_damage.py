@@ -53,11 +53,12 @@ def test_flipped_bits_of_tensors_are_errors():
 @pytest.mark.slow
 def test_changed_numbers_are_errors():
     good = make().preconditioner.state_dict()
+    masses = good["blocks"]["head"]["masses"]
     for path, value in (
         (("step",), 2),
         (("owed_statistics",), 1),
         (("counters", "failed_solves"), 1),
-        (("blocks", "head", "mass"), good["blocks"]["head"]["mass"] * (1 + 2**-52)),
+        (("blocks", "head", "masses", "A", 0), masses["A"][0] * (1 + 2**-52)),
         (("blocks", "head", "rows"), 7),
         (("checksums", "plain"), 0),
     ):

@@ -237,6 +237,14 @@ def test_groups_are_those_that_are_needed(strategy, ranks, groups):
     assert strategy.place(work_of(*[(1, 2, 2)] * 12), ranks).groups() == groups
 
 
+def test_blocks_of_one_shape_share_a_stack() -> None:
+    work = work_of((1, 3, 4), (1, 2, 2), (1, 3, 4))
+    assert CommOpt().place(work, 1).stacks == [[0, 2], [1]]
+    # Where each entry is updated by itself, shapes are all one.
+    elementwise = [replace(block, elementwise=True) for block in work]
+    assert CommOpt().place(elementwise, 1).stacks == [[0, 1, 2]]
+
+
 # -- print -----------------------------------------------------------------------------------
 
 
@@ -262,6 +270,15 @@ def test_the_printed_table_says_where_statistics_go():
     apart = replace(GOOD, contributors=((0, 1), (2,)), holders=((0, 1, 2), (1,)))
     row = str(place(apart)).splitlines()[-1]
     assert row.endswith("A:0-1=>0-2 G:2=>1")
+
+
+@pytest.mark.parametrize(("blocks", "held"), [(2, "1,3"), (4, "0-3")])
+def test_a_line_of_several_blocks_has_the_ranks_of_all(blocks: int, held: str) -> None:
+    """A group of ranks contributes to each block, and both groups to some block."""
+    placement = Sharded(group=2).place(work_of(*[(1, 3, 4)] * blocks), 4)
+    row = str(placement).splitlines()[-1]
+    assert row.startswith(f"b* ({blocks})  1x3x4              A:{held} G:{held}  1 of ")
+    assert row.endswith(f"each to 3  0-3=>{held}")
 
 
 def test_the_printed_table_where_nothing_is_exchanged():
