@@ -91,6 +91,63 @@ def ekfac_of(kind: Kind, part: Part, data: list[Batch]) -> Tensor:
     return torch.stack(found)
 
 
+class Flat(nn.Module):
+    """Layers that see the tokens of a batch in one dimension, ``[N T, features]``."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.inner(x.flatten(0, 1))
+        return outputs.unflatten(0, x.shape[:2])
+
+
+@pytest.mark.parametrize("method", ["ekfac", "kfac-reduce"])
+def test_flat_tokens_are_of_their_samples(method: str) -> None:
+    inner = network()
+    data = [(randn(n, 4, 3, seed=n), randn(n, 4, CLASSES, seed=n + 9)) for n in (5, 4, 1)]
+    whole = soframe.Curvature(inner, method).fit(data, loss)
+    flat = soframe.Curvature(Flat(inner), method).fit(data, loss)
+    torch.testing.assert_close(values_of(flat), values_of(whole), rtol=1e-11, atol=1e-13)
+
+
+class Picking(nn.Module):
+    """A layer that sees some of the tokens of a batch, as an expert does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.number = nn.Linear(3, 2), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        outputs = tokens[:, :2] * 1.0
+        outputs[: self.number] = outputs[: self.number] + self.inner(tokens[: self.number])
+        return outputs.unflatten(0, x.shape[:2])
+
+
+def test_rows_of_a_router_are_no_tokens_of_samples() -> None:
+    model: Any = fill(Picking())
+    data = [(randn(5, 4, 3, seed=n), randn(5, 4, 2, seed=n + 9)) for n in range(2)]
+
+    def picked(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        module.number = 7 if batch is data[0] else 10  # two for each sample, by chance
+        return loss(module, batch)
+
+    curvature = soframe.Curvature(model, "ekfac").fit(data, picked)
+    inputs, gradients = [], []
+    for batch in data:
+        outputs, value = picked(model, batch)
+        (gradient,) = torch.autograd.grad(value, outputs)
+        inputs.append(torch.cat([batch[0].flatten(0, 1), torch.ones(20, 1)], 1)[: model.number])
+        gradients.append(5 * gradient.flatten(0, 1)[: model.number])
+    rows, of_outputs = torch.cat(inputs), torch.cat(gradients)
+    right, left = (torch.linalg.eigh(x.T @ x)[1] for x in (rows, of_outputs))
+    scale = (of_outputs @ left).square().T @ (rows @ right).square() / 10  # by row
+    values = scale.flatten().sort().values
+    torch.testing.assert_close(curvature.eigenvalues(), values, rtol=1e-10, atol=1e-13)
+
+
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "kfac-reduce"])
 @pytest.mark.parametrize("fisher", ["empirical", "type-2", "monte-carlo"])
 def test_each_fisher_and_method_fits_what_a_step_of_training_has(fisher: str, method: str) -> None:
