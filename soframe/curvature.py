@@ -505,7 +505,7 @@ class Curvature(OfModel):
     def describe_fit(self) -> tuple[str, str]:
         """Return the kind of Fisher, and the strategy with its ranks."""
         ranks = self.parts.backend.world_size
-        return self.parts.fisher.kind, f"{self.strategy!r} on {ranks} rank(s)"
+        return self.parts.fisher.kind, f"{describe(self.strategy)} on {ranks} rank(s)"
 
     def adopt(self) -> None:
         """Take the second-order data that are there, unless a fit is under way."""

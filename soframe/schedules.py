@@ -211,7 +211,9 @@ class GrowingBatch:
 
 def decay_of(value: Schedule | Literal["mean"]) -> Schedule:
     """Return the decay of a setting: "mean" weighs all statistics steps alike, to 12 digits."""
-    return 1 - 2.0**-40 if value == "mean" else value
+    if value == "mean":
+        return 1 - 2.0**-40
+    return value
 
 
 def sample_decay(batch_size: Callable[[int], int]) -> Callable[[int], float]:

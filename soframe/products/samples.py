@@ -273,7 +273,9 @@ def _warn_of_rest(gradients: SampleGradients, loss_gradient: Vector) -> None:
 
 def _any(backend: Backend | None, flag: bool) -> bool:
     """Return whether a flag is true, on any rank if they run together."""
-    return flag if backend is None else add_over_ranks(backend, [float(flag)])[0] > 0
+    if backend is None:
+        return flag
+    return add_over_ranks(backend, [float(flag)])[0] > 0
 
 
 @dataclass(eq=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import signal
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -310,6 +312,42 @@ def test_an_interrupted_fit_goes_on(method: str, runs: int, tmp_path: Path) -> N
     whole = soframe.Curvature(model, method).fit(data, cross_entropy)
     close(again, whole)
     close(soframe.Curvature(model, method).load(tmp_path), whole)
+
+
+KILLED = """
+import os, signal, sys
+import soframe
+from tests.products.test_fitting import batches, cross_entropy, network
+
+def dies(model, batch):
+    if len(batch[1]) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return cross_entropy(model, batch)
+
+curvature = soframe.Curvature(network(), "ekfac")
+curvature.fit(batches(5, 4, 3), dies, folder=sys.argv[1], every=1)
+"""
+
+
+@pytest.mark.parametrize("strategy", soframe.available("strategy"))
+def test_places_are_the_same_words_in_every_process(strategy: str) -> None:
+    _, places = soframe.Curvature(network(), strategy=strategy).describe_fit()
+    assert " at 0x" not in places
+
+
+def test_a_killed_process_resumes_in_another_one(tmp_path: Path) -> None:
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert process.returncode == -signal.SIGKILL
+    seen: list[int] = []
+
+    def counts(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        seen.append(len(batch[1]))
+        return cross_entropy(model, batch)
+
+    model, data = network(), batches(5, 4, 3)
+    again = soframe.Curvature(model, "ekfac").load(tmp_path).fit(data, counts)
+    assert seen == [3, 5, 4, 3]
+    close(again, soframe.Curvature(model, "ekfac").fit(data, cross_entropy))
 
 
 def test_a_saved_curvature_says_what_it_is(tmp_path: Path) -> None:
