@@ -43,6 +43,7 @@ class Routing:
     helpers: set[LayerHelper] = field(default_factory=set)
     # Whether the order of rows has been looked at; the same on all ranks of a sharded model.
     is_checked: bool = False
+    keeps_graph: bool = True  # whether further backward passes may follow; likewise
 
     @classmethod
     def of(cls, blocks: Iterable[Block]) -> Routing:

@@ -234,15 +234,9 @@ def sample_gradients(
     capture.listen(collected.add, collected.names, roots=[model])
     try:
         with kept(model), torch.enable_grad():
-            capture.begin(Calls(), enabled=True)
-            outputs, value = loss(model, batch)
-            collected.begin(outputs)
-            value.backward(retain_graph=True)
-            if backend is None:
-                collected.take(model)
-            for digit in collected.digits(backend):
-                with collected.numbered(digit):
-                    value.backward(retain_graph=True)
+            done = False
+            while not done:  # once more where rows are met that need the graph
+                done = _run_passes(model, loss, batch, capture, collected, backend)
     finally:
         capture.close()
     with torch.no_grad():
@@ -250,6 +244,31 @@ def sample_gradients(
         if collected.loss_gradient:
             _warn_of_rest(gradients, collected.loss_gradient)
         return gradients
+
+
+def _run_passes(
+    model: nn.Module,
+    loss: LossOf,
+    batch: Any,
+    capture: Capture,
+    collected: _Collected,
+    backend: Backend | None,
+) -> bool:
+    """Run the backward passes of a batch; return whether the graph was kept, if it was needed."""
+    capture.begin(Calls(), enabled=True)
+    outputs, value = loss(model, batch)
+    collected.begin(outputs)
+    keeps_graph = collected.routing.keeps_graph
+    value.backward(retain_graph=keeps_graph)
+    if backend is None:
+        collected.take(model)
+    for digit in collected.digits(backend):
+        if not keeps_graph:
+            collected.routing.keeps_graph = True
+            return False
+        with collected.numbered(digit):
+            value.backward(retain_graph=True)
+    return True
 
 
 def _warn_of_rest(gradients: SampleGradients, loss_gradient: Vector) -> None:
@@ -406,23 +425,22 @@ class _Collected:
 
     def digits(self, backend: Backend | None) -> Iterator[int | None]:
         """Yield the digits that a rank needs; with None, all samples have the same number."""
+        routing, checks = self.routing, not self.routing.is_checked
         self._routed = self._in_another_order()
-        checks = not self.routing.is_checked
-        size = samples_of(self._outputs) if checks else 0
-        if 1 < size == self.samples:
-            self._ordered = {h for h, calls in self._calls.items() if calls} - self._routed
+        if checks and 1 < samples_of(self._outputs) == self.samples:
+            self._ordered = set(self._calls) - self._routed
         for helper in self._routed | self._ordered:
             for call in self._calls[helper]:
-                shape = (len(call.left), call.left.shape[1] * call.left.shape[2])
-                call.samples = torch.zeros(shape, dtype=torch.long, device=call.left.device)
+                call.samples = torch.zeros_like(call.left[..., 0], dtype=torch.long).flatten(1)
         digit = 0
         while _any(backend, self._needs(digit)):
             yield digit
             digit += 1
-        if checks:
-            if _any(backend, len(self._unclear) > 0):
-                yield None
-            self.routing.is_checked = _any(backend, self.samples > 1)
+        if checks and _any(backend, len(self._unclear) > 0):
+            yield None
+        if checks and _any(backend, self.samples > 1):
+            routing.is_checked = True
+            routing.keeps_graph = _any(backend, len(self._routed) > 0)
 
     def _needs(self, digit: int) -> bool:
         """Return whether the samples of rows have a digit that is not known."""
