@@ -427,7 +427,7 @@ class _Collected:
         """Yield the digits that a rank needs; with None, all samples have the same number."""
         routing, checks = self.routing, not self.routing.is_checked
         self._routed = self._in_another_order()
-        if checks and 1 < samples_of(self._outputs) == self.samples:
+        if (checks or self._routed) and 1 < samples_of(self._outputs) == self.samples:
             self._ordered = set(self._calls) - self._routed
         for helper in self._routed | self._ordered:
             for call in self._calls[helper]:
@@ -436,9 +436,11 @@ class _Collected:
         while _any(backend, self._needs(digit)):
             yield digit
             digit += 1
-        if checks and _any(backend, len(self._unclear) > 0):
+        if not checks:
+            return
+        if _any(backend, len(self._unclear) > 0):
             yield None
-        if checks and _any(backend, self.samples > 1):
+        if _any(backend, self.samples > 1):
             routing.is_checked = True
             routing.keeps_graph = _any(backend, len(self._routed) > 0)
 

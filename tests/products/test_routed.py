@@ -141,6 +141,29 @@ class Kernels(nn.Module):
         return rows @ self.kernel
 
 
+class Choosing(nn.Module):
+    """A layer that sees tokens with as many indices as the batch has samples, after a flat one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.expert = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.chosen = torch.tensor([0, 2, 4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        outputs = self.flat(tokens).index_add(0, self.chosen, self.expert(tokens[self.chosen]))
+        return outputs.unflatten(0, x.shape[:2])
+
+
+def test_an_expert_with_as_many_rows_as_samples_is_seen_in_every_batch() -> None:
+    model: Any = fill(Choosing())
+    curvature = soframe.Curvature(model)
+    for chosen in ([0, 2, 4], [4, 0, 1]):  # the first tokens in the order of samples; others
+        model.chosen = torch.tensor(chosen)
+        batch = batch_of(3, positions=2, seed=chosen[0])
+        close(curvature.gradients(batch, loss).dense(), expected(model, batch))
+
+
 class Sorted(nn.Module):
     """Tokens of a batch by their size to experts, each of which has room for a third of them."""
 
