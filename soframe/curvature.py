@@ -434,7 +434,9 @@ class Curvature(OfModel):
 
         The mean of the gradients is the gradient of ``loss``, a mean over the batch. Gradients and
         buffers of the model are as before afterwards. Rows that are not in the order of the batch,
-        such as rows of experts, take a further pass for up to 32 samples, and two up to 1,024.
+        such as rows of experts, take a further pass for up to 32 samples, and two up to 1,024. The
+        first batch of several samples takes one, to look at the order of all rows. A warning names
+        blocks of which the loss has other gradients, such as a penalty on weights.
 
         Args:
             batch: The batch.
@@ -503,7 +505,7 @@ class Curvature(OfModel):
     def describe_fit(self) -> tuple[str, str]:
         """Return the kind of Fisher, and the strategy with its ranks."""
         ranks = self.parts.backend.world_size
-        return self.parts.fisher.kind, f"{self.strategy!r} on {ranks} rank(s)"
+        return self.parts.fisher.kind, f"{describe(self.strategy)} on {ranks} rank(s)"
 
     def adopt(self) -> None:
         """Take the second-order data that are there, unless a fit is under way."""

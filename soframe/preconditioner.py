@@ -79,7 +79,7 @@ class Preconditioner(OfModel):
         damping: Added to the curvature's eigenvalues: a number, a callable of the step, or the
             name, class or instance of a damping policy that needs no reduction ratio. By default it
             falls from 0.05 by 1 % a step to 0.01.
-        decay: The EMA decay of the running factors, per statistics step.
+        decay: The EMA decay of the running factors, per statistics step; ``"mean"`` for their mean.
         kl_clip: Bound on ``sum <update, gradient>``, about twice the KL divergence of a step of
             rate one; None turns it off. With another value than the default, the norm clip is off
             unless ``clips`` has it.
@@ -130,7 +130,7 @@ class Preconditioner(OfModel):
         optimizer: torch.optim.Optimizer | None = None,
         lr: Schedule | None = None,
         damping: DampingChoice = DAMPING,
-        decay: Schedule = 0.95,
+        decay: Schedule | Literal["mean"] = 0.95,
         kl_clip: Schedule | None = KL_CLIP,
         statistics_every: Interval | None = None,
         solve_every: Interval | None = None,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 Schedule = float | Callable[[int], float]
 Interval = int | Callable[[int], int]
@@ -207,6 +207,13 @@ class GrowingBatch:
             return self.full
         growth: float = (self.full / self.first) ** (step / self.steps)
         return round(self.first * growth)
+
+
+def decay_of(value: Schedule | Literal["mean"]) -> Schedule:
+    """Return the decay of a setting: "mean" weighs all statistics steps alike, to 12 digits."""
+    if value == "mean":
+        return 1 - 2.0**-40
+    return value
 
 
 def sample_decay(batch_size: Callable[[int], int]) -> Callable[[int], float]:

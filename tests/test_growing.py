@@ -213,6 +213,15 @@ def test_with_the_decay_of_samples_it_is_the_mean_over_all(sizes: list[int]) -> 
                 compare(one, whole, name)
 
 
+def test_a_decay_may_be_the_mean_over_statistics_steps() -> None:
+    sizes = [2, 3, 5]
+    found = running(sizes, [1] * 3, decay="mean")
+    for one, other in zip(
+        found, running(sizes, [1] * 3, decay=sample_decay(lambda _: 1)), strict=True
+    ):
+        compare(one, other, "factor")
+
+
 def test_the_decay_of_samples_resumes_at_any_step() -> None:
     decay = sample_decay(GrowingBatch(2, 8, steps=2))
     assert decay(2) == 1 - 8 / 14

@@ -170,7 +170,7 @@ class Accumulator:
     def add(self, call: LayerCall) -> None:
         """Add one call; raise ValueError if a helper returns rows of a wrong shape."""
         helper, probe, block = call.helper, call.probe, self._block_of[call.helper]
-        call = _by_sample(block, call)
+        call = _by_sample(block, call, is_routed=block in self._routed)
         rows = _output_rows(helper, call.gradient)
         batch, shared = rows.shape[1], rows.shape[2]
         if batch * shared == 0:
@@ -225,7 +225,7 @@ class Accumulator:
     ) -> bool:
         """Return whether a call's rows are shared by all samples, as a table's are."""
         lacks = helper.lacks_batch(batch, shared, size)
-        if not lacks and 1 < batch < size:
+        if not lacks and batch > 1 and batch % size > 0:
             self._routed.add(block)
         # A single sample of a layer that gets a part of the batch at other times is no table.
         return lacks and block not in self._routed
@@ -508,10 +508,12 @@ def _reaching(
     return rows, list(itertools.repeat(float(batch * shared), groups))
 
 
-def _by_sample(block: Block, call: LayerCall) -> LayerCall:
+def _by_sample(block: Block, call: LayerCall, *, is_routed: bool) -> LayerCall:
     """Return a call as a block takes it; raise ValueError if it has no samples, where needed."""
     if block.takes_samples:
         call = batch_first(call)
+        if not is_routed:
+            call = _unflattened(call)
     if call.is_ragged and (block.takes_samples or call.helper.unit != "row"):
         raise ValueError(
             f"{type(call.helper).__name__} under {block.method!r} takes whole samples, and a "
@@ -524,7 +526,7 @@ def _by_sample(block: Block, call: LayerCall) -> LayerCall:
 def batch_first(call: LayerCall) -> LayerCall:
     """Return a call ``[T, N, ...]`` as ``[N, T, ...]``, where the root shows N samples."""
     size, gradient = call.batch.root.size, call.gradient
-    if call.helper.unit != "row" or call.batch.rows is not None or gradient.dim() < 3:
+    if not _has_free_rows(call) or gradient.dim() < 3:
         return call
     positions, second = gradient.shape[:2]
     if second != size or positions == size:
@@ -533,6 +535,25 @@ def batch_first(call: LayerCall) -> LayerCall:
         return call
     inputs = tuple(x.transpose(0, 1) for x in call.inputs)
     return call._replace(gradient=gradient.transpose(0, 1), inputs=inputs)
+
+
+def _unflattened(call: LayerCall) -> LayerCall:
+    """Return a call ``[N T, ...]`` as ``[N, T, ...]``, where the root shows N samples."""
+    size, rows = call.batch.root.size, len(call.gradient)
+    if size is None or not _has_free_rows(call) or call.helper.counts_inputs:
+        return call
+    lengths = {len(x) for x in call.inputs}
+    if rows % size > 0 or lengths != {rows} - {size}:
+        return call
+    gradient, *inputs = (x.unflatten(0, (size, -1)) for x in (call.gradient, *call.inputs))
+    return call._replace(gradient=gradient, inputs=tuple(inputs))
+
+
+def _has_free_rows(call: LayerCall) -> bool:
+    """Return whether the rows of a call may be put into another order."""
+    if call.batch.rows is not None or call.is_ragged:
+        return False
+    return call.helper.unit == "row"
 
 
 def _output_rows(helper: LayerHelper, gradient: Tensor) -> Tensor:

@@ -9,10 +9,16 @@ the row by c_n. The numbers are powers of two, which no rounding changes, one fo
 
 A row with another ratio is of several samples, or its loss leaves the outputs aside: the sums of
 two exponents, and zero, are no digits.
+
+A call with as many rows as samples may have another order too, such as ``[T, N, features]`` with
+T = N, or sorted samples. So the last digit of all rows is looked at once, in the first batch of
+several samples. Terms of the loss that leave the outputs aside, such as a penalty on hidden states,
+are negligible beside numbers as large: there a pass with ``2^32`` for all samples is the reference.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,21 +28,22 @@ import torch
 from torch import Tensor
 
 from soframe.blocks.block import Block
+from soframe.capture.root import common, tensors_in
 from soframe.kernels.devices import along_first
 from soframe.layers.base import LayerHelper
 
 BASE = 32
-MOST = 4  # passes that are compared between ranks: BASE**4 samples
 NONE = -1  # the sample of rows without a gradient
 
 
 @dataclass
 class Routing:
-    """The layers whose rows may be of any samples, or had other rows than the batch."""
+    """The layers whose rows may be of any samples, or have another order than the batch."""
 
     helpers: set[LayerHelper] = field(default_factory=set)
-    # Whether further backward passes follow; the same on all ranks of a sharded model.
-    keeps_graph: bool = False
+    # Whether the order of rows has been looked at; the same on all ranks of a sharded model.
+    is_checked: bool = False
+    keeps_graph: bool = True  # whether further backward passes may follow; likewise
 
     @classmethod
     def of(cls, blocks: Iterable[Block]) -> Routing:
@@ -44,11 +51,7 @@ class Routing:
         helpers = set[LayerHelper]()
         for block in blocks:
             helpers.update(helper for helper in block.helpers if helper.routes)
-        return cls(helpers, bool(helpers))
-
-    def keep_graph(self) -> None:
-        """Keep the graph of every batch from now on."""
-        self.keeps_graph = True
+        return cls(helpers)
 
 
 def number_of_digits(samples: int) -> int:
@@ -61,30 +64,26 @@ def number_of_digits(samples: int) -> int:
 
 def samples_of(outputs: Any) -> int:
     """Return the number of samples of outputs ``[samples, ...]`` with a graph; 0 for others."""
-    lengths = set[int]()
-    for head in _heads(outputs):
-        if not (isinstance(head, Tensor) and head.requires_grad and head.dim() > 0):
-            return 0
-        lengths.add(len(head))
-    if len(lengths) != 1:
-        return 0
-    return lengths.pop()
+    return common({len(head) for head in _heads(outputs)}) or 0
 
 
-def _heads(outputs: Any) -> Sequence[Any]:
-    """Return the outputs of a model, one or several; none of other kinds."""
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    return outputs if isinstance(outputs, list | tuple) else ()
+def _heads(outputs: Any) -> Sequence[Tensor]:
+    """Return the outputs of a model that have a graph, of a dict or dataclass, too."""
+    return [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
 
 
 @contextmanager
-def numbered(outputs: Any, digit: int) -> Iterator[None]:
-    """Multiply the gradients of outputs, as `samples_of` has them, by the numbers of a digit."""
+def numbered(outputs: Any, digit: int | None) -> Iterator[None]:
+    """Multiply the gradients of outputs, as `samples_of` has them, by the numbers of a digit.
+
+    None stands for a digit that is zero for all.
+    """
     handles = []
     for head in _heads(outputs):
         samples = torch.arange(len(head), device=head.device)
-        exponents = BASE + samples // BASE**digit % BASE
+        exponents = torch.full_like(samples, BASE)
+        if digit is not None:
+            exponents += samples // BASE**digit % BASE
         numbers = along_first((2.0**exponents).to(head), head)
         handles.append(head.register_hook(lambda gradient, numbers=numbers: gradient * numbers))
     try:
@@ -94,11 +93,11 @@ def numbered(outputs: Any, digit: int) -> Iterator[None]:
             handle.remove()
 
 
-def digits_of(rows: Tensor, numbered_rows: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the digits ``[groups, rows]`` of rows ``[groups, rows, out]``.
+def exponents_of(rows: Tensor, numbered_rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the exponents ``[groups, rows]`` of the powers of two that rows are multiplied by.
 
-    They are `NONE` for rows that are zero, and None if a row has no digit. ``numbered_rows`` are of
-    a pass with numbers, and ``dtype`` is the dtype of the passes.
+    They are nan for rows that are zero, and None if a row is no such multiple. ``numbered_rows``
+    are of a pass with numbers, and ``dtype`` is the dtype of the passes.
     """
     # The largest entries, whose squares might overflow.
     sizes = rows.abs().amax(2)
@@ -106,11 +105,25 @@ def digits_of(rows: Tensor, numbered_rows: Tensor, dtype: torch.dtype) -> Tensor
     has_gradient = sizes > limits.tiny / limits.eps
     exponents = (numbered_rows.abs().amax(2) / sizes).log2().round()
     errors = (numbered_rows * (2.0**-exponents).unsqueeze(2) - rows).abs().amax(2)
-    digit = (exponents - BASE).where(has_gradient, float(NONE))
-    is_digit = (digit >= 0) & (digit < BASE) & (errors <= limits.eps**0.5 * sizes)
-    if not bool((is_digit | ~has_gradient).all()):
+    is_multiple = errors <= limits.eps**0.5 * sizes
+    if not bool((is_multiple | ~has_gradient).all()):
         return None
-    return digit.long()
+    return exponents.where(has_gradient, math.nan)
+
+
+def digits_of(rows: Tensor, numbered_rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the digits ``[groups, rows]`` of rows ``[groups, rows, out]``; see `exponents_of`.
+
+    They are `NONE` for rows that are zero, and None if a row has no digit.
+    """
+    exponents = exponents_of(rows, numbered_rows, dtype)
+    if exponents is None:
+        return None
+    digits = exponents - BASE
+    is_digit = (digits >= 0) & (digits < BASE) | digits.isnan()
+    if not bool(is_digit.all()):
+        return None
+    return digits.nan_to_num(NONE).long()
 
 
 def by_sample(rows: Tensor, samples: Tensor, size: int) -> Tensor:

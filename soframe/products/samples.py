@@ -8,6 +8,7 @@ the backward pass, so that the mean of the gradients is the gradient of the loss
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,11 +29,11 @@ from soframe.layers.base import LayerHelper
 from soframe.products.fitting import LossOf, kept
 from soframe.products.routing import (
     BASE,
-    MOST,
     NONE,
     Routing,
     by_sample,
     digits_of,
+    exponents_of,
     number_of_digits,
     numbered,
     samples_of,
@@ -235,34 +236,65 @@ def sample_gradients(
         with kept(model), torch.enable_grad():
             done = False
             while not done:  # once more where rows are met that need the graph
-                capture.begin(Calls(), enabled=True)
-                done = _run_passes(model, loss, batch, collected, backend)
+                done = _run_passes(model, loss, batch, capture, collected, backend)
     finally:
         capture.close()
     with torch.no_grad():
-        return SampleGradients(collected.gradients(), collected.samples, coordinates)
+        gradients = SampleGradients(collected.gradients(), collected.samples, coordinates)
+        if collected.loss_gradient:
+            _warn_of_rest(gradients, collected.loss_gradient)
+        return gradients
 
 
 def _run_passes(
-    model: nn.Module, loss: LossOf, batch: Any, collected: _Collected, backend: Backend | None
+    model: nn.Module,
+    loss: LossOf,
+    batch: Any,
+    capture: Capture,
+    collected: _Collected,
+    backend: Backend | None,
 ) -> bool:
     """Run the backward passes of a batch; return whether the graph was kept, if it was needed."""
-    routing = collected.routing
+    capture.begin(Calls(), enabled=True)
     outputs, value = loss(model, batch)
     collected.begin(outputs)
-    value.backward(retain_graph=routing.keeps_graph)
-    passes = collected.passes()
-    if backend is not None:
-        # As many as the rank that needs most: a number for each pass, of the ranks that need it.
-        ranks = add_over_ranks(backend, [float(number < passes) for number in range(MOST)])
-        passes = sum(number > 0 for number in ranks)
-    if passes and not routing.keeps_graph:
-        routing.keep_graph()
-        return False
-    for digit in range(passes):
+    keeps_graph = collected.routing.keeps_graph
+    value.backward(retain_graph=keeps_graph)
+    if backend is None:
+        collected.take(model)
+    for digit in collected.digits(backend):
+        if not keeps_graph:
+            collected.routing.keeps_graph = True
+            return False
         with collected.numbered(digit):
-            value.backward(retain_graph=digit + 1 < passes)
+            value.backward(retain_graph=True)
     return True
+
+
+def _warn_of_rest(gradients: SampleGradients, loss_gradient: Vector) -> None:
+    """Warn of blocks in which a gradient is not the mean of the samples' gradients."""
+    names, coordinates = list[str](), gradients.coordinates
+    vector = {name: loss_gradient[name] for name in coordinates.shapes}
+    for block, matrix in coordinates.matrices(vector).items():
+        products = gradients.blocks[block].dot(matrix.unsqueeze(0))
+        square = matrix.square().sum()
+        # Autocast rounds both by less.
+        if bool((products.mean() - square).abs() > 0.01 * (products.abs().mean() + square)):
+            names.append(block.name)
+    if names:
+        warnings.warn(
+            f"soframe: in {', '.join(names)} the gradient of the loss is not the mean of the "
+            f"samples' gradients, which lack what does not go through the layers' calls: a penalty "
+            f"on weights, a weight that is used without its module, or a derivative of a gradient",
+            stacklevel=4,
+        )
+
+
+def _any(backend: Backend | None, flag: bool) -> bool:
+    """Return whether a flag is true, on any rank if they run together."""
+    if backend is None:
+        return flag
+    return add_over_ranks(backend, [float(flag)])[0] > 0
 
 
 @dataclass(eq=False)
@@ -273,6 +305,17 @@ class _Call:
     right: Tensor  # of inputs, [groups, batch, positions, in], or indices
     # The sample of each row, [groups, batch * positions]; None in the order of the batch.
     samples: Tensor | None = None
+    # Left in a pass with numbers, if it is no multiple of left.
+    numbered: Tensor | None = None
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether samples by their last digits are in the order of the batch."""
+        if self.samples is None:
+            return True
+        _, batch, positions, _ = self.left.shape
+        order = torch.arange(batch, device=self.left.device).repeat_interleave(positions) % BASE
+        return bool(((self.samples == order) | (self.samples == NONE)).all())
 
     def arranged(self, size: int) -> tuple[Tensor, Tensor]:
         """Return left and right sides with samples in dimension 1."""
@@ -298,17 +341,36 @@ class _Collected:
         """Drop all rows, before the backward pass from outputs of the batch."""
         self._outputs = outputs
         self.samples = 0
+        self.loss_gradient: dict[str, Tensor] = {}  # the gradient of the loss, if it is looked at
         self._calls: dict[LayerHelper, list[_Call]] = {helper: [] for helper in self._block_of}
-        self._digit: int | None = None  # of the pass with numbers under way
-        self._routed: list[LayerHelper] = []  # layers whose rows may be of any samples
+        self._is_numbered = False  # whether a pass with numbers is under way
+        self._digit: int | None = None  # of that pass
+        self._routed: set[LayerHelper] = set()  # layers whose rows may be of any samples
+        # Layers with as many rows as samples, whose order is looked at; and of these, those with
+        # terms that are not of the outputs.
+        self._ordered: set[LayerHelper] = set()
+        self._unclear: set[LayerHelper] = set()
         self._later: dict[LayerHelper, Iterator[_Call]] = {}  # the calls that such a pass repeats
+
+    def take(self, model: nn.Module) -> None:
+        """Take the gradient of the loss from the parameters, if the rows are looked at."""
+        if self.routing.is_checked:
+            return
+        for name, parameter in model.named_parameters():
+            gradient, parameter.grad = parameter.grad, None
+            self.loss_gradient[name] = torch.zeros_like(parameter) if gradient is None else gradient
 
     def add(self, call: LayerCall) -> None:
         """Keep the rows of a call, or find the samples of rows that are there."""
-        if self._digit is None:
+        if not self._is_numbered:
             self._keep(call)
         elif call.helper in self._later:
-            self._number(call, self._digit)
+            known = next(self._later[call.helper])
+            rows = self._sides(batch_first(call))[0].flatten(1, 2)
+            if self._digit is None:
+                self._compare(known, rows, call)
+            else:
+                self._number(known, rows, call, self._digit)
 
     def _sides(self, call: LayerCall) -> tuple[Tensor, Tensor]:
         """Return the rows of outputs and of inputs, ``[groups, batch, positions, ...]``."""
@@ -329,28 +391,69 @@ class _Collected:
         if call.is_ragged or {left.shape[1], size} != {self.samples}:
             self.routing.helpers.add(helper)
 
-    def _number(self, call: LayerCall, digit: int) -> None:
+    def _number(self, known: _Call, rows: Tensor, call: LayerCall, digit: int) -> None:
         """Add a digit to the samples of the rows of a call."""
-        helper = call.helper
-        known = next(self._later[helper])
-        left, _ = self._sides(batch_first(call))
-        digits = digits_of(known.left.flatten(1, 2), left.flatten(1, 2), call.gradient.dtype)
+        digits = digits_of(known.left.flatten(1, 2), rows, call.gradient.dtype)
         if digits is None:
-            raise ValueError(
-                f"{self.names[helper]}: a call of {type(helper.module).__name__} has rows whose "
-                f"gradients are not of the outputs of one of the {self.samples} samples: call it "
-                f"with [samples, ...] (expand tensors without a batch), return the outputs that "
-                f"the loss is of, leave terms of the whole batch out of the loss, or skip it "
-                f"(skip=[...])"
-            )
-        assert known.samples is not None
-        samples = known.samples + digits * BASE**digit
-        known.samples = samples.where(digits != NONE, NONE)
+            if call.helper not in self._ordered:
+                raise self._unexplained(call.helper)
+            known.samples = None
+            if bool(rows.isfinite().all()):  # half precision overflows
+                known.numbered = rows
+                self._unclear.add(call.helper)
+        elif known.samples is not None:
+            samples = known.samples + digits * BASE**digit
+            known.samples = samples.where(digits != NONE, NONE)
 
-    def passes(self) -> int:
-        """Return the number of passes that find the samples; raise if outputs do not show them."""
-        self._routed = [helper for helper in self.routing.helpers if self._calls.get(helper)]
-        for helper in self._routed:
+    def _compare(self, known: _Call, rows: Tensor, call: LayerCall) -> None:
+        """Raise if rows with numbers are no multiples of rows with equal numbers."""
+        numbered, known.numbered = known.numbered, None
+        if numbered is None:
+            return
+        if exponents_of(rows, numbered, call.gradient.dtype) is None:
+            raise self._unexplained(call.helper)
+
+    def _unexplained(self, helper: LayerHelper) -> ValueError:
+        """Return the error of rows that no sample explains."""
+        return ValueError(
+            f"{self.names[helper]}: a call of {type(helper.module).__name__} has rows whose "
+            f"gradients are not of the outputs of one of the {self.samples} samples: call it "
+            f"with [samples, ...] (expand tensors without a batch), return the outputs that "
+            f"the loss is of, leave terms of the whole batch out of the loss, or skip it "
+            f"(skip=[...])"
+        )
+
+    def digits(self, backend: Backend | None) -> Iterator[int | None]:
+        """Yield the digits that a rank needs; with None, all samples have the same number."""
+        routing, checks = self.routing, not self.routing.is_checked
+        self._routed = self._in_another_order()
+        if (checks or self._routed) and 1 < samples_of(self._outputs) == self.samples:
+            self._ordered = set(self._calls) - self._routed
+        for helper in self._routed | self._ordered:
+            for call in self._calls[helper]:
+                call.samples = torch.zeros_like(call.left[..., 0], dtype=torch.long).flatten(1)
+        digit = 0
+        while _any(backend, self._needs(digit)):
+            yield digit
+            digit += 1
+        if not checks:
+            return
+        if _any(backend, len(self._unclear) > 0):
+            yield None
+        if _any(backend, self.samples > 1):
+            routing.is_checked = True
+            routing.keeps_graph = _any(backend, len(self._routed) > 0)
+
+    def _needs(self, digit: int) -> bool:
+        """Return whether the samples of rows have a digit that is not known."""
+        if self._routed:
+            return digit < number_of_digits(self.samples)
+        return digit == 0 < len(self._ordered)
+
+    def _in_another_order(self) -> set[LayerHelper]:
+        """Return the layers of such rows; raise if outputs do not show the samples."""
+        helpers = {helper for helper in self.routing.helpers if self._calls.get(helper)}
+        for helper in helpers:
             if self.samples not in (1, samples_of(self._outputs)):
                 raise ValueError(
                     f"{self.names[helper]}: the rows of a {type(helper.module).__name__} are not "
@@ -358,19 +461,25 @@ class _Collected:
                     f"outputs that the loss is of, a tensor [samples, ...] or several, which show "
                     f"the samples: return them, or skip it (skip=[...])"
                 )
-            for call in self._calls[helper]:
-                shape = (len(call.left), call.left.shape[1] * call.left.shape[2])
-                call.samples = torch.zeros(shape, dtype=torch.long, device=call.left.device)
-        return number_of_digits(self.samples) if self._routed else 0
+        return helpers
 
     @contextmanager
-    def numbered(self, digit: int) -> Iterator[None]:
-        """Find a digit of the samples of the rows in the pass under way."""
-        self._digit = digit
-        self._later = {helper: iter(self._calls[helper]) for helper in self._routed}
+    def numbered(self, digit: int | None) -> Iterator[None]:
+        """Find a digit of the samples of the rows in the pass under way; see `digits`."""
+        self._is_numbered, self._digit = True, digit
+        helpers = self._unclear if digit is None else self._routed | self._ordered
+        self._later = {helper: iter(self._calls[helper]) for helper in helpers}
         # Other ranks may need the pass, and this one not.
-        with numbered(self._outputs if self._routed else (), digit):
+        with numbered(self._outputs if helpers else (), digit):
             yield
+        for helper in self._ordered:
+            if all(call.is_in_order for call in self._calls[helper]):
+                for call in self._calls[helper]:
+                    call.samples = None
+            else:
+                self.routing.helpers.add(helper)
+                self._routed.add(helper)
+        self._ordered = set()
 
     def gradients(self) -> dict[Block, Gradients]:
         """Return the gradients by block; zeros for a block that was not called."""

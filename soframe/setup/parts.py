@@ -25,7 +25,7 @@ from soframe.kernels.precision import Precision
 from soframe.losses.base import Loss
 from soframe.methods.scaling import LossAverage, Scaling
 from soframe.registry import KINDS
-from soframe.schedules import Scheduled
+from soframe.schedules import Scheduled, decay_of
 from soframe.setup import choosing
 from soframe.strategies.base import Strategy
 
@@ -128,7 +128,7 @@ def parts_of(
         gradients=settings["gradients"],
         strategy=KINDS["strategy"].build(settings["strategy"], Strategy),
         damping=damping,
-        decay=Scheduled("decay", settings["decay"], high=1.0),
+        decay=Scheduled("decay", decay_of(settings["decay"]), high=1.0),
         refresh=Refresh.of(
             settings["statistics_every"],
             settings["solve_every"],

@@ -10,15 +10,18 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 import soframe
 from benchmarks.layer_kinds import LIBRARIES, verdict
+from soframe.blocks import sharding
+from soframe.laplace import Laplace
 from tests.curvature import randn
 from tests.products.kinds import KINDS, Batch, Kind, Vector, loss
 
-DAMPING = 0.3
+DAMPING, PRECISION = 0.3, 0.7
 COLUMNS = (
     "product",
     "inverse",
@@ -28,6 +31,7 @@ COLUMNS = (
     "eigenvalues",
     "gradients",
     "influence",
+    "sample",
 )
 
 
@@ -77,6 +81,29 @@ def errors(curvature: soframe.Curvature, kind: Kind, data: list[Batch]) -> dict[
     wanted = sum(torch.einsum("qgp,tgp->qt", q, torch.cat(t)) for q, *t in parts)
     assert isinstance(wanted, Tensor)
     found["influence"] = _error([scores], [wanted])
+    found["sample"] = _error(taken(kind, deviations(curvature)), _times(roots(dense, data), given))
+    return found
+
+
+def deviations(curvature: soframe.Curvature) -> dict[str, Tensor]:
+    """Return samples of the posterior less the weights, from the noise of `vectors`."""
+    model, laplace = curvature.parts.model, Laplace(curvature, PRECISION)
+    weights = {name: sharding.whole(p).detach() for name, p in model.named_parameters()}
+    noise = iter([randn(2, *weight.shape, seed=i) for i, weight in enumerate(weights.values())])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "randn", lambda *shape, **options: next(noise))
+        samples = laplace.sample(2)
+    return {name: rows - weights[name] for name, rows in samples.items()}
+
+
+def roots(dense: list[Tensor], data: list[Batch]) -> list[Tensor]:
+    """Return the symmetric roots of the posterior's covariance by part."""
+    samples = sum(len(targets) for _, targets in data)
+    found = []
+    for matrix in dense:
+        values, vectors = torch.linalg.eigh(samples * matrix)
+        scaled = vectors / (values + PRECISION).sqrt().unsqueeze(1)
+        found.append(scaled @ vectors.mT)
     return found
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import signal
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -89,6 +91,63 @@ def ekfac_of(kind: Kind, part: Part, data: list[Batch]) -> Tensor:
         basis = torch.kron(left, right)
         found.append(basis @ scale.flatten().diag() @ basis.T)
     return torch.stack(found)
+
+
+class Flat(nn.Module):
+    """Layers that see the tokens of a batch in one dimension, ``[N T, features]``."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.inner(x.flatten(0, 1))
+        return outputs.unflatten(0, x.shape[:2])
+
+
+@pytest.mark.parametrize("method", ["ekfac", "kfac-reduce"])
+def test_flat_tokens_are_of_their_samples(method: str) -> None:
+    inner = network()
+    data = [(randn(n, 4, 3, seed=n), randn(n, 4, CLASSES, seed=n + 9)) for n in (5, 4, 1)]
+    whole = soframe.Curvature(inner, method).fit(data, loss)
+    flat = soframe.Curvature(Flat(inner), method).fit(data, loss)
+    torch.testing.assert_close(values_of(flat), values_of(whole), rtol=1e-11, atol=1e-13)
+
+
+class Picking(nn.Module):
+    """A layer that sees some of the tokens of a batch, as an expert does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.number = nn.Linear(3, 2), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        outputs = tokens[:, :2] * 1.0
+        outputs[: self.number] = outputs[: self.number] + self.inner(tokens[: self.number])
+        return outputs.unflatten(0, x.shape[:2])
+
+
+def test_rows_of_a_router_are_no_tokens_of_samples() -> None:
+    model: Any = fill(Picking())
+    data = [(randn(5, 4, 3, seed=n), randn(5, 4, 2, seed=n + 9)) for n in range(2)]
+
+    def picked(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        module.number = 7 if batch is data[0] else 10  # two for each sample, by chance
+        return loss(module, batch)
+
+    curvature = soframe.Curvature(model, "ekfac").fit(data, picked)
+    inputs, gradients = [], []
+    for batch in data:
+        outputs, value = picked(model, batch)
+        (gradient,) = torch.autograd.grad(value, outputs)
+        inputs.append(torch.cat([batch[0].flatten(0, 1), torch.ones(20, 1)], 1)[: model.number])
+        gradients.append(5 * gradient.flatten(0, 1)[: model.number])
+    rows, of_outputs = torch.cat(inputs), torch.cat(gradients)
+    right, left = (torch.linalg.eigh(x.T @ x)[1] for x in (rows, of_outputs))
+    scale = (of_outputs @ left).square().T @ (rows @ right).square() / 10  # by row
+    values = scale.flatten().sort().values
+    torch.testing.assert_close(curvature.eigenvalues(), values, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "kfac-reduce"])
@@ -253,6 +312,42 @@ def test_an_interrupted_fit_goes_on(method: str, runs: int, tmp_path: Path) -> N
     whole = soframe.Curvature(model, method).fit(data, cross_entropy)
     close(again, whole)
     close(soframe.Curvature(model, method).load(tmp_path), whole)
+
+
+KILLED = """
+import os, signal, sys
+import soframe
+from tests.products.test_fitting import batches, cross_entropy, network
+
+def dies(model, batch):
+    if len(batch[1]) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return cross_entropy(model, batch)
+
+curvature = soframe.Curvature(network(), "ekfac")
+curvature.fit(batches(5, 4, 3), dies, folder=sys.argv[1], every=1)
+"""
+
+
+@pytest.mark.parametrize("strategy", soframe.available("strategy"))
+def test_places_are_the_same_words_in_every_process(strategy: str) -> None:
+    _, places = soframe.Curvature(network(), strategy=strategy).describe_fit()
+    assert " at 0x" not in places
+
+
+def test_a_killed_process_resumes_in_another_one(tmp_path: Path) -> None:
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert process.returncode == -signal.SIGKILL
+    seen: list[int] = []
+
+    def counts(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        seen.append(len(batch[1]))
+        return cross_entropy(model, batch)
+
+    model, data = network(), batches(5, 4, 3)
+    again = soframe.Curvature(model, "ekfac").load(tmp_path).fit(data, counts)
+    assert seen == [3, 5, 4, 3]
+    close(again, soframe.Curvature(model, "ekfac").fit(data, cross_entropy))
 
 
 def test_a_saved_curvature_says_what_it_is(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import soframe
 from tests.curvature import randn
 from tests.distributed.harness import RankError, run_ranks
 from tests.products.kinds import KINDS, Batch, loss
+from tests.products.table import COLUMNS, errors
 from tests.products.test_fitting import batches, close, cross_entropy, network, values_of
 
 SHARES = ((0, 2), (1,))
@@ -65,21 +66,36 @@ def test_two_ranks_are_one_process(strategy: str, method: str, tmp_path: Path) -
     close(soframe.Curvature(model, method).load(tmp_path), alone)
 
 
-def of_kind(rank: int, ranks: int, name: str) -> Any:
-    kind = KINDS[name]()
-    data = kind.data()
-    curvature = soframe.Curvature(kind.model, strategy="mem-opt", layers=kind.layers)
-    curvature.fit([data[number] for number in SHARES[rank]], loss)
-    return values_of(curvature), curvature @ vector_of(kind.model)
+def of_kinds(rank: int, ranks: int, names: list[str]) -> dict[tuple[str, str], dict[str, float]]:
+    """Return the errors beside dense matrices by kind and strategy; one rank has no data."""
+    found = {}
+    for name in names:
+        for strategy in ("comm-opt", "mem-opt", "hybrid-opt", "sharded"):
+            kind = KINDS[name]()
+            data = kind.data()
+            curvature = soframe.Curvature(kind.model, strategy=strategy, layers=kind.layers)
+            curvature.fit([data[number] for number in (*SHARES, (), ())[rank]], loss)
+            found[name, strategy] = errors(curvature, kind, data)
+    return found
 
 
-@pytest.mark.parametrize("name", ["Conv2d, grouped", "MultiheadAttention", "experts", "LayerNorm"])
-def test_kinds_of_layers_on_two_ranks(name: str) -> None:
-    kind = KINDS[name]()
-    alone = soframe.Curvature(kind.model, layers=kind.layers).fit(kind.data(), loss)
-    wanted = values_of(alone), alone @ vector_of(kind.model)
-    for found in run_ranks(of_kind, 2, name):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+SOME = ["Conv2d, grouped", "MultiheadAttention", "experts", "LayerNorm"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, SOME),
+        pytest.param(4, SOME, marks=pytest.mark.slow),
+        pytest.param(2, list(KINDS), marks=pytest.mark.thorough),
+        pytest.param(4, list(KINDS), marks=pytest.mark.thorough),
+    ],
+)
+def test_kinds_of_layers_on_several_ranks_are_dense_products(ranks: int, names: list[str]) -> None:
+    for found in run_ranks(of_kinds, ranks, names, timeout=600):
+        for case, of_kind in found.items():
+            assert set(of_kind) == set(COLUMNS)
+            assert max(of_kind.values()) < 1e-12, (case, of_kind)
 
 
 def fails(rank: int, ranks: int) -> None:

@@ -141,6 +141,29 @@ class Kernels(nn.Module):
         return rows @ self.kernel
 
 
+class Choosing(nn.Module):
+    """A layer that sees tokens with as many indices as the batch has samples, after a flat one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.expert = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.chosen = torch.tensor([0, 2, 4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        outputs = self.flat(tokens).index_add(0, self.chosen, self.expert(tokens[self.chosen]))
+        return outputs.unflatten(0, x.shape[:2])
+
+
+def test_an_expert_with_as_many_rows_as_samples_is_seen_in_every_batch() -> None:
+    model: Any = fill(Choosing())
+    curvature = soframe.Curvature(model)
+    for chosen in ([0, 2, 4], [4, 0, 1]):  # the first tokens in the order of samples; others
+        model.chosen = torch.tensor(chosen)
+        batch = batch_of(3, positions=2, seed=chosen[0])
+        close(curvature.gradients(batch, loss).dense(), expected(model, batch))
+
+
 class Sorted(nn.Module):
     """Tokens of a batch by their size to experts, each of which has room for a third of them."""
 
@@ -155,11 +178,78 @@ class Sorted(nn.Module):
         return outputs.flatten(0, 1)[order.argsort()].view(*x.shape[:2], 2)
 
 
+def test_outputs_in_a_dict_show_the_samples() -> None:
+    model, batch = deep(), batch_of(6)
+
+    def in_dict(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
+        outputs, value = loss(model, batch)
+        return {"loss": value, "logits": outputs, "mask": batch[0] > 0}, value
+
+    close(soframe.Curvature(model).gradients(batch, in_dict).dense(), expected(model, batch))
+
+
 def test_experts_that_choose_among_the_tokens_of_a_batch() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Sorted()).double().eval()
     batch = batch_of(4, positions=6)
     curvature = soframe.Curvature(model, layers={"0": "all", "experts": Transposed})
     close(curvature.gradients(batch, loss).dense(), expected(model, batch))
+
+
+class Turned(nn.Module):
+    """Layers that see positions first, ``[T, N, features]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x.transpose(0, 1)).transpose(0, 1)
+        return output
+
+
+class Ordered(nn.Module):
+    """A layer that sees the samples of a batch by their size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        output: Tensor = self.inner(self.first(x)[order].tanh())[order.argsort()]
+        return output
+
+
+@pytest.mark.parametrize("build", [Turned, Ordered])
+@pytest.mark.parametrize("samples", [4, BASE + 1])
+def test_as_many_rows_as_samples_may_have_another_order(
+    build: Callable[[], nn.Module], samples: int
+) -> None:
+    model = fill(build())
+    curvature = soframe.Curvature(model)
+    # The order of a single sample shows nothing, and later batches are of the order found.
+    for number in (1, samples, samples):
+        batch = batch_of(number, positions=samples, seed=number)
+        close(curvature.gradients(batch, loss).dense(), expected(model, batch))
+
+
+@pytest.mark.parametrize("returns_hidden", [False, True])
+def test_a_term_of_hidden_states_leaves_the_order_as_it_is(returns_hidden: bool) -> None:
+    model: Any = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+
+    def penalised(layers: Any, batch: Batch) -> tuple[Any, Tensor]:
+        hidden = layers[:2](batch[0])
+        outputs = layers[2](hidden)
+        squares = (outputs - batch[1]).square().flatten(1).sum(1)
+        value = (squares / 2 + hidden.square().flatten(1).sum(1)).mean()
+        return {"hidden": hidden, "logits": outputs} if returns_hidden else outputs, value
+
+    batch = batch_of(20)
+    each = [penalised(model, (x, y))[1] for x, y in zip(*(t.split(1) for t in batch), strict=True)]
+    parameters = dict(model.named_parameters())
+    rows = [torch.autograd.grad(value, list(parameters.values())) for value in each]
+    wanted = {name: torch.stack([row[i] for row in rows]) for i, name in enumerate(parameters)}
+    close(soframe.Curvature(model).gradients(batch, penalised).dense(), wanted)
 
 
 class Checkpointed(nn.Module):
@@ -253,6 +343,44 @@ def test_rows_that_no_sample_explains_are_refused(
     with pytest.raises(ValueError, match=message):
         curvature.gradients(batch_of(5), of_loss)
     close(curvature.gradients(batch_of(5), loss).dense(), expected(deep(), batch_of(5)))
+
+
+class Mixed(nn.Module):
+    """A layer whose outputs are normalised over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        output: Tensor = self.last((hidden - hidden.mean(0)) / hidden.std(0))
+        return output
+
+
+def test_a_model_that_mixes_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="first: a call of Linear has rows whose gradients are no"):
+        soframe.Curvature(fill(Mixed())).gradients(batch_of(5), loss)
+
+
+def decayed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    outputs, value = loss(model, batch)
+    return outputs, value + 0.1 * model.get_parameter("0.weight").square().sum()
+
+
+def steep(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    inputs = batch[0].requires_grad_()
+    outputs, value = loss(model, (inputs, batch[1]))
+    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    return outputs, value + slope.square().sum()
+
+
+@pytest.mark.parametrize(("of_loss", "names"), [(decayed, "0"), (steep, "0, 2")])
+def test_parts_of_a_gradient_that_no_call_has_are_named(of_loss: Any, names: str) -> None:
+    model = fill(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    curvature = soframe.Curvature(model)
+    with pytest.warns(UserWarning, match=f"in {names} the gradient of the loss is not the mean"):
+        curvature.gradients(batch_of(5), of_loss)
 
 
 class Positions(nn.Module):

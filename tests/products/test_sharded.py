@@ -97,6 +97,8 @@ def meshed(rank: int, ranks: int) -> Any:
     [
         (["Linear, positions", "Conv2d, grouped", "MultiheadAttention", "LSTMCell"], "sharded"),
         pytest.param(list(KINDS), "comm-opt", marks=pytest.mark.thorough),
+        pytest.param(list(KINDS), "mem-opt", marks=pytest.mark.thorough),
+        pytest.param(list(KINDS), "sharded", marks=pytest.mark.thorough),
     ],
 )
 def test_fully_sharded_kinds_are_dense_products(names: list[str], strategy: str) -> None:
