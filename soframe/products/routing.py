@@ -53,6 +53,14 @@ class Routing:
             helpers.update(helper for helper in block.helpers if helper.routes)
         return cls(helpers)
 
+    def keep_graph(self) -> None:
+        """Keep the graph of every batch from now on."""
+        self.keeps_graph = True
+
+    def check(self, *, keeps_graph: bool) -> None:
+        """Look at the order of rows no longer, but in a model that keeps the graph."""
+        self.is_checked, self.keeps_graph = True, keeps_graph
+
 
 def number_of_digits(samples: int) -> int:
     """Return the number of backward passes that separate so many samples."""

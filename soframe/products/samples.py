@@ -264,7 +264,7 @@ def _run_passes(
         collected.take(model)
     for digit in collected.digits(backend):
         if not keeps_graph:
-            collected.routing.keeps_graph = True
+            collected.routing.keep_graph()
             return False
         with collected.numbered(digit):
             value.backward(retain_graph=True)
@@ -425,7 +425,7 @@ class _Collected:
 
     def digits(self, backend: Backend | None) -> Iterator[int | None]:
         """Yield the digits that a rank needs; with None, all samples have the same number."""
-        routing, checks = self.routing, not self.routing.is_checked
+        checks = not self.routing.is_checked
         self._routed = self._in_another_order()
         if (checks or self._routed) and 1 < samples_of(self._outputs) == self.samples:
             self._ordered = set(self._calls) - self._routed
@@ -441,8 +441,7 @@ class _Collected:
         if _any(backend, len(self._unclear) > 0):
             yield None
         if _any(backend, self.samples > 1):
-            routing.is_checked = True
-            routing.keeps_graph = _any(backend, len(self._routed) > 0)
+            self.routing.check(keeps_graph=_any(backend, len(self._routed) > 0))
 
     def _needs(self, digit: int) -> bool:
         """Return whether the samples of rows have a digit that is not known."""
