@@ -57,7 +57,7 @@ class Routing:
         """Keep the graph of every batch from now on."""
         self.keeps_graph = True
 
-    def check(self, *, keeps_graph: bool) -> None:
+    def settle(self, *, keeps_graph: bool) -> None:
         """Look at the order of rows no longer, but in a model that keeps the graph."""
         self.is_checked, self.keeps_graph = True, keeps_graph
 

@@ -441,7 +441,7 @@ class _Collected:
         if _any(backend, len(self._unclear) > 0):
             yield None
         if _any(backend, self.samples > 1):
-            self.routing.check(keeps_graph=_any(backend, len(self._routed) > 0))
+            self.routing.settle(keeps_graph=_any(backend, len(self._routed) > 0))
 
     def _needs(self, digit: int) -> bool:
         """Return whether the samples of rows have a digit that is not known."""
