@@ -556,7 +556,7 @@ class Method(ABC):
         """
         raise NotImplementedError(
             f"{self!r} defines no products with a curvature: choose method='kfac', 'kfac-reduce', "
-            f"'ekfac' or 'foof', or let the method implement spectrum()"
+            f"'ekfac', 'foof' or 'diagonal', or let the method implement spectrum()"
         )
 
     def tied(self) -> Method | None:
