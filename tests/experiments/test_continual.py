@@ -12,6 +12,7 @@ from benchmarks import continual
 from benchmarks.continual import SHORT, Accuracies, Experiment
 
 
+@pytest.mark.slow
 def test_the_short_run_has_every_contender_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
