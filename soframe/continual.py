@@ -1,7 +1,7 @@
 """Continual learning: a quadratic penalty for moving weights that earlier tasks determine.
 
 With K-FAC it is the penalty of Ritter et al. (2018), which elastic weight consolidation
-(Kirkpatrick et al., 2017) has with a diagonal curvature.
+(Kirkpatrick et al., 2017) has with the curvature of the method ``"diagonal"``.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class Curvature(OfModel):
 
     Args:
         model: The model; DistributedDataParallel and compiled wrappers are looked through.
-        method: The curvature method, as for `soframe.Preconditioner`: ``"kfac"``,
-            ``"kfac-reduce"``, ``"ekfac"``, ``"foof"``, or a method with `Method.spectrum`.
+        method: As for `soframe.Preconditioner`: ``"kfac"``, ``"kfac-reduce"``, ``"ekfac"``,
+            ``"foof"``, ``"diagonal"``, or a method of your own with `Method.spectrum`.
         solver: The solver of its factors.
         strategy: The ranks that solve and hold the blocks. Under ``"comm-opt"`` each rank has all
             data, and may multiply vectors of its own.
@@ -728,7 +728,7 @@ def _require_products(methods: Iterable[Method]) -> None:
         if type(method).spectrum is Method.spectrum:
             raise ValueError(
                 f"{method!r} defines no products with a curvature: choose method='kfac', "
-                f"'kfac-reduce', 'ekfac' or 'foof', or let the method implement spectrum()"
+                f"'kfac-reduce', 'ekfac', 'foof' or 'diagonal', or implement spectrum()"
             )
 
 

@@ -67,7 +67,7 @@ def save(curvature: Curvature, file: str | os.PathLike[str]) -> Path:
 
     Raises:
         ImportError: If the package safetensors is missing.
-        ValueError: If this rank does not hold a factor.
+        ValueError: If no block has a factor A or G, or this rank does not hold one.
         RuntimeError: If the curvature is not fitted.
     """
     path, tensors, layers = Path(file), dict[str, Tensor](), dict[str, Any]()
@@ -87,6 +87,8 @@ def save(curvature: Curvature, file: str | os.PathLike[str]) -> Path:
                 matrix = _in_order_of_weight(matrix, block)
             key = f"{block.name}.{factor.name}" if block.name else factor.name
             tensors[key] = matrix.clone(memory_format=torch.contiguous_format)
+    if not tensors:
+        raise ValueError("the method has no factors A or G: save the curvature (Curvature.save)")
     fisher, _ = curvature.describe_fit()
     texts = {"format": FORMAT, "convention": CONVENTION, "fisher": fisher}
     texts["layers"] = json.dumps(layers)

@@ -18,10 +18,10 @@ from soframe.kernels.samples import squared_gradients
 from soframe.layers.layout import BlockShape
 from soframe.methods.base import Call, Direction, Given, Method, WithoutFactors
 from soframe.methods.momentum import Momentum, require_beta, second_moment
+from soframe.methods.spectrum import Spectrum
 from soframe.registry import register
-from soframe.solvers.base import Solver
 from soframe.solvers.eigen import quotient
-from soframe.specs import VALUE, FactorSpec, TensorSpec
+from soframe.specs import VALUE, FactorSpec, SecondOrder, TensorSpec
 
 
 @register("method", "adamw")
@@ -130,14 +130,13 @@ class Diagonal(Method):
         rows = call.helper.block_rows(call.inputs, call.output_rows)
         return {"diagonal": squared_gradients(rows, call.output_rows)}
 
-    def solver(self, factor: FactorSpec, default: Solver) -> Solver | None:
-        del factor, default
-        return None
-
     def direct(self, step: Given) -> Direction:
         if "diagonal" not in step.data:
             return Direction(step.incoming.clone())
         return Direction(quotient(step.incoming, step.data["diagonal"][VALUE] + step.damping))
+
+    def spectrum(self, shape: BlockShape, data: SecondOrder) -> Spectrum:
+        return Spectrum(data["diagonal"][VALUE])
 
 
 def require_eps(method: str, eps: float) -> None:

@@ -554,10 +554,7 @@ class Method(ABC):
         Raises:
             NotImplementedError: If the method defines no curvature; this is the default.
         """
-        raise NotImplementedError(
-            f"{self!r} defines no products with a curvature: choose method='kfac', 'kfac-reduce', "
-            f"'ekfac' or 'foof', or let the method implement spectrum()"
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no spectrum()")
 
     def tied(self) -> Method | None:
         """Return the method of a table that is the weight of an embedding and of its head.

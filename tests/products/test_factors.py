@@ -103,6 +103,9 @@ def test_errors_have_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match="call fit"):
         soframe.factors.save(curvature, tmp_path / "factors.pt")
     curvature.fit(batches(), loss)
+    diagonal = soframe.Curvature(model, "diagonal").fit(batches(), loss)
+    with pytest.raises(ValueError, match=r"no factors A or G: .*Curvature.save"):
+        soframe.factors.save(diagonal, tmp_path / "factors.pt")
     torch.save(model.state_dict(), tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"write it by soframe.factors.save"):
         soframe.factors.load(tmp_path / "other.pt")

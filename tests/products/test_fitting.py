@@ -150,6 +150,20 @@ def test_rows_of_a_router_are_no_tokens_of_samples() -> None:
     torch.testing.assert_close(curvature.eigenvalues(), values, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", ["Linear, positions", "Conv2d, grouped", "Embedding", "LayerNorm"])
+def test_the_diagonal_has_the_squares_of_sample_gradients(name: str) -> None:
+    kind = KINDS[name]()
+    data = kind.data()
+    curvature = soframe.Curvature(kind.model, "diagonal").fit(data, loss)
+    gradients = [kind.gradients(batch) for batch in data]
+    vector = dict(kind.model.named_parameters())
+    products, inverses = curvature @ vector, curvature.inverse(0.1) @ vector
+    for key, weight in vector.items():
+        diagonal = torch.cat([of_batch[key] for of_batch in gradients]).square().mean(0)
+        torch.testing.assert_close(products[key], diagonal * weight.detach())
+        torch.testing.assert_close(inverses[key], weight.detach() / (diagonal + 0.1))
+
+
 @pytest.mark.parametrize("method", ["kfac", "ekfac", "kfac-reduce"])
 @pytest.mark.parametrize("fisher", ["empirical", "type-2", "monte-carlo"])
 def test_each_fisher_and_method_fits_what_a_step_of_training_has(fisher: str, method: str) -> None:
