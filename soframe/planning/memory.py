@@ -13,6 +13,7 @@ from soframe.comm.packing import BLOCK
 from soframe.planning.costs import Costs, Part
 from soframe.planning.pricing import Priced
 from soframe.specs import numel
+from soframe.strategies import buckets
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import Stacked
 
@@ -97,18 +98,19 @@ def _updating(costs: Costs, placement: Placement, part: Part) -> int:
     stacks = placement.stacked
     updates = [costs.direct(stacks[number].members) for number in part.directs]
     results = sum(update.results for update in updates)
-    exchanged = opened = 0
+    exchanged = largest = opened = 0
     for stack in stacks:
         if len(stack.place.gradient_workers) == placement.world_size:
             continue
+        sent = stack.gradient
         if stack.work.parcel:
-            parcel = numel(stack.work.parcel, packed=True)
-            exchanged += stack.item * len(stack.members) * parcel
+            sent = stack.item * len(stack.members) * numel(stack.work.parcel, packed=True)
             opened += stack.gradient
-        else:
-            exchanged += stack.gradient
-    # Updates and new states; then updates on the way, and those that arrive.
-    computing = max(_peak(updates), results + 2 * exchanged + opened)
+        exchanged += sent
+        largest = max(largest, sent)
+    # All buffers travel at once; one after another they are read, and freed.
+    reading = min(exchanged, max(buckets.BUCKET_BYTES, largest))
+    computing = max(_peak(updates), results + exchanged + reading + opened)
     observing = _observing(costs, placement, part)
     if any(stack.work.after for stack in stacks):
         # Statistics come before the new states replace the old ones, solves behind.

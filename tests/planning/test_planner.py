@@ -34,7 +34,7 @@ from soframe.planning.schedule import Timing
 from soframe.planning.task import Task
 from soframe.registry import describe
 from soframe.solvers import Eigen
-from soframe.strategies import CommOpt, HybridOpt, MemOpt, OwnerLocal, Sharded
+from soframe.strategies import CommOpt, HybridOpt, MemOpt, OwnerLocal, Sharded, buckets
 from soframe.strategies.placement import Placement, complete
 from tests.examples import examples
 from tests.planning.kit import CPU, CUBIC, GPU, convolutional, dense
@@ -637,6 +637,19 @@ def test_ranks_need_what_is_planned(strategy: Any, method: str, make: Any, world
         solving, usual = peaks(make, method, strategy, rank=rank, world=world)
         for (recorded, planned), least in ((solving, 0.7), (usual, 0.9)):
             assert least * planned <= recorded <= 1.05 * planned
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("strategy", [MemOpt(), Sharded(group=2)], ids=describe)
+def test_buffers_of_updates_are_read_and_freed_one_by_one(
+    strategy: Any, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers of two matrices of 40 x 64; the methods' moments are small beside them."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2 * 4 * 40 * 64)
+    widths = (40, 64, 40, 64, 40, 64, 40, 64, 40, 3)
+    most = peaks(lambda: dense(*widths), "muon", strategy, rank=rank, world=4)
+    for recorded, planned in most:
+        assert 0.9 * planned <= recorded <= planned
 
 
 def peaks(make: Any, method: str, strategy: Any, *, rank: int, world: int) -> list[tuple[int, int]]:
