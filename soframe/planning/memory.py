@@ -62,18 +62,15 @@ def transients(
 def _sums(stacks: Sequence[Stacked], part: Part) -> _Sums:
     """Return the bytes of a part's sums, and of the triangles in which they are reduced."""
     matrices = triangles = deferred = corner = 0
-    factors = set(part.holds)  # pairs of a stack's number and an index
-    for number in part.gathers:
+    gathered = set(part.gathers)  # pairs of a stack's number and an index
+    for number, index in gathered.union(part.holds):
         stack = stacks[number]
-        for index, factor in enumerate(stack.work.factors):
-            if factor.captured:
-                factors.add((number, index))
-                matrices += stack.matrix(index, len(stack.members))
-    for number, index in factors:
-        stack = stacks[number]
-        triangle = stack.triangle(index, len(stack.members))
+        blocks = len(stack.members)
+        if (number, index) in gathered:
+            matrices += stack.matrix(index, blocks)
+        triangle = stack.triangle(index, blocks)
         if stack.place.deferred:
-            if number not in part.gathers:
+            if (number, index) not in gathered:
                 continue
             deferred = max(deferred, triangle)
         elif len(stack.place.reductions[index].group) > 1:
@@ -124,8 +121,8 @@ def _observing(costs: Costs, placement: Placement, part: Part) -> int:
     for number in part.directs:
         stack = placement.stacked[number]
         size = costs.observe(stack.members).peak
-        for owner, index in part.makes:
-            if owner == number and stack.place.packed:
+        for index, factor in enumerate(stack.work.factors):
+            if stack.place.packed and not factor.captured:
                 size += stack.triangle(index, len(stack.members)) + _corner(stack, index)
         observing = max(observing, size)
     return observing
