@@ -63,6 +63,20 @@ def test_the_parts_of_all_ranks_are_the_work(strategy: Any, sizes: list[int], wo
     assert directs == sum(len(block.gradient_workers) for block in placement.blocks)
 
 
+def test_a_rank_has_the_sums_of_the_factors_to_which_it_contributes() -> None:
+    """The factors of one layer of 3 x 2, each of another rank's data."""
+    task = Task.of(dense(3, 2), method="kfac")
+    apart = ((0,), (1,))
+    placement = CommOpt().place(task.work, 2)
+    block = replace(placement.blocks[0], owners=(0, 1), contributors=apart, holders=apart)
+    placement = complete(replace(placement, blocks=(block,)))
+    windows = {}
+    for part in parts(placement):
+        ((_, factor),) = part.gathers
+        windows[factor] = transients(Costs(task, CPU), placement, part, 0).window
+    assert windows == {0: 4 * 3 * 3, 1: 4 * 2 * 2}
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_averages_take_six_passes_over_squares_or_over_triangles_that_travel(world: int) -> None:
     task = task_of(3, 2)
