@@ -14,7 +14,6 @@ import soframe
 from soframe import LayerHelper, Preconditioner
 from soframe.comm import Recording
 from soframe.estimate.averages import pack
-from soframe.planning.costs import parts
 from soframe.settings import grouped
 from soframe.solvers import Inverse
 from soframe.strategies import (
@@ -24,6 +23,7 @@ from soframe.strategies import (
     Placement,
     Sharded,
     Strategy,
+    plan,
 )
 from soframe.testing import compare, dense_preconditioned
 from tests.distributed.harness import run_ranks
@@ -320,10 +320,9 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
     assert sorted(kept) == [(n, int(n in mine)) for n in range(5, 9)]
     window = own.curvature.statistics.window
     assert [block.stack in window.sums for block in own.blocks] == [n in mine for n in range(5, 9)]
-    (part,) = [part for part, ranks in parts(own.placement).items() if 1 in ranks]
-    stacked = own.placement.stacked
-    sums = [stacked[n].matrix(index, len(stacked[n].members)) for n, index in part.gathers]
-    assert own.memory_usage()["statistics"] == sum(sums) > 0
+    assert own.memory_usage()["statistics"] == plan.window(
+        own.placement.pairs, own.placement.stacks, 1
+    )
 
     def settle(placed, members):
         held.extend(bool(window.sums) for _ in members)
