@@ -58,17 +58,17 @@ HOUR = 3600.0
 def collectives(options: argparse.Namespace) -> Rows:
     found: Rows = {}
     for ranks in options.ranks:
-        curves = launch(of_collectives, ranks, timeout=HOUR)(options.budget, options.rounds)[0]
+        curves = launch(of_collectives, ranks, timeout=HOUR)(options.budget)[0]
         for name, points in curves.items():
             found[f"{ranks} ranks, {name}"] = held_out(points)
     return found
 
 
-def of_collectives(worker: Worker, budget: float, rounds: int) -> dict[str, Points]:
+def of_collectives(worker: Worker, budget: float) -> dict[str, Points]:
     del worker
     backend = TorchDistributed()
     series = measure.collectives(backend, CPU, BYTES)
-    times = measure.seconds(series, backend, CPU, budget, rounds)
+    times = measure.seconds(series, backend, CPU, budget)
     return {
         one.key + (" of pairs" if len(one.groups) > 1 else ""): list(points.items())
         for one, points in times.items()
@@ -81,7 +81,7 @@ def operators(options: argparse.Namespace) -> Rows:
         *measure.products(CPU, DTYPES, SIDES)[:1],
         *measure.factorisations(CPU, DTYPES, SIDES),
     ]
-    times = measure.seconds(series, SingleProcess(), CPU, options.budget, options.rounds)
+    times = measure.seconds(series, SingleProcess(), CPU, options.budget)
     return {one.key: held_out(list(points.items())) for one, points in times.items()}
 
 
@@ -263,7 +263,7 @@ def main() -> int:
     parser = display.parser(__doc__)
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; by default all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of collectives")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="of steps")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds, about, of a world")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -7,9 +7,9 @@ on paper (`soframe.planning.pricing`). Ranks with the same part in everything ar
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -28,7 +28,6 @@ from soframe.planning.task import Task
 from soframe.solvers.base import Problem, solve_stacks
 from soframe.specs import VALUE
 from soframe.strategies.placement import Placement
-from soframe.strategies.work import Stacked
 
 DAMPING, UPDATES = 1e-3, 10  # of every block on paper
 REMEDY = "make it run on the meta device, or name a strategy and do without a plan"
@@ -40,9 +39,8 @@ class Part:
 
     solves: tuple[tuple[int, int, int], ...] = ()  # stack, factor, number of blocks
     directs: tuple[int, ...] = ()  # stacks for which it computes updates
-    gathers: tuple[int, ...] = ()  # stacks to which it contributes statistics
-    holds: tuple[tuple[int, int], ...] = ()  # stacks and factors of running factors
-    makes: tuple[tuple[int, int], ...] = ()  # of statistics of averaged gradients
+    gathers: tuple[tuple[int, int], ...] = ()  # stacks and factors to which its calls contribute
+    holds: tuple[tuple[int, int], ...] = ()  # stacks and factors of running averages of calls
 
 
 @dataclass(frozen=True)
@@ -57,51 +55,39 @@ class Arithmetic:
     write: float = 0.0  # reading gradients into stacks and writing updates
 
 
-@dataclass
-class _Entries:
-    """The part of a rank, while stacks are entered."""
-
-    solves: Counter[tuple[int, int]] = field(default_factory=Counter)
-    directs: list[int] = field(default_factory=list)
-    gathers: list[int] = field(default_factory=list)
-    holds: list[tuple[int, int]] = field(default_factory=list)
-    makes: list[tuple[int, int]] = field(default_factory=list)
-
-    def part(self) -> Part:
-        solves = tuple((*key, count) for key, count in sorted(self.solves.items()))
-        lists = tuple(self.directs), tuple(self.gathers), tuple(self.holds), tuple(self.makes)
-        return Part(solves, *lists)
-
-
 def parts(placement: Placement) -> dict[Part, list[int]]:
     """Return the ranks of each part."""
-    entries = [_Entries() for _ in range(placement.world_size)]
+    directs = defaultdict[int, list[int]](list)  # by rank
+    gathers = defaultdict[int, list[tuple[int, int]]](list)
+    holds = defaultdict[int, list[tuple[int, int]]](list)
     for number, stack in enumerate(placement.stacked):
-        _enter(entries, placement, number, stack)
+        for index, factor in enumerate(stack.work.factors):
+            if factor.captured:
+                for rank in stack.place.contributing(index):
+                    gathers[rank].append((number, index))
+                for rank in stack.place.holding(index):
+                    holds[rank].append((number, index))
+        for rank in stack.place.gradient_workers:
+            directs[rank].append(number)
+    solves = _solves(placement)
     ranks_of: dict[Part, list[int]] = {}
-    for rank, of_rank in enumerate(entries):
-        ranks_of.setdefault(of_rank.part(), []).append(rank)
+    for rank in range(placement.world_size):
+        counts = tuple((*key, blocks) for key, blocks in sorted(solves[rank].items()))
+        part = Part(counts, tuple(directs[rank]), tuple(gathers[rank]), tuple(holds[rank]))
+        ranks_of.setdefault(part, []).append(rank)
     return ranks_of
 
 
-def _enter(entries: Sequence[_Entries], placement: Placement, number: int, stack: Stacked) -> None:
-    """Enter a stack into the parts of all ranks."""
-    work, place = stack.work, stack.place
-    contributing: set[int] = set()
-    for index, factor in enumerate(work.factors):
-        if factor.captured:
-            contributing.update(place.contributing(index))
-        for rank in place.holding(index):
-            kind = entries[rank].holds if factor.captured else entries[rank].makes
-            kind.append((number, index))
-        if factor.name not in work.unsolved:
-            for member in stack.members:
-                owner = placement.blocks[member].owners[index]
-                entries[owner].solves[number, index] += 1
-    for rank in place.gradient_workers:
-        entries[rank].directs.append(number)
-    for rank in contributing:
-        entries[rank].gathers.append(number)
+def _solves(placement: Placement) -> defaultdict[int, Counter[tuple[int, int]]]:
+    """Return by rank the number of blocks that it solves, of each stack and factor."""
+    solves = defaultdict[int, Counter[tuple[int, int]]](Counter)
+    for number, stack in enumerate(placement.stacked):
+        for index, factor in enumerate(stack.work.factors):
+            if factor.name not in stack.work.unsolved:
+                for member in stack.members:
+                    owner = placement.blocks[member].owners[index]
+                    solves[owner][number, index] += 1
+    return solves
 
 
 class Costs:
@@ -276,7 +262,7 @@ class Costs:
         for number in part.directs:
             direct += self.direct(stacks[number]).seconds
             observe += self.observe(stacks[number]).seconds
-        for number in part.gathers:
+        for number in dict(part.gathers):  # each stack once
             for index in stacks[number]:
                 moments = self.statistics[self.work[index].name]
                 statistics += moments.seconds

@@ -13,6 +13,7 @@ from soframe.comm.packing import BLOCK
 from soframe.planning.costs import Costs, Part
 from soframe.planning.pricing import Priced
 from soframe.specs import numel
+from soframe.strategies import buckets
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import Stacked
 
@@ -61,18 +62,15 @@ def transients(
 def _sums(stacks: Sequence[Stacked], part: Part) -> _Sums:
     """Return the bytes of a part's sums, and of the triangles in which they are reduced."""
     matrices = triangles = deferred = corner = 0
-    factors = set(part.holds)  # pairs of a stack's number and an index
-    for number in part.gathers:
+    gathered = set(part.gathers)  # pairs of a stack's number and an index
+    for number, index in gathered.union(part.holds):
         stack = stacks[number]
-        for index, factor in enumerate(stack.work.factors):
-            if factor.captured:
-                factors.add((number, index))
-                matrices += stack.matrix(index, len(stack.members))
-    for number, index in factors:
-        stack = stacks[number]
-        triangle = stack.triangle(index, len(stack.members))
+        blocks = len(stack.members)
+        if (number, index) in gathered:
+            matrices += stack.matrix(index, blocks)
+        triangle = stack.triangle(index, blocks)
         if stack.place.deferred:
-            if number not in part.gathers:
+            if (number, index) not in gathered:
                 continue
             deferred = max(deferred, triangle)
         elif len(stack.place.reductions[index].group) > 1:
@@ -97,18 +95,19 @@ def _updating(costs: Costs, placement: Placement, part: Part) -> int:
     stacks = placement.stacked
     updates = [costs.direct(stacks[number].members) for number in part.directs]
     results = sum(update.results for update in updates)
-    exchanged = opened = 0
+    exchanged = largest = opened = 0
     for stack in stacks:
         if len(stack.place.gradient_workers) == placement.world_size:
             continue
+        sent = stack.gradient
         if stack.work.parcel:
-            parcel = numel(stack.work.parcel, packed=True)
-            exchanged += stack.item * len(stack.members) * parcel
+            sent = stack.item * len(stack.members) * numel(stack.work.parcel, packed=True)
             opened += stack.gradient
-        else:
-            exchanged += stack.gradient
-    # Updates and new states; then updates on the way, and those that arrive.
-    computing = max(_peak(updates), results + 2 * exchanged + opened)
+        exchanged += sent
+        largest = max(largest, sent)
+    # All buffers travel at once; one after another they are read, and freed.
+    reading = min(exchanged, max(buckets.BUCKET_BYTES, largest))
+    computing = max(_peak(updates), results + exchanged + reading + opened)
     observing = _observing(costs, placement, part)
     if any(stack.work.after for stack in stacks):
         # Statistics come before the new states replace the old ones, solves behind.
@@ -122,8 +121,8 @@ def _observing(costs: Costs, placement: Placement, part: Part) -> int:
     for number in part.directs:
         stack = placement.stacked[number]
         size = costs.observe(stack.members).peak
-        for owner, index in part.makes:
-            if owner == number and stack.place.packed:
+        for index, factor in enumerate(stack.work.factors):
+            if stack.place.packed and not factor.captured:
                 size += stack.triangle(index, len(stack.members)) + _corner(stack, index)
         observing = max(observing, size)
     return observing

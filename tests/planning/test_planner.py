@@ -34,7 +34,7 @@ from soframe.planning.schedule import Timing
 from soframe.planning.task import Task
 from soframe.registry import describe
 from soframe.solvers import Eigen
-from soframe.strategies import CommOpt, HybridOpt, MemOpt, OwnerLocal, Sharded
+from soframe.strategies import CommOpt, HybridOpt, MemOpt, OwnerLocal, Sharded, buckets
 from soframe.strategies.placement import Placement, complete
 from tests.examples import examples
 from tests.planning.kit import CPU, CUBIC, GPU, convolutional, dense
@@ -61,6 +61,20 @@ def test_the_parts_of_all_ranks_are_the_work(strategy: Any, sizes: list[int], wo
     stacks = [len(members) for members in placement.stacks]
     directs = sum(len(own) * stacks[one] for part, own in found.items() for one in part.directs)
     assert directs == sum(len(block.gradient_workers) for block in placement.blocks)
+
+
+def test_a_rank_has_the_sums_of_the_factors_to_which_it_contributes() -> None:
+    """The factors of one layer of 3 x 2, each of another rank's data."""
+    task = Task.of(dense(3, 2), method="kfac")
+    apart = ((0,), (1,))
+    placement = CommOpt().place(task.work, 2)
+    block = replace(placement.blocks[0], owners=(0, 1), contributors=apart, holders=apart)
+    placement = complete(replace(placement, blocks=(block,)))
+    windows = {}
+    for part in parts(placement):
+        ((_, factor),) = part.gathers
+        windows[factor] = transients(Costs(task, CPU), placement, part, 0).window
+    assert windows == {0: 4 * 3 * 3, 1: 4 * 2 * 2}
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -637,6 +651,19 @@ def test_ranks_need_what_is_planned(strategy: Any, method: str, make: Any, world
         solving, usual = peaks(make, method, strategy, rank=rank, world=world)
         for (recorded, planned), least in ((solving, 0.7), (usual, 0.9)):
             assert least * planned <= recorded <= 1.05 * planned
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("strategy", [MemOpt(), Sharded(group=2)], ids=describe)
+def test_buffers_of_updates_are_read_and_freed_one_by_one(
+    strategy: Any, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers of two matrices of 40 x 64; the methods' moments are small beside them."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2 * 4 * 40 * 64)
+    widths = (40, 64, 40, 64, 40, 64, 40, 64, 40, 3)
+    most = peaks(lambda: dense(*widths), "muon", strategy, rank=rank, world=4)
+    for recorded, planned in most:
+        assert 0.9 * planned <= recorded <= planned
 
 
 def peaks(make: Any, method: str, strategy: Any, *, rank: int, world: int) -> list[tuple[int, int]]:
