@@ -90,6 +90,11 @@ class GradientHome(ABC):
         """Return the gradients of those parameters that have one, in their order."""
         return [gradient for gradient in self.each(list(parameters)) if gradient is not None]
 
+    def version(self, parameter: nn.Parameter, gradient: Tensor) -> int:
+        """Return a number of a parameter's gradient, as read, that each change in place raises."""
+        home = self._elsewhere(parameter)
+        return gradient._version if home is None else home.version(parameter, gradient)
+
     def write(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Overwrite a gradient in place; do nothing without one.
 

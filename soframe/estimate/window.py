@@ -34,12 +34,9 @@ class Mark(NamedTuple):
     version: int | None = None  # None until the end of a pass, to which one that raises never comes
     storage: StorageWeakRef | None = None  # of a sparse gradient none
 
-    def fits(self, gradient: Tensor) -> bool:
-        """Return whether a gradient is the marked one, unchanged."""
-        stored = self.parameter.grad  # a DTensor counts the changes of its local tensor
-        if stored is None:
-            stored = gradient
-        if stored._version != self.version:
+    def fits(self, gradient: Tensor, version: int) -> bool:
+        """Return whether a gradient of a version is the marked one, unchanged."""
+        if version != self.version:
             return False
         if self.storage is None:
             return gradient.is_sparse
@@ -252,10 +249,11 @@ class Window:
         for block, tally in self.tallies.items():
             if tally.mark is None:
                 continue
-            gradient = block.home.read(tally.mark.parameter)
+            parameter = tally.mark.parameter
+            gradient = block.home.read(parameter)
             if gradient is None:
                 zeroed.append(block)
-            elif not tally.mark.fits(gradient):
+            elif not tally.mark.fits(gradient, block.home.version(parameter, gradient)):
                 changed[block] = gradient
         # Since changed: zeroed in place, replaced, clipped or averaged. The host waits for entries.
         if not any_nonzero(list(changed.values())):
@@ -362,8 +360,5 @@ def _mark(block: Block) -> Mark | None:
             storage = None
             if not gradient.is_sparse:
                 storage = StorageWeakRef(gradient.untyped_storage())
-            stored = parameter.grad  # as in `Mark.fits`
-            if stored is None:
-                stored = gradient
-            return Mark(parameter, stored._version, storage)
+            return Mark(parameter, block.home.version(parameter, gradient), storage)
     return None

@@ -63,6 +63,11 @@ class DTensorGrad(GradientHome):
         gradient = parameter.grad
         return local(gradient) if isinstance(gradient, DTensor) else gradient
 
+    def version(self, parameter: Any, gradient: Tensor) -> int:
+        # A change of the DTensor in place does not count for its local tensor.
+        stored: Tensor = gradient if parameter.grad is None else parameter.grad
+        return stored._version
+
     def put(self, parameter: Any, gradient: Tensor | None) -> None:
         if gradient is not None and not isinstance(gradient, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements

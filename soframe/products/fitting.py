@@ -322,6 +322,15 @@ def kept(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer
 
 
+def taken(model: nn.Module) -> dict[str, Tensor]:
+    """Take the gradients of a model's parameters, by name; zeros where there are none."""
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        gradient, parameter.grad = parameter.grad, None
+        gradients[name] = torch.zeros_like(parameter) if gradient is None else gradient
+    return gradients
+
+
 def _shown(batches: Iterator[Any], loader: Iterable[Any], done: int) -> Iterator[Any]:
     """Show the progress on a terminal, where tqdm is installed."""
     try:

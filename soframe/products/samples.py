@@ -26,7 +26,7 @@ from soframe.comm.base import Backend
 from soframe.estimate.statistics import batch_first
 from soframe.kernels.precision import Precision
 from soframe.layers.base import LayerHelper
-from soframe.products.fitting import LossOf, kept
+from soframe.products.fitting import LossOf, kept, taken
 from soframe.products.routing import (
     BASE,
     NONE,
@@ -354,11 +354,8 @@ class _Collected:
 
     def take(self, model: nn.Module) -> None:
         """Take the gradient of the loss from the parameters, if the rows are looked at."""
-        if self.routing.is_checked:
-            return
-        for name, parameter in model.named_parameters():
-            gradient, parameter.grad = parameter.grad, None
-            self.loss_gradient[name] = torch.zeros_like(parameter) if gradient is None else gradient
+        if not self.routing.is_checked:
+            self.loss_gradient = taken(model)
 
     def add(self, call: LayerCall) -> None:
         """Keep the rows of a call, or find the samples of rows that are there."""
