@@ -92,3 +92,58 @@ def test_two_ranks_are_one_process(sizes: Sequence[int], average: str) -> None:
     for found in run_ranks(step, 2, sizes, average):
         for one, other in zip(found, alone, strict=True):
             compare(one, other, "factor")
+
+
+def test_an_empty_pass_in_parts_is_one_pass() -> None:
+    found = []
+    for parts in (1, 2):
+        model, (x, y) = network(), batches([4])[0]
+        with closing(preconditioner(model, loss_average="local")) as own:
+            half_square(model(x), y).backward()
+            empty = model(x[:0]).sum()
+            named = list(model.parameters())
+            for part in range(parts):
+                empty.backward(inputs=named[part::parts], retain_graph=True)
+            own.step()
+            found.append([*factors(own, "0"), *factors(own, "2")])
+    for whole, in_parts in zip(*found, strict=True):
+        compare(in_parts, whole, "factor")
+
+
+class Idle(nn.Module):
+    """The layer that a backward pass reaches first has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.idle = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return torch.cat([y, self.idle(y[:0])])
+
+
+def test_a_layer_without_rows_says_nothing_of_a_declared_pass() -> None:
+    """Nor of the model, which is called by its parts and shows no batch."""
+    found = []
+    for idle in (True, False):
+        model = fill(Idle())
+        called = model.forward if idle else model.first
+        with closing(preconditioner(model)) as own:
+            own.count(4)
+            called(randn(4, 3)).square().sum().div(8).backward()
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            own.step()
+            found.append(factors(own, "first"))
+    for beside, alone in zip(*found, strict=True):
+        compare(beside, alone, "factor")
+
+
+def test_forward_passes_that_are_given_up_wait_no_longer() -> None:
+    model, (x, y) = network(), batches([4])[0]
+    with closing(preconditioner(model)) as own:
+        for _ in range(3):
+            model(x)
+        half_square(model(x), y).backward()
+        assert not own.curvature.capture.calls.waiting
