@@ -14,7 +14,7 @@ from tests.calls import TURN, Step, calls, operators
 
 MOST = {
     "forward and backward": (16.0, 44),
-    "SGD, soframe 1/10": (30.5, 335),
+    "SGD, soframe 1/10": (29.0, 335),
     "SGD, soframe 10/30": (24.5, 113),
     "trust region": (140.0, 575),
 }
@@ -71,7 +71,7 @@ def test_a_layer_costs_no_more_calls_than_it_does(name: str) -> None:
     with numerics(1):
         few, many = counted(name, 4), counted(name, 8)
     each = [(more - less) / 4 for less, more in zip(few, many, strict=True)]
-    assert each[0] <= MOST[name][0]
+    assert each[0] <= MOST[name][0] + 1e-9  # quotients are rounded
     assert each[1] <= MOST[name][1]
 
 

@@ -236,8 +236,8 @@ class Calls:
     def take_waiting(self, batch: Batch) -> list[Batch]:
         """Take out the waiting batches of the backward pass under way, in order.
 
-        ``batch`` is the one that it has reached first; it is alone if none is waiting. Empty ones
-        say nothing beside others.
+        ``batch`` is the one that it has reached first; it is alone if none is waiting. Batches
+        without samples are left out if others have some.
         """
         taken, waiting = list[Batch](), list[Batch]()
         for other in self.waiting:
