@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from soframe.blocks.block import Block, Solved
 from soframe.blocks.placed import PlacedBlocks
 from soframe.blocks.registration import Choice, Registration, plain_name
-from soframe.blocks.report import Report, warn_of_lost_blocks
+from soframe.blocks.report import Report, warn_of_lost_blocks, warn_of_thawed_blocks
 from soframe.blocks.watch import Watch
 from soframe.capture.counting import declare
 from soframe.capture.hooks import Capture
@@ -241,9 +241,15 @@ class Curvature(OfModel):
             # window too, since the hooks may have missed the calls of this one.
             self.parts.refresh.owe(2)
         names = {block.name for block in former.blocks}
-        for block in self.blocks:
-            if block.name not in names and block.record.damping is None:
-                block.damp(self.dampings.get(block.name))
+        thawed = [
+            block
+            for block in self.blocks
+            if block.name in self.dampings and block.name not in names
+        ]
+        for block in thawed:
+            if block.record.damping is None:
+                block.damp(self.dampings[block.name])
+        warn_of_thawed_blocks([block.name for block in thawed if block.captured], stacklevel=9)
         self.placed.errors.extend(former.errors)
         warn_of_lost_blocks(report, self._report, stacklevel=9)
         if report.solver:

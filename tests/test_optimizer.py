@@ -184,6 +184,10 @@ def of_unit_rows(model: nn.Module, _: int) -> Tensor:
     return model(torch.eye(5).double()).square().sum(-1).mean()
 
 
+THAWED = pytest.mark.filterwarnings("ignore:soframe. statistics of .* begin anew")
+
+
+@THAWED
 @pytest.mark.parametrize("frozen_again", [False, True])
 def test_a_run_is_resumed_whose_groups_came_in_another_order(frozen_again: bool) -> None:
     model, optimizer = late(frozen=True)
@@ -257,6 +261,7 @@ def test_a_group_that_begins_beside_a_schedule_is_warned_of_once(how: str) -> No
         assert one.filename == __file__
 
 
+@THAWED
 def test_a_group_that_was_there_follows_a_schedule_while_it_is_frozen() -> None:
     model, optimizer = late(frozen=False)
     schedule = scheduled(optimizer)
