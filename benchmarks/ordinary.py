@@ -99,6 +99,12 @@ def kfac(model: nn.Module, lr: float, loss: str = "") -> Training:
     return Training(optimizer, preconditioner)
 
 
+def kfac_adamw(model: nn.Module, lr: float) -> Training:
+    """Return the README's first snippet in front of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return Training(optimizer, soframe.Preconditioner(model, optimizer=optimizer))
+
+
 def kfac_pytorch(model: nn.Module, lr: float) -> Training:
     """Return kfac-pytorch at its own settings, with statistics and solves every ten steps."""
     from kfac.preconditioner import KFACPreconditioner
@@ -151,16 +157,18 @@ class Contender:
 
 
 RATES = (0.1, 0.03, 0.01)
+ADAMW_RATES = (0.01, 0.003, 0.001)
 CONTENDERS: dict[str, Contender] = {
     "sgd": Contender(sgd, RATES),
     "adamw": Contender(
         lambda model, lr: Training(torch.optim.AdamW(model.parameters(), lr=lr)),
-        (0.01, 0.003, 0.001),
+        ADAMW_RATES,
     ),
     "muon": Contender(muon, (0.06, 0.02, 0.006), base="adamw"),
     "kfac-pytorch": Contender(kfac_pytorch, RATES),
     "soframe: Preconditioner": Contender(kfac, RATES),
     "soframe: Preconditioner with loss": Contender(kfac, RATES, names_loss=True),
+    "soframe: Preconditioner before AdamW": Contender(kfac_adamw, ADAMW_RATES, base="adamw"),
     "soframe: recommend": Contender(recommended, (None,)),
     "soframe: Optimizer": Contender(
         lambda model, lr: Training(soframe.Optimizer(model, lr=lr)),
