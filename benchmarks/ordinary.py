@@ -4,6 +4,7 @@
     python -m benchmarks.ordinary --short          # a minute: four problems, two rates, one seed
     python -m benchmarks.ordinary --set unseen     # the eight on which nothing was chosen
     python -m benchmarks.ordinary --set later      # eleven, written down after all was chosen
+    python -m benchmarks.ordinary --bases          # K-FAC before other optimizers than this SGD
     python -m benchmarks.ordinary --kfac-path DIR  # with kfac-pytorch, a folder with its package
 
 Each contender trains at three learning rates, a factor of ten apart in all, and three schedules
@@ -34,6 +35,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -99,12 +101,6 @@ def kfac(model: nn.Module, lr: float, loss: str = "") -> Training:
     return Training(optimizer, preconditioner)
 
 
-def kfac_adamw(model: nn.Module, lr: float) -> Training:
-    """Return the README's first snippet in front of AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    return Training(optimizer, soframe.Preconditioner(model, optimizer=optimizer))
-
-
 def kfac_pytorch(model: nn.Module, lr: float) -> Training:
     """Return kfac-pytorch at its own settings, with statistics and solves every ten steps."""
     from kfac.preconditioner import KFACPreconditioner
@@ -156,19 +152,48 @@ class Contender:
     names_loss: bool = False
 
 
+@dataclass(frozen=True)
+class Base:
+    """An optimizer that a preconditioner is put in front of, and its learning rates."""
+
+    make: Callable[..., torch.optim.Optimizer]
+    lrs: tuple[float, ...]
+
+
+def alone(base: Base) -> Contender:
+    """Return an optimizer without a preconditioner."""
+    return Contender(lambda model, lr: Training(base.make(model.parameters(), lr=lr)), base.lrs)
+
+
+def behind_kfac(base: Base, name: str) -> Contender:
+    """Return the README's first snippet in front of an optimizer, to be compared with it alone."""
+
+    def make(model: nn.Module, lr: float) -> Training:
+        optimizer = base.make(model.parameters(), lr=lr)
+        return Training(optimizer, soframe.Preconditioner(model, optimizer=optimizer))
+
+    return Contender(make, base.lrs, base=name)
+
+
 RATES = (0.1, 0.03, 0.01)
-ADAMW_RATES = (0.01, 0.003, 0.001)
+SGD, AdamW, RMSprop = torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop
+BASES: dict[str, Base] = {
+    "adamw": Base(AdamW, (0.01, 0.003, 0.001)),
+    "rmsprop": Base(RMSprop, (0.01, 0.003, 0.001)),
+    "sgd without momentum": Base(SGD, (1.0, 0.3, 0.1)),
+    "sgd with nesterov and decay": Base(
+        partial(SGD, momentum=0.9, nesterov=True, weight_decay=5e-4), RATES
+    ),
+    "sgd with momentum 0.95": Base(partial(SGD, momentum=0.95), (0.05, 0.015, 0.005)),
+    "sgd with momentum 0.99": Base(partial(SGD, momentum=0.99), (0.01, 0.003, 0.001)),
+}
 CONTENDERS: dict[str, Contender] = {
     "sgd": Contender(sgd, RATES),
-    "adamw": Contender(
-        lambda model, lr: Training(torch.optim.AdamW(model.parameters(), lr=lr)),
-        ADAMW_RATES,
-    ),
+    "adamw": alone(BASES["adamw"]),
     "muon": Contender(muon, (0.06, 0.02, 0.006), base="adamw"),
     "kfac-pytorch": Contender(kfac_pytorch, RATES),
     "soframe: Preconditioner": Contender(kfac, RATES),
     "soframe: Preconditioner with loss": Contender(kfac, RATES, names_loss=True),
-    "soframe: Preconditioner before AdamW": Contender(kfac_adamw, ADAMW_RATES, base="adamw"),
     "soframe: recommend": Contender(recommended, (None,)),
     "soframe: Optimizer": Contender(
         lambda model, lr: Training(soframe.Optimizer(model, lr=lr)),
@@ -176,6 +201,12 @@ CONTENDERS: dict[str, Contender] = {
         base="adamw",
     ),
 }
+
+
+USUAL = list(CONTENDERS)
+for name, base in BASES.items():
+    CONTENDERS[name] = alone(base)
+    CONTENDERS[f"K-FAC before {name}"] = behind_kfac(base, name)
 
 
 @dataclass(frozen=True)
@@ -490,6 +521,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--set", default="open", choices=SETS, help="the problems")
     parser.add_argument("--problems", help="separated by commas; all of the set by default")
     parser.add_argument("--contenders", help="separated by commas; all by default")
+    parser.add_argument("--bases", action="store_true", help="K-FAC before other optimizers")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--batch", type=int, default=64, help="examples of a step")
     parser.add_argument("--short", action="store_true", help="four problems, two rates, one seed")
@@ -505,7 +537,9 @@ def main() -> int:
     options = _arguments()
     if options.kfac_path:
         import_kfac_pytorch(options.kfac_path)
-    names = [name for name in CONTENDERS if options.kfac_path or name != "kfac-pytorch"]
+    names = [name for name in USUAL if options.kfac_path or name != "kfac-pytorch"]
+    if options.bases:
+        names = [name for base in BASES for name in (base, f"K-FAC before {base}")]
     if options.contenders:
         names = options.contenders.split(",")
     problems = list(SETS[options.set])
