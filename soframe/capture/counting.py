@@ -8,10 +8,8 @@ pieces of them (windows of an image): its sums are still divided by N. A layer t
 without the batch, such as a table of positions with ``[1, T]``, is shared by all samples
 (`LayerHelper.lacks_batch`). If the root does not show N (a submodule was called instead), the layer
 nearest to the loss does. An uncertain number gives one warning; `Preconditioner.count` declares it
-for the forward passes that follow, such as the positions that the loss ignores (``ignore_index``).
-
-A declaration belongs to forward passes rather than to a backward pass: so the order of forward and
-backward passes does not matter. A backward pass uses it up.
+for the forward passes that follow, such as the positions that the loss ignores (``ignore_index``),
+in whichever order backward passes come.
 """
 
 from __future__ import annotations

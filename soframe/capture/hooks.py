@@ -6,23 +6,16 @@ one `LayerCall`. Pairs cannot be mixed up, in any order of calls and backward pa
 forward pass that is never differentiated (``no_grad``, validation, the first pass of a checkpoint)
 leaves no trace. Unlike full-backward hooks, these allow an in-place activation after the layer, and
 run after all tensor hooks, which may change the gradient from which the layer's own are computed.
-If the output is a view, an in-place change gives it another node: the hook is put on its base. A
-probe ends at the outputs, where node hooks do not run: there it is a tensor hook.
 
-A product inside a module, which no module hook sees, is found in the graph by its helper
-(`LayerHelper.observe`): the hook is put on the node of the product, and the inputs are the tensors
-that this node has saved. A probe delivers the gradients of such nodes when it has ended.
+A product inside a module is found in the graph by its helper (`LayerHelper.observe`): its inputs
+are the tensors that its node has saved. A probe delivers the gradients of such nodes at its end.
 
 Inputs are kept through autograd's own saved tensors. So activation checkpointing and offloading
-apply to them as to every other saved tensor, and an input that was overwritten is an error rather
-than a wrong factor.
+apply to them as to every other saved tensor, and an input that was overwritten is an error.
 
 A backward pass of the loss opens at its first layer and reports its layers when it has ended, so
-that statistics can follow the gradients in ``.grad`` (`soframe.estimate.statistics`).
-
-Several calls of a layer within one backward pass are more positions of the same samples; a pass
-through another forward pass is more samples. Passes are numbered at their outermost level, since a
-reentrant checkpoint runs backward passes of its own inside.
+that statistics can follow the gradients in ``.grad`` (`soframe.estimate.statistics`). Passes are
+numbered at their outermost level, since a reentrant checkpoint runs passes of its own inside.
 """
 
 from __future__ import annotations
@@ -38,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from soframe.blocks import sharding
@@ -112,9 +106,9 @@ _compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_cal
 class _Hook:
     """A forward hook that dies with its capture, and that copies of the model do not share.
 
-    With a helper it is of a layer, after its call. With layers it is of the root module that has
-    them: before its call, when the output is an ellipsis, and after it. With a module it is of this
-    one, which takes sequences first, before its call.
+    With a helper it is of a layer, after its call. With layers it is of the root that has them,
+    before its call, when the output is an ellipsis, and after. With a module, which takes sequences
+    first, it is before its call.
     """
 
     def __init__(self, capture: Capture, target: LayerHelper | Layers | nn.Module) -> None:
@@ -135,11 +129,14 @@ class _Hook:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
         output: Any = ...,
+        is_global: bool = False,
     ) -> None:
         # Torch passes no kwargs if the capture is collected while the pass goes through its hooks.
         capture, target = self._capture(), self._target()
         # torch.compile traces this much: only at statistics steps do layers break the graph.
         if capture is not None and target is not None and capture.enabled:
+            if output is not ... and is_global != capture.is_global:
+                return  # the capture's global hook has called this one before
             # Between compiled frames a call is exempt; a plain one does not pay for that.
             take_call = _take_call
             if torch.compiler.is_compiling() or _compiler() is not None:
@@ -150,6 +147,13 @@ class _Hook:
         # A copied or pickled model is another model, perhaps of a machine without soframe: its
         # hook is a function of the standard library that takes any arguments and does nothing.
         return (getattr, (nullcontext(), "__exit__"))
+
+
+def _hook_globally(capture: weakref.ref[Capture], module: nn.Module, *call: Any) -> None:
+    """Call a capture's hooks of a module, before all others: torch calls global hooks first."""
+    for hook in module._forward_hooks.values():
+        if getattr(hook, "_capture", None) is capture:
+            hook(module, *call, is_global=True)
 
 
 def _take_call(
@@ -283,6 +287,7 @@ class Capture:
         self._roots: dict[nn.Module, tuple[_Hook, Layers]] = {}  # hooks refer to layers weakly
         # Of the roots, after their calls, and of layers that take sequences first, before theirs.
         self._after: list[RemovableHandle] = []
+        self.is_global = False  # whether a global hook calls the others: someone else has some, too
         self._probe: Probe | None = None
         self._unlearned_wrapper: nn.parallel.DistributedDataParallel | None = None
         self._delivering = False
@@ -306,7 +311,7 @@ class Capture:
         """
         self.sink, self.rereading, self.alike, self.ended = sink, rereading, alike, ended
         _remove(self._handles)
-        self._roots, self._after = {}, []
+        self._roots, self._after, self.is_global = {}, [], False
         self.names = dict(names)
         readers = set(rereading)
         for helper in names:
@@ -326,6 +331,13 @@ class Capture:
 
     def _precede(self) -> None:
         """Run before the hooks of others, which may replace the output (adapters do)."""
+        if self.is_global is not bool(torch_module._global_forward_hooks):
+            self.is_global = True
+            hook = partial(_hook_globally, weakref.ref(self))
+            handle = torch_module.register_module_forward_hook(hook, with_kwargs=True)
+            # NOTE: torch leaves this entry behind, and its compiler warns of it.
+            handle.extra_dict_ref += (weakref.ref(torch_module._global_forward_hooks_with_kwargs),)
+            self._handles.append(handle)
         for handle in self._handles:
             if (hooks := handle.hooks_dict_ref()) is not None:
                 hooks.move_to_end(handle.id, last=False)

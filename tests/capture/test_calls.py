@@ -5,9 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
 from soframe.testing import compare, layer_fisher
 from tests.capture.kit import (
+    LAYERS,
     SAMPLES,
     WORLDS,
     Case,
@@ -15,6 +18,7 @@ from tests.capture.kit import (
     TwoLayers,
     check,
     images,
+    no_sync,
     precondition,
     sequences,
     snapshot,
@@ -214,6 +218,38 @@ def scale_by_hooks(model: nn.Module) -> None:
     model.first.register_forward_hook(lambda module, args, output: output * 2 + args[0])
 
 
+GLOBAL_HOOKS: list[RemovableHandle] = []  # of the pass under way
+
+
+def scale_globally(model: nn.Module, step: int, always_call: bool = False) -> None:
+    """A hook of every module in torch, in the second of three steps: torch calls it first."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        return output * 2 + output.square() if isinstance(module, LAYERS) else None
+
+    if step == 1:
+        GLOBAL_HOOKS.append(register_module_forward_hook(hook, always_call=always_call))
+
+
+def scale_globally_in_pairs(model: nn.Module, step: int) -> None:
+    """Two of them in each of the later steps, of which one is kept by torch for errors too."""
+    for always_call in (True, False):
+        scale_globally(model, min(step, 1), always_call=always_call)
+
+
+def unscale(model: nn.Module, step: int) -> None:
+    while GLOBAL_HOOKS:
+        GLOBAL_HOOKS.pop().remove()
+
+
+def in_micro_batches(model: nn.Module, x: Tensor, step: int) -> None:
+    """Two backward passes, of which the second alone averages gradients."""
+    first, second = x.chunk(2)
+    with no_sync(model):
+        (softplus(model(first)) / 2).backward()
+    (softplus(model(second)) / 2).backward()
+
+
 class Switched(TwoLayers):
     """Calls the first layer only if a sample is meant for it."""
 
@@ -264,6 +300,18 @@ CASES = {
         Encoder, data=sequences, prepare=evaluate, raw=("0.layers.0.self_attn.out_proj",)
     ),
     "hooks of others": Case(TwoLayers, prepare=scale_by_hooks),
+    "global hooks": Case(TwoLayers, begin=scale_globally, change=unscale),
+    "global hooks, convolutions": Case(Turned, data=images, begin=scale_globally, change=unscale),
+    "global hooks, several calls": Case(
+        Recurrent, begin=scale_globally_in_pairs, change=unscale, prepare=scale_by_hooks
+    ),
+    "global hooks, micro-batches": Case(
+        Nested,
+        data=sequences,
+        train=in_micro_batches,
+        begin=scale_globally_in_pairs,
+        change=unscale,
+    ),
 }
 
 

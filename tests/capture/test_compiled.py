@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook
 
 import soframe
 from soframe.testing import compare
@@ -117,6 +118,35 @@ def test_statistics_come_from_a_model_compiled_without() -> None:
         return sum(block.mass for block in preconditioner.blocks) > taken
 
     assert [step(f) for f in (model, compiled, compiled, compiled)] == [True, False, True, False]
+
+
+def test_global_hooks_of_others_change_outputs_of_compiled_layers() -> None:
+    """torch calls global hooks before those of a module; what soframe sees comes before both."""
+
+    def double(module: nn.Module, args: Any, output: Any) -> Any:
+        return 2 * output if isinstance(module, nn.Linear | nn.Conv2d) else None
+
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = Network().double()
+        own = soframe.Preconditioner(model, kl_clip=None, statistics_every=1, solve_every=1)
+        if is_compiled:
+            model.compile(backend="aot_eager")
+            handles = [register_module_forward_hook(double)]
+        else:
+            handles = [module.register_forward_hook(double) for module in model.modules()]
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.randn(5, 2, 4, 4).double()).square().mean().backward()
+            own.step()
+        for handle in handles:
+            handle.remove()
+        found.append([p.grad.clone() for p in model.parameters()])
+        own.close()
+    assert counters["stats"]["unique_graphs"] > 0
+    for plain, compiled in zip(*found, strict=True):
+        compare(compiled, plain, "gradient")
 
 
 def whole_steps(who: str, compiled: str) -> Tensor:

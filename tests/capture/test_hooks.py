@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from soframe.layers import LinearHelper
 from soframe.testing import compare, layer_fisher
@@ -72,6 +73,57 @@ def test_the_order_of_hooks_does_not_matter(
         a, g = factors(own, "0")
         exact = layer_fisher(net(Scale(product)), "0", x, half_square, y, kind="empirical")[0]
         compare(torch.kron(g[0], a[0]), exact, "kron(G, A)")
+
+
+class Attended(nn.Module):
+    """Attention, whose products soframe finds in the graph, before a linear layer."""
+
+    def __init__(self, double: bool) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
+        self.is_doubled = double
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.attention(x, x, x)[0]
+        return self.last(2 * outputs if self.is_doubled else outputs).mean(1)
+
+
+class Read(nn.Module):
+    """An LSTM before a linear layer."""
+
+    def __init__(self, double: bool) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 2)
+        self.is_doubled = double
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.lstm(x)[0]
+        return self.last(2 * outputs if self.is_doubled else outputs).mean(1)
+
+
+@pytest.mark.parametrize("kind", [Attended, Read])
+def test_a_global_hook_may_change_what_a_module_returns(kind: type[nn.Module]) -> None:
+    """As if the product with two were in the model, for modules that return tuples."""
+
+    def double(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(module, nn.MultiheadAttention | nn.LSTM):
+            return (2 * output[0], *output[1:])
+        return None
+
+    found = []
+    for is_in_the_model in (True, False):
+        model, other = fill(kind(is_in_the_model)), fill(kind(True))
+        with closing(preconditioner(model)) as own, closing(preconditioner(other)):
+            handle = None if is_in_the_model else register_module_forward_hook(double)
+            half_square(model(randn(5, 3, 4)), randn(5, 2, seed=1)).backward()
+            if handle is not None:
+                handle.remove()
+            own.step()
+            matrices = [f for block in own.blocks for f in factors(own, block.name)]
+            found.append(matrices + [p.grad for p in model.parameters()])
+    assert len(found[0]) == len(found[1])
+    for one, another in zip(*found, strict=True):
+        compare(one, another, "factor or gradient")
 
 
 def test_statistics_are_due_at_the_first_step_that_can_have_them() -> None:
