@@ -75,18 +75,21 @@ class Auto(Strategy):
         if now.ranks == 1 and self.memory_limit is None:
             return CommOpt()
         # Imported here: a run with a named strategy needs neither.
-        from soframe.planning.planner import Option, plan, usual
+        from soframe.planning.planner import Option, plan, strategies
         from soframe.planning.task import Task
 
-        base = Option(
-            CommOpt(),
-            local=now.local,
-            background=now.background,
-            stagger=now.stagger,
-            statistics_every=now.statistics_every,
-            solve_every=now.solve_every,
-        )
-        options = [option for option in usual(now.ranks, base) if option.local == now.local]
+        options: list[Option] = []
+        for strategy in strategies(now.ranks):
+            options.append(
+                Option(
+                    strategy,
+                    local=now.local,
+                    background=now.background,
+                    stagger=now.stagger,
+                    statistics_every=now.statistics_every,
+                    solve_every=now.solve_every,
+                )
+            )
         planned = plan(
             Task(now.blocks, now.work, now.parameters, seconds=self.passes),
             ranks=now.ranks,

@@ -15,8 +15,6 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from soframe import combinations
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
@@ -24,7 +22,6 @@ from soframe.planning.memory import transients
 from soframe.planning.schedule import KINDS, Messages, Rank, Schedule, Timing
 from soframe.planning.task import Task
 from soframe.registry import available
-from soframe.settings import Statistics
 from soframe.step.phases import seconds_of_rows
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
@@ -37,8 +34,6 @@ CLOSE = 1.05  # the ratio of times below which two options count as equally fast
 BACKGROUND = 9  # the steps in the background that `varied` tries, if solves are not more frequent
 # The most parts of ranks whose messages are priced: the largest loads, and the most common.
 MOST_PRICED = 8
-# The intervals of statistics and of solves that `varied` tries.
-INTERVALS = ((1, 1), (1, 10), (10, 10), (10, 50), (10, 100), (50, 500))
 
 HEADER = ("  option", "ms", "longest", "exposed", "MB", "held", "MB sent", "imbalance", "samples")
 
@@ -59,7 +54,6 @@ class Option:
         stagger: Whether solves are spread over the steps of an interval.
         statistics_every: The interval of statistics; None for the method's own.
         solve_every: The interval of solves; None for the method's own.
-        settings: Other arguments of the plan's task: each in a word, and as a user writes it.
     """
 
     strategy: Strategy
@@ -68,7 +62,6 @@ class Option:
     stagger: bool = False
     statistics_every: int | None = None
     solve_every: int | None = None
-    settings: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         """Return the option in few words."""
@@ -106,7 +99,7 @@ class Option:
             interval = getattr(self, name)
             if interval is not None:
                 arguments[f"{name} {interval}"] = f"{name}={interval}"
-        return arguments | dict(self.settings)
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -119,21 +112,19 @@ class Row:
             ``"state"``, together ``"held"`` between steps; ``"window"``, the sums of a statistics
             step; ``"transient"``, the most that a step needs beside; and ``"total"``, the peak.
             The last three include solves that run in the background meanwhile.
-        traffic: Bytes and calls by phase, of a mean step of the busiest rank.
+        sent: Bytes of collectives in a mean step.
         timing: Seconds.
         intervals: The intervals of statistics and of solves that were priced.
         exact: Whether every rank's data enter all statistics, so that the number of ranks and the
             placement change nothing but cost.
-        notes: Notes of the placement.
     """
 
     option: Option
     memory: Mapping[str, int]
-    traffic: Mapping[str, Mapping[str, float]]
+    sent: float
     timing: Timing
     intervals: tuple[int, int]
     exact: bool
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -355,7 +346,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{1e3 * sum(row.timing.exposed.values()):.3g}",
         _megabytes(row.memory["total"]),
         _megabytes(row.memory["held"]),
-        _megabytes(row.traffic["total"]["bytes"]),
+        _megabytes(row.sent),
         f"{row.timing.imbalance:.1f}",
         "all" if row.exact else "fewer",
     )
@@ -435,48 +426,41 @@ def _order(row: Row) -> tuple[float, int, str]:
     return row.timing.mean, row.memory["total"], row.option.call()
 
 
-def together(plans: Sequence[Plan]) -> Plan:
-    """Return one plan with the rows of several, of tasks that differ in settings alone."""
-    rows: list[Row] = []
-    notes: dict[str, None] = {}
-    for plan in plans:
-        rows += plan.rows
-        notes |= dict.fromkeys(plan.notes)
-    return replace(plans[0], rows=tuple(sorted(rows, key=_order)), notes=tuple(notes))
-
-
-def usual(ranks: int, base: Option | None = None) -> list[Option]:
-    """Return the options of every strategy that soframe has, for a number of ranks.
-
-    Args:
-        ranks: The number of ranks.
-        base: The other settings; None for the defaults.
-
-    Returns:
-        The options.
-    """
-    if base is None:
-        base = Option(CommOpt())
+def strategies(ranks: int) -> list[Strategy]:
+    """Return every strategy that soframe has, for a number of ranks; one for a single rank."""
     if ranks == 1:
-        return [base]
+        return [CommOpt()]
     several_workers: list[Strategy] = [CommOpt()]
     workers = 2
     while workers < ranks:
         several_workers.append(HybridOpt(gradient_workers=workers))
         workers *= 2
-    one_worker: list[Strategy] = [
-        MemOpt(),
-        Sharded(group=None, deferred=False),
-        Sharded(group=None, deferred=True),
-    ]
+    one_worker = [MemOpt(), Sharded(group=None), Sharded(group=None, deferred=True), OwnerLocal()]
     if ranks > 4:
         one_worker += [Sharded(), Sharded(deferred=True)]
-    one_worker.append(OwnerLocal())
-    options = [replace(base, strategy=strategy) for strategy in several_workers + one_worker]
-    if base.local:
-        return options
-    # Where one rank makes the update of a block, it alone needs the averaged gradient.
-    options += [replace(base, strategy=strategy, local=True) for strategy in one_worker]
+    return several_workers + one_worker
+
+
+def usual(
+    ranks: int, *, statistics_every: int | None = None, solve_every: int | None = None
+) -> list[Option]:
+    """Return the options of every strategy that soframe has.
+
+    Args:
+        ranks: The number of ranks.
+        statistics_every: The interval of statistics; None for the method's own.
+        solve_every: The interval of solves; None for the method's own.
+
+    Returns:
+        The options; each strategy with one gradient worker also with local gradients.
+    """
+    options: list[Option] = []
+    for strategy in strategies(ranks):
+        option = Option(strategy, statistics_every=statistics_every, solve_every=solve_every)
+        options.append(option)
+        # Where one rank makes the update of a block, it alone needs the averaged gradient.
+        if not isinstance(strategy, CommOpt | HybridOpt):
+            options.append(replace(option, local=True))
     return options
 
 
@@ -485,35 +469,6 @@ class Vary(StrEnum):
 
     BACKGROUND = "background"
     STAGGER = "stagger"
-    INTERVALS = "intervals"
-    SOLVER = "solver"
-    DTYPE = "dtype"
-
-
-Words = tuple[tuple[str, str], ...]  # arguments of a task, as in `Option.settings`
-
-
-def variants(
-    settings: Collection[Vary], solver: str | None = None
-) -> list[tuple[dict[str, Any], Words]]:
-    """Return the arguments, also in words, of tasks that differ in solver and dtype of factors."""
-    solvers = ["inverse", "eigen"] if Vary.SOLVER in settings else [solver]
-    dtypes = [torch.float32, torch.bfloat16] if Vary.DTYPE in settings else [None]
-    tasks = []
-    for name, dtype in itertools.product(solvers, dtypes):
-        # Rounded factors have negative eigenvalues, with which Cholesky factorisations fail.
-        if (name, dtype) == ("inverse", torch.bfloat16):
-            continue
-        arguments, words = dict[str, Any](), list[tuple[str, str]]()
-        if name is not None:
-            arguments["solver"] = name
-            words.append((name, f"solver={name!r}"))
-        if dtype is not None:
-            arguments["statistics"] = Statistics(dtype=dtype)
-            word = f"{str(dtype).removeprefix('torch.')} factors"
-            words.append((word, f"statistics=soframe.Statistics(dtype={dtype})"))
-        tasks.append((arguments, tuple(words)))
-    return tasks
 
 
 def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option]:
@@ -526,11 +481,7 @@ def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option
     if Vary.STAGGER in settings:
         in_step = [option for option in variations if not option.background]
         variations += [replace(option, stagger=True) for option in in_step]
-    if Vary.INTERVALS in settings:
-        without, variations = variations, []
-        for option, (statistics, solves) in itertools.product(without, INTERVALS):
-            variations.append(replace(option, statistics_every=statistics, solve_every=solves))
-    return list(dict.fromkeys(variations))
+    return variations
 
 
 def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
@@ -546,14 +497,14 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
     local = _local_plan(task) if option.local else None
     is_fused = costs.hardware.device == "cuda"
     priced: list[Rank] = []
-    traffics: list[dict[str, dict[str, float]]] = []
+    sent = 0.0
     for part, ranks in ranks_of.items():
         messages: dict[str, Messages] = dict.fromkeys(KINDS, ())
         if part in parts_with_messages:
             for kind in KINDS:
                 messages[kind] = _messages(placement, ranks[0], kind, local, is_fused)
         priced.append(Rank(len(ranks), arithmetic[part], messages))
-        traffics.append(_traffic(messages, statistics_every, solve_every))
+        sent = max(sent, _bytes_sent(messages, statistics_every, solve_every))
 
     added = seconds_of_rows(costs.work, costs.hardware)
     schedule = _schedule(costs, task, priced, option, added)
@@ -561,11 +512,10 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
     return Row(
         option,
         memory=_memory(costs, placement, ranks_of, background=option.background > 0),
-        traffic=max(traffics, key=lambda traffic: traffic["total"]["bytes"]),
+        sent=sent,
         timing=schedule.timing(statistics_every, solve_every, turns),
         intervals=intervals,
         exact=_exact(placement),
-        notes=placement.notes,
     )
 
 
@@ -637,22 +587,17 @@ def _messages(
     ).phases()
 
 
-def _traffic(
-    messages: Mapping[str, Messages], statistics_every: int, solve_every: int
-) -> dict[str, dict[str, float]]:
-    """Return a mean step's bytes and calls by phase, as `Placement.traffic` counts them."""
+def _bytes_sent(messages: Mapping[str, Messages], statistics_every: int, solve_every: int) -> float:
+    """Return the bytes of a rank's collectives in a mean step."""
     # The shares of steps with statistics alone, with statistics and a solve, and with neither.
     statistics_alone = max(0.0, 1 / statistics_every - 1 / solve_every)
     shares = {"statistics": statistics_alone, "solve": 1 / solve_every}
     shares["plain"] = 1 - sum(shares.values())
-    traffic: dict[str, dict[str, float]] = {}
+    sent = 0.0
     for kind, share in shares.items():
-        for phase, sent in messages[kind]:
-            for name in (phase, "total"):
-                counts = traffic.setdefault(name, {"bytes": 0.0, "calls": 0.0})
-                counts["bytes"] += share * sum(message.size for message in sent)
-                counts["calls"] += share * len(sent)
-    return traffic or {"total": {"bytes": 0.0, "calls": 0.0}}
+        for _, collectives in messages[kind]:
+            sent += share * sum(message.size for message in collectives)
+    return sent
 
 
 def _memory(
