@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from soframe.methods.returned import direction_of, observed_by
 from soframe.planning.hardware import Hardware
 from soframe.planning.pricing import Paper, Priced, without_numbers
 from soframe.planning.task import Task
-from soframe.solvers.base import Problem, solve_stacks
+from soframe.solvers.base import Problem, Solver, solve_stacks
 from soframe.specs import VALUE
 from soframe.strategies.placement import Placement
 
@@ -33,14 +34,39 @@ DAMPING, UPDATES = 1e-3, 10  # of every block on paper
 REMEDY = "make it run on the meta device, or name a strategy and do without a plan"
 
 
+class StackFactor(NamedTuple):
+    """A factor of the blocks of a stack, by the numbers of both."""
+
+    stack: int
+    factor: int
+
+
+class Solves(NamedTuple):
+    """The solves of a factor for some blocks of a stack."""
+
+    stack: int
+    factor: int
+    blocks: int
+
+
 @dataclass(frozen=True)
 class Part:
     """The work of a rank, by stack: ranks with equal parts take the same time."""
 
-    solves: tuple[tuple[int, int, int], ...] = ()  # stack, factor, number of blocks
+    solves: tuple[Solves, ...] = ()
     directs: tuple[int, ...] = ()  # stacks for which it computes updates
-    gathers: tuple[tuple[int, int], ...] = ()  # stacks and factors to which its calls contribute
-    holds: tuple[tuple[int, int], ...] = ()  # stacks and factors of running averages of calls
+    gathers: tuple[StackFactor, ...] = ()  # to which its calls contribute
+    holds: tuple[StackFactor, ...] = ()  # running averages of statistics of calls
+
+
+@dataclass(frozen=True)
+class _ShapesOfSolve:
+    """The shapes of the tensors of one solve."""
+
+    solver: Solver
+    dtype: torch.dtype
+    matrix: tuple[int, ...]
+    last: Mapping[str, tuple[int, ...]]  # the last solve's data, from which it continues
 
 
 @dataclass(frozen=True)
@@ -48,7 +74,7 @@ class Arithmetic:
     """Seconds of a rank by phase."""
 
     statistics: float = 0.0  # moments of calls, in the backward pass
-    average: float = 0.0  # running averages of a statistics step
+    reduce: float = 0.0  # sums of calls, added to running averages
     observe: float = 0.0  # statistics of the averaged gradients
     solve: float = 0.0  # solves of factors
     direct: float = 0.0  # updates
@@ -58,35 +84,37 @@ class Arithmetic:
 def parts(placement: Placement) -> dict[Part, list[int]]:
     """Return the ranks of each part."""
     directs = defaultdict[int, list[int]](list)  # by rank
-    gathers = defaultdict[int, list[tuple[int, int]]](list)
-    holds = defaultdict[int, list[tuple[int, int]]](list)
+    gathers = defaultdict[int, list[StackFactor]](list)
+    holds = defaultdict[int, list[StackFactor]](list)
     for number, stack in enumerate(placement.stacked):
         for index, factor in enumerate(stack.work.factors):
             if factor.captured:
                 for rank in stack.place.contributing(index):
-                    gathers[rank].append((number, index))
+                    gathers[rank].append(StackFactor(number, index))
                 for rank in stack.place.holding(index):
-                    holds[rank].append((number, index))
+                    holds[rank].append(StackFactor(number, index))
         for rank in stack.place.gradient_workers:
             directs[rank].append(number)
-    solves = _solves(placement)
+    blocks_of = _blocks_of_solves(placement)
     ranks_of: dict[Part, list[int]] = {}
     for rank in range(placement.world_size):
-        counts = tuple((*key, blocks) for key, blocks in sorted(solves[rank].items()))
-        part = Part(counts, tuple(directs[rank]), tuple(gathers[rank]), tuple(holds[rank]))
+        solves: list[Solves] = []
+        for (stack_number, factor_number), blocks in sorted(blocks_of[rank].items()):
+            solves.append(Solves(stack_number, factor_number, blocks))
+        part = Part(tuple(solves), tuple(directs[rank]), tuple(gathers[rank]), tuple(holds[rank]))
         ranks_of.setdefault(part, []).append(rank)
     return ranks_of
 
 
-def _solves(placement: Placement) -> defaultdict[int, Counter[tuple[int, int]]]:
+def _blocks_of_solves(placement: Placement) -> defaultdict[int, Counter[StackFactor]]:
     """Return by rank the number of blocks that it solves, of each stack and factor."""
-    solves = defaultdict[int, Counter[tuple[int, int]]](Counter)
+    solves = defaultdict[int, Counter[StackFactor]](Counter)
     for number, stack in enumerate(placement.stacked):
         for index, factor in enumerate(stack.work.factors):
             if factor.name not in stack.work.unsolved:
                 for member in stack.members:
                     owner = placement.blocks[member].owners[index]
-                    solves[owner][number, index] += 1
+                    solves[owner][StackFactor(number, index)] += 1
     return solves
 
 
@@ -127,18 +155,16 @@ class Costs:
                     continue
                 # A tensor that several layers read is one here, too.
                 inputs = tuple(likenesses.setdefault(id(x), self._like(x)) for x in call.inputs)
-                rows, data = call.helper.output_rows(self._like(call.output)), self._data(block, 1)
+                rows = call.helper.output_rows(self._like(call.output))
+                data = self._data(block, 1)
                 priced_call = Call(call.helper, inputs, rows, block.dtype, shared, data)
                 run = functools.partial(self._moments, block, priced_call)
                 with without_numbers(f"the statistics of {block.name!r}", REMEDY):
                     cost = self._paper.price(run, products=self._fast)
                 total = costs[block.name]
-                costs[block.name] = replace(
-                    total,
-                    seconds=total.seconds + cost.seconds,
-                    operators=total.operators + cost.operators,
-                    host=total.host + self.hardware.hooked(type(call.helper), cost.operators),
-                )
+                total.seconds += cost.seconds
+                total.operators += cost.operators
+                total.host += self.hardware.hooked(type(call.helper), cost.operators)
         return costs
 
     def _moments(self, block: Block, call: Call) -> object:
@@ -167,30 +193,37 @@ class Costs:
 
     def solve(self, solves: Sequence[tuple[Sequence[int], int, int]]) -> Priced:
         """Return the cost of solving factors: of a stack, by index, of a number of its blocks."""
-        calls = []
-        for stack, factor, blocks in solves:
+        shapes_of_solves: list[_ShapesOfSolve] = []
+        for stack, index, blocks in solves:
             block = self._task.blocks[stack[0]]
-            spec = block.factors[factor]
-            solver = next(solver for index, _, solver in block.solved_factors if index == factor)
-            last = block.tensors[spec.name] if solver.continues else {}
-            shapes = {name: _times(tensor.shape, blocks) for name, tensor in last.items()}
-            calls.append((solver, _times(spec.shape, blocks), block.dtype, shapes))
+            (solved,) = (solved for solved in block.solved_factors if solved.position == index)
+            factor, solver = solved.factor, solved.solver
+            last: dict[str, tuple[int, ...]] = {}
+            if solver.continues:
+                for name, tensor in block.tensors[factor.name].items():
+                    last[name] = _times(tensor.shape, blocks)
+            matrix = _times(factor.shape, blocks)
+            shapes_of_solves.append(_ShapesOfSolve(solver, block.dtype, matrix, last))
 
         def make() -> Callable[[], object]:
             new = self._paper.new
-            problems = []
-            for solver, shape, dtype, shapes in calls:
-                last_data = {name: new(sizes, dtype) for name, sizes in shapes.items()}
-                matrix, damping = new(shape, dtype), new(shape[:1], dtype)
-                problems.append(Problem(solver, matrix, damping, last_data))
+            problems: list[Problem] = []
+            for shapes in shapes_of_solves:
+                dtype = shapes.dtype
+                last_data = {name: new(shape, dtype) for name, shape in shapes.last.items()}
+                matrix, damping = new(shapes.matrix, dtype), new(shapes.matrix[:1], dtype)
+                problems.append(Problem(shapes.solver, matrix, damping, last_data))
             return lambda: solve_stacks(problems)
 
         # A solver of a user may not be hashable.
-        return self._once("a solve", ("solve", repr(calls)), make, "float32")
+        return self._once("a solve", ("solve", repr(shapes_of_solves)), make, "float32")
 
     def solve_part(self, placement: Placement, part: Part) -> Priced:
         """Return the cost of all solves of a rank."""
-        return self.solve([(placement.stacks[s], factor, n) for s, factor, n in part.solves])
+        solves: list[tuple[Sequence[int], int, int]] = []
+        for number, factor, blocks in part.solves:
+            solves.append((placement.stacks[number], factor, blocks))
+        return self.solve(solves)
 
     def direct(self, stack: Sequence[int]) -> Priced:
         """Return the cost of the updates of a stack."""
@@ -262,7 +295,7 @@ class Costs:
         for number in part.directs:
             direct += self.direct(stacks[number]).seconds
             observe += self.observe(stacks[number]).seconds
-        for number in dict(part.gathers):  # each stack once
+        for number in dict.fromkeys(gathered.stack for gathered in part.gathers):
             for index in stacks[number]:
                 moments = self.statistics[self.work[index].name]
                 statistics += moments.seconds
@@ -274,7 +307,7 @@ class Costs:
         return Arithmetic(
             statistics=self._with_host(host, statistics),
             # Zeros and multiplied sums, which are added to the averages.
-            average=6 * factors / bandwidth + launch * len(part.holds),
+            reduce=6 * factors / bandwidth + launch * len(part.holds),
             observe=observe,
             # A triangle is read, and the matrix written.
             solve=solve.seconds + 1.5 * matrices / bandwidth,

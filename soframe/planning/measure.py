@@ -132,7 +132,7 @@ def measure(
         (half,) = _of_rank_zero(backend, [float(cuda or devices.fast_bfloat16())])
         series = _limits(device) + collectives(backend, device, BYTES)
         series += products(device, dtypes, half=half > 0)
-        series += factorisations(device, dtypes, _some(sides))
+        series += factorisations(device, dtypes, _sides_to_measure(sides))
         samples = seconds(series, backend, device, (1 - PYTHON) * budget)
         return _profile(device, backend, samples, _python(device, PYTHON * budget))
 
@@ -154,7 +154,7 @@ def _problem(
     return None
 
 
-def _some(sides: Sequence[int]) -> list[int]:
+def _sides_to_measure(sides: Sequence[int]) -> list[int]:
     """Return ten sides at most, behind two from which the budget foresees the rest."""
     sides = sorted(set(sides))
     last = len(sides) - 1

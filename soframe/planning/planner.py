@@ -19,7 +19,7 @@ from soframe import combinations
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
 from soframe.planning.memory import transients
-from soframe.planning.schedule import KINDS, Messages, Rank, Schedule, Timing
+from soframe.planning.schedule import KINDS, Messages, PricedPart, Schedule, Timing
 from soframe.planning.task import Task
 from soframe.registry import available
 from soframe.step.phases import seconds_of_rows
@@ -496,14 +496,14 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
     parts_with_messages = _parts_to_price(ranks_of, arithmetic)
     local = _local_plan(task) if option.local else None
     is_fused = costs.hardware.device == "cuda"
-    priced: list[Rank] = []
+    priced: list[PricedPart] = []
     sent = 0.0
     for part, ranks in ranks_of.items():
         messages: dict[str, Messages] = dict.fromkeys(KINDS, ())
         if part in parts_with_messages:
             for kind in KINDS:
                 messages[kind] = _messages(placement, ranks[0], kind, local, is_fused)
-        priced.append(Rank(len(ranks), arithmetic[part], messages))
+        priced.append(PricedPart(len(ranks), arithmetic[part], messages))
         sent = max(sent, _bytes_sent(messages, statistics_every, solve_every))
 
     added = seconds_of_rows(costs.work, costs.hardware)
@@ -532,10 +532,14 @@ def _local_plan(task: Task) -> LocalPlan:
 
 
 def _schedule(
-    costs: Costs, task: Task, parts: Sequence[Rank], option: Option, added: Mapping[str, float]
+    costs: Costs,
+    task: Task,
+    parts: Sequence[PricedPart],
+    option: Option,
+    added: Mapping[str, float],
 ) -> Schedule:
     """Return the steps of an option, with the seconds of phases that have a price of their own."""
-    ranks = sum(part.count for part in parts)
+    ranks = sum(part.ranks for part in parts)
     return Schedule(
         costs.hardware,
         parts,
@@ -552,8 +556,8 @@ def _schedule(
 
 def _seconds_without_preconditioner(costs: Costs, task: Task, ranks: int) -> float:
     """Return the seconds of a step without a preconditioner."""
-    rank = Rank(ranks, Arithmetic(), dict.fromkeys(KINDS, ()))
-    return _schedule(costs, task, [rank], Option(CommOpt()), {}).timing(1, 1).mean
+    part = PricedPart(ranks, Arithmetic(), dict.fromkeys(KINDS, ()))
+    return _schedule(costs, task, [part], Option(CommOpt()), {}).timing(1, 1).mean
 
 
 def _parts_to_price(

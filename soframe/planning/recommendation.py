@@ -68,7 +68,7 @@ class Recommendation:
         return f"{self.call}\n\n" + "\n".join(f"{name}: {text}" for name, text in lines.items())
 
 
-# In a call, "{more}" is the place of the strategy and of the settings on a GPU.
+# In a call, "{more}" is the place of the strategy.
 ADVICE = (
     Recommendation(
         "pinn",

@@ -17,6 +17,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from soframe.planning.costs import Arithmetic
 from soframe.planning.hardware import Hardware
@@ -30,10 +31,10 @@ Messages = Sequence[tuple[str, Sequence[Message]]]
 
 
 @dataclass(frozen=True)
-class Rank:
-    """The ranks of one part."""
+class PricedPart:
+    """Ranks with equal work, by its price."""
 
-    count: int
+    ranks: int
     arithmetic: Arithmetic
     messages: Mapping[str, Messages]  # collectives by phase, of each of `KINDS`
 
@@ -64,8 +65,16 @@ class Timing:
 
 Amounts = defaultdict[str, float]
 """Seconds of a step: ``"total"``, ``"travelled"``, ``"busy <phase>"`` and ``"exposed <phase>"``."""
-Durations = dict[str, tuple[float, float]]  # by phase: of all its messages, and of one
-NOTHING = (0.0, 0.0)  # seconds of a phase without messages, and of one of them
+
+
+class Duration(NamedTuple):
+    """The seconds of the messages of a phase."""
+
+    total: float
+    longest: float  # of one message
+
+
+NOTHING = Duration(0.0, 0.0)
 
 
 class _Clock:
@@ -99,7 +108,7 @@ class Schedule:
     def __init__(
         self,
         hardware: Hardware,
-        parts: Sequence[Rank],
+        parts: Sequence[PricedPart],
         *,
         ranks: int,
         passes: float,  # seconds of a forward and backward pass
@@ -122,27 +131,31 @@ class Schedule:
         self._slowest: dict[str, float] = {}
         for field in fields(Arithmetic):
             longest = total = 0.0
-            for rank in parts:
-                seconds = getattr(rank.arithmetic, field.name)
+            for part in parts:
+                seconds = getattr(part.arithmetic, field.name)
                 longest = max(longest, seconds)
-                total += rank.count * seconds
+                total += part.ranks * seconds
             self._slowest[field.name] = max(longest, crowd * total / ranks)
-        self._network: dict[str, Durations] = {}
+        self._network: dict[str, dict[str, Duration]] = {}
         for kind in KINDS:
-            self._network[kind] = self._durations([rank.messages[kind] for rank in parts])
+            self._network[kind] = self._durations([part.messages[kind] for part in parts])
 
-    def _durations(self, of_ranks: Sequence[Messages]) -> Durations:
-        durations: Durations = {}
-        for messages in of_ranks:
-            of_rank: Durations = {}
-            for phase, batch in messages:
-                for (operation, group, *_), size in batch:
-                    seconds = self._hardware.collective(operation, size, group)
-                    total, longest = of_rank.get(phase, NOTHING)
-                    of_rank[phase] = total + seconds, max(longest, seconds)
-            for phase, (total, longest) in of_rank.items():
-                before = durations.get(phase, NOTHING)
-                durations[phase] = max(total, before[0]), max(longest, before[1])
+    def _durations(self, messages_of_parts: Sequence[Messages]) -> dict[str, Duration]:
+        """Return the longest of all parts, by phase."""
+        durations: dict[str, Duration] = {}
+        for messages in messages_of_parts:
+            of_part: dict[str, Duration] = {}
+            for phase, collectives in messages:
+                before = of_part.get(phase, NOTHING)
+                total, longest = before.total, before.longest
+                for route, size in collectives:
+                    seconds = self._hardware.collective(route.operation, size, route.group)
+                    total, longest = total + seconds, max(longest, seconds)
+                of_part[phase] = Duration(total, longest)
+            for phase, duration in of_part.items():
+                known = durations.get(phase, NOTHING)
+                longest = max(duration.longest, known.longest)
+                durations[phase] = Duration(max(duration.total, known.total), longest)
         return durations
 
     def timing(self, statistics_every: int, solve_every: int, turns: int = 1) -> Timing:
@@ -179,10 +192,10 @@ class Schedule:
 
     def _imbalance(self) -> float:
         longest = total = ranks = 0.0
-        for rank in self._parts:
-            longest = max(longest, rank.arithmetic.solve)
-            total += rank.count * rank.arithmetic.solve
-            ranks += rank.count
+        for part in self._parts:
+            longest = max(longest, part.arithmetic.solve)
+            total += part.ranks * part.arithmetic.solve
+            ranks += part.ranks
         return longest * ranks / total if total else 1.0
 
     def _steps(self, kinds: Sequence[str]) -> list[Amounts]:
@@ -229,10 +242,10 @@ class Schedule:
                     clock.compute(phase, self._added[phase])
         clock.compute("optimizer", self._optimizer)
 
-    def _reduce(self, clock: _Clock, network: Durations) -> None:
+    def _reduce(self, clock: _Clock, network: Mapping[str, Duration]) -> None:
         """Average sums into factors, and start to send them."""
-        clock.compute("reduce", self._slowest["average"])
-        seconds, _ = network.get("reduce", NOTHING)
+        clock.compute("reduce", self._slowest["reduce"])
+        seconds = network.get("reduce", NOTHING).total
         clock.arrival = clock.now
         if seconds:
             clock.arrival = clock.send(seconds, clock.now)
@@ -256,15 +269,20 @@ class Schedule:
             self._exchange(clock, "share", self._network["solve"])
 
     def _exchange(
-        self, clock: _Clock, phase: str, network: Durations, since: float | None = None
+        self,
+        clock: _Clock,
+        phase: str,
+        network: Mapping[str, Duration],
+        since: float | None = None,
     ) -> None:
         """Send a phase's messages and wait: while arithmetic makes them, if it began before."""
-        seconds, last = network.get(phase, NOTHING)
-        if seconds:
+        duration = network.get(phase, NOTHING)
+        if duration.total:
             if since is None:
                 since = clock.now
-            clock.wait(phase, clock.send(seconds, since, last))
+            clock.wait(phase, clock.send(duration.total, since, duration.longest))
 
 
 def _of(amounts: Amounts, prefix: str) -> dict[str, float]:
+    """Return the amounts of all phases whose names have a prefix, which is left out."""
     return {n.removeprefix(prefix): v for n, v in amounts.items() if n.startswith(prefix)}

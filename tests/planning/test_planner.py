@@ -32,7 +32,7 @@ from soframe.planning.planner import (
     varied,
 )
 from soframe.planning.pricing import Priced, Pricing
-from soframe.planning.schedule import Rank, Schedule, Timing
+from soframe.planning.schedule import PricedPart, Schedule, Timing
 from soframe.planning.task import Task
 from soframe.registry import describe
 from soframe.solvers import Eigen
@@ -689,9 +689,9 @@ def test_a_plan_sends_what_one_rank_needs_of_each_at_once_on_gpus_alone(
 ) -> None:
     task = Task.of(dense(40, 64, 64, 3), method="kfac")  # three blocks, of different owners
     option = Option(MemOpt(), local=True)
-    scheduled: list[Rank] = []
+    scheduled: list[PricedPart] = []
 
-    def schedule(hardware: Hardware, parts: Sequence[Rank], **settings: Any) -> Schedule:
+    def schedule(hardware: Hardware, parts: Sequence[PricedPart], **settings: Any) -> Schedule:
         scheduled[:] = [part for part in parts if part.messages["plain"]] or scheduled
         return Schedule(hardware, parts, **settings)
 

@@ -10,11 +10,12 @@ import pytest
 
 from soframe.planning.costs import Arithmetic
 from soframe.planning.hardware import Hardware, Link
-from soframe.planning.schedule import KINDS, Rank, Schedule, Timing
+from soframe.planning.schedule import KINDS, PricedPart, Schedule, Timing
+from soframe.strategies.plan import Message, Route
 from tests.planning.kit import CPU
 
 PASSES, OPTIMIZER = 0.9, 0.02  # 0.3 s forward, 0.6 s backward
-USUAL = Arithmetic(statistics=0.1, average=0.03, observe=0.05, solve=0.0, direct=0.2, write=0.04)
+USUAL = Arithmetic(statistics=0.1, reduce=0.03, observe=0.05, solve=0.0, direct=0.2, write=0.04)
 PLAIN = PASSES + 0.04 + 0.05 + 0.2 + OPTIMIZER
 STATISTICS = PLAIN + 0.1 + 0.03
 RARELY = 10**9
@@ -34,13 +35,13 @@ def messages(**seconds: Any) -> dict[str, Any]:
     }
 
 
-def message(seconds: float) -> tuple[tuple[str, tuple[int, ...]], float]:
+def message(seconds: float) -> Message:
     one = LINK.collective("broadcast", 1e6, PAIR) / 1e6
-    return ("broadcast", PAIR), seconds / one
+    return Message(Route("broadcast", PAIR), seconds / one)  # type: ignore[arg-type]
 
 
 def timing(
-    *parts: Rank,
+    *parts: PricedPart,
     statistics_every: int = 1,
     solve_every: int = RARELY,
     turns: tuple[int, ...] = (),
@@ -62,8 +63,8 @@ def timing(
     return schedule.timing(statistics_every, solve_every, *turns)
 
 
-def rank(count: int = 2, sent: dict[str, Any] | None = None, **seconds: float) -> Rank:
-    return Rank(count, replace(USUAL, **seconds), sent or dict.fromkeys(KINDS, ()))
+def rank(count: int = 2, sent: dict[str, Any] | None = None, **seconds: float) -> PricedPart:
+    return PricedPart(count, replace(USUAL, **seconds), sent or dict.fromkeys(KINDS, ()))
 
 
 def test_without_messages_a_step_is_the_sum_of_its_phases() -> None:
