@@ -172,14 +172,10 @@ class Registration:
         self._survey(model, named)
         self._register()
         self.others = [p for _, p in self._parameters if id(p) not in self._in_block]
-        solver_note = ""
-        kinds = self._kinds.values()
-        if choices.solver is None and any(b.method.captures and b.tensors for b in kinds):
+        is_solver_used = any(b.method.captures and b.tensors for b in self._kinds.values())
+        if self.solver is None and is_solver_used:
             self.solver = self._by_default
-            solver_note = f"solver {self.solver!r} by default"
-            if self.solver != "inverse":
-                solver_note += ", since a method does not take 'inverse'"
-        self.report = self._make_report(solver_note)
+        self.report = self._make_report()
         patterns = set(choices.skip).union(choices.layers, choices.cut)
         self.unused = sorted(patterns - self._used)
         self.unused += self._methods.unused() + self._solvers.unused()
@@ -189,7 +185,7 @@ class Registration:
     def _build_components(self) -> None:
         """Build the methods and solvers that the user has chosen, and the default ones."""
         choices = self._choices
-        self._methods = _PerLayer("method", choices.method, Method)
+        self._methods = _ByPattern("method", choices.method, Method)
         if choices.forward_only:
             self._methods.replace_each(lambda m: m.forward_only() if m.captures else m)
         # All blocks alike, if the user left it open. Where both were measured Cholesky takes no
@@ -210,9 +206,9 @@ class Registration:
         # By method, whether it reads calls: a property that makes factors, asked for each module.
         self._captures: dict[int, bool] = {id(method): method.captures for method in methods}
 
-    def _build_solvers(self, choice: Choice) -> _PerLayer:
+    def _build_solvers(self, choice: Choice) -> _ByPattern:
         """Return solvers; the damping policy may put others around them."""
-        solvers = _PerLayer("solver", choice, Solver)
+        solvers = _ByPattern("solver", choice, Solver)
         solvers.replace_each(self._choices.damping.solver)
         return solvers
 
@@ -240,13 +236,13 @@ class Registration:
         """Find the weights that some methods leave to others: of heads and of embeddings."""
         heads = heads_of(model, self._choices.head_in if self._choices.staged else model)
         # Where neither the model nor the choices show the head, any layer may be it.
-        self._is_head_shown = any((heads.weights, self._choices.skip, self._choices.staged))
+        self._is_head_shown = bool(heads.weights or self._choices.skip or self._choices.staged)
         of_heads = set(map(id, heads.weights))
         of_embeddings: set[int] = set()
         for _, module in self._modules:
             if isinstance(module, nn.Embedding):
                 of_embeddings.update(map(id, parameters_of(module).values()))
-        self._last = of_heads | of_embeddings  # parameters, by identity
+        self._of_ends = of_heads | of_embeddings  # parameters, by identity
         self._guessed_heads: set[int] = set()
         if heads.guessed:
             self._guessed_heads = of_heads - of_embeddings
@@ -523,7 +519,6 @@ class Registration:
 
     def _admit(self, block: Block) -> None:
         """Keep a block; the first of its kind is checked, and the others share its specs."""
-        choices = self._choices
         first = self._kinds.setdefault(block.kind, block)
         if first is not block:
             block.share(first)
@@ -534,24 +529,24 @@ class Registration:
         require_declared(block.method, block.factors, block.shape)
         try:
             # A method that needs eigenvectors raises an error itself, when it is asked for solvers.
-            if (why := next(_refusals(block, choices), None)) is not None:
+            if (why := next(_refusals(block, self._choices), None)) is not None:
                 raise ValueError(f"{block.name}: {why}")
         except ValueError:
-            is_open = self.solver is None and self._by_default == "inverse"
-            if not is_open or not block.method.captures:
+            is_solver_open = self.solver is None and self._by_default == "inverse"
+            if not is_solver_open or not block.method.captures:
                 raise
-            # All blocks have one default solver, so the former ones change theirs, too.
-            admitted, self.blocks, self._kinds = self.blocks, [], {}
-            admitted.append(block)
-            self._by_default = "eigen"
-            self._solvers = self._build_solvers("eigen")
-            for former in admitted:
-                solver = former.solver
-                if former.method.captures:
-                    solver = self._solvers.choose("")
-                self._admit(replace(former, solver=solver))
-            return
-        self.blocks.append(block)
+            self._admit_with_eigen([*self.blocks, block])
+        else:
+            self.blocks.append(block)
+
+    def _admit_with_eigen(self, blocks: Sequence[Block]) -> None:
+        """Take "eigen" as the default of all blocks, and admit them anew."""
+        self._by_default = "eigen"
+        self._solvers = self._build_solvers("eigen")
+        self.blocks, self._kinds = [], {}
+        for block in blocks:
+            solver = self._solvers.choose("") if block.method.captures else block.solver
+            self._admit(replace(block, solver=solver))
 
     # -- parameters whose gradients alone are read --------------------------------------------
 
@@ -634,15 +629,15 @@ class Registration:
         layer = self._names[id(layout.module)][0]
         ids = set(map(id, parameters.values()))
         is_guess = not self._guessed_heads.isdisjoint(ids)
-        is_hidden = self._last.isdisjoint(ids)
-        if is_guess:
-            is_hidden = self._methods.is_by_name(layer)  # the user has answered the question
+        is_last = not self._of_ends.isdisjoint(ids)
+        if is_guess and self._methods.is_by_name(layer):
+            is_last = False  # the user has answered the question
         candidate = Candidate(
             name=name,
             module=layout.module,
             parameters=tuple(parameters),
             shape=BlockShape(*layout.shape),
-            last=not is_hidden,
+            last=is_last,
         )
         reason = method.unsuited(candidate)
         if reason is None:
@@ -708,37 +703,51 @@ class Registration:
 
     # -- report -------------------------------------------------------------------------------
 
-    def _make_report(self, solver: str) -> Report:
+    def _make_report(self) -> Report:
         block_of: dict[int, Block] = {}
-        for registered in self.blocks:
-            block_of.update(dict.fromkeys(map(id, registered.parameters.values()), registered))
-        rows, texts = [], dict[int, tuple[str, list[str]]]()
+        for block in self.blocks:
+            block_of.update(dict.fromkeys(map(id, block.parameters.values()), block))
+        # Blocks of one kind share their specs, and with them these texts.
+        texts = {id(first.tensors): _TextsOfKind.of(first) for first in self._kinds.values()}
+        rows: list[ReportRow] = []
         for name, parameter in self._parameters:
-            block = block_of.get(id(parameter))
             shape: tuple[int, ...] = ()
             if not isinstance(parameter, nn.parameter.UninitializedParameter):
                 shape = tuple(parameter.shape)
-            if block is None:
+            owner = block_of.get(id(parameter))
+            if owner is None:
                 reason = self._reasons[id(parameter)]
                 rows.append(ReportRow(name, shape, None, reason=reason))
                 continue
-            # Blocks of one kind have the same dict of tensors, and the same texts.
-            kind = id(block.tensors)
-            if kind not in texts:
-                names = [_name(block.method)]
-                names += [_name(solver) for _, _, solver in block.solved_factors]
-                texts[kind] = " / ".join(dict.fromkeys(names)), list(_reduced(block))
-            method, reduced = texts[kind]
-            notes = [self._notes.get(block.name, "")]
-            notes += reduced
-            if block.name == self._possible_head:
-                owner = self._names[id(block.layout.module)][0]
-                notes.append(_POSSIBLE_HEAD.format(_name(block.method), f"^{owner}$"))
+            text = texts[id(owner.tensors)]
+            notes = [self._notes.get(owner.name, ""), *text.notes]
+            if owner.name == self._possible_head:
+                pattern = f"^{self._names[id(owner.layout.module)][0]}$"
+                notes.append(_POSSIBLE_HEAD.format(_name(owner.method), pattern))
             if not parameter.requires_grad:
                 notes.append(FROZEN)
             note = "; ".join(filter(None, notes))
-            rows.append(ReportRow(name, shape, block.name, method, note=note))
-        return Report(tuple(rows), solver=solver)
+            rows.append(ReportRow(name, shape, owner.name, text.method, note=note))
+        solver_note = ""
+        if self.solver is not self._choices.solver:
+            solver_note = f"solver {self.solver!r} by default"
+            if self.solver != "inverse":
+                solver_note += ", since a method does not take 'inverse'"
+        return Report(tuple(rows), solver=solver_note)
+
+
+@dataclass(frozen=True)
+class _TextsOfKind:
+    """The texts of the report on blocks of one kind."""
+
+    method: str  # the names of the method and of the solvers
+    notes: list[str]  # on factors that are diagonal, or left out
+
+    @classmethod
+    def of(cls, block: Block) -> _TextsOfKind:
+        names = [_name(block.method)]
+        names += [_name(solver) for _, _, solver in block.solved_factors]
+        return cls(" / ".join(dict.fromkeys(names)), list(_reduced(block)))
 
 
 def _flattened(parameter: nn.Parameter, layout: Layout) -> str:
@@ -763,8 +772,8 @@ def _cut_into(parts: int | Sequence[int], method: Method, layout: Layout) -> tup
     return CutRows(method, tuple(parts)), layout
 
 
-class _PerLayer:
-    """A component, or one per pattern of the module's name."""
+class _ByPattern:
+    """The components of modules, by patterns of their names; the empty one matches all."""
 
     def __init__(self, kind: str, choice: Choice, base: type) -> None:
         self._kind = kind
