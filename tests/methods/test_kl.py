@@ -309,7 +309,7 @@ def test_in_the_background(method: Method) -> None:
     """What lands later is in the statistics of the same step on every rank."""
     one = Training(method, options={"background": 2})
     whole = train(0, 1, one)
-    strategies: tuple[Any, ...] = ("comm-opt", MemOpt(colocate=False), Sharded(deferred=True))
+    strategies: tuple[Any, ...] = ("comm-opt", MemOpt(), Sharded(deferred=True))
     runs = [dataclasses.replace(one, strategy=strategy) for strategy in strategies]
     for trained in run_ranks(train_each, 2, runs):
         for run, weights in zip(runs, trained, strict=True):
