@@ -490,7 +490,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             key = (id(block.method), texts[number])
             if key not in methods:
                 methods[key] = _with_settings(block.method, settings[number])
-            block.act(methods[key])
+            block.acting = methods[key]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.

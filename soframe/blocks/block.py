@@ -77,7 +77,8 @@ class Block(BlockSpec):
 
     record: Record = field(default_factory=Record, repr=False)  # its numbers
     member: int = 0  # its index in its stack
-    acting: Method = field(init=False, repr=False)  # the method with settings of a param group
+    # Computes the updates: the method, or with the settings of a param group.
+    acting: Method = field(init=False, repr=False)
     stack: Stack = field(init=False, repr=False)  # keeps its tensors, once it has a place
 
     def __post_init__(self) -> None:
@@ -166,10 +167,6 @@ class Block(BlockSpec):
     def damp(self, damping: float | None) -> None:
         """Damp the block with a damping of its own; None for the preconditioner's."""
         self.record.damping = damping
-
-    def act(self, method: Method) -> None:
-        """Compute updates by the method with other settings from now on."""
-        self.acting = method
 
     def snapshot(self) -> Solved:
         """Return the second-order data and the damping, and begin to note failures anew."""
