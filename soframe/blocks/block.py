@@ -108,7 +108,7 @@ class Block(BlockSpec):
         return frozenset(factor.name for factor in self.captured)
 
     @cached_property
-    def needy(self) -> frozenset[str]:
+    def needing_data(self) -> frozenset[str]:
         """The captured factors whose statistics are computed with second-order data, by name."""
         return frozenset(factor.name for factor in self.captured if factor.needs)
 
@@ -142,22 +142,22 @@ class Block(BlockSpec):
         return max(self.record.masses.get(self.leading, (0.0,)))
 
     @property
-    def waits(self) -> bool:
+    def is_overdue(self) -> bool:
         """Whether statistics of a gradient are taken at any step: the first, or ones missed."""
         return self.mass == 0 or (self.record.missed > 0 and not self.captured)
 
     @property
-    def lacks(self) -> bool:
+    def has_factor_to_begin(self) -> bool:
         """Whether a factor without statistics could take its first ones now."""
-        return not self.needy <= self.record.masses.keys() and self.solved
+        return not self.needing_data <= self.record.masses.keys() and self.solved
 
     def gatherable(self, *, late: bool = False) -> frozenset[str]:
         """Return the factors that can take statistics: some need second-order data for that.
 
         ``late`` means that the data are there, and these factors take statistics a window later.
         """
-        if self.needy and (late or not self.solved):
-            return self.captured_names - self.needy
+        if self.needing_data and (late or not self.solved):
+            return self.captured_names - self.needing_data
         return self.captured_names
 
     def damped_with(self, damping: float) -> float:
@@ -185,7 +185,7 @@ class Block(BlockSpec):
         return self.record.solved or not self.tensors
 
     @property
-    def lost(self) -> bool:
+    def has_lost_data(self) -> bool:
         """Whether statistics need second-order data that the block had once and has lost."""
         if not self.method.observes_with_data or self.solved or self.record.failed:
             return False

@@ -293,9 +293,9 @@ def _observed(stack: Stack, gradient: Gradient, plan: Plan) -> list[int]:
     for member in gradient.members:
         block = stack.blocks[member]
         # These statistics need second-order data: a block that lost its own is solved first.
-        if block.lost:
+        if block.has_lost_data:
             continue
-        if plan.observes or block.waits:
+        if plan.observes or block.is_overdue:
             members.append(member)
     return members
 

@@ -451,7 +451,7 @@ class Accumulator:
         """
         names: list[str] = []
         for block in self._placed.blocks:
-            if not block.lacks:
+            if not block.has_factor_to_begin:
                 continue
             is_due = block in self.window.due
             if not is_due or not block.gatherable() <= self.window.tallies[block].gathered:
@@ -634,7 +634,7 @@ def _call(
         rows=rows,
         dtype=block.dtype,
         shared=shared,
-        data=block.second_order if block.needy else {},
+        data=block.second_order if block.needing_data else {},
         widens=is_widened,
         first=first,
     )

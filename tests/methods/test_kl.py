@@ -261,7 +261,7 @@ def test_lost_data_are_waited_for(method: Method) -> None:
         own.load_state_dict(seal(saved))
         with_factors = [block for block in own.blocks if block.factors]
         assert with_factors
-        assert all(block.lost for block in with_factors)
+        assert all(block.has_lost_data for block in with_factors)
         stages.train(model, own, range(3, 4), lr=0.0)
         for block in with_factors:
             before = saved["blocks"][block.name]["factors"]
