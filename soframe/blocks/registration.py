@@ -630,8 +630,8 @@ class Registration:
         ids = set(map(id, parameters.values()))
         is_guess = not self._guessed_heads.isdisjoint(ids)
         is_last = not self._of_ends.isdisjoint(ids)
-        if is_guess and self._methods.is_by_name(layer):
-            is_last = False  # the user has answered the question
+        if is_guess:  # a pattern for the layer answers the question
+            is_last = not self._methods.is_by_name(layer)
         candidate = Candidate(
             name=name,
             module=layout.module,
