@@ -86,7 +86,7 @@ SOLVERS: dict[str, dict[str, Any]] = {
     "root": {"power": -0.25, "epsilon": 1e-6},
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "auto": {"memory_limit": None, "hardware": None, "passes": 0.0, "budget": 4.0},
+    "auto": {"memory_limit": None, "hardware": None, "budget": 4.0},
     "comm-opt": {"colocate": True},
     "hybrid-opt": {"colocate": True, "gradient_workers": 0.5},
     "mem-opt": {},

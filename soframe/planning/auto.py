@@ -39,7 +39,6 @@ class Auto(Strategy):
         memory_limit: The bytes that a rank may hold for curvature at the peak of a step, as they
             are planned, as a number or as ``"2GiB"``; None for no limit.
         hardware: A profile by its name or file, in place of measuring; see `soframe plan`.
-        passes: The seconds of a forward and a backward pass, behind which tensors travel.
         budget: The seconds of measuring by the wall clock; two points of each curve are measured
             in any case.
 
@@ -49,7 +48,6 @@ class Auto(Strategy):
 
     memory_limit: int | str | None = None
     hardware: str | Path | None = None
-    passes: float = 0.0
     budget: float = 4.0
 
     def __post_init__(self) -> None:
@@ -91,7 +89,7 @@ class Auto(Strategy):
                 )
             )
         planned = plan(
-            Task(now.blocks, now.work, now.parameters, seconds=self.passes),
+            Task(now.blocks, now.work, now.parameters),
             ranks=now.ranks,
             # Activations are unknown here, so the limit alone counts.
             hardware=replace(self._hardware(now), memory=None),

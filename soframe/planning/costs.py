@@ -134,7 +134,7 @@ class Costs:
     def passes(self) -> Priced:
         """A forward and backward pass."""
         if self._task.inputs is None:
-            return Priced(self._task.seconds)
+            return Priced()
         with self._paper:
             run = self._task.run(self._like)
             return self._paper.price(run, products=self._of_passes)

@@ -64,17 +64,14 @@ class Timing:
 
 
 Amounts = defaultdict[str, float]
-"""Seconds of a step: ``"total"``, ``"travelled"``, ``"busy <phase>"`` and ``"exposed <phase>"``."""
+"""Seconds by phase; a step has ``"total"``, ``"travelled"``, ``"busy ..."`` and ``"exposed ..."``."""
 
 
-class Duration(NamedTuple):
-    """The seconds of the messages of a phase."""
+class Durations(NamedTuple):
+    """Seconds of messages in a step, by phase."""
 
-    total: float
-    longest: float  # of one message
-
-
-NOTHING = Duration(0.0, 0.0)
+    totals: Amounts
+    longest: Amounts  # of one message
 
 
 class _Clock:
@@ -136,27 +133,23 @@ class Schedule:
                 longest = max(longest, seconds)
                 total += part.ranks * seconds
             self._slowest[field.name] = max(longest, crowd * total / ranks)
-        self._network: dict[str, dict[str, Duration]] = {}
+        self._network: dict[str, Durations] = {}
         for kind in KINDS:
             self._network[kind] = self._durations([part.messages[kind] for part in parts])
 
-    def _durations(self, messages_of_parts: Sequence[Messages]) -> dict[str, Duration]:
-        """Return the longest of all parts, by phase."""
-        durations: dict[str, Duration] = {}
+    def _durations(self, messages_of_parts: Sequence[Messages]) -> Durations:
+        """Return the durations of messages of the parts whose messages take longest."""
+        totals, longest = Amounts(float), Amounts(float)
         for messages in messages_of_parts:
-            of_part: dict[str, Duration] = {}
+            of_part = Amounts(float)
             for phase, collectives in messages:
-                before = of_part.get(phase, NOTHING)
-                total, longest = before.total, before.longest
                 for route, size in collectives:
                     seconds = self._hardware.collective(route.operation, size, route.group)
-                    total, longest = total + seconds, max(longest, seconds)
-                of_part[phase] = Duration(total, longest)
-            for phase, duration in of_part.items():
-                known = durations.get(phase, NOTHING)
-                longest = max(duration.longest, known.longest)
-                durations[phase] = Duration(max(duration.total, known.total), longest)
-        return durations
+                    of_part[phase] += seconds
+                    longest[phase] = max(longest[phase], seconds)
+            for phase, seconds in of_part.items():
+                totals[phase] = max(totals[phase], seconds)
+        return Durations(totals, longest)
 
     def timing(self, statistics_every: int, solve_every: int, turns: int = 1) -> Timing:
         """Return the time of a step, with the solves of an interval spread over some turns."""
@@ -242,10 +235,10 @@ class Schedule:
                     clock.compute(phase, self._added[phase])
         clock.compute("optimizer", self._optimizer)
 
-    def _reduce(self, clock: _Clock, network: Mapping[str, Duration]) -> None:
+    def _reduce(self, clock: _Clock, network: Durations) -> None:
         """Average sums into factors, and start to send them."""
         clock.compute("reduce", self._slowest["reduce"])
-        seconds = network.get("reduce", NOTHING).total
+        seconds = network.totals["reduce"]
         clock.arrival = clock.now
         if seconds:
             clock.arrival = clock.send(seconds, clock.now)
@@ -269,18 +262,14 @@ class Schedule:
             self._exchange(clock, "share", self._network["solve"])
 
     def _exchange(
-        self,
-        clock: _Clock,
-        phase: str,
-        network: Mapping[str, Duration],
-        since: float | None = None,
+        self, clock: _Clock, phase: str, network: Durations, since: float | None = None
     ) -> None:
         """Send a phase's messages and wait: while arithmetic makes them, if it began before."""
-        duration = network.get(phase, NOTHING)
-        if duration.total:
+        seconds = network.totals[phase]
+        if seconds:
             if since is None:
                 since = clock.now
-            clock.wait(phase, clock.send(duration.total, since, duration.longest))
+            clock.wait(phase, clock.send(seconds, since, network.longest[phase]))
 
 
 def _of(amounts: Amounts, prefix: str) -> dict[str, float]:

@@ -26,7 +26,7 @@ def costs_of(method: str, *sizes: int, hardware: Any = CPU, **settings: Any) -> 
 
 def test_a_task_has_the_usual_intervals_and_nothing_else_unless_told() -> None:
     task = Task((), (), ())
-    assert (task.seconds, task.activations, task.intervals, task.frozen) == (0.0, 0, (10, 100), 0)
+    assert (task.activations, task.intervals, task.frozen) == (0, (10, 100), 0)
     assert (task.model, task.inputs, list(task.calls)) == (None, None, [])
 
 
