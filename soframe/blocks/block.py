@@ -468,11 +468,6 @@ class State(_View[Tensor]):
     def _read(self, name: str, stack: Stack, members: Members) -> Tensor:
         return stack.take(stack.state[name], members).view(self._block.states[name].shape)
 
-    @property
-    def updates(self) -> int:
-        """The number of updates of the method."""
-        return self._block.record.updates
-
 
 def unpack(stored: Tensor, spec: FactorSpec) -> Tensor:
     """Return a factor in its own shape, from either way of storage."""

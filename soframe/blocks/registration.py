@@ -389,14 +389,17 @@ class Registration:
     def _decide(self, layer: Sequence[_Candidate]) -> None:
         """Add the blocks of a layer, or note why it has none."""
         refused = next((member for member in layer if member.reason is not None), None)
-        if refused is not None:
-            for candidate in layer:
-                why = f"{type(candidate.module).__name__}: {candidate.reason}"
-                if candidate.reason is None:
-                    why = Reason.SHARED.format(refused.name, refused.reason)
-                self._explain(candidate.module, why)
-        elif trained := self._trained(layer):
-            self._build_all_of_layer(layer, trained)
+        if refused is None:
+            if trained := self._trained(layer):
+                self._build_all_of_layer(layer, trained)
+            return
+        for candidate in layer:
+            why = f"{type(candidate.module).__name__}: {candidate.reason}"
+            if candidate.reason is None:
+                why = Reason.SHARED.format(refused.name, refused.reason)
+            for parameter in parameters_of(candidate.module).values():
+                reason = why if parameter.requires_grad else FROZEN
+                self._reasons.setdefault(id(parameter), reason)
 
     def _build_all_of_layer(self, layer: Sequence[_Candidate], trained: Sequence[str]) -> None:
         """Build the blocks of a layer, of parameters that are trained."""
@@ -695,11 +698,6 @@ class Registration:
             raise ValueError(f"{full}: {source}={parts}: {error}") from None
         self._notes[full] = f"cut into {parts}{note}"
         return method, layout
-
-    def _explain(self, module: nn.Module, reason: str) -> None:
-        for parameter in parameters_of(module).values():
-            why = reason if parameter.requires_grad else FROZEN
-            self._reasons.setdefault(id(parameter), why)
 
     # -- report -------------------------------------------------------------------------------
 

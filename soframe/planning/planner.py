@@ -408,7 +408,7 @@ def plan(
         fixed["activations"] //= 2
     if any(block.captured for block in task.blocks):
         fixed["momentum"] = task.size
-    rows.sort(key=_order)
+    rows.sort(key=lambda row: (row.timing.mean, row.memory["total"], row.option.call()))
     return Plan(
         rows=tuple(rows),
         ranks=ranks,
@@ -420,10 +420,6 @@ def plan(
         notes=task.unpriced(),
         recommended=recommended,
     )
-
-
-def _order(row: Row) -> tuple[float, int, str]:
-    return row.timing.mean, row.memory["total"], row.option.call()
 
 
 def strategies(ranks: int) -> list[Strategy]:

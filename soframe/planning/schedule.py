@@ -64,7 +64,7 @@ class Timing:
 
 
 Amounts = defaultdict[str, float]
-"""Seconds by phase; a step has ``"total"``, ``"travelled"``, ``"busy ..."`` and ``"exposed ..."``."""
+"""Seconds by phase; a step has ``"total"``, ``"travelled"``, ``"busy ..."``, ``"exposed ..."``."""
 
 
 class Durations(NamedTuple):

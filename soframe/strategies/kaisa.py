@@ -19,42 +19,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from soframe.registry import register
 from soframe.strategies.balance import Cost, assign, compute_cost, share_out
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement, BlockWork
-
-
-def _on_grid(
-    name: str,
-    work: Sequence[BlockWork],
-    ranks: int,
-    columns: int,
-    *,
-    cost: Cost,
-    colocate: bool = True,
-    notes: tuple[str, ...] = (),
-) -> Placement:
-    """Place blocks on a grid with a number of columns."""
-    members = [tuple(range(column, ranks, columns)) for column in range(columns)]
-    costs = [list(map(cost, block.factors)) for block in work]
-    totals = [block.effort + sum(of_block) for block, of_block in zip(work, costs, strict=True)]
-    blocks_of = share_out(totals, list(map(len, members)))
-    placed: dict[int, BlockPlacement] = {}
-    for workers, blocks in zip(members, blocks_of, strict=True):
-        if not blocks:
-            continue
-        sources = _sources(workers, ranks, columns)
-        totals_here, costs_here = [totals[b] for b in blocks], [costs[b] for b in blocks]
-        owners = _owners(totals_here, costs_here, workers, colocate=colocate)
-        for block, of_factors in zip(blocks, owners, strict=True):
-            place = (of_factors, workers, sources)
-            placed[block] = BlockPlacement(work[block].name, *place, packed=ranks > 1)
-    in_order = tuple(placed[block] for block in range(len(work)))
-    return Placement(name, ranks, work=tuple(work), blocks=in_order, notes=notes)
 
 
 def _owners(
@@ -80,38 +51,6 @@ def _owners(
 def _sources(workers: tuple[int, ...], ranks: int, columns: int) -> tuple[int, ...]:
     by_row = {worker // columns: worker for worker in workers}
     return tuple(by_row.get(rank // columns, workers[0]) for rank in range(ranks))
-
-
-@register("strategy", "comm-opt")
-@dataclass(frozen=True)
-class CommOpt(Strategy):
-    """Every rank preconditions every gradient: most memory, no communication between solves.
-
-    Attributes:
-        colocate: Solve the factors of one block on the same rank.
-        cost: The cost of owning a factor.
-    """
-
-    colocate: bool = True
-    cost: Cost = compute_cost
-
-    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        return _on_grid("comm-opt", work, ranks, 1, cost=self.cost, colocate=self.colocate)
-
-
-@register("strategy", "mem-opt")
-@dataclass(frozen=True)
-class MemOpt(Strategy):
-    """One rank preconditions a gradient and sends it to the others: least memory of the grid.
-
-    Attributes:
-        cost: The cost of owning a factor.
-    """
-
-    cost: Cost = compute_cost
-
-    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        return _on_grid("mem-opt", work, ranks, ranks, cost=self.cost)
 
 
 @register("strategy", "hybrid-opt")
@@ -147,6 +86,26 @@ class HybridOpt(Strategy):
             )
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        columns, notes = self._columns(ranks)
+        members = [tuple(range(column, ranks, columns)) for column in range(columns)]
+        costs = [list(map(self.cost, block.factors)) for block in work]
+        totals = [block.effort + sum(cost) for block, cost in zip(work, costs, strict=True)]
+        blocks_of = share_out(totals, list(map(len, members)))
+        placed: dict[int, BlockPlacement] = {}
+        for workers, blocks in zip(members, blocks_of, strict=True):
+            if not blocks:
+                continue
+            sources = _sources(workers, ranks, columns)
+            sizes = [totals[block] for block in blocks]
+            owners = _owners(sizes, [costs[b] for b in blocks], workers, colocate=self.colocate)
+            for block, of_factors in zip(blocks, owners, strict=True):
+                place = (of_factors, workers, sources)
+                placed[block] = BlockPlacement(work[block].name, *place, packed=ranks > 1)
+        in_order = tuple(placed[block] for block in range(len(work)))
+        return Placement("hybrid-opt", ranks, work=tuple(work), blocks=in_order, notes=notes)
+
+    def _columns(self, ranks: int) -> tuple[int, tuple[str, ...]]:
+        """Return the number of columns, and a note if the gradient workers are others."""
         workers = float(self.gradient_workers)
         if isinstance(self.gradient_workers, float):
             workers = max(1.0, ranks * workers)
@@ -158,18 +117,46 @@ class HybridOpt(Strategy):
         columns = max(1, round(ranks / workers))
         # Columns differ by one rank where they do not divide the ranks.
         shortest, rest = divmod(ranks, columns)
-        notes: tuple[str, ...] = ()
         # A fraction of the ranks is a whole number up to rounding.
-        if rest or not math.isclose(shortest, workers):
-            lengths = f"{shortest} or {shortest + 1}" if rest else f"{shortest}"
-            note = f"{workers:g} gradient workers do not divide {ranks} ranks: {columns} column(s) "
-            notes = (f"{note}of {lengths} ranks instead",)
-        return _on_grid(
-            "hybrid-opt",
-            work,
-            ranks,
-            columns,
-            cost=self.cost,
-            colocate=self.colocate,
-            notes=notes,
+        if rest == 0 and math.isclose(shortest, workers):
+            return columns, ()
+        lengths = f"{shortest} or {shortest + 1}" if rest else f"{shortest}"
+        note = (
+            f"{workers:g} gradient workers do not divide {ranks} ranks: {columns} column(s) "
+            f"of {lengths} ranks instead"
         )
+        return columns, (note,)
+
+
+@register("strategy", "comm-opt")
+@dataclass(frozen=True)
+class CommOpt(Strategy):
+    """Every rank preconditions every gradient: most memory, no communication between solves.
+
+    Attributes:
+        colocate: Solve the factors of one block on the same rank.
+        cost: The cost of owning a factor.
+    """
+
+    colocate: bool = True
+    cost: Cost = compute_cost
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        hybrid = HybridOpt(self.colocate, self.cost, gradient_workers=ranks)
+        return replace(hybrid.place(work, ranks), strategy="comm-opt")
+
+
+@register("strategy", "mem-opt")
+@dataclass(frozen=True)
+class MemOpt(Strategy):
+    """One rank preconditions a gradient and sends it to the others: least memory of the grid.
+
+    Attributes:
+        cost: The cost of owning a factor.
+    """
+
+    cost: Cost = compute_cost
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        hybrid = HybridOpt(cost=self.cost, gradient_workers=1)
+        return replace(hybrid.place(work, ranks), strategy="mem-opt")

@@ -25,50 +25,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from soframe.registry import register
 from soframe.strategies.balance import Cost, assign, memory_cost, share_out
 from soframe.strategies.base import Strategy
 from soframe.strategies.placement import Placement
 from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork
-
-
-def _shard(
-    name: str,
-    work: Sequence[BlockWork],
-    ranks: int,
-    *,
-    cost: Cost,
-    group: int,
-    colocate: bool = False,
-    deferred: bool = False,
-    wire: str | None = None,
-) -> Placement:
-    """Place each block on a gradient worker and a holder, both among its contributors."""
-    groups, notes = _groups(ranks, group)
-    totals = [block.elements + sum(map(cost, block.factors)) for block in work]
-    blocks_of = share_out(totals, list(map(len, groups)))
-    placed: dict[int, BlockPlacement] = {}
-    for members, blocks in zip(groups, blocks_of, strict=True):
-        sizes = [totals[block] for block in blocks]
-        places = _places(sizes, len(members), colocate=colocate)
-        is_of_all = len(members) == ranks
-        for block, (worker, holder) in zip(blocks, places, strict=True):
-            factors = len(work[block].factors)
-            placed[block] = BlockPlacement(
-                work[block].name,
-                owners=tuple(itertools.repeat(members[holder], factors)),
-                gradient_workers=(members[worker],),
-                sources=tuple(itertools.repeat(members[worker], ranks)),
-                contributors=() if is_of_all else tuple(itertools.repeat(members, factors)),
-                holders=tuple(itertools.repeat((members[holder],), factors)),
-                deferred=deferred,
-                packed=True,
-                wire=wire,
-            )
-    in_order = tuple(placed[block] for block in range(len(work)))
-    return Placement(name, ranks, work=tuple(work), blocks=in_order, notes=notes)
 
 
 def _places(totals: Sequence[float], ranks: int, *, colocate: bool) -> list[tuple[int, int]]:
@@ -136,16 +99,29 @@ class Sharded(Strategy):
             raise ValueError(f"Sharded: wire must be one of {known} or None, not {self.wire!r}")
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        return _shard(
-            "sharded",
-            work,
-            ranks,
-            cost=self.cost,
-            group=ranks if self.group is None else self.group,
-            colocate=self.colocate,
-            deferred=self.deferred,
-            wire=self.wire,
-        )
+        groups, notes = _groups(ranks, ranks if self.group is None else self.group)
+        totals = [block.elements + sum(map(self.cost, block.factors)) for block in work]
+        blocks_of = share_out(totals, list(map(len, groups)))
+        placed: dict[int, BlockPlacement] = {}
+        for members, blocks in zip(groups, blocks_of, strict=True):
+            sizes = [totals[block] for block in blocks]
+            places = _places(sizes, len(members), colocate=self.colocate)
+            for block, (worker, holder) in zip(blocks, places, strict=True):
+                factors = len(work[block].factors)
+                contributors = () if len(members) == ranks else itertools.repeat(members, factors)
+                placed[block] = BlockPlacement(
+                    work[block].name,
+                    owners=tuple(itertools.repeat(members[holder], factors)),
+                    gradient_workers=(members[worker],),
+                    sources=tuple(itertools.repeat(members[worker], ranks)),
+                    contributors=tuple(contributors),
+                    holders=tuple(itertools.repeat((members[holder],), factors)),
+                    deferred=self.deferred,
+                    packed=True,
+                    wire=self.wire,
+                )
+        in_order = tuple(placed[block] for block in range(len(work)))
+        return Placement("sharded", ranks, work=tuple(work), blocks=in_order, notes=notes)
 
 
 @register("strategy", "owner-local")
@@ -163,4 +139,5 @@ class OwnerLocal(Strategy):
     cost: Cost = memory_cost
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        return _shard("owner-local", work, ranks, cost=self.cost, group=1)
+        sharded = Sharded(cost=self.cost, group=1)
+        return replace(sharded.place(work, ranks), strategy="owner-local")

@@ -85,7 +85,7 @@ def test_averages_take_six_passes_over_squares_or_over_triangles_that_travel(wor
     placement = complete(CommOpt().place(task.work, world))
     numbers = 3**2 + 2**2 if world == 1 else 6 + 3
     for part in parts(placement):
-        average = Costs(task, CPU).arithmetic(placement, part).average
+        average = Costs(task, CPU).arithmetic(placement, part).reduce
         assert average == pytest.approx(6 * 4 * numbers / CPU.bandwidth + 2 * CPU.launch, rel=1e-9)
 
 
