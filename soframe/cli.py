@@ -107,16 +107,16 @@ def inspect(
     with _user_errors():
         built = inspection.build_model(model, meta=meta)
         advice = soframe.recommend(built, ranks=ranks, kind=kind)
-        plan, usual = dict(advice.plan), advice.strategy
+        settings = {"strategy": advice.strategy, **advice.plan}
         if method is not None:
-            plan, usual = {"method": method}, "comm-opt"
+            settings = {"strategy": "comm-opt", "method": method}
+        if strategy is not None:
+            settings["strategy"] = strategy
         if solver is not None:
-            plan["solver"] = solver
-        if strategy is None:
-            strategy = usual
-        report, placement = inspection.inspect(
-            built, ranks=ranks, strategy=strategy, all_layers=all_layers, **plan
-        )
+            settings["solver"] = solver
+        if all_layers:
+            settings["layers"] = "all"
+        report, placement = inspection.inspect(built, ranks=ranks, **settings)
     if as_json:
         plain = {name: value for name, value in vars(advice).items() if name != "plan"}
         _print_json({"recommendation": plain, **inspection.as_dict(report, placement)})

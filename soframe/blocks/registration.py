@@ -1033,6 +1033,7 @@ def _require_direction(method: Method) -> None:
 
 
 def _name(component: object) -> str:
+    """Return the name of a method or solver for the report, without what is put around it."""
     if isinstance(component, Rooted):
         return _name(component.solver)
     if isinstance(component, TiedKFAC):
@@ -1041,4 +1042,5 @@ def _name(component: object) -> str:
         return f"{_name(component.solver)}, relative damping"
     if isinstance(component, CutRows):
         return _name(component.method)
-    return KINDS["method" if isinstance(component, Method) else "solver"].name_of(type(component))
+    kind = "method" if isinstance(component, Method) else "solver"
+    return KINDS[kind].name_of(type(component))

@@ -163,7 +163,8 @@ class Plan:
         for row in self.rows:  # the fastest first
             size = row.memory["total"]
             # Rows of fewer samples are no match for a row of all.
-            if size < (least_exact if row.exact else least):
+            bound = least_exact if row.exact else least
+            if size < bound:
                 front.append(row)
             least = min(least, size)
             if row.exact:
