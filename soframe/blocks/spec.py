@@ -118,7 +118,7 @@ class BlockSpec:
         return frozenset(factor.name for factor in self.factors if factor.kind == "psd")
 
     @cached_property
-    def unequal(self) -> bool:
+    def has_rows_by_group(self) -> bool:
         """Whether each group has rows of its own."""
         return any(factor.mean_over == "group rows" for factor in self.factors)
 
@@ -194,10 +194,10 @@ class BlockSpec:
     @cached_property
     def takes_samples(self) -> bool:
         """Whether samples are drawn for ``Statistics(rows=...)`` rather than rows."""
-        return self.method.reduces or self.pairs
+        return self.method.reduces or self.reads_both
 
     @cached_property
-    def pairs(self) -> bool:
+    def reads_both(self) -> bool:
         """Whether statistics of a factor are computed from inputs and output gradients together."""
         return any(factor.reads == "both" for factor in self.factors)
 
