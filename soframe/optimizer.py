@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from soframe.blocks import home, sharding
 from soframe.blocks.block import Block, Stack
-from soframe.blocks.registration import Choice, plain_name, unwrap
+from soframe.blocks.registration import Choice, unwrap
 from soframe.blocks.report import Report
+from soframe.blocks.survey import plain_name
 from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model, keywords, require_known
 from soframe.checks.numbers import require_numbers
@@ -490,7 +491,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             key = (id(block.method), texts[number])
             if key not in methods:
                 methods[key] = _with_settings(block.method, settings[number])
-            block.acting = methods[key]
+            block.act(methods[key])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of all parameters of the model, wherever they live.

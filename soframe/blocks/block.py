@@ -168,6 +168,10 @@ class Block(BlockSpec):
         """Damp the block with a damping of its own; None for the preconditioner's."""
         self.record.damping = damping
 
+    def act(self, method: Method) -> None:
+        """Compute updates by the method with other settings from now on."""
+        self.acting = method
+
     def snapshot(self) -> Solved:
         """Return the second-order data and the damping, and begin to note failures anew."""
         failed, self.record.failed = self.record.failed, False

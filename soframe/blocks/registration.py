@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from soframe.blocks import sharding
 from soframe.blocks.block import Block, factor_dtype
 from soframe.blocks.fused import fused_sizes
-from soframe.blocks.heads import heads_of
 from soframe.blocks.home import GradientHome
 from soframe.blocks.reasons import (
     REMEDY,
@@ -34,6 +33,7 @@ from soframe.blocks.reasons import (
     why_no_helper,
 )
 from soframe.blocks.report import FROZEN, Report, ReportRow
+from soframe.blocks.survey import Survey
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
 from soframe.layers.layout import (
@@ -125,18 +125,6 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
             return
 
 
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""The names of wrapped modules in torch's ``checkpoint_wrapper`` and ``torch.compile``."""
-
-
-def plain_name(name: str) -> str:
-    """Return the name of a module or a parameter without wrappers around single modules.
-
-    So a block keeps its name, and with it its state, when its layer is wrapped.
-    """
-    return ".".join([part for part in name.split(".") if part not in _WRAPPERS])
-
-
 def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
     """Warn of patterns that match nothing."""
     warnings.warn(
@@ -169,9 +157,14 @@ class Registration:
         # place, if a block is solved by it.
         self.solver: Choice = choices.solver
         self._build_components()
-        self._survey(model, named)
+        self._survey = Survey.of(model, named, choices.head_in if choices.staged else model)
+        # Where neither the model nor the choices show the head, any layer may be it.
+        self._shows_head = any((self._survey.shows_head, choices.skip, choices.staged))
+        self._used: set[str] = set()  # patterns of `skip`, `layers` and `cut` that match a module
+        self._skip()
+        self._uncalled = reasons_of_uncalled(self._survey.modules)
         self._register()
-        self.others = [p for _, p in self._parameters if id(p) not in self._in_block]
+        self.others = [p for _, p in self._survey.parameters if id(p) not in self._in_block]
         is_solver_used = any(b.method.captures and b.tensors for b in self._kinds.values())
         if self.solver is None and is_solver_used:
             self.solver = self._by_default
@@ -212,41 +205,6 @@ class Registration:
         solvers.replace_each(self._choices.damping.solver)
         return solvers
 
-    def _survey(self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Find the modules and their names, the modules that share a parameter, and the heads."""
-        self._used: set[str] = set()  # patterns of `skip`, `layers` and `cut` that match a module
-        self._names: dict[int, list[str]] = {}  # of each module, by identity
-        # By name; where a wrapper and the module inside have the same one, the module.
-        self._by_name: dict[str, nn.Module] = {}
-        modules: dict[int, nn.Module] = {}
-        for full, module in model.named_modules(remove_duplicate=False):
-            name = plain_name(full)
-            self._names.setdefault(id(module), []).append(name)
-            self._by_name[name] = modules[id(module)] = module
-        self._modules: list[tuple[str, nn.Module]] = []  # those with parameters
-        for module in modules.values():
-            if module._parameters:
-                self._modules.append((self._names[id(module)][0], module))
-        self._parameters = [(plain_name(name), p) for name, p in named]
-        self._sharers = self._find_sharers()
-        self._uncalled = reasons_of_uncalled(self._modules)
-        self._find_heads(model)
-
-    def _find_heads(self, model: nn.Module) -> None:
-        """Find the weights that some methods leave to others: of heads and of embeddings."""
-        heads = heads_of(model, self._choices.head_in if self._choices.staged else model)
-        # Where neither the model nor the choices show the head, any layer may be it.
-        self._is_head_shown = bool(heads.weights or self._choices.skip or self._choices.staged)
-        of_heads = set(map(id, heads.weights))
-        of_embeddings: set[int] = set()
-        for _, module in self._modules:
-            if isinstance(module, nn.Embedding):
-                of_embeddings.update(map(id, parameters_of(module).values()))
-        self._of_ends = of_heads | of_embeddings  # parameters, by identity
-        self._guessed_heads: set[int] = set()
-        if heads.guessed:
-            self._guessed_heads = of_heads - of_embeddings
-
     def _register(self) -> None:
         """Add the blocks of layers, then of single parameters, and keep why others have none."""
         self.blocks: list[Block] = []
@@ -275,28 +233,21 @@ class Registration:
 
     # -- candidates -----------------------------------------------------------------------------
 
-    def _find_sharers(self) -> dict[int, dict[nn.Module, str]]:
-        """Return the modules that have each parameter, by its id, with their names."""
-        sharers: dict[int, dict[nn.Module, str]] = {}
-        for name, module in self._modules:
-            is_skipped = self._skipping(module) is not None
-            for parameter in parameters_of(module).values():
-                is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-                if is_lazy and not is_skipped:
-                    raise ValueError(
-                        f"module {name!r} ({type(module).__name__}) is lazy and not initialised "
-                        f"yet: run one forward pass before building the Preconditioner, or skip "
-                        f"the module"
-                    )
-                sharers.setdefault(id(parameter), {})[module] = name
-        return sharers
+    def _skip(self) -> None:
+        """Note the patterns of ``skip`` that match; modules that are not skipped are not lazy."""
+        for name, module in self._survey.modules:
+            if self._skipping(module) is None and module in self._survey.lazy:
+                raise ValueError(
+                    f"module {name!r} ({type(module).__name__}) is lazy and not initialised yet: "
+                    f"run one forward pass before building the Preconditioner, or skip the module"
+                )
 
     def _collect(self) -> list[list[_Candidate]]:
         """Return the layers of methods that read calls: the modules that share a weight."""
         overrides_names = cache(_overrides_names)
         layers: list[list[_Candidate]] = []
         done: set[int] = set()
-        for name, module in self._modules:
+        for name, module in self._survey.modules:
             if id(module) in done or not self._reads_calls(name):
                 continue
             candidate = self._candidate(name, module)
@@ -318,7 +269,7 @@ class Registration:
         if weight is None:
             return [candidate]
         layer: list[_Candidate] = []
-        for module, name in self._sharers[id(weight)].items():
+        for module, name in self._survey.sharers[id(weight)].items():
             if module is candidate.module:
                 layer.append(candidate)
             else:
@@ -351,7 +302,7 @@ class Registration:
 
     def _skipping(self, module: nn.Module) -> str | None:
         """Return the first pattern that skips a module, by any of its names or by its class's."""
-        names = self._names[id(module)]
+        names = self._survey.names[id(module)]
         pattern = first_match(self._choices.skip, type(module).__name__, *names)
         if pattern is not None:
             self._used.add(pattern)
@@ -443,7 +394,7 @@ class Registration:
                     self._reasons[id(parameter)] = FROZEN
                 elif key not in names:
                     self._reasons[id(parameter)] = Reason.LEFT_OUT.format(helper.__name__)
-                elif _is_apart(layer, key, self._sharers[id(parameter)]):
+                elif _is_apart(layer, key, self._survey.sharers[id(parameter)]):
                     self._reasons[id(parameter)] = Reason.APART.format(key)
                 elif candidate is layer[0]:
                     trained.append(key)
@@ -488,7 +439,7 @@ class Registration:
     ) -> None:
         """Build a block with its solver and its dtypes, and admit it."""
         if helpers:
-            cut = first_match(self._choices.cut, *self._names[id(layout.module)])
+            cut = first_match(self._choices.cut, *self._survey.names[id(layout.module)])
             if cut is not None:
                 raise ValueError(
                     f"{name}: cut[{cut!r}] is for methods that read gradients alone, and "
@@ -555,7 +506,7 @@ class Registration:
 
     def _register_layouts(self) -> None:
         """Add the blocks of several parameters that methods of gradients alone ask for."""
-        for name, module in self._by_name.items():
+        for name, module in self._survey.by_name.items():
             method = self._methods.find(name)
             if method is None or self._captures[id(method)] or self._skipping(module) is not None:
                 continue
@@ -570,17 +521,17 @@ class Registration:
     def _is_free(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is trained, in no block, and not shared by several modules."""
         is_trained = parameter.requires_grad and id(parameter) not in self._in_block
-        return is_trained and len(self._sharers[id(parameter)]) == 1
+        return is_trained and len(self._survey.sharers[id(parameter)]) == 1
 
     def _register_parameters(self) -> None:
         """Add blocks of single parameters, for methods that read gradients alone."""
-        for full, parameter in self._parameters:
+        for full, parameter in self._survey.parameters:
             if id(parameter) in self._in_block:
                 continue
             if not parameter.requires_grad and id(parameter) not in self._choices.kept:
                 self._reasons.setdefault(id(parameter), FROZEN)
                 continue
-            sharers = self._sharers[id(parameter)]
+            sharers = self._survey.sharers[id(parameter)]
             module, name = next(iter(sharers.items()))
             if (reason := self._build_of_parameter(full, parameter, name, module)) is None:
                 continue
@@ -609,7 +560,7 @@ class Registration:
             return Reason.NO_BLOCK
         self._methods.choose(name)  # used, whether or not it takes the parameter
         _require_elements(full, parameter)
-        sharers = self._sharers[id(parameter)]
+        sharers = self._survey.sharers[id(parameter)]
         if (reason := sparse(sharers)) is not None:
             return reason
         layout = self._layout(name, module, full.rpartition(".")[2])
@@ -629,10 +580,10 @@ class Registration:
         parameters = layout.parameters
         if any(p.is_complex() for p in parameters.values()) and method.factors(layout.shape):
             return "it is complex, and factors are of real matrices"
-        layer = self._names[id(layout.module)][0]
+        layer = self._survey.names[id(layout.module)][0]
         ids = set(map(id, parameters.values()))
-        is_guess = not self._guessed_heads.isdisjoint(ids)
-        is_last = not self._of_ends.isdisjoint(ids)
+        is_guess = not self._survey.guessed_heads.isdisjoint(ids)
+        is_last = not self._survey.ends.isdisjoint(ids)
         if is_guess:  # a pattern for the layer answers the question
             is_last = not self._methods.is_by_name(layer)
         candidate = Candidate(
@@ -645,7 +596,7 @@ class Registration:
         reason = method.unsuited(candidate)
         if reason is None:
             as_head = replace(candidate, last=True)
-            if not self._is_head_shown and method.unsuited(as_head) is not None:
+            if not self._shows_head and method.unsuited(as_head) is not None:
                 self._possible_head = name
         elif is_guess and method.unsuited(replace(candidate, last=False)) is None:
             return _GUESSED_HEAD.format(f"^{re.escape(layer)}$", _name(method))
@@ -687,7 +638,7 @@ class Registration:
             owner, _, fused = full.rpartition(".")
             if fused == "weight":
                 owner, _, fused = name.rpartition(".")
-            module = self._by_name[owner]
+            module = self._survey.by_name[owner]
             parts, source = fused_sizes(module, fused, out), f"as {type(module).__name__}"
             note = f", {source}"
         if parts is None:
@@ -708,7 +659,7 @@ class Registration:
         # Blocks of one kind share their specs, and with them these texts.
         texts = {id(first.tensors): _TextsOfKind.of(first) for first in self._kinds.values()}
         rows: list[ReportRow] = []
-        for name, parameter in self._parameters:
+        for name, parameter in self._survey.parameters:
             shape: tuple[int, ...] = ()
             if not isinstance(parameter, nn.parameter.UninitializedParameter):
                 shape = tuple(parameter.shape)
@@ -720,7 +671,7 @@ class Registration:
             text = texts[id(owner.tensors)]
             notes = [self._notes.get(owner.name, ""), *text.notes]
             if owner.name == self._possible_head:
-                pattern = f"^{self._names[id(owner.layout.module)][0]}$"
+                pattern = f"^{self._survey.names[id(owner.layout.module)][0]}$"
                 notes.append(_POSSIBLE_HEAD.format(_name(owner.method), pattern))
             if not parameter.requires_grad:
                 notes.append(FROZEN)

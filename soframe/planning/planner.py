@@ -332,7 +332,6 @@ class Plan:
         for name, seconds in row.timing.exposed.items():
             phases[f"{name}, exposed"] = seconds
         times = [(name, f"{1e3 * seconds:.3g} ms") for name, seconds in phases.items() if seconds]
-        times.append(("network, overlapped", f"{1e3 * row.timing.overlapped:.3g} ms"))
         sizes = {**self.fixed, **row.memory}
         held = [(name, format_bytes(size)) for name, size in sizes.items() if size]
         pairs = itertools.zip_longest(times, held, fillvalue=("", ""))

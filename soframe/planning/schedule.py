@@ -8,7 +8,7 @@ Phases come in the order of the step's table (`soframe.step.phases`):
 - results of solves, and updates, travel while further ones are computed;
 - every step begins with an agreement, at which all ranks wait for the last.
 
-A time without an end of its own is *exposed* where no rank computes meanwhile, and else overlapped.
+A message's time is *exposed* where no rank computes meanwhile.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Timing:
         longest: The longest step.
         phases: The mean of each phase, of the rank that the others wait for.
         exposed: The part of the mean in which only the network works, by phase.
-        overlapped: The seconds of the network in a mean step that are hidden behind arithmetic.
         imbalance: The longest solve of a rank over the mean of all ranks.
     """
 
@@ -59,12 +58,11 @@ class Timing:
     longest: float
     phases: Mapping[str, float]
     exposed: Mapping[str, float]
-    overlapped: float
     imbalance: float
 
 
 Amounts = defaultdict[str, float]
-"""Seconds by phase; a step has ``"total"``, ``"travelled"``, ``"busy ..."``, ``"exposed ..."``."""
+"""Seconds by phase; of a step ``"total"``, ``"busy <phase>"`` and ``"exposed <phase>"``."""
 
 
 class Durations(NamedTuple):
@@ -88,7 +86,6 @@ class _Clock:
 
     def send(self, seconds: float, since: float, last: float = 0.0) -> float:
         """Start messages, the first since some time and the last of them now; return their end."""
-        self.spent["travelled"] += seconds
         if self._is_crowded:
             since = self.now
         self.network = max(max(self.network, since) + seconds, self.now + last)
@@ -163,13 +160,11 @@ class Schedule:
         mean = Amounts(float)
         for name in dict.fromkeys(itertools.chain(base, solving, gathering)):
             mean[name] = base[name] + solving[name] / solve_every + gathering[name] * rarely
-        exposed = _of(mean, "exposed ")
         return Timing(
             mean=mean["total"],
             longest=max(base["total"] + (longest - base["total"]) / turns, long),
             phases=_of(mean, "busy "),
-            exposed=exposed,
-            overlapped=max(0.0, mean["travelled"] - sum(exposed.values())),
+            exposed=_of(mean, "exposed "),
             imbalance=self._imbalance(),
         )
 
