@@ -295,7 +295,7 @@ def test_plan_as_json_and_as_a_figure(models, profile, tmp_path):
     assert read["ranks"] == 2
     assert {row["option"]["solve_every"] for row in read["rows"]} == {10}
     assert {row["option"]["stagger"] for row in read["rows"]} == {True, False}
-    assert read["passes"] == 0
+    assert {row["timing"]["phases"]["forward"] for row in read["rows"]} == {0}
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 

@@ -139,7 +139,6 @@ class Plan:
         fixed: Bytes of a rank that no option changes: weights, gradients, activations, and the
             momentum of an optimizer behind a preconditioner. All have their full sizes:
             parameters that are sharded over ranks are not planned.
-        passes: Seconds of the forward and the backward pass; 0 if inputs are unknown.
         plain: Seconds of a step without a preconditioner, whose gradients are averaged.
         notes: Parts without a price, with the reasons.
         recommended: The strategy of `soframe.recommend`; None without one.
@@ -150,7 +149,6 @@ class Plan:
     hardware: Hardware
     limit: int | None = None
     fixed: Mapping[str, int] = field(default_factory=dict)
-    passes: float = 0.0
     plain: float = 0.0
     notes: tuple[str, ...] = ()
     recommended: Strategy | None = None
@@ -298,7 +296,6 @@ class Plan:
             "ranks": self.ranks,
             "limit": self.limit,
             "fixed": dict(self.fixed),
-            "passes": self.passes,
             "plain": self.plain,
             "notes": list(self.notes),
             "rows": [_row_as_dict(row, self.fits(row)) for row in self.rows],
@@ -415,7 +412,6 @@ def plan(
         hardware=hardware,
         limit=memory_limit,
         fixed=fixed,
-        passes=costs.passes.seconds,
         plain=_seconds_without_preconditioner(costs, task, ranks),
         notes=task.unpriced(),
         recommended=recommended,
