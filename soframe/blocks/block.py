@@ -12,13 +12,11 @@ blocks (*members*, ascending indices). Numbers that differ by block are in `Reco
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ from soframe.kernels.devices import on_device, on_host
 from soframe.kernels.gram import mirror
 from soframe.kernels.halves import dithered
 from soframe.methods.base import Method
-from soframe.specs import VALUE, FactorSpec
+from soframe.specs import VALUE, FactorSpec, SecondOrder, State
 from soframe.strategies.work import BlockPlacement
 
 # Blocks that differ in one of these are updated by calls of their own.
@@ -93,14 +91,17 @@ class Block(BlockSpec):
         return RunningFactors(self, [name for name in self.stack.factors if name in masses])
 
     @property
-    def second_order(self) -> SecondOrderData:
-        """The second-order data that this rank holds."""
-        return SecondOrderData(self, self.stack.data if self.record.solved else ())
+    def second_order(self) -> SecondOrder:
+        """The second-order data that this rank holds: factor -> tensor name -> tensor."""
+        return self.stack.solved_data((self.member,)) if self.record.solved else {}
 
     @property
     def state(self) -> State:
         """The method's state, on gradient workers; empty on ranks that hold none."""
-        return State(self, self.stack.state if self.record.updates else ())
+        if not self.record.updates:
+            return {}
+        tensors = self.stack.take_each(self.stack.state, (self.member,))
+        return {name: tensor.view(self.states[name].shape) for name, tensor in tensors.items()}
 
     @cached_property
     def captured_names(self) -> frozenset[str]:
@@ -423,11 +424,8 @@ class Stack(Arrangement[Block]):
             self.state[name] = self.with_values(self.state.get(name), members, kept)
 
 
-V = TypeVar("V")
-
-
-class _View(Mapping[str, V]):
-    """Data of one block by name, as slices of its stack's tensors."""
+class RunningFactors(Mapping[str, Tensor]):
+    """The running factors of a block that this rank holds, as they are stored, by name."""
 
     def __init__(self, block: Block, names: Collection[str]) -> None:
         self._block, self._names = block, names
@@ -438,39 +436,15 @@ class _View(Mapping[str, V]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def __getitem__(self, name: str) -> V:
+    def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        return self._read(name, self._block.stack, (self._block.member,))
-
-    @abstractmethod
-    def _read(self, name: str, stack: Stack, members: Members) -> V:
-        """Return the block's part of an entry of the stack."""
-
-
-class RunningFactors(_View[Tensor]):
-    """The running factors of a block that this rank holds, as they are stored."""
-
-    def _read(self, name: str, stack: Stack, members: Members) -> Tensor:
-        return stack.take(stack.factor(name), members).to(self._block.dtype)
+        block, stack = self._block, self._block.stack
+        return stack.take(stack.factor(name), (block.member,)).to(block.dtype)
 
     def matrix(self, factor: FactorSpec) -> Tensor:
         """Return a factor as whole matrices, ``[groups, n, n]``, or in its own shape."""
         return unpack(self[factor.name], factor)
-
-
-class SecondOrderData(_View[Mapping[str, Tensor]]):
-    """The second-order data of a block on this rank: factor -> tensor name -> tensor."""
-
-    def _read(self, name: str, stack: Stack, members: Members) -> Mapping[str, Tensor]:
-        return stack.take_each(stack.data[name], members)
-
-
-class State(_View[Tensor]):
-    """The method's state of a block."""
-
-    def _read(self, name: str, stack: Stack, members: Members) -> Tensor:
-        return stack.take(stack.state[name], members).view(self._block.states[name].shape)
 
 
 def unpack(stored: Tensor, spec: FactorSpec) -> Tensor:
