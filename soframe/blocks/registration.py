@@ -114,7 +114,7 @@ def averaging_group(model: nn.Module) -> Any:
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a model, and what is within each of its wrappers, from the outermost one on."""
+    """Yield a model and the models within its wrappers, from the outermost one on."""
     while True:
         yield model
         if isinstance(model, DistributedDataParallel):
@@ -196,7 +196,7 @@ class Registration:
             methods.append(self._auxiliary)
         for method in methods:
             _require_direction(method)
-        # By method, whether it reads calls: a property that makes factors, asked for each module.
+        # By method, whether it reads calls: a property that makes factors, read for each module.
         self._captures: dict[int, bool] = {id(method): method.captures for method in methods}
 
     def _build_solvers(self, choice: Choice) -> _ByPattern:
@@ -309,7 +309,7 @@ class Registration:
         return pattern
 
     def _chosen_helper(self, name: str) -> type[LayerHelper] | Literal["all"] | None:
-        """Return what ``layers`` says of a module: a helper, "all" known ones, or nothing."""
+        """Return the choice of ``layers`` for a module: a helper, "all" known ones, or None."""
         pattern = first_match(self._choices.layers, name)
         if pattern is None:
             return None
@@ -984,7 +984,7 @@ def _require_direction(method: Method) -> None:
 
 
 def _name(component: object) -> str:
-    """Return the name of a method or solver for the report, without what is put around it."""
+    """Return the name of a method or solver for the report, without its wrappers."""
     if isinstance(component, Rooted):
         return _name(component.solver)
     if isinstance(component, TiedKFAC):

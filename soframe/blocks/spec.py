@@ -274,4 +274,4 @@ _OF_KIND = [
     if isinstance(value, cached_property)
     and name not in ("device", "parameters", "shards", "_of_kind")
 ]
-"""What blocks of one kind share."""
+"""The properties that blocks of one kind share."""

@@ -34,7 +34,7 @@ class Survey:
         lazy: The modules with parameters that are not initialised.
         sharers: The modules that have each parameter, with their names.
         ends: The parameters of heads and of embeddings.
-        guessed_heads: Those of heads whose layers come last, where nothing else shows the head.
+        guessed_heads: The parameters of heads that nothing shows but that their layers come last.
         shows_head: Whether the model shows its head, or it is guessed.
     """
 

@@ -76,18 +76,15 @@ class Auto(Strategy):
         from soframe.planning.planner import Option, plan, strategies
         from soframe.planning.task import Task
 
-        options: list[Option] = []
-        for strategy in strategies(now.ranks):
-            options.append(
-                Option(
-                    strategy,
-                    local=now.local,
-                    background=now.background,
-                    stagger=now.stagger,
-                    statistics_every=now.statistics_every,
-                    solve_every=now.solve_every,
-                )
-            )
+        base = Option(
+            CommOpt(),
+            local=now.local,
+            background=now.background,
+            stagger=now.stagger,
+            statistics_every=now.statistics_every,
+            solve_every=now.solve_every,
+        )
+        options = [replace(base, strategy=strategy) for strategy in strategies(now.ranks)]
         planned = plan(
             Task(now.blocks, now.work, now.parameters),
             ranks=now.ranks,

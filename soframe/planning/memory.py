@@ -36,7 +36,7 @@ class Transients:
 class _Sums:
     """The bytes of statistics, before they are in the running factors."""
 
-    window: int  # sums of calls, triangles, and what packing needs
+    window: int  # sums of calls, triangles, and room to pack them
     triangles: int  # of a reduction
     deferred: int  # a triangle, before it is added to its accumulator
 

@@ -169,7 +169,7 @@ class Schedule:
         )
 
     def _extra(self, kind: str, usual: str, base: Amounts) -> tuple[Amounts, float]:
-        """Return what a step and its consequences add to usual steps, and the longest of them."""
+        """Return the times that a step and its effects add to usual steps, and the longest step."""
         after = max(1, self._background)
         steps = self._steps([usual, kind, *itertools.repeat(usual, after)])[1:]
         added = Amounts(float)
