@@ -162,9 +162,12 @@ class Costs:
                 with without_numbers(f"the statistics of {block.name!r}", REMEDY):
                     cost = self._paper.price(run, products=self._fast)
                 total = costs[block.name]
-                total.seconds += cost.seconds
-                total.operators += cost.operators
-                total.host += self.hardware.hooked(type(call.helper), cost.operators)
+                costs[block.name] = replace(
+                    total,
+                    seconds=total.seconds + cost.seconds,
+                    operators=total.operators + cost.operators,
+                    host=total.host + self.hardware.hooked(type(call.helper), cost.operators),
+                )
         return costs
 
     def _moments(self, block: Block, call: Call) -> object:
