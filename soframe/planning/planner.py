@@ -19,9 +19,9 @@ from soframe import combinations
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
 from soframe.planning.memory import transients
-from soframe.planning.schedule import KINDS, Messages, PricedPart, Schedule, Timing
+from soframe.planning.schedule import STEP_KINDS, Messages, PricedPart, Schedule, Timing
 from soframe.planning.task import Task
-from soframe.registry import available
+from soframe.registry import KINDS
 from soframe.step.phases import seconds_of_rows
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
@@ -491,9 +491,9 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
     priced: list[PricedPart] = []
     sent = 0.0
     for part, ranks in ranks_of.items():
-        messages: dict[str, Messages] = dict.fromkeys(KINDS, ())
+        messages: dict[str, Messages] = dict.fromkeys(STEP_KINDS, ())
         if part in parts_with_messages:
-            for kind in KINDS:
+            for kind in STEP_KINDS:
                 messages[kind] = _messages(placement, ranks[0], kind, local, is_fused)
         priced.append(PricedPart(len(ranks), arithmetic[part], messages))
         sent = max(sent, _bytes_sent(messages, statistics_every, solve_every))
@@ -548,7 +548,7 @@ def _schedule(
 
 def _seconds_without_preconditioner(costs: Costs, task: Task, ranks: int) -> float:
     """Return the seconds of a step without a preconditioner."""
-    part = PricedPart(ranks, Arithmetic(), dict.fromkeys(KINDS, ()))
+    part = PricedPart(ranks, Arithmetic(), dict.fromkeys(STEP_KINDS, ()))
     return _schedule(costs, task, [part], Option(CommOpt()), {}).timing(1, 1).mean
 
 
@@ -627,10 +627,9 @@ def _strategy_as_code(strategy: Strategy) -> str:
         value = getattr(strategy, name)
         if value != option.default:
             changed.append(f"{name}={value!r}")
-    if not changed:
-        for name, registered in available("strategy").items():
-            if registered is kind:
-                return repr(name)
+    registry = KINDS["strategy"]
+    if not changed and kind in registry.available().values():
+        return repr(registry.name_of(kind))
     return f"soframe.strategies.{kind.__name__}({', '.join(changed)})"
 
 

@@ -36,10 +36,10 @@ class PricedPart:
 
     ranks: int
     arithmetic: Arithmetic
-    messages: Mapping[str, Messages]  # collectives by phase, of each of `KINDS`
+    messages: Mapping[str, Messages]  # collectives by phase, of each of `STEP_KINDS`
 
 
-KINDS = ("plain", "statistics", "solve")
+STEP_KINDS = ("plain", "statistics", "solve")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Schedule:
                 total += part.ranks * seconds
             self._slowest[field.name] = max(longest, crowd * total / ranks)
         self._network: dict[str, Durations] = {}
-        for kind in KINDS:
+        for kind in STEP_KINDS:
             self._network[kind] = self._durations([part.messages[kind] for part in parts])
 
     def _durations(self, messages_of_parts: Sequence[Messages]) -> Durations:

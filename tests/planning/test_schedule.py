@@ -10,7 +10,7 @@ import pytest
 
 from soframe.planning.costs import Arithmetic
 from soframe.planning.hardware import Hardware, Link
-from soframe.planning.schedule import KINDS, PricedPart, Schedule, Timing
+from soframe.planning.schedule import STEP_KINDS, PricedPart, Schedule, Timing
 from soframe.strategies.plan import Message, Route
 from tests.planning.kit import CPU
 
@@ -64,7 +64,7 @@ def timing(
 
 
 def rank(count: int = 2, sent: dict[str, Any] | None = None, **seconds: float) -> PricedPart:
-    return PricedPart(count, replace(USUAL, **seconds), sent or dict.fromkeys(KINDS, ()))
+    return PricedPart(count, replace(USUAL, **seconds), sent or dict.fromkeys(STEP_KINDS, ()))
 
 
 def test_without_messages_a_step_is_the_sum_of_its_phases() -> None:
