@@ -204,17 +204,22 @@ class BlockSpec:
     @cached_property
     def shards(self) -> dict[str, Shards]:
         """How each parameter is sharded over ranks, by name; empty if all are whole."""
-        shards_of: dict[str, Shards] = {}
-        is_sharded = False
+        cut: dict[str, Shards] = {}
         for name, parameter in self.parameters.items():
             try:
                 shards = self.home.shards(parameter, self.ranks)
             except ValueError as error:
                 raise ValueError(f"{self.name}.{name}: {error}") from error
-            is_sharded = is_sharded or bool(shards)
+            if shards is not None:
+                cut[name] = shards
+        if not cut:
+            return {}
+        shards_of: dict[str, Shards] = {}
+        for name, parameter in self.parameters.items():
             dtype = str(parameter.dtype).removeprefix("torch.")
-            shards_of[name] = shards or Shards.none(tuple(parameter.shape), len(self.ranks), dtype)
-        return shards_of if is_sharded else {}
+            whole = Shards.none(tuple(parameter.shape), len(self.ranks), dtype)
+            shards_of[name] = cut.get(name, whole)
+        return shards_of
 
     @cached_property
     def follows(self) -> bool:
