@@ -73,9 +73,9 @@ def test_a_rank_has_the_sums_of_the_factors_to_which_it_contributes() -> None:
     block = replace(placement.blocks[0], owners=(0, 1), contributors=apart, holders=apart)
     placement = complete(replace(placement, blocks=(block,)))
     windows = {}
-    for part in parts(placement):
+    for part, (rank,) in parts(placement).items():
         ((_, factor),) = part.gathers
-        windows[factor] = transients(Costs(task, CPU), placement, part, 0).window
+        windows[factor] = transients(Costs(task, CPU), placement, part, rank).window
     assert windows == {0: 4 * 3 * 3, 1: 4 * 2 * 2}
 
 
