@@ -217,8 +217,8 @@ class BlockSpec:
         shards_of: dict[str, Shards] = {}
         for name, parameter in self.parameters.items():
             dtype = str(parameter.dtype).removeprefix("torch.")
-            whole = Shards.none(tuple(parameter.shape), len(self.ranks), dtype)
-            shards_of[name] = cut.get(name, whole)
+            uncut = Shards.none(tuple(parameter.shape), len(self.ranks), dtype)
+            shards_of[name] = cut.get(name, uncut)
         return shards_of
 
     @cached_property
