@@ -93,7 +93,7 @@ class Block(BlockSpec):
     @property
     def second_order(self) -> SecondOrder:
         """The second-order data that this rank holds: factor -> tensor name -> tensor."""
-        return self.stack.solved_data((self.member,)) if self.record.solved else {}
+        return self.stack.second_order_of((self.member,)) if self.record.solved else {}
 
     @property
     def state(self) -> State:
@@ -181,7 +181,7 @@ class Block(BlockSpec):
     def restore(self, solved: Solved) -> None:
         """Restore the second-order data and the damping of a snapshot."""
         for factor, tensors in solved.data.items():
-            self.stack.set_data(factor, (self.member,), tensors)
+            self.stack.set_second_order(factor, (self.member,), tensors)
         self.record.damping = solved.damping
 
     @property
@@ -292,20 +292,20 @@ class Stack(Arrangement[Block]):
     def factors(self) -> dict[str, Tensor]:
         """The running factors of all blocks as they are stored, after pending reductions.
 
-        Offloaded ones are on the host, and read by `held` alone: a copy may be under way.
+        Offloaded ones are on the host, and read by `stored_factor` alone: a copy may be under way.
         """
         if self.pending:
             self.arrive()
         return self._factors
 
-    def held(self, name: str) -> Tensor:
+    def stored_factor(self, name: str) -> Tensor:
         """Return a running factor of all blocks as it is stored, on their device."""
         if self.pending:
             self.arrive()
         stored = self._factors[name]
         return on_device(stored, self.like.device) if self.like.offload else stored
 
-    def hold(self, name: str, factor: Tensor, *, lower: bool = False) -> None:
+    def store_factor(self, name: str, factor: Tensor, *, lower: bool = False) -> None:
         """Store a running factor of all blocks, on the host if it is offloaded.
 
         With ``lower`` its matrices are valid in the lower triangle alone.
@@ -316,10 +316,10 @@ class Stack(Arrangement[Block]):
             self.lower.add(name)
 
     def factor(self, name: str) -> Tensor:
-        """Return a running factor of all blocks as `held` does, with both triangles."""
-        running = self.held(name)
+        """Return a running factor of all blocks as `stored_factor` does, with both triangles."""
+        running = self.stored_factor(name)
         if name in self.lower:
-            self.hold(name, mirror(running))
+            self.store_factor(name, mirror(running))
         return running
 
     def matrices(self, factor: FactorSpec, members: Members, *, lower: bool = False) -> Tensor:
@@ -327,12 +327,12 @@ class Stack(Arrangement[Block]):
 
         With ``lower`` the entries above the diagonals of matrices may be undefined.
         """
-        stored = self.held(factor.name) if lower else self.factor(factor.name)
+        stored = self.stored_factor(factor.name) if lower else self.factor(factor.name)
         return unpack(self.take(stored, members), factor).to(self.like.dtype)
 
     def diagonals(self, factor: FactorSpec, members: Members) -> Tensor:
         """Return the diagonals of a factor, ``[groups, n]``; all entries if it is no matrix."""
-        stored = self.take(self.held(factor.name), members)
+        stored = self.take(self.stored_factor(factor.name), members)
         if factor.kind != "psd":
             return stored.flatten(1)
         if stored.dim() == 3:
@@ -353,31 +353,33 @@ class Stack(Arrangement[Block]):
         """Store the running factor of some blocks, as the placement stores it."""
         stored = self.rounded(stored, name, len(members), turn)
         if len(members) == len(self.blocks):
-            self.hold(name, stored)
+            self.store_factor(name, stored)
             return
         if name in self.factors:
             running = self.factor(name)
         else:
             running = self.empty(tuple(stored.shape), len(members), stored.dtype)
         self.put(running, members, stored)
-        self.hold(name, running)
+        self.store_factor(name, running)
 
     # -- second-order data ------------------------------------------------------------------------
 
     def data_of(self, members: Members) -> dict[str, dict[str, Tensor]]:
         """Return second-order data of some blocks, all solved or none, for `Method.direct`."""
         block = self.blocks[members[0]]
-        data = self.solved_data(members) if block.solved else {}
+        data = self.second_order_of(members) if block.solved else {}
         for factor in block.unsolved:
             if factor.name in block.record.masses and factor.name in self.factors:
                 data[factor.name] = {VALUE: self.matrices(factor, members)}
         return data
 
-    def solved_data(self, members: Members) -> dict[str, dict[str, Tensor]]:
+    def second_order_of(self, members: Members) -> dict[str, dict[str, Tensor]]:
         """Return the second-order data of some blocks, all of them solved."""
         return {factor: self.take_each(tensors, members) for factor, tensors in self.data.items()}
 
-    def set_data(self, factor: str, members: Members, tensors: Mapping[str, Tensor]) -> None:
+    def set_second_order(
+        self, factor: str, members: Members, tensors: Mapping[str, Tensor]
+    ) -> None:
         """Replace second-order data of a factor of some blocks."""
         old = self.data.get(factor, {})
         new = {n: self.with_values(old.get(n), members, t) for n, t in tensors.items()}
