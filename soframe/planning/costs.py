@@ -123,7 +123,7 @@ class Costs:
 
     def __init__(self, task: Task, hardware: Hardware, *, amp: bool = False) -> None:
         self._task, self.hardware, self._paper = task, hardware, Paper(hardware)
-        # As it is stacked there.
+        # The device decides which blocks are stacked.
         self.work = tuple(replace(work, device=hardware.device) for work in task.work)
         self._priced: dict[Hashable, Priced] = {}
         # See `soframe.Statistics.precision`: all but solves multiply in TF32, if the device can.
@@ -195,10 +195,10 @@ class Costs:
         return data
 
     def solve(self, solves: Sequence[tuple[Sequence[int], int, int]]) -> Priced:
-        """Return the cost of solving factors: of a stack, by index, of a number of its blocks."""
+        """Return the cost of solves at once: of a stack's blocks, a factor, a number of blocks."""
         shapes_of_solves: list[_ShapesOfSolve] = []
-        for stack, index, blocks in solves:
-            block = self._task.blocks[stack[0]]
+        for members, index, blocks in solves:
+            block = self._task.blocks[members[0]]
             (solved,) = (solved for solved in block.solved_factors if solved.position == index)
             factor, solver = solved.factor, solved.solver
             last: dict[str, tuple[int, ...]] = {}
@@ -228,14 +228,14 @@ class Costs:
             solves.append((placement.stacks[number], factor, blocks))
         return self.solve(solves)
 
-    def direct(self, stack: Sequence[int]) -> Priced:
+    def direct(self, members: Sequence[int]) -> Priced:
         """Return the cost of the updates of a stack."""
-        method = self._task.blocks[stack[0]].method
-        return self._of_stack("direct", stack, lambda step: direction_of(method, step))
+        method = self._task.blocks[members[0]].method
+        return self._of_stack("direct", members, lambda step: direction_of(method, step))
 
-    def observe(self, stack: Sequence[int]) -> Priced:
+    def observe(self, members: Sequence[int]) -> Priced:
         """Return the cost of a stack's statistics of averaged gradients."""
-        block = self._task.blocks[stack[0]]
+        block = self._task.blocks[members[0]]
         if not block.observes:
             return Priced()
 
@@ -243,29 +243,32 @@ class Costs:
             factors = block.method.factors(BlockShape(*step.gradient.shape))
             return observed_by(block.method, factors, step.gradient, step.data)
 
-        return self._of_stack("observe", stack, run)
+        return self._of_stack("observe", members, run)
 
-    def rebase(self, stack: Sequence[int]) -> Priced:
+    def rebase(self, members: Sequence[int]) -> Priced:
         """Return the cost of taking a stack's states to new second-order data."""
-        block = self._task.blocks[stack[0]]
+        block = self._task.blocks[members[0]]
         if not (block.states and block.method.rebases):
             return Priced()
 
         def run(step: Given) -> object:
             return block.method.rebase(step.state, step.data, step.data)
 
-        return self._of_stack("rebase", stack, run)
+        return self._of_stack("rebase", members, run)
 
-    def _of_stack(self, phase: str, stack: Sequence[int], run: Callable[[Given], object]) -> Priced:
-        block, shape = self._task.blocks[stack[0]], self.shape(stack)
+    def _of_stack(
+        self, phase: str, members: Sequence[int], run: Callable[[Given], object]
+    ) -> Priced:
+        """Price a phase of the blocks of a stack, which are like the first of them."""
+        block, shape = self._task.blocks[members[0]], self.shape(members)
         states: dict[str, tuple[int, ...]] = {}
         for name, spec in block.states.items():
-            states[name] = shape if block.elementwise else _times(spec.shape, len(stack))
+            states[name] = shape if block.elementwise else _times(spec.shape, len(members))
 
         def make() -> Callable[[], object]:
             gradient = self._paper.new(shape, block.dtype)
             state = {name: self._paper.new(sizes, block.dtype) for name, sizes in states.items()}
-            data = self._data(block, len(stack))
+            data = self._data(block, len(members))
             numbers = (UPDATES, block.solver, DAMPING)
             step = Given(gradient, gradient, data, state, *numbers, weights=lambda: gradient)
             return lambda: run(step)
@@ -275,11 +278,11 @@ class Costs:
         code = f"{phase} of {type(block.method).__name__} on {block.name!r}"
         return self._once(code, key, make, self._fast)
 
-    def shape(self, stack: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, members: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a stack's gradients."""
-        if len(stack) > 1 and self._task.blocks[stack[0]].elementwise:
-            return (sum(prod(self.work[index].shape) for index in stack), 1, 1)
-        return _times(tuple(self._task.blocks[stack[0]].shape), len(stack))
+        if len(members) > 1 and self._task.blocks[members[0]].elementwise:
+            return (sum(prod(self.work[index].shape) for index in members), 1, 1)
+        return _times(tuple(self._task.blocks[members[0]].shape), len(members))
 
     def _once(
         self, code: str, key: Hashable, make: Callable[[], Callable[[], object]], products: str
