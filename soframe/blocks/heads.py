@@ -50,16 +50,11 @@ def heads_of(model: nn.Module, part: nn.Module | None) -> Heads:
     if part is None:
         return Heads()
     tied = list(_tied(model, part))
-    ends = tied or list(_ends(part))
-    weights: list[nn.Parameter] = []
-    guesses: list[bool] = []
-    for end in ends:
-        # A weight that is computed of others, by a parametrization, is no parameter.
-        weight = end.layer._parameters.get("weight")
-        if weight is not None:
-            weights.append(weight)
-            guesses.append(end.guessed)
-    return Heads(weights, tied=bool(tied), guessed=all(guesses))
+    # A weight that is computed of others, by a parametrization, is no parameter.
+    named = tied or _ends(part)
+    ends = [end for end in named if end.layer._parameters.get("weight") is not None]
+    weights = [end.layer.get_parameter("weight") for end in ends]
+    return Heads(weights, tied=bool(tied), guessed=all(end.guessed for end in ends))
 
 
 def _tied(model: nn.Module, part: nn.Module) -> Iterator[_End]:

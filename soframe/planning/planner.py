@@ -621,8 +621,7 @@ def _exact(placement: Placement) -> bool:
 
 def _strategy_as_code(strategy: Strategy) -> str:
     """Return a strategy as a user would write it."""
-    kind = type(strategy)
-    changed: list[str] = []
+    kind, changed = type(strategy), list[str]()
     for name, option in getattr(strategy, "__dataclass_fields__", {}).items():
         value = getattr(strategy, name)
         if value != option.default:

@@ -343,9 +343,6 @@ def _residents(work: BlockWork, block: BlockPlacement) -> Checks:
 
 def complete(placement: Placement) -> Placement:
     """Return a strategy's placement, completed by the places that follow from the work."""
-    # Gradient workers have the averaged gradient, so its factors stay with them. Warm-started
-    # solves run where the last solve's data are. An unsolved factor is held by the ranks that use
-    # it. Ranks whose statistics need second-order data read them.
     if len(placement.work) != len(placement.blocks):
         raise ValueError(
             f"a strategy has placed {len(placement.blocks)} block(s), and the model has "
@@ -361,6 +358,9 @@ def complete(placement: Placement) -> Placement:
 
 
 def _completed(work: BlockWork, block: BlockPlacement) -> BlockPlacement:
+    # Gradient workers have the averaged gradient, so its factors stay with them. Warm-started
+    # solves run where the last solve's data are. An unsolved factor is held by the ranks that use
+    # it. Ranks whose statistics need second-order data read them.
     workers = tuple(sorted(block.gradient_workers))
     places = [_of_factor(work, block, index, workers) for index in range(len(work.factors))]
     owners, contributors, holders = zip(*places, strict=True)
