@@ -51,8 +51,8 @@ def heads_of(model: nn.Module, part: nn.Module | None) -> Heads:
         return Heads()
     tied = list(_tied(model, part))
     # A weight that is computed of others, by a parametrization, is no parameter.
-    named = tied or _ends(part)
-    ends = [end for end in named if end.layer._parameters.get("weight") is not None]
+    candidates = tied or _ends(part)
+    ends = [end for end in candidates if end.layer._parameters.get("weight") is not None]
     weights = [end.layer.get_parameter("weight") for end in ends]
     return Heads(weights, tied=bool(tied), guessed=all(end.guessed for end in ends))
 
