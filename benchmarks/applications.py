@@ -75,7 +75,6 @@ from soframe.planning.planner import Option, plan
 from soframe.planning.task import Task
 from soframe.planning.workloads import WORKLOADS
 from soframe.strategies import CommOpt
-from soframe.strategies.plan import window
 
 SEEDS = (0, 1, 2)
 PARTS = (0.4, 0.6, 0.8, 1.0)
@@ -454,8 +453,7 @@ def memory(job: Job) -> fixed_memory.Memory:
     curvature = (0, 0)
     if preconditioner is not None:
         placement = preconditioner.placement
-        sums = window(placement.pairs, placement.stacks, 0)
-        curvature = (placement.memory(0)["total"], sums)
+        curvature = (placement.memory(0)["total"], placement.window(0))
         preconditioner.close()
     train, _ = module.data(settings)
 

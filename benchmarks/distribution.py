@@ -34,7 +34,6 @@ from soframe.strategies import (
     Sharded,
     Strategy,
 )
-from soframe.strategies.plan import window
 
 STRATEGIES: dict[str, Strategy] = {
     "comm-opt": CommOpt(),
@@ -107,7 +106,7 @@ def cost(placement: Placement, rank: int, statistics_every: int, solve_every: in
         mean("share"),
         mean("exchange"),
         placement.memory(rank)["total"],
-        window(placement.pairs, placement.stacks, rank),
+        placement.window(rank),
     )
 
 

@@ -52,7 +52,6 @@ from experiments.tuning import TUNING_SEED, TriedRates
 from experiments.workloads import cross_entropy
 from soframe import Preconditioner
 from soframe.planning import inspection
-from soframe.strategies.plan import window
 
 KFAC = "K-FAC 10/100"
 STRATEGIES = ("comm-opt", "hybrid-opt", "mem-opt", "sharded", "owner-local")
@@ -143,8 +142,7 @@ def planned(model: nn.Module, ranks: int, strategy: str, **plan: Any) -> tuple[i
         plan: The method and the solver, see `soframe.Preconditioner`.
     """
     _, placement = inspection.inspect(model, ranks=ranks, strategy=strategy, **plan)
-    pairs, stacks = placement.pairs, placement.stacks
-    each = [(placement.memory(r)["total"], window(pairs, stacks, r)) for r in range(ranks)]
+    each = [(placement.memory(r)["total"], placement.window(r)) for r in range(ranks)]
     return max(each, key=sum)
 
 

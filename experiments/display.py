@@ -25,7 +25,7 @@ from experiments import train
 from experiments.libraries import MissingLibraryError, require
 from experiments.records import MARK, NOTE, RunRecord, jsonable, labels
 from experiments.workloads import Workload
-from soframe.diagnostics.display import bytes_text
+from soframe.text import format_bytes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -181,8 +181,8 @@ def comparison(workload: Workload, records: Sequence[RunRecord]) -> Table:
         if workload.classifies:
             cells.append(f"{record.last.accuracy:.1%}")
         cells.append(f"{record.milliseconds_per_step:.1f}")
-        cells.append(bytes_text(sum(record.sent_bytes_per_step.values())))
-        cells.append(bytes_text(max(record.curvature_bytes, default=0)))
+        cells.append(format_bytes(sum(record.sent_bytes_per_step.values())))
+        cells.append(format_bytes(max(record.curvature_bytes, default=0)))
         rows.append(cells)
     title = f"{workload.title}: {workload.loss_name}"
     if names != [record.label for record in records]:

@@ -22,7 +22,7 @@ from scipy.special import stdtrit
 from experiments import display, records
 from experiments.records import MARK, NOTE, RunRecord
 from experiments.workloads import Workload
-from soframe.diagnostics.display import bytes_text
+from soframe.text import format_bytes
 
 CONFIDENCE = 0.95
 
@@ -239,8 +239,8 @@ def summary(workload: Workload, groups: Sequence[Group], budget: str) -> Table:
     for column in columns:
         add(column.head, column.statistic, [column.cell(group) for group in groups])
     if max(ranks) > 1:
-        add("sent/step", "maximum", [bytes_text(_sent(group)) for group in groups])
-    add("memory", "maximum", [bytes_text(_curvature(group)) for group in groups])
+        add("sent/step", "maximum", [format_bytes(_sent(group)) for group in groups])
+    add("memory", "maximum", [format_bytes(_curvature(group)) for group in groups])
     title = f"{workload.title}: {workload.loss_name}"
     notes = _notes(groups, names, seeds, budget, targets, lost=any(lost))
     return Table(title, tuple(heads), tuple(below), tuple(map(tuple, rows)), notes)

@@ -107,16 +107,16 @@ def inspect(
     with _user_errors():
         built = inspection.build_model(model, meta=meta)
         advice = soframe.recommend(built, ranks=ranks, kind=kind)
-        plan, usual = dict(advice.plan), advice.strategy
+        settings = {"strategy": advice.strategy, **advice.plan}
         if method is not None:
-            plan, usual = {"method": method}, "comm-opt"
+            settings = {"strategy": "comm-opt", "method": method}
+        if strategy is not None:
+            settings["strategy"] = strategy
         if solver is not None:
-            plan["solver"] = solver
-        if strategy is None:
-            strategy = usual
-        report, placement = inspection.inspect(
-            built, ranks=ranks, strategy=strategy, all_layers=all_layers, **plan
-        )
+            settings["solver"] = solver
+        if all_layers:
+            settings["layers"] = "all"
+        report, placement = inspection.inspect(built, ranks=ranks, **settings)
     if as_json:
         plain = {name: value for name, value in vars(advice).items() if name != "plan"}
         _print_json({"recommendation": plain, **inspection.as_dict(report, placement)})
@@ -189,31 +189,22 @@ def plan(
             if model is None:
                 return
         built, inputs = inspection.problem(model or "", shapes)
-        settings, recommended = {"method": method, "auxiliary": auxiliary}, None
+        settings: dict[str, Any] = {"method": method, "auxiliary": auxiliary}
+        recommended: soframe.Strategy | None = None
         if method is None:
             advice = soframe.recommend(built, kind=kind)
             settings = dict(advice.plan)
             recommended = KINDS["strategy"].build(advice.strategy, soframe.Strategy)
-        limit = None if memory is None else parse_bytes(memory)
-        plans, varied = [], vary or []
-        for variant, words in planner.variants(varied, solver):
-            base = planner.Option(
-                soframe.strategies.CommOpt(),
-                statistics_every=statistics_every,
-                solve_every=solve_every,
-                settings=words,
-            )
-            priced = planner.plan(
-                Task.of(built, inputs, **settings, **variant),
-                ranks=ranks,
-                hardware=Hardware.load(hardware),
-                memory_limit=limit,
-                options=planner.varied(planner.usual(ranks, base), varied),
-                amp=amp,
-                recommended=recommended,
-            )
-            plans.append(priced)
-        planned = planner.together(plans)
+        options = planner.usual(ranks, statistics_every=statistics_every, solve_every=solve_every)
+        planned = planner.plan(
+            Task.of(built, inputs, solver=solver, **settings),
+            ranks=ranks,
+            hardware=Hardware.load(hardware),
+            memory_limit=None if memory is None else parse_bytes(memory),
+            options=planner.varied(options, vary or []),
+            amp=amp,
+            recommended=recommended,
+        )
         if figure is not None:
             _draw(front(planned), figure)
     _show(planned, as_json=as_json)

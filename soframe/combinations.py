@@ -58,7 +58,7 @@ def _reasons(
                     f"that does not follow"
                 )
     # An accumulator decays all groups alike, also groups without rows.
-    if block.unequal and place.deferred:
+    if block.has_rows_by_group and place.deferred:
         yield (
             f"{block.name}: its groups have rows of their own, and averages over these cannot be "
             f"deferred to the solves, as the strategy {strategy!r} does: pass one that reduces "

@@ -34,8 +34,9 @@ from torch import Tensor, nn
 
 from soframe.blocks.block import Block, Solved
 from soframe.blocks.placed import PlacedBlocks
-from soframe.blocks.registration import Choice, Registration, plain_name
+from soframe.blocks.registration import Choice, Registration
 from soframe.blocks.report import Report, warn_of_lost_blocks, warn_of_thawed_blocks
+from soframe.blocks.survey import plain_name
 from soframe.blocks.watch import Watch
 from soframe.capture.counting import declare
 from soframe.capture.hooks import Capture

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from soframe.blocks import home, sharding
 from soframe.blocks.block import Block, Stack
-from soframe.blocks.registration import Choice, plain_name, unwrap
+from soframe.blocks.registration import Choice, unwrap
 from soframe.blocks.report import Report
+from soframe.blocks.survey import plain_name
 from soframe.capture.untraced import untraced
 from soframe.checks.arguments import check_model, keywords, require_known
 from soframe.checks.numbers import require_numbers

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def format_bytes(number: int) -> str:
+def format_bytes(number: float) -> str:
     """Return a number of bytes with a unit, such as ``"5.4 GB"``."""
     value = float(number)
     for unit in ("B", "kB", "MB", "GB"):

@@ -295,29 +295,8 @@ def test_plan_as_json_and_as_a_figure(models, profile, tmp_path):
     assert read["ranks"] == 2
     assert {row["option"]["solve_every"] for row in read["rows"]} == {10}
     assert {row["option"]["stagger"] for row in read["rows"]} == {True, False}
-    assert read["passes"] == 0
+    assert {row["timing"]["phases"]["forward"] for row in read["rows"]} == {0}
     assert figure.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_plan_varies_the_solver_and_the_dtype(models, profile):
-    arguments = ["mymodels:make", "--ranks", 2, "--hardware", profile, "--method", "kfac"]
-    options = ["--vary", "solver", "--vary", "dtype", "--json"]
-    read = json.loads(succeeded(models("plan", *arguments, *options)))
-    held = {
-        tuple(word for word, _ in row["option"]["settings"]): row["memory"]["factors"]
-        for row in read["rows"]
-        if row["option"]["strategy"] == "'comm-opt'"
-    }
-    # Inverses of factors in bfloat16 fail.
-    both = [("inverse", "float32"), ("eigen", "float32"), ("eigen", "bfloat16")]
-    assert sorted(held) == sorted((solver, f"{dtype} factors") for solver, dtype in both)
-    assert held["eigen", "bfloat16 factors"] * 2 == held["eigen", "float32 factors"]
-    calls = [row["call"] for row in read["rows"]]
-    assert all("statistics=soframe.Statistics(dtype=torch." in call for call in calls)
-    assert any("solver='eigen'" in call for call in calls)
-    means = [row["timing"]["mean"] for row in read["rows"]]
-    assert means == sorted(means)
 
 
 def test_plan_lists_workloads_and_hardware(invoke):

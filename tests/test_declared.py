@@ -86,11 +86,11 @@ SOLVERS: dict[str, dict[str, Any]] = {
     "root": {"power": -0.25, "epsilon": 1e-6},
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "auto": {"memory_limit": None, "hardware": None, "passes": 0.0, "budget": 4.0},
+    "auto": {"memory_limit": None, "hardware": None, "budget": 4.0},
     "comm-opt": {"colocate": True},
     "hybrid-opt": {"colocate": True, "gradient_workers": 0.5},
-    "mem-opt": {"colocate": True},
-    "owner-local": {"colocate": False},
+    "mem-opt": {},
+    "owner-local": {},
     "sharded": {"colocate": False, "group": 4, "deferred": False, "wire": None},
 }
 DAMPINGS: dict[str, dict[str, Any]] = {

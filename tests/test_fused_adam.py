@@ -173,7 +173,7 @@ def test_a_bad_batch_changes_nothing() -> None:
     own.step()
     assert own.preconditioner.counters["skipped_updates"] == 1
     for block in own.preconditioner.blocks:
-        assert block.state.updates == 2
+        assert block.record.updates == 2
         assert all(torch.equal(block.state[k], t) for k, t in states[block.name].items())
     assert all(torch.equal(model.state_dict()[k], w) for k, w in before.items())
 

@@ -373,7 +373,7 @@ def test_parameters_may_be_frozen_and_thawed(method: str) -> None:
         moved = step()
     assert [name for name, has in moved.items() if not has] == ["2.weight"]
     main = optimizer.param_groups[0]["method"]
-    updates = {block.name: block.state.updates for block in optimizer.preconditioner.blocks}
+    updates = {block.name: block.record.updates for block in optimizer.preconditioner.blocks}
     model[2].weight.requires_grad_(True)
     model[0].weight.requires_grad_(False)
     step()
@@ -386,7 +386,7 @@ def test_parameters_may_be_frozen_and_thawed(method: str) -> None:
     untouched = [b for b in optimizer.preconditioner.blocks if b.name.startswith("3")]
     assert untouched
     for block in untouched:  # its state has gone on
-        assert block.state.updates == updates[block.name] + 2
+        assert block.record.updates == updates[block.name] + 2
 
 
 def alternate(model: nn.Module, step: int) -> Tensor:

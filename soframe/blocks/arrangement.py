@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
 from math import prod
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,16 @@ Members = Sequence[int]
 
 B = TypeVar("B", bound=BlockSpec)
 
-_Windows = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
-"""The size, strides and offset of each parameter in its block's matrix."""
+
+class _ParameterView(NamedTuple):
+    """The place of a parameter in its block's matrix."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+_ParameterViews = tuple[_ParameterView, ...]  # of all parameters of a block
 
 
 class Arrangement(Generic[B]):
@@ -30,7 +38,8 @@ class Arrangement(Generic[B]):
         self.blocks: tuple[B, ...] = tuple(blocks)
         self.like: B = blocks[0]
         self.all = tuple(range(len(self.blocks)))
-        self._windows: frozenset[_Windows | None] | None = None
+        # The views that blocks have, None for a block without; None before `parts` has looked.
+        self._views_of_blocks: frozenset[_ParameterViews | None] | None = None
         self._flat = len(self.blocks) > 1 and self.like.elementwise
         # The first entry of each block in a flat stack, and the end.
         self._starts = [0, *accumulate(prod(block.shape) for block in self.blocks)]
@@ -115,8 +124,8 @@ class Arrangement(Generic[B]):
 
     def flattened(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """Undo `parts` for a flat stack, of gradients in its dtype; else None."""
-        windows = self._windows
-        if not self._flat or windows is None or None in windows:
+        views = self._views_of_blocks
+        if not self._flat or views is None or None in views:
             return None
         for gradient in gradients:
             if gradient.dtype != self.like.dtype or gradient.is_sparse:
@@ -132,21 +141,23 @@ class Arrangement(Generic[B]):
         """
         if not tensor.is_contiguous():
             return None
-        if self._windows is None:  # the first time
+        if self._views_of_blocks is None:
             parts = zip(self.blocks, self.split(tensor, self.all), strict=True)
-            self._windows = frozenset(_windows(block, part, self._flat) for block, part in parts)
-        if None in self._windows:
+            views = [_parameter_views(block, part, self._flat) for block, part in parts]
+            self._views_of_blocks = frozenset(views)
+        if None in self._views_of_blocks:
             return None
         if self._flat:
             return list(_unflatten_dense_tensors(tensor.view(-1), self.parameters))
-        if len(self._windows) > 1:
+        if len(self._views_of_blocks) > 1:
             return None
-        (windows,) = self._windows
+        (views_of_block,) = self._views_of_blocks
+        assert views_of_block is not None
         start, blocks = tensor.storage_offset(), len(self.blocks)
         step = tensor.numel() // blocks
         parts_of_names: list[Sequence[Tensor]] = []  # by name in the block: a part for each block
-        for size, stride, offset in windows or ():
-            view = tensor.as_strided((blocks, *size), (step, *stride), start + offset)
+        for size, strides, offset in views_of_block:
+            view = tensor.as_strided((blocks, *size), (step, *strides), start + offset)
             parts_of_names.append(view.unbind(0))
         return list(chain.from_iterable(zip(*parts_of_names, strict=True)))
 
@@ -173,8 +184,8 @@ class Arrangement(Generic[B]):
         return torch.zeros(tuple(shape), dtype=dtype or like.dtype, device=like.device)
 
 
-def _windows(block: BlockSpec, matrix: Tensor, in_order: bool) -> _Windows | None:
-    """Return the windows of a block's parameters in its matrix, which is contiguous.
+def _parameter_views(block: BlockSpec, matrix: Tensor, in_order: bool) -> _ParameterViews | None:
+    """Return the views of a block's parameters in its matrix, which is contiguous.
 
     None unless all are views, of the matrix's dtype, and together all of it; and with ``in_order``
     unless they lie one after the other, as they are in memory of their own.
@@ -184,7 +195,7 @@ def _windows(block: BlockSpec, matrix: Tensor, in_order: bool) -> _Windows | Non
     memory = memory_of(matrix)
     if sum(part.numel() for part in parts) != matrix.numel():
         return None
-    windows: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+    views: list[_ParameterView] = []
     start = end = int(matrix.storage_offset())  # of the parts so far
     for part in parts:
         if memory_of(part) != memory or part.dtype != matrix.dtype:
@@ -192,9 +203,9 @@ def _windows(block: BlockSpec, matrix: Tensor, in_order: bool) -> _Windows | Non
         begin = int(part.storage_offset())
         if in_order and not (part.is_contiguous() and begin == end):
             return None
-        windows.append((tuple(part.shape), part.stride(), begin - start))
+        views.append(_ParameterView(tuple(part.shape), part.stride(), begin - start))
         end += part.numel()
-    return tuple(windows)
+    return tuple(views)
 
 
 def _runs(members: Members) -> list[list[int]]:

@@ -12,13 +12,11 @@ blocks (*members*, ascending indices). Numbers that differ by block are in `Reco
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ from soframe.kernels.devices import on_device, on_host
 from soframe.kernels.gram import mirror
 from soframe.kernels.halves import dithered
 from soframe.methods.base import Method
-from soframe.specs import VALUE, FactorSpec
+from soframe.specs import VALUE, FactorSpec, SecondOrder, State
 from soframe.strategies.work import BlockPlacement
 
 # Blocks that differ in one of these are updated by calls of their own.
@@ -77,7 +75,8 @@ class Block(BlockSpec):
 
     record: Record = field(default_factory=Record, repr=False)  # its numbers
     member: int = 0  # its index in its stack
-    acting: Method = field(init=False, repr=False)  # the method with settings of a param group
+    # Computes the updates: the method, or with the settings of a param group.
+    acting: Method = field(init=False, repr=False)
     stack: Stack = field(init=False, repr=False)  # keeps its tensors, once it has a place
 
     def __post_init__(self) -> None:
@@ -92,14 +91,17 @@ class Block(BlockSpec):
         return RunningFactors(self, [name for name in self.stack.factors if name in masses])
 
     @property
-    def second_order(self) -> SecondOrderData:
-        """The second-order data that this rank holds."""
-        return SecondOrderData(self, self.stack.data if self.record.solved else ())
+    def second_order(self) -> SecondOrder:
+        """The second-order data that this rank holds: factor -> tensor name -> tensor."""
+        return self.stack.second_order_of((self.member,)) if self.record.solved else {}
 
     @property
     def state(self) -> State:
         """The method's state, on gradient workers; empty on ranks that hold none."""
-        return State(self, self.stack.state if self.record.updates else ())
+        if not self.record.updates:
+            return {}
+        tensors = self.stack.take_each(self.stack.state, (self.member,))
+        return {name: tensor.view(self.states[name].shape) for name, tensor in tensors.items()}
 
     @cached_property
     def captured_names(self) -> frozenset[str]:
@@ -107,7 +109,7 @@ class Block(BlockSpec):
         return frozenset(factor.name for factor in self.captured)
 
     @cached_property
-    def needy(self) -> frozenset[str]:
+    def needing_data(self) -> frozenset[str]:
         """The captured factors whose statistics are computed with second-order data, by name."""
         return frozenset(factor.name for factor in self.captured if factor.needs)
 
@@ -141,22 +143,22 @@ class Block(BlockSpec):
         return max(self.record.masses.get(self.leading, (0.0,)))
 
     @property
-    def waits(self) -> bool:
+    def is_overdue(self) -> bool:
         """Whether statistics of a gradient are taken at any step: the first, or ones missed."""
         return self.mass == 0 or (self.record.missed > 0 and not self.captured)
 
     @property
-    def lacks(self) -> bool:
+    def has_factor_to_begin(self) -> bool:
         """Whether a factor without statistics could take its first ones now."""
-        return not self.needy <= self.record.masses.keys() and self.solved
+        return not self.needing_data <= self.record.masses.keys() and self.solved
 
     def gatherable(self, *, late: bool = False) -> frozenset[str]:
         """Return the factors that can take statistics: some need second-order data for that.
 
         ``late`` means that the data are there, and these factors take statistics a window later.
         """
-        if self.needy and (late or not self.solved):
-            return self.captured_names - self.needy
+        if self.needing_data and (late or not self.solved):
+            return self.captured_names - self.needing_data
         return self.captured_names
 
     def damped_with(self, damping: float) -> float:
@@ -179,7 +181,7 @@ class Block(BlockSpec):
     def restore(self, solved: Solved) -> None:
         """Restore the second-order data and the damping of a snapshot."""
         for factor, tensors in solved.data.items():
-            self.stack.set_data(factor, (self.member,), tensors)
+            self.stack.set_second_order(factor, (self.member,), tensors)
         self.record.damping = solved.damping
 
     @property
@@ -188,7 +190,7 @@ class Block(BlockSpec):
         return self.record.solved or not self.tensors
 
     @property
-    def lost(self) -> bool:
+    def has_lost_data(self) -> bool:
         """Whether statistics need second-order data that the block had once and has lost."""
         if not self.method.observes_with_data or self.solved or self.record.failed:
             return False
@@ -290,20 +292,20 @@ class Stack(Arrangement[Block]):
     def factors(self) -> dict[str, Tensor]:
         """The running factors of all blocks as they are stored, after pending reductions.
 
-        Offloaded ones are on the host, and read by `held` alone: a copy may be under way.
+        Offloaded ones are on the host, and read by `stored_factor` alone: a copy may be under way.
         """
         if self.pending:
             self.arrive()
         return self._factors
 
-    def held(self, name: str) -> Tensor:
+    def stored_factor(self, name: str) -> Tensor:
         """Return a running factor of all blocks as it is stored, on their device."""
         if self.pending:
             self.arrive()
         stored = self._factors[name]
         return on_device(stored, self.like.device) if self.like.offload else stored
 
-    def hold(self, name: str, factor: Tensor, *, lower: bool = False) -> None:
+    def store_factor(self, name: str, factor: Tensor, *, lower: bool = False) -> None:
         """Store a running factor of all blocks, on the host if it is offloaded.
 
         With ``lower`` its matrices are valid in the lower triangle alone.
@@ -314,10 +316,10 @@ class Stack(Arrangement[Block]):
             self.lower.add(name)
 
     def factor(self, name: str) -> Tensor:
-        """Return a running factor of all blocks as `held` does, with both triangles."""
-        running = self.held(name)
+        """Return a running factor of all blocks as `stored_factor` does, with both triangles."""
+        running = self.stored_factor(name)
         if name in self.lower:
-            self.hold(name, mirror(running))
+            self.store_factor(name, mirror(running))
         return running
 
     def matrices(self, factor: FactorSpec, members: Members, *, lower: bool = False) -> Tensor:
@@ -325,12 +327,12 @@ class Stack(Arrangement[Block]):
 
         With ``lower`` the entries above the diagonals of matrices may be undefined.
         """
-        stored = self.held(factor.name) if lower else self.factor(factor.name)
+        stored = self.stored_factor(factor.name) if lower else self.factor(factor.name)
         return unpack(self.take(stored, members), factor).to(self.like.dtype)
 
     def diagonals(self, factor: FactorSpec, members: Members) -> Tensor:
         """Return the diagonals of a factor, ``[groups, n]``; all entries if it is no matrix."""
-        stored = self.take(self.held(factor.name), members)
+        stored = self.take(self.stored_factor(factor.name), members)
         if factor.kind != "psd":
             return stored.flatten(1)
         if stored.dim() == 3:
@@ -351,31 +353,33 @@ class Stack(Arrangement[Block]):
         """Store the running factor of some blocks, as the placement stores it."""
         stored = self.rounded(stored, name, len(members), turn)
         if len(members) == len(self.blocks):
-            self.hold(name, stored)
+            self.store_factor(name, stored)
             return
         if name in self.factors:
             running = self.factor(name)
         else:
             running = self.empty(tuple(stored.shape), len(members), stored.dtype)
         self.put(running, members, stored)
-        self.hold(name, running)
+        self.store_factor(name, running)
 
     # -- second-order data ------------------------------------------------------------------------
 
     def data_of(self, members: Members) -> dict[str, dict[str, Tensor]]:
         """Return second-order data of some blocks, all solved or none, for `Method.direct`."""
         block = self.blocks[members[0]]
-        data = self.solved_data(members) if block.solved else {}
+        data = self.second_order_of(members) if block.solved else {}
         for factor in block.unsolved:
             if factor.name in block.record.masses and factor.name in self.factors:
                 data[factor.name] = {VALUE: self.matrices(factor, members)}
         return data
 
-    def solved_data(self, members: Members) -> dict[str, dict[str, Tensor]]:
+    def second_order_of(self, members: Members) -> dict[str, dict[str, Tensor]]:
         """Return the second-order data of some blocks, all of them solved."""
         return {factor: self.take_each(tensors, members) for factor, tensors in self.data.items()}
 
-    def set_data(self, factor: str, members: Members, tensors: Mapping[str, Tensor]) -> None:
+    def set_second_order(
+        self, factor: str, members: Members, tensors: Mapping[str, Tensor]
+    ) -> None:
         """Replace second-order data of a factor of some blocks."""
         old = self.data.get(factor, {})
         new = {n: self.with_values(old.get(n), members, t) for n, t in tensors.items()}
@@ -422,11 +426,8 @@ class Stack(Arrangement[Block]):
             self.state[name] = self.with_values(self.state.get(name), members, kept)
 
 
-V = TypeVar("V")
-
-
-class _View(Mapping[str, V]):
-    """Data of one block by name, as slices of its stack's tensors."""
+class RunningFactors(Mapping[str, Tensor]):
+    """The running factors of a block that this rank holds, as they are stored, by name."""
 
     def __init__(self, block: Block, names: Collection[str]) -> None:
         self._block, self._names = block, names
@@ -437,44 +438,15 @@ class _View(Mapping[str, V]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def __getitem__(self, name: str) -> V:
+    def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        return self._read(name, self._block.stack, (self._block.member,))
-
-    @abstractmethod
-    def _read(self, name: str, stack: Stack, members: Members) -> V:
-        """Return the block's part of an entry of the stack."""
-
-
-class RunningFactors(_View[Tensor]):
-    """The running factors of a block that this rank holds, as they are stored."""
-
-    def _read(self, name: str, stack: Stack, members: Members) -> Tensor:
-        return stack.take(stack.factor(name), members).to(self._block.dtype)
+        block, stack = self._block, self._block.stack
+        return stack.take(stack.factor(name), (block.member,)).to(block.dtype)
 
     def matrix(self, factor: FactorSpec) -> Tensor:
         """Return a factor as whole matrices, ``[groups, n, n]``, or in its own shape."""
         return unpack(self[factor.name], factor)
-
-
-class SecondOrderData(_View[Mapping[str, Tensor]]):
-    """The second-order data of a block on this rank: factor -> tensor name -> tensor."""
-
-    def _read(self, name: str, stack: Stack, members: Members) -> Mapping[str, Tensor]:
-        return stack.take_each(stack.data[name], members)
-
-
-class State(_View[Tensor]):
-    """The method's state of a block."""
-
-    def _read(self, name: str, stack: Stack, members: Members) -> Tensor:
-        return stack.take(stack.state[name], members).view(self._block.states[name].shape)
-
-    @property
-    def updates(self) -> int:
-        """The number of updates of the method."""
-        return self._block.record.updates
 
 
 def unpack(stored: Tensor, spec: FactorSpec) -> Tensor:

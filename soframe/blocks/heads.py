@@ -17,7 +17,7 @@ taken for a head, and the report has a question, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from torch.nn.modules.conv import _ConvNd
 
 _NAMED = re.compile(r"(\w+_)?heads?|classifier|output|score")
 _GETTERS = ("get_output_embeddings", "get_classifier")
+_LISTS = nn.ModuleList | nn.ModuleDict
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,11 @@ def heads_of(model: nn.Module, part: nn.Module | None) -> Heads:
     if part is None:
         return Heads()
     tied = list(_tied(model, part))
-    ends = tied or list(_ends(part))
-    weights: list[nn.Parameter] = []
-    guesses: list[bool] = []
-    for end in ends:
-        # A weight that is computed of others, by a parametrization, is no parameter.
-        weight = end.layer._parameters.get("weight")
-        if weight is not None:
-            weights.append(weight)
-            guesses.append(end.guessed)
-    return Heads(weights, tied=bool(tied), guessed=all(guesses))
+    # A weight that is computed of others, by a parametrization, is no parameter.
+    candidates = tied or _ends(part)
+    ends = [end for end in candidates if end.layer._parameters.get("weight") is not None]
+    weights = [end.layer.get_parameter("weight") for end in ends]
+    return Heads(weights, tied=bool(tied), guessed=all(end.guessed for end in ends))
 
 
 def _tied(model: nn.Module, part: nn.Module) -> Iterator[_End]:
@@ -100,17 +96,15 @@ def _named_heads(module: nn.Module) -> list[nn.Module]:
 
 def _last(module: nn.Module) -> tuple[list[nn.Module], bool]:
     """Return the children, or layers, that make a module's outputs, and whether it is a guess."""
-    named, lists = _with_parameters(module), nn.ModuleList | nn.ModuleDict
+    named = _with_parameters(module)
     last = list(named.values())[-1:]
-    # DeepSpeed's PipelineModule runs its children by their numbers.
-    in_order = len(named) == 1 or all(map(str.isdigit, named))
-    if in_order and not isinstance(module, lists) and not module._parameters:
+    if _runs_in_order(module, named):
         return last, True
     layers: list[nn.Module] = []
     for name, child in named.items():
         if not _NAMED.fullmatch(name):
             continue
-        if isinstance(child, lists):
+        if isinstance(child, _LISTS):
             layers += child.children()
         else:
             layers.append(child)
@@ -119,6 +113,14 @@ def _last(module: nn.Module) -> tuple[list[nn.Module], bool]:
     if last == [layer for layer in module.modules() if isinstance(layer, nn.Linear)]:
         return last, True
     return [], True
+
+
+def _runs_in_order(module: nn.Module, named: Collection[str]) -> bool:
+    """Return whether a module runs its children, of these names, one after another."""
+    if isinstance(module, _LISTS) or module._parameters:
+        return False
+    # DeepSpeed's PipelineModule runs its children by their numbers.
+    return len(named) == 1 or all(map(str.isdigit, named))
 
 
 def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:

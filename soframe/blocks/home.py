@@ -95,17 +95,6 @@ class GradientHome(ABC):
         home = self._elsewhere(parameter)
         return gradient._version if home is None else home.version(parameter, gradient)
 
-    def write(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Overwrite a gradient in place; do nothing without one.
-
-        Args:
-            parameter: The parameter.
-            values: A tensor of the shape of `local`, of any dtype.
-        """
-        gradient = self.read(parameter)
-        if gradient is not None:
-            gradient.copy_(values)
-
     def fill(self, parameter: nn.Parameter) -> Tensor:
         """Return the gradient of a parameter; if it has none, store zeros first."""
         gradient = self.read(parameter)

@@ -59,6 +59,6 @@ class PlacedBlocks:
                 f"in the step before, of {names}: weights may differ between ranks since, so load "
                 f"the last checkpoint"
             )
-            # Now too: after the last step there is no status.
+            # Now too, since no status follows the last step.
             log.error("soframe: rank %d", self.rank, exc_info=error)
             self.errors.append(error)

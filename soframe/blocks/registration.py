@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from soframe.blocks import sharding
 from soframe.blocks.block import Block, factor_dtype
 from soframe.blocks.fused import fused_sizes
-from soframe.blocks.heads import heads_of
 from soframe.blocks.home import GradientHome
 from soframe.blocks.reasons import (
     REMEDY,
@@ -34,6 +33,7 @@ from soframe.blocks.reasons import (
     why_no_helper,
 )
 from soframe.blocks.report import FROZEN, Report, ReportRow
+from soframe.blocks.survey import Survey
 from soframe.damping.policies import DampingPolicy
 from soframe.layers.base import LayerHelper
 from soframe.layers.layout import (
@@ -114,7 +114,7 @@ def averaging_group(model: nn.Module) -> Any:
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a model, and what is within each of its wrappers, from the outermost one on."""
+    """Yield a model and the models within its wrappers, from the outermost one on."""
     while True:
         yield model
         if isinstance(model, DistributedDataParallel):
@@ -123,18 +123,6 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
             model = inner
         else:
             return
-
-
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""The names of wrapped modules in torch's ``checkpoint_wrapper`` and ``torch.compile``."""
-
-
-def plain_name(name: str) -> str:
-    """Return the name of a module or a parameter without wrappers around single modules.
-
-    So a block keeps its name, and with it its state, when its layer is wrapped.
-    """
-    return ".".join([part for part in name.split(".") if part not in _WRAPPERS])
 
 
 def warn_unused(patterns: Sequence[str], stacklevel: int) -> None:
@@ -169,17 +157,18 @@ class Registration:
         # place, if a block is solved by it.
         self.solver: Choice = choices.solver
         self._build_components()
-        self._survey(model, named)
+        self._survey = Survey.of(model, named, choices.head_in if choices.staged else model)
+        # Where neither the model nor the choices show the head, any layer may be it.
+        self._shows_head = any((self._survey.shows_head, choices.skip, choices.staged))
+        self._used: set[str] = set()  # patterns of `skip`, `layers` and `cut` that match a module
+        self._skip()
+        self._uncalled = reasons_of_uncalled(self._survey.modules)
         self._register()
-        self.others = [p for _, p in self._parameters if id(p) not in self._in_block]
-        solver_note = ""
-        kinds = self._kinds.values()
-        if choices.solver is None and any(b.method.captures and b.tensors for b in kinds):
+        self.others = [p for _, p in self._survey.parameters if id(p) not in self._in_block]
+        is_solver_used = any(b.method.captures and b.tensors for b in self._kinds.values())
+        if self.solver is None and is_solver_used:
             self.solver = self._by_default
-            solver_note = f"solver {self.solver!r} by default"
-            if self.solver != "inverse":
-                solver_note += ", since a method does not take 'inverse'"
-        self.report = self._make_report(solver_note)
+        self.report = self._make_report()
         patterns = set(choices.skip).union(choices.layers, choices.cut)
         self.unused = sorted(patterns - self._used)
         self.unused += self._methods.unused() + self._solvers.unused()
@@ -189,7 +178,7 @@ class Registration:
     def _build_components(self) -> None:
         """Build the methods and solvers that the user has chosen, and the default ones."""
         choices = self._choices
-        self._methods = _PerLayer("method", choices.method, Method)
+        self._methods = _ByPattern("method", choices.method, Method)
         if choices.forward_only:
             self._methods.replace_each(lambda m: m.forward_only() if m.captures else m)
         # All blocks alike, if the user left it open. Where both were measured Cholesky takes no
@@ -207,49 +196,14 @@ class Registration:
             methods.append(self._auxiliary)
         for method in methods:
             _require_direction(method)
-        # By method, whether it reads calls: a property that makes factors, asked for each module.
+        # By method, whether it reads calls: a property that makes factors, read for each module.
         self._captures: dict[int, bool] = {id(method): method.captures for method in methods}
 
-    def _build_solvers(self, choice: Choice) -> _PerLayer:
+    def _build_solvers(self, choice: Choice) -> _ByPattern:
         """Return solvers; the damping policy may put others around them."""
-        solvers = _PerLayer("solver", choice, Solver)
+        solvers = _ByPattern("solver", choice, Solver)
         solvers.replace_each(self._choices.damping.solver)
         return solvers
-
-    def _survey(self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Find the modules and their names, the modules that share a parameter, and the heads."""
-        self._used: set[str] = set()  # patterns of `skip`, `layers` and `cut` that match a module
-        self._names: dict[int, list[str]] = {}  # of each module, by identity
-        # By name; where a wrapper and the module inside have the same one, the module.
-        self._by_name: dict[str, nn.Module] = {}
-        modules: dict[int, nn.Module] = {}
-        for full, module in model.named_modules(remove_duplicate=False):
-            name = plain_name(full)
-            self._names.setdefault(id(module), []).append(name)
-            self._by_name[name] = modules[id(module)] = module
-        self._modules: list[tuple[str, nn.Module]] = []  # those with parameters
-        for module in modules.values():
-            if module._parameters:
-                self._modules.append((self._names[id(module)][0], module))
-        self._parameters = [(plain_name(name), p) for name, p in named]
-        self._sharers = self._find_sharers()
-        self._uncalled = reasons_of_uncalled(self._modules)
-        self._find_heads(model)
-
-    def _find_heads(self, model: nn.Module) -> None:
-        """Find the weights that some methods leave to others: of heads and of embeddings."""
-        heads = heads_of(model, self._choices.head_in if self._choices.staged else model)
-        # Where neither the model nor the choices show the head, any layer may be it.
-        self._is_head_shown = any((heads.weights, self._choices.skip, self._choices.staged))
-        of_heads = set(map(id, heads.weights))
-        of_embeddings: set[int] = set()
-        for _, module in self._modules:
-            if isinstance(module, nn.Embedding):
-                of_embeddings.update(map(id, parameters_of(module).values()))
-        self._last = of_heads | of_embeddings  # parameters, by identity
-        self._guessed_heads: set[int] = set()
-        if heads.guessed:
-            self._guessed_heads = of_heads - of_embeddings
 
     def _register(self) -> None:
         """Add the blocks of layers, then of single parameters, and keep why others have none."""
@@ -279,28 +233,21 @@ class Registration:
 
     # -- candidates -----------------------------------------------------------------------------
 
-    def _find_sharers(self) -> dict[int, dict[nn.Module, str]]:
-        """Return the modules that have each parameter, by its id, with their names."""
-        sharers: dict[int, dict[nn.Module, str]] = {}
-        for name, module in self._modules:
-            is_skipped = self._skipping(module) is not None
-            for parameter in parameters_of(module).values():
-                is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-                if is_lazy and not is_skipped:
-                    raise ValueError(
-                        f"module {name!r} ({type(module).__name__}) is lazy and not initialised "
-                        f"yet: run one forward pass before building the Preconditioner, or skip "
-                        f"the module"
-                    )
-                sharers.setdefault(id(parameter), {})[module] = name
-        return sharers
+    def _skip(self) -> None:
+        """Note the patterns of ``skip`` that match; modules that are not skipped are not lazy."""
+        for name, module in self._survey.modules:
+            if self._skipping(module) is None and module in self._survey.lazy:
+                raise ValueError(
+                    f"module {name!r} ({type(module).__name__}) is lazy and not initialised yet: "
+                    f"run one forward pass before building the Preconditioner, or skip the module"
+                )
 
     def _collect(self) -> list[list[_Candidate]]:
         """Return the layers of methods that read calls: the modules that share a weight."""
         overrides_names = cache(_overrides_names)
         layers: list[list[_Candidate]] = []
         done: set[int] = set()
-        for name, module in self._modules:
+        for name, module in self._survey.modules:
             if id(module) in done or not self._reads_calls(name):
                 continue
             candidate = self._candidate(name, module)
@@ -322,7 +269,7 @@ class Registration:
         if weight is None:
             return [candidate]
         layer: list[_Candidate] = []
-        for module, name in self._sharers[id(weight)].items():
+        for module, name in self._survey.sharers[id(weight)].items():
             if module is candidate.module:
                 layer.append(candidate)
             else:
@@ -355,14 +302,14 @@ class Registration:
 
     def _skipping(self, module: nn.Module) -> str | None:
         """Return the first pattern that skips a module, by any of its names or by its class's."""
-        names = self._names[id(module)]
+        names = self._survey.names[id(module)]
         pattern = first_match(self._choices.skip, type(module).__name__, *names)
         if pattern is not None:
             self._used.add(pattern)
         return pattern
 
     def _chosen_helper(self, name: str) -> type[LayerHelper] | Literal["all"] | None:
-        """Return what ``layers`` says of a module: a helper, "all" known ones, or nothing."""
+        """Return the choice of ``layers`` for a module: a helper, "all" known ones, or None."""
         pattern = first_match(self._choices.layers, name)
         if pattern is None:
             return None
@@ -393,14 +340,17 @@ class Registration:
     def _decide(self, layer: Sequence[_Candidate]) -> None:
         """Add the blocks of a layer, or note why it has none."""
         refused = next((member for member in layer if member.reason is not None), None)
-        if refused is not None:
-            for candidate in layer:
-                why = f"{type(candidate.module).__name__}: {candidate.reason}"
-                if candidate.reason is None:
-                    why = Reason.SHARED.format(refused.name, refused.reason)
-                self._explain(candidate.module, why)
-        elif trained := self._trained(layer):
-            self._build_all_of_layer(layer, trained)
+        if refused is None:
+            if trained := self._trained(layer):
+                self._build_all_of_layer(layer, trained)
+            return
+        for candidate in layer:
+            why = f"{type(candidate.module).__name__}: {candidate.reason}"
+            if candidate.reason is None:
+                why = Reason.SHARED.format(refused.name, refused.reason)
+            for parameter in parameters_of(candidate.module).values():
+                reason = why if parameter.requires_grad else FROZEN
+                self._reasons.setdefault(id(parameter), reason)
 
     def _build_all_of_layer(self, layer: Sequence[_Candidate], trained: Sequence[str]) -> None:
         """Build the blocks of a layer, of parameters that are trained."""
@@ -444,7 +394,7 @@ class Registration:
                     self._reasons[id(parameter)] = FROZEN
                 elif key not in names:
                     self._reasons[id(parameter)] = Reason.LEFT_OUT.format(helper.__name__)
-                elif _is_apart(layer, key, self._sharers[id(parameter)]):
+                elif _is_apart(layer, key, self._survey.sharers[id(parameter)]):
                     self._reasons[id(parameter)] = Reason.APART.format(key)
                 elif candidate is layer[0]:
                     trained.append(key)
@@ -489,7 +439,7 @@ class Registration:
     ) -> None:
         """Build a block with its solver and its dtypes, and admit it."""
         if helpers:
-            cut = first_match(self._choices.cut, *self._names[id(layout.module)])
+            cut = first_match(self._choices.cut, *self._survey.names[id(layout.module)])
             if cut is not None:
                 raise ValueError(
                     f"{name}: cut[{cut!r}] is for methods that read gradients alone, and "
@@ -523,7 +473,6 @@ class Registration:
 
     def _admit(self, block: Block) -> None:
         """Keep a block; the first of its kind is checked, and the others share its specs."""
-        choices = self._choices
         first = self._kinds.setdefault(block.kind, block)
         if first is not block:
             block.share(first)
@@ -534,30 +483,30 @@ class Registration:
         require_declared(block.method, block.factors, block.shape)
         try:
             # A method that needs eigenvectors raises an error itself, when it is asked for solvers.
-            if (why := next(_refusals(block, choices), None)) is not None:
+            if (why := next(_refusals(block, self._choices), None)) is not None:
                 raise ValueError(f"{block.name}: {why}")
         except ValueError:
-            is_open = self.solver is None and self._by_default == "inverse"
-            if not is_open or not block.method.captures:
+            is_solver_open = self.solver is None and self._by_default == "inverse"
+            if not is_solver_open or not block.method.captures:
                 raise
-            # All blocks have one default solver, so the former ones change theirs, too.
-            admitted, self.blocks, self._kinds = self.blocks, [], {}
-            admitted.append(block)
-            self._by_default = "eigen"
-            self._solvers = self._build_solvers("eigen")
-            for former in admitted:
-                solver = former.solver
-                if former.method.captures:
-                    solver = self._solvers.choose("")
-                self._admit(replace(former, solver=solver))
-            return
-        self.blocks.append(block)
+            self._admit_with_eigen([*self.blocks, block])
+        else:
+            self.blocks.append(block)
+
+    def _admit_with_eigen(self, blocks: Sequence[Block]) -> None:
+        """Take "eigen" as the default of all blocks, and admit them anew."""
+        self._by_default = "eigen"
+        self._solvers = self._build_solvers("eigen")
+        self.blocks, self._kinds = [], {}
+        for block in blocks:
+            solver = self._solvers.choose("") if block.method.captures else block.solver
+            self._admit(replace(block, solver=solver))
 
     # -- parameters whose gradients alone are read --------------------------------------------
 
     def _register_layouts(self) -> None:
         """Add the blocks of several parameters that methods of gradients alone ask for."""
-        for name, module in self._by_name.items():
+        for name, module in self._survey.by_name.items():
             method = self._methods.find(name)
             if method is None or self._captures[id(method)] or self._skipping(module) is not None:
                 continue
@@ -572,17 +521,17 @@ class Registration:
     def _is_free(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is trained, in no block, and not shared by several modules."""
         is_trained = parameter.requires_grad and id(parameter) not in self._in_block
-        return is_trained and len(self._sharers[id(parameter)]) == 1
+        return is_trained and len(self._survey.sharers[id(parameter)]) == 1
 
     def _register_parameters(self) -> None:
         """Add blocks of single parameters, for methods that read gradients alone."""
-        for full, parameter in self._parameters:
+        for full, parameter in self._survey.parameters:
             if id(parameter) in self._in_block:
                 continue
             if not parameter.requires_grad and id(parameter) not in self._choices.kept:
                 self._reasons.setdefault(id(parameter), FROZEN)
                 continue
-            sharers = self._sharers[id(parameter)]
+            sharers = self._survey.sharers[id(parameter)]
             module, name = next(iter(sharers.items()))
             if (reason := self._build_of_parameter(full, parameter, name, module)) is None:
                 continue
@@ -611,7 +560,7 @@ class Registration:
             return Reason.NO_BLOCK
         self._methods.choose(name)  # used, whether or not it takes the parameter
         _require_elements(full, parameter)
-        sharers = self._sharers[id(parameter)]
+        sharers = self._survey.sharers[id(parameter)]
         if (reason := sparse(sharers)) is not None:
             return reason
         layout = self._layout(name, module, full.rpartition(".")[2])
@@ -631,23 +580,23 @@ class Registration:
         parameters = layout.parameters
         if any(p.is_complex() for p in parameters.values()) and method.factors(layout.shape):
             return "it is complex, and factors are of real matrices"
-        layer = self._names[id(layout.module)][0]
+        layer = self._survey.names[id(layout.module)][0]
         ids = set(map(id, parameters.values()))
-        is_guess = not self._guessed_heads.isdisjoint(ids)
-        is_hidden = self._last.isdisjoint(ids)
-        if is_guess:
-            is_hidden = self._methods.is_by_name(layer)  # the user has answered the question
+        is_guess = not self._survey.guessed_heads.isdisjoint(ids)
+        is_last = not self._survey.ends.isdisjoint(ids)
+        if is_guess:  # a pattern for the layer answers the question
+            is_last = not self._methods.is_by_name(layer)
         candidate = Candidate(
             name=name,
             module=layout.module,
             parameters=tuple(parameters),
             shape=BlockShape(*layout.shape),
-            last=not is_hidden,
+            last=is_last,
         )
         reason = method.unsuited(candidate)
         if reason is None:
             as_head = replace(candidate, last=True)
-            if not self._is_head_shown and method.unsuited(as_head) is not None:
+            if not self._shows_head and method.unsuited(as_head) is not None:
                 self._possible_head = name
         elif is_guess and method.unsuited(replace(candidate, last=False)) is None:
             return _GUESSED_HEAD.format(f"^{re.escape(layer)}$", _name(method))
@@ -689,7 +638,7 @@ class Registration:
             owner, _, fused = full.rpartition(".")
             if fused == "weight":
                 owner, _, fused = name.rpartition(".")
-            module = self._by_name[owner]
+            module = self._survey.by_name[owner]
             parts, source = fused_sizes(module, fused, out), f"as {type(module).__name__}"
             note = f", {source}"
         if parts is None:
@@ -701,44 +650,53 @@ class Registration:
         self._notes[full] = f"cut into {parts}{note}"
         return method, layout
 
-    def _explain(self, module: nn.Module, reason: str) -> None:
-        for parameter in parameters_of(module).values():
-            why = reason if parameter.requires_grad else FROZEN
-            self._reasons.setdefault(id(parameter), why)
-
     # -- report -------------------------------------------------------------------------------
 
-    def _make_report(self, solver: str) -> Report:
+    def _make_report(self) -> Report:
         block_of: dict[int, Block] = {}
-        for registered in self.blocks:
-            block_of.update(dict.fromkeys(map(id, registered.parameters.values()), registered))
-        rows, texts = [], dict[int, tuple[str, list[str]]]()
-        for name, parameter in self._parameters:
-            block = block_of.get(id(parameter))
+        for block in self.blocks:
+            block_of.update(dict.fromkeys(map(id, block.parameters.values()), block))
+        # Blocks of one kind share their specs, and with them these texts.
+        texts = {id(first.tensors): _TextsOfKind.of(first) for first in self._kinds.values()}
+        rows: list[ReportRow] = []
+        for name, parameter in self._survey.parameters:
             shape: tuple[int, ...] = ()
             if not isinstance(parameter, nn.parameter.UninitializedParameter):
                 shape = tuple(parameter.shape)
-            if block is None:
+            owner = block_of.get(id(parameter))
+            if owner is None:
                 reason = self._reasons[id(parameter)]
                 rows.append(ReportRow(name, shape, None, reason=reason))
                 continue
-            # Blocks of one kind have the same dict of tensors, and the same texts.
-            kind = id(block.tensors)
-            if kind not in texts:
-                names = [_name(block.method)]
-                names += [_name(solver) for _, _, solver in block.solved_factors]
-                texts[kind] = " / ".join(dict.fromkeys(names)), list(_reduced(block))
-            method, reduced = texts[kind]
-            notes = [self._notes.get(block.name, "")]
-            notes += reduced
-            if block.name == self._possible_head:
-                owner = self._names[id(block.layout.module)][0]
-                notes.append(_POSSIBLE_HEAD.format(_name(block.method), f"^{owner}$"))
+            text = texts[id(owner.tensors)]
+            notes = [self._notes.get(owner.name, ""), *text.notes]
+            if owner.name == self._possible_head:
+                pattern = f"^{self._survey.names[id(owner.layout.module)][0]}$"
+                notes.append(_POSSIBLE_HEAD.format(_name(owner.method), pattern))
             if not parameter.requires_grad:
                 notes.append(FROZEN)
             note = "; ".join(filter(None, notes))
-            rows.append(ReportRow(name, shape, block.name, method, note=note))
-        return Report(tuple(rows), solver=solver)
+            rows.append(ReportRow(name, shape, owner.name, text.method, note=note))
+        solver_note = ""
+        if self.solver is not self._choices.solver:
+            solver_note = f"solver {self.solver!r} by default"
+            if self.solver != "inverse":
+                solver_note += ", since a method does not take 'inverse'"
+        return Report(tuple(rows), solver=solver_note)
+
+
+@dataclass(frozen=True)
+class _TextsOfKind:
+    """The texts of the report on blocks of one kind."""
+
+    method: str  # the names of the method and of the solvers
+    notes: list[str]  # on factors that are diagonal, or left out
+
+    @classmethod
+    def of(cls, block: Block) -> _TextsOfKind:
+        names = [_name(block.method)]
+        names += [_name(solver) for _, _, solver in block.solved_factors]
+        return cls(" / ".join(dict.fromkeys(names)), list(_reduced(block)))
 
 
 def _flattened(parameter: nn.Parameter, layout: Layout) -> str:
@@ -763,8 +721,8 @@ def _cut_into(parts: int | Sequence[int], method: Method, layout: Layout) -> tup
     return CutRows(method, tuple(parts)), layout
 
 
-class _PerLayer:
-    """A component, or one per pattern of the module's name."""
+class _ByPattern:
+    """The components of modules, by patterns of their names; the empty one matches all."""
 
     def __init__(self, kind: str, choice: Choice, base: type) -> None:
         self._kind = kind
@@ -1026,6 +984,7 @@ def _require_direction(method: Method) -> None:
 
 
 def _name(component: object) -> str:
+    """Return the name of a method or solver for the report, without its wrappers."""
     if isinstance(component, Rooted):
         return _name(component.solver)
     if isinstance(component, TiedKFAC):
@@ -1034,4 +993,5 @@ def _name(component: object) -> str:
         return f"{_name(component.solver)}, relative damping"
     if isinstance(component, CutRows):
         return _name(component.method)
-    return KINDS["method" if isinstance(component, Method) else "solver"].name_of(type(component))
+    kind = "method" if isinstance(component, Method) else "solver"
+    return KINDS[kind].name_of(type(component))

@@ -118,7 +118,7 @@ class BlockSpec:
         return frozenset(factor.name for factor in self.factors if factor.kind == "psd")
 
     @cached_property
-    def unequal(self) -> bool:
+    def has_rows_by_group(self) -> bool:
         """Whether each group has rows of its own."""
         return any(factor.mean_over == "group rows" for factor in self.factors)
 
@@ -194,27 +194,32 @@ class BlockSpec:
     @cached_property
     def takes_samples(self) -> bool:
         """Whether samples are drawn for ``Statistics(rows=...)`` rather than rows."""
-        return self.method.reduces or self.pairs
+        return self.method.reduces or self.reads_both
 
     @cached_property
-    def pairs(self) -> bool:
+    def reads_both(self) -> bool:
         """Whether statistics of a factor are computed from inputs and output gradients together."""
         return any(factor.reads == "both" for factor in self.factors)
 
     @cached_property
     def shards(self) -> dict[str, Shards]:
         """How each parameter is sharded over ranks, by name; empty if all are whole."""
-        shards_of: dict[str, Shards] = {}
-        is_sharded = False
+        cut: dict[str, Shards] = {}
         for name, parameter in self.parameters.items():
             try:
                 shards = self.home.shards(parameter, self.ranks)
             except ValueError as error:
                 raise ValueError(f"{self.name}.{name}: {error}") from error
-            is_sharded = is_sharded or bool(shards)
+            if shards is not None:
+                cut[name] = shards
+        if not cut:
+            return {}
+        shards_of: dict[str, Shards] = {}
+        for name, parameter in self.parameters.items():
             dtype = str(parameter.dtype).removeprefix("torch.")
-            shards_of[name] = shards or Shards.none(tuple(parameter.shape), len(self.ranks), dtype)
-        return shards_of if is_sharded else {}
+            uncut = Shards.none(tuple(parameter.shape), len(self.ranks), dtype)
+            shards_of[name] = cut.get(name, uncut)
+        return shards_of
 
     @cached_property
     def follows(self) -> bool:
@@ -274,4 +279,4 @@ _OF_KIND = [
     if isinstance(value, cached_property)
     and name not in ("device", "parameters", "shards", "_of_kind")
 ]
-"""What blocks of one kind share."""
+"""The properties that blocks of one kind share."""

@@ -15,6 +15,7 @@ from torch import Tensor, finfo
 
 from soframe.blocks.block import Block
 from soframe.diagnostics.metrics import FORMAT, VERSION
+from soframe.text import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +90,7 @@ def tables(metrics: Mapping[str, Any]) -> list[Table]:
             time = f"{1e3 * phase['seconds'] / steps:.3g}"
         if phase["share"] is not None:
             share = f"{phase['share']:.1%}"
-        phases.add_row(name, time, share, bytes_text(phase["bytes"]), str(phase["calls"]))
+        phases.add_row(name, time, share, format_bytes(phase["bytes"]), str(phase["calls"]))
     return [blocks, phases]
 
 
@@ -218,14 +219,3 @@ def _show(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def bytes_text(size: float) -> str:
-    """Return a size with a binary unit and three digits, or "-" for 0."""
-    if size == 0:
-        return "-"
-    for unit in ("B", "KiB", "MiB"):
-        if size < 999.5:  # three digits would be 1e+03 from here
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"

@@ -185,15 +185,15 @@ def _averaged(term: Term, statistics: Tensor) -> _Lerp | None:
     if name not in stack.factors:
         if has_all_blocks:
             rounded = stack.rounded(new, name, len(term.members), term.turn)
-            stack.hold(name, own_memory(rounded), lower=is_lower)
+            stack.store_factor(name, own_memory(rounded), lower=is_lower)
             return None
         kept = stack.like.factor_dtype
-        stack.hold(name, stack.empty(tuple(new.shape), len(term.members), kept))
+        stack.store_factor(name, stack.empty(tuple(new.shape), len(term.members), kept))
     if is_lower:
         stack.lower.add(name)
 
     # Factors of another dtype, or on the host, are averaged in a copy.
-    running = stack.held(name).to(stack.like.dtype)
+    running = stack.stored_factor(name).to(stack.like.dtype)
     is_copy = running is not stack.factors[name]
     if has_all_blocks and len(set(term.rates)) == 1:
         if not is_copy:
@@ -204,7 +204,7 @@ def _averaged(term: Term, statistics: Tensor) -> _Lerp | None:
     if is_copy:
         rounded = stack.rounded(running, name, len(stack.blocks), term.turn)
         # Rounding makes both triangles.
-        stack.hold(name, rounded, lower=name in stack.lower and rounded is running)
+        stack.store_factor(name, rounded, lower=name in stack.lower and rounded is running)
     return None
 
 
@@ -293,9 +293,9 @@ def _observed(stack: Stack, gradient: Gradient, plan: Plan) -> list[int]:
     for member in gradient.members:
         block = stack.blocks[member]
         # These statistics need second-order data: a block that lost its own is solved first.
-        if block.lost:
+        if block.has_lost_data:
             continue
-        if plan.observes or block.waits:
+        if plan.observes or block.is_overdue:
             members.append(member)
     return members
 

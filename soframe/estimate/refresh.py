@@ -105,7 +105,7 @@ class Refresh:
         return [
             block
             for block in placed.captured
-            if block.record.missed > 1 or (block.lacks and block.name not in late)
+            if block.record.missed > 1 or (block.has_factor_to_begin and block.name not in late)
         ]
 
     def note_missed_turns(

@@ -515,10 +515,10 @@ def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
     kept: list[int] = []
     if stack.like.rebases and stack.state:
         kept += [block.member for block in blocks if block.solved and block.record.updates]
-    old = stack.solved_data(kept) if kept else {}
+    old = stack.second_order_of(kept) if kept else {}
     for number, job in enumerate(jobs):
         if job.needed:
-            stack.set_data(job.factor.name, chosen, _joined(runs, number, order))
+            stack.set_second_order(job.factor.name, chosen, _joined(runs, number, order))
     solved_at = {} if step is None else {job.factor.name: step for job in jobs}
     for block in blocks:
         block.record.solved = True
@@ -526,7 +526,7 @@ def _install(stack: Stack, runs: Sequence[Run], step: int | None) -> None:
         for name in stack.like.dependents:  # of statistics that were taken with the old data
             block.record.masses.pop(name, None)
     if kept:
-        moved = stack.like.method.rebase(stack.state_of(kept), old, stack.solved_data(kept))
+        moved = stack.like.method.rebase(stack.state_of(kept), old, stack.second_order_of(kept))
         stack.set_state(kept, moved)
 
 
@@ -715,13 +715,13 @@ def _follow(placed: PlacedBlocks, changed: Collection[Block]) -> None:
     for stack, members in placed.members(following).items():
         if placed.rank not in stack.place.gradient_workers:
             continue
-        data = stack.solved_data(members)
+        data = stack.second_order_of(members)
         for _, factor, solver in stack.like.solved_factors:
             if not solver.follows:
                 continue
             try:
                 new = solver.follow(stack.matrices(factor, members), data[factor.name])
                 if new is not None:
-                    stack.set_data(factor.name, members, new)
+                    stack.set_second_order(factor.name, members, new)
             except Exception as error:  # of any kind: all ranks raise together
                 placed.keep(error, stack)

@@ -97,7 +97,7 @@ class Accumulator:
                 if factor.reads_inputs or factor.mean_over == "group rows":
                     self._readers[block].add(factor.name)
             self._block_of.update(dict.fromkeys(block.helpers, block))
-            if block.unequal or block.pairs:
+            if block.has_rows_by_group or block.reads_both:
                 both += block.helpers
         self._both = frozenset(both)
         # Layers whose inputs are needed on this rank in the window under way.
@@ -193,7 +193,7 @@ class Accumulator:
         if block.method.reduces:  # all positions of a sample make one row
             shared = 1
         reached = None
-        if block.unequal and helper in self._reading:
+        if block.has_rows_by_group and helper in self._reading:
             rows, reached = _reaching(helper, call.inputs, rows, data, reduces=block.method.reduces)
         rows_of_data = _sizes(data, batch, shared)[1]
         loss_scale, is_repeated = 1.0, False
@@ -363,7 +363,7 @@ class Accumulator:
                 numbers += [weights.weight(f) if f in factors else 0.0 for f in block.captured]
             # Samples of ranks that contribute to no factor are part of N; their rows do not count.
             numbers += [weights.input_weight, weights.output_weight if factors else 0.0]
-            if block.unequal:
+            if block.has_rows_by_group:
                 group_weights: Sequence[float] = ()
                 if any(factor.mean_over == "group rows" for factor in factors):
                     group_weights = weights.group_weights
@@ -451,7 +451,7 @@ class Accumulator:
         """
         names: list[str] = []
         for block in self._placed.blocks:
-            if not block.lacks:
+            if not block.has_factor_to_begin:
                 continue
             is_due = block in self.window.due
             if not is_due or not block.gatherable() <= self.window.tallies[block].gathered:
@@ -469,7 +469,7 @@ def weights_of(block: Block, numbers: Iterator[float], *, some_contribute: bool)
     if not some_contribute:
         divisors += [inputs if factor.mean_over == "samples" else outputs for factor in factors]
     groups: list[float] = []
-    if block.unequal:
+    if block.has_rows_by_group:
         groups += itertools.islice(numbers, block.shape.groups)
     for weight in (outputs, *divisors):
         if not weight > 0:
@@ -634,7 +634,7 @@ def _call(
         rows=rows,
         dtype=block.dtype,
         shared=shared,
-        data=block.second_order if block.needy else {},
+        data=block.second_order if block.needing_data else {},
         widens=is_widened,
         first=first,
     )

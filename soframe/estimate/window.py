@@ -292,10 +292,10 @@ class Window:
     def drop_dependent(self, blocks: Iterable[Block]) -> None:
         """Drop statistics that were made with second-order data of blocks, now replaced."""
         for block in blocks:
-            if block.needy and block in self.tallies:
-                self.tallies[block].gathered -= block.needy
+            if block.needing_data and block in self.tallies:
+                self.tallies[block].gathered -= block.needing_data
                 if block.stack in self.sums:
-                    self.sums[block.stack].zero(block.member, block.needy)
+                    self.sums[block.stack].zero(block.member, block.needing_data)
 
     def magnitudes(self, precision: Precision) -> list[Tensor]:
         """Return infinity norms of the sums, as scalars: not finite where a sum is not.

@@ -39,7 +39,6 @@ class Auto(Strategy):
         memory_limit: The bytes that a rank may hold for curvature at the peak of a step, as they
             are planned, as a number or as ``"2GiB"``; None for no limit.
         hardware: A profile by its name or file, in place of measuring; see `soframe plan`.
-        passes: The seconds of a forward and a backward pass, behind which tensors travel.
         budget: The seconds of measuring by the wall clock; two points of each curve are measured
             in any case.
 
@@ -49,7 +48,6 @@ class Auto(Strategy):
 
     memory_limit: int | str | None = None
     hardware: str | Path | None = None
-    passes: float = 0.0
     budget: float = 4.0
 
     def __post_init__(self) -> None:
@@ -75,7 +73,7 @@ class Auto(Strategy):
         if now.ranks == 1 and self.memory_limit is None:
             return CommOpt()
         # Imported here: a run with a named strategy needs neither.
-        from soframe.planning.planner import Option, plan, usual
+        from soframe.planning.planner import Option, plan, strategies
         from soframe.planning.task import Task
 
         base = Option(
@@ -86,9 +84,9 @@ class Auto(Strategy):
             statistics_every=now.statistics_every,
             solve_every=now.solve_every,
         )
-        options = [option for option in usual(now.ranks, base) if option.local == now.local]
+        options = [replace(base, strategy=strategy) for strategy in strategies(now.ranks)]
         planned = plan(
-            Task(now.blocks, now.work, now.parameters, seconds=self.passes),
+            Task(now.blocks, now.work, now.parameters),
             ranks=now.ranks,
             # Activations are unknown here, so the limit alone counts.
             hardware=replace(self._hardware(now), memory=None),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from soframe.methods.returned import direction_of, observed_by
 from soframe.planning.hardware import Hardware
 from soframe.planning.pricing import Paper, Priced, without_numbers
 from soframe.planning.task import Task
-from soframe.solvers.base import Problem, solve_stacks
+from soframe.solvers.base import Problem, Solver, solve_stacks
 from soframe.specs import VALUE
 from soframe.strategies.placement import Placement
 
@@ -33,14 +34,39 @@ DAMPING, UPDATES = 1e-3, 10  # of every block on paper
 REMEDY = "make it run on the meta device, or name a strategy and do without a plan"
 
 
+class StackFactor(NamedTuple):
+    """A factor of the blocks of a stack, by the numbers of both."""
+
+    stack: int
+    factor: int
+
+
+class Solves(NamedTuple):
+    """The solves of a factor for some blocks of a stack."""
+
+    stack: int
+    factor: int
+    blocks: int
+
+
 @dataclass(frozen=True)
 class Part:
     """The work of a rank, by stack: ranks with equal parts take the same time."""
 
-    solves: tuple[tuple[int, int, int], ...] = ()  # stack, factor, number of blocks
+    solves: tuple[Solves, ...] = ()
     directs: tuple[int, ...] = ()  # stacks for which it computes updates
-    gathers: tuple[tuple[int, int], ...] = ()  # stacks and factors to which its calls contribute
-    holds: tuple[tuple[int, int], ...] = ()  # stacks and factors of running averages of calls
+    gathers: tuple[StackFactor, ...] = ()  # to which its calls contribute
+    holds: tuple[StackFactor, ...] = ()  # running averages of statistics of calls
+
+
+@dataclass(frozen=True)
+class _ShapesOfSolve:
+    """The shapes of the tensors of one solve."""
+
+    solver: Solver
+    dtype: torch.dtype
+    matrix: tuple[int, ...]
+    last: Mapping[str, tuple[int, ...]]  # the last solve's data, from which it continues
 
 
 @dataclass(frozen=True)
@@ -48,7 +74,7 @@ class Arithmetic:
     """Seconds of a rank by phase."""
 
     statistics: float = 0.0  # moments of calls, in the backward pass
-    average: float = 0.0  # running averages of a statistics step
+    reduce: float = 0.0  # sums of calls, added to running averages
     observe: float = 0.0  # statistics of the averaged gradients
     solve: float = 0.0  # solves of factors
     direct: float = 0.0  # updates
@@ -58,35 +84,37 @@ class Arithmetic:
 def parts(placement: Placement) -> dict[Part, list[int]]:
     """Return the ranks of each part."""
     directs = defaultdict[int, list[int]](list)  # by rank
-    gathers = defaultdict[int, list[tuple[int, int]]](list)
-    holds = defaultdict[int, list[tuple[int, int]]](list)
+    gathers = defaultdict[int, list[StackFactor]](list)
+    holds = defaultdict[int, list[StackFactor]](list)
     for number, stack in enumerate(placement.stacked):
         for index, factor in enumerate(stack.work.factors):
             if factor.captured:
                 for rank in stack.place.contributing(index):
-                    gathers[rank].append((number, index))
+                    gathers[rank].append(StackFactor(number, index))
                 for rank in stack.place.holding(index):
-                    holds[rank].append((number, index))
+                    holds[rank].append(StackFactor(number, index))
         for rank in stack.place.gradient_workers:
             directs[rank].append(number)
-    solves = _solves(placement)
+    blocks_of = _blocks_of_solves(placement)
     ranks_of: dict[Part, list[int]] = {}
     for rank in range(placement.world_size):
-        counts = tuple((*key, blocks) for key, blocks in sorted(solves[rank].items()))
-        part = Part(counts, tuple(directs[rank]), tuple(gathers[rank]), tuple(holds[rank]))
+        solves: list[Solves] = []
+        for (stack_number, factor_number), blocks in sorted(blocks_of[rank].items()):
+            solves.append(Solves(stack_number, factor_number, blocks))
+        part = Part(tuple(solves), tuple(directs[rank]), tuple(gathers[rank]), tuple(holds[rank]))
         ranks_of.setdefault(part, []).append(rank)
     return ranks_of
 
 
-def _solves(placement: Placement) -> defaultdict[int, Counter[tuple[int, int]]]:
+def _blocks_of_solves(placement: Placement) -> defaultdict[int, Counter[StackFactor]]:
     """Return by rank the number of blocks that it solves, of each stack and factor."""
-    solves = defaultdict[int, Counter[tuple[int, int]]](Counter)
+    solves = defaultdict[int, Counter[StackFactor]](Counter)
     for number, stack in enumerate(placement.stacked):
         for index, factor in enumerate(stack.work.factors):
             if factor.name not in stack.work.unsolved:
                 for member in stack.members:
                     owner = placement.blocks[member].owners[index]
-                    solves[owner][number, index] += 1
+                    solves[owner][StackFactor(number, index)] += 1
     return solves
 
 
@@ -95,7 +123,7 @@ class Costs:
 
     def __init__(self, task: Task, hardware: Hardware, *, amp: bool = False) -> None:
         self._task, self.hardware, self._paper = task, hardware, Paper(hardware)
-        # As it is stacked there.
+        # The device decides which blocks are stacked.
         self.work = tuple(replace(work, device=hardware.device) for work in task.work)
         self._priced: dict[Hashable, Priced] = {}
         # See `soframe.Statistics.precision`: all but solves multiply in TF32, if the device can.
@@ -106,7 +134,7 @@ class Costs:
     def passes(self) -> Priced:
         """A forward and backward pass."""
         if self._task.inputs is None:
-            return Priced(self._task.seconds)
+            return Priced()
         with self._paper:
             run = self._task.run(self._like)
             return self._paper.price(run, products=self._of_passes)
@@ -127,7 +155,8 @@ class Costs:
                     continue
                 # A tensor that several layers read is one here, too.
                 inputs = tuple(likenesses.setdefault(id(x), self._like(x)) for x in call.inputs)
-                rows, data = call.helper.output_rows(self._like(call.output)), self._data(block, 1)
+                rows = call.helper.output_rows(self._like(call.output))
+                data = self._data(block, 1)
                 priced_call = Call(call.helper, inputs, rows, block.dtype, shared, data)
                 run = functools.partial(self._moments, block, priced_call)
                 with without_numbers(f"the statistics of {block.name!r}", REMEDY):
@@ -166,40 +195,47 @@ class Costs:
         return data
 
     def solve(self, solves: Sequence[tuple[Sequence[int], int, int]]) -> Priced:
-        """Return the cost of solving factors: of a stack, by index, of a number of its blocks."""
-        calls = []
-        for stack, factor, blocks in solves:
-            block = self._task.blocks[stack[0]]
-            spec = block.factors[factor]
-            solver = next(solver for index, _, solver in block.solved_factors if index == factor)
-            last = block.tensors[spec.name] if solver.continues else {}
-            shapes = {name: _times(tensor.shape, blocks) for name, tensor in last.items()}
-            calls.append((solver, _times(spec.shape, blocks), block.dtype, shapes))
+        """Return the cost of solves at once: of a stack's blocks, a factor, a number of blocks."""
+        shapes_of_solves: list[_ShapesOfSolve] = []
+        for members, index, blocks in solves:
+            block = self._task.blocks[members[0]]
+            (solved,) = (solved for solved in block.solved_factors if solved.position == index)
+            factor, solver = solved.factor, solved.solver
+            last: dict[str, tuple[int, ...]] = {}
+            if solver.continues:
+                for name, tensor in block.tensors[factor.name].items():
+                    last[name] = _times(tensor.shape, blocks)
+            matrix = _times(factor.shape, blocks)
+            shapes_of_solves.append(_ShapesOfSolve(solver, block.dtype, matrix, last))
 
         def make() -> Callable[[], object]:
             new = self._paper.new
-            problems = []
-            for solver, shape, dtype, shapes in calls:
-                last_data = {name: new(sizes, dtype) for name, sizes in shapes.items()}
-                matrix, damping = new(shape, dtype), new(shape[:1], dtype)
-                problems.append(Problem(solver, matrix, damping, last_data))
+            problems: list[Problem] = []
+            for shapes in shapes_of_solves:
+                dtype = shapes.dtype
+                last_data = {name: new(shape, dtype) for name, shape in shapes.last.items()}
+                matrix, damping = new(shapes.matrix, dtype), new(shapes.matrix[:1], dtype)
+                problems.append(Problem(shapes.solver, matrix, damping, last_data))
             return lambda: solve_stacks(problems)
 
         # A solver of a user may not be hashable.
-        return self._once("a solve", ("solve", repr(calls)), make, "float32")
+        return self._once("a solve", ("solve", repr(shapes_of_solves)), make, "float32")
 
     def solve_part(self, placement: Placement, part: Part) -> Priced:
         """Return the cost of all solves of a rank."""
-        return self.solve([(placement.stacks[s], factor, n) for s, factor, n in part.solves])
+        solves: list[tuple[Sequence[int], int, int]] = []
+        for number, factor, blocks in part.solves:
+            solves.append((placement.stacks[number], factor, blocks))
+        return self.solve(solves)
 
-    def direct(self, stack: Sequence[int]) -> Priced:
+    def direct(self, members: Sequence[int]) -> Priced:
         """Return the cost of the updates of a stack."""
-        method = self._task.blocks[stack[0]].method
-        return self._of_stack("direct", stack, lambda step: direction_of(method, step))
+        method = self._task.blocks[members[0]].method
+        return self._of_stack("direct", members, lambda step: direction_of(method, step))
 
-    def observe(self, stack: Sequence[int]) -> Priced:
+    def observe(self, members: Sequence[int]) -> Priced:
         """Return the cost of a stack's statistics of averaged gradients."""
-        block = self._task.blocks[stack[0]]
+        block = self._task.blocks[members[0]]
         if not block.observes:
             return Priced()
 
@@ -207,29 +243,32 @@ class Costs:
             factors = block.method.factors(BlockShape(*step.gradient.shape))
             return observed_by(block.method, factors, step.gradient, step.data)
 
-        return self._of_stack("observe", stack, run)
+        return self._of_stack("observe", members, run)
 
-    def rebase(self, stack: Sequence[int]) -> Priced:
+    def rebase(self, members: Sequence[int]) -> Priced:
         """Return the cost of taking a stack's states to new second-order data."""
-        block = self._task.blocks[stack[0]]
+        block = self._task.blocks[members[0]]
         if not (block.states and block.method.rebases):
             return Priced()
 
         def run(step: Given) -> object:
             return block.method.rebase(step.state, step.data, step.data)
 
-        return self._of_stack("rebase", stack, run)
+        return self._of_stack("rebase", members, run)
 
-    def _of_stack(self, phase: str, stack: Sequence[int], run: Callable[[Given], object]) -> Priced:
-        block, shape = self._task.blocks[stack[0]], self.shape(stack)
+    def _of_stack(
+        self, phase: str, members: Sequence[int], run: Callable[[Given], object]
+    ) -> Priced:
+        """Price a phase of the blocks of a stack, which are like the first of them."""
+        block, shape = self._task.blocks[members[0]], self.shape(members)
         states: dict[str, tuple[int, ...]] = {}
         for name, spec in block.states.items():
-            states[name] = shape if block.elementwise else _times(spec.shape, len(stack))
+            states[name] = shape if block.elementwise else _times(spec.shape, len(members))
 
         def make() -> Callable[[], object]:
             gradient = self._paper.new(shape, block.dtype)
             state = {name: self._paper.new(sizes, block.dtype) for name, sizes in states.items()}
-            data = self._data(block, len(stack))
+            data = self._data(block, len(members))
             numbers = (UPDATES, block.solver, DAMPING)
             step = Given(gradient, gradient, data, state, *numbers, weights=lambda: gradient)
             return lambda: run(step)
@@ -239,11 +278,11 @@ class Costs:
         code = f"{phase} of {type(block.method).__name__} on {block.name!r}"
         return self._once(code, key, make, self._fast)
 
-    def shape(self, stack: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, members: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a stack's gradients."""
-        if len(stack) > 1 and self._task.blocks[stack[0]].elementwise:
-            return (sum(prod(self.work[index].shape) for index in stack), 1, 1)
-        return _times(tuple(self._task.blocks[stack[0]].shape), len(stack))
+        if len(members) > 1 and self._task.blocks[members[0]].elementwise:
+            return (sum(prod(self.work[index].shape) for index in members), 1, 1)
+        return _times(tuple(self._task.blocks[members[0]].shape), len(members))
 
     def _once(
         self, code: str, key: Hashable, make: Callable[[], Callable[[], object]], products: str
@@ -262,7 +301,7 @@ class Costs:
         for number in part.directs:
             direct += self.direct(stacks[number]).seconds
             observe += self.observe(stacks[number]).seconds
-        for number in dict(part.gathers):  # each stack once
+        for number in dict.fromkeys(gathered.stack for gathered in part.gathers):
             for index in stacks[number]:
                 moments = self.statistics[self.work[index].name]
                 statistics += moments.seconds
@@ -274,7 +313,7 @@ class Costs:
         return Arithmetic(
             statistics=self._with_host(host, statistics),
             # Zeros and multiplied sums, which are added to the averages.
-            average=6 * factors / bandwidth + launch * len(part.holds),
+            reduce=6 * factors / bandwidth + launch * len(part.holds),
             observe=observe,
             # A triangle is read, and the matrix written.
             solve=solve.seconds + 1.5 * matrices / bandwidth,

@@ -74,11 +74,9 @@ def import_module(name: str) -> Any:
 
 
 def inspect(
-    model: nn.Module, *, ranks: int, all_layers: bool = False, **settings: Any
+    model: nn.Module, *, ranks: int, **settings: Any
 ) -> tuple[soframe.Report, soframe.Placement]:
     """Register a model as a preconditioner with these settings would, with simulated ranks."""
-    if all_layers:
-        settings["layers"] = "all"
     paper = soframe.Distribution(backend=Recording(world_size=ranks))
     preconditioner = OnPaper(model, distribution=paper, kl_clip=None, **settings)
     report, placement = preconditioner.report(), preconditioner.placement

@@ -132,7 +132,7 @@ def measure(
         (half,) = _of_rank_zero(backend, [float(cuda or devices.fast_bfloat16())])
         series = _limits(device) + collectives(backend, device, BYTES)
         series += products(device, dtypes, half=half > 0)
-        series += factorisations(device, dtypes, _some(sides))
+        series += factorisations(device, dtypes, _sides_to_measure(sides))
         samples = seconds(series, backend, device, (1 - PYTHON) * budget)
         return _profile(device, backend, samples, _python(device, PYTHON * budget))
 
@@ -154,7 +154,7 @@ def _problem(
     return None
 
 
-def _some(sides: Sequence[int]) -> list[int]:
+def _sides_to_measure(sides: Sequence[int]) -> list[int]:
     """Return ten sides at most, behind two from which the budget foresees the rest."""
     sides = sorted(set(sides))
     last = len(sides) - 1
@@ -312,7 +312,13 @@ class _Point:
     size: int
     repeats: int  # calls of a sample
     samples: int  # of a round
+    fixed: float  # seconds for the operands of all rounds, and for the first calls
+    sampling: float  # seconds for a sample
     seconds: list[float] = field(default_factory=list)
+
+    def cost(self, samples: int) -> float:
+        """Return the seconds that all rounds take, of so many samples each."""
+        return self.fixed + ROUNDS * samples * self.sampling
 
 
 def seconds(
@@ -351,21 +357,21 @@ class _Sampler:
 
     def begin(self, series: Series, share: float) -> tuple[list[_Point], float]:
         """Take the first samples of a series; return its points, and the seconds that all take."""
-        remaining = share
+        spent = 0.0
         points: list[_Point] = []
-        fewest: dict[int, float] = {}  # seconds of the fewest samples, by size
         for size in series.sizes:
-            bounds = [cost * max(1.0, size / n) ** series.power for n, cost in fewest.items()]
-            if len(fewest) >= 2 and min(bounds) > remaining:
+            bounds: list[float] = []  # the seconds of this size at least, from those of others
+            for point in points:
+                bounds.append(point.cost(1) * max(1.0, size / point.size) ** series.power)
+            if len(points) >= 2 and min(bounds) > share - spent:
                 continue
-            point, fixed, sampling = self._begin_point(series, size, share)
-            points.append(point)
-            fewest[size] = fixed + ROUNDS * sampling
-            remaining -= fixed + ROUNDS * point.samples * sampling
-        return points, share - remaining
+            begun = self._begin_point(series, size, share)
+            points.append(begun)
+            spent += begun.cost(begun.samples)
+        return points, spent
 
-    def _begin_point(self, series: Series, size: int, share: float) -> tuple[_Point, float, float]:
-        """Take the first sample of a size; return also its fixed seconds, and those of a sample."""
+    def _begin_point(self, series: Series, size: int, share: float) -> _Point:
+        """Take the first sample of a size."""
         start = time.perf_counter()
         call = series.make(size)
         making = time.perf_counter() - start
@@ -381,10 +387,11 @@ class _Sampler:
             repeats = min(20, max(1, int(TICK / calling)))
         sampling = meeting + repeats * calling
         samples = int(share / 2 / len(series.sizes) / ROUNDS / sampling)
-        point = _Point(series, size, repeats, min(MOST, max(1, samples)))
+        fixed = (1 + ROUNDS) * making + 2 * (meeting + calling)
+        point = _Point(series, size, repeats, min(MOST, max(1, samples)), fixed, sampling)
         with within(series.precision):
             point.seconds.append(self.sample(series, call, repeats))
-        return point, (1 + ROUNDS) * making + 2 * (meeting + calling), sampling
+        return point
 
     def sample(self, series: Series, call: Call, repeats: int) -> float:
         """Return the seconds of a call, as the mean of some."""

@@ -36,7 +36,7 @@ class Transients:
 class _Sums:
     """The bytes of statistics, before they are in the running factors."""
 
-    window: int  # sums of calls, triangles, and what packing needs
+    window: int  # sums of calls, triangles, and room to pack them
     triangles: int  # of a reduction
     deferred: int  # a triangle, before it is added to its accumulator
 
@@ -50,7 +50,7 @@ def transients(
         # The gradient of a single parameter is read in place.
         if not len(stack.members) == stack.work.parameters == 1:
             copied += stack.gradient
-    sums = _sums(placement.stacked, part)
+    sums = _sums(placement, part, rank)
     updating = sums.triangles + copied + _updating(costs, placement, part)
     solving = sums.deferred + copied + _solving(costs, placement, part, rank)
     # The first solve is done in its step, later ones perhaps beside windows and updates.
@@ -59,18 +59,15 @@ def transients(
     return Transients(window, max(updating, solving), updating)
 
 
-def _sums(stacks: Sequence[Stacked], part: Part) -> _Sums:
-    """Return the bytes of a part's sums, and of the triangles in which they are reduced."""
-    matrices = triangles = deferred = corner = 0
-    gathered = set(part.gathers)  # pairs of a stack's number and an index
-    for number, index in gathered.union(part.holds):
-        stack = stacks[number]
-        blocks = len(stack.members)
-        if (number, index) in gathered:
-            matrices += stack.matrix(index, blocks)
-        triangle = stack.triangle(index, blocks)
+def _sums(placement: Placement, part: Part, rank: int) -> _Sums:
+    """Return the bytes of a rank's sums, and of the triangles in which they are reduced."""
+    triangles = deferred = corner = 0
+    gathered = set(part.gathers)
+    for key in gathered.union(part.holds):
+        stack, index = placement.stacked[key.stack], key.factor
+        triangle = stack.triangle(index, len(stack.members))
         if stack.place.deferred:
-            if (number, index) not in gathered:
+            if key not in gathered:
                 continue
             deferred = max(deferred, triangle)
         elif len(stack.place.reductions[index].group) > 1:
@@ -78,7 +75,7 @@ def _sums(stacks: Sequence[Stacked], part: Part) -> _Sums:
         else:
             continue
         corner = max(corner, _corner(stack, index))
-    return _Sums(matrices + triangles + deferred + corner, triangles, deferred)
+    return _Sums(placement.window(rank) + triangles + deferred + corner, triangles, deferred)
 
 
 def _corner(stack: Stacked, index: int) -> int:

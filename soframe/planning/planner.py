@@ -15,16 +15,13 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from soframe import combinations
 from soframe.planning.costs import Arithmetic, Costs, Part, parts
 from soframe.planning.hardware import Hardware
 from soframe.planning.memory import transients
-from soframe.planning.schedule import KINDS, Messages, Rank, Schedule, Timing
+from soframe.planning.schedule import STEP_KINDS, Messages, PricedPart, Schedule, Timing
 from soframe.planning.task import Task
-from soframe.registry import available
-from soframe.settings import Statistics
+from soframe.registry import KINDS
 from soframe.step.phases import seconds_of_rows
 from soframe.strategies.base import Strategy
 from soframe.strategies.kaisa import CommOpt, HybridOpt, MemOpt
@@ -37,8 +34,6 @@ CLOSE = 1.05  # the ratio of times below which two options count as equally fast
 BACKGROUND = 9  # the steps in the background that `varied` tries, if solves are not more frequent
 # The most parts of ranks whose messages are priced: the largest loads, and the most common.
 MOST_PRICED = 8
-# The intervals of statistics and of solves that `varied` tries.
-INTERVALS = ((1, 1), (1, 10), (10, 10), (10, 50), (10, 100), (50, 500))
 
 HEADER = ("  option", "ms", "longest", "exposed", "MB", "held", "MB sent", "imbalance", "samples")
 
@@ -59,7 +54,6 @@ class Option:
         stagger: Whether solves are spread over the steps of an interval.
         statistics_every: The interval of statistics; None for the method's own.
         solve_every: The interval of solves; None for the method's own.
-        settings: Other arguments of the plan's task: each in a word, and as a user writes it.
     """
 
     strategy: Strategy
@@ -68,7 +62,6 @@ class Option:
     stagger: bool = False
     statistics_every: int | None = None
     solve_every: int | None = None
-    settings: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         """Return the option in few words."""
@@ -106,7 +99,7 @@ class Option:
             interval = getattr(self, name)
             if interval is not None:
                 arguments[f"{name} {interval}"] = f"{name}={interval}"
-        return arguments | dict(self.settings)
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -119,21 +112,19 @@ class Row:
             ``"state"``, together ``"held"`` between steps; ``"window"``, the sums of a statistics
             step; ``"transient"``, the most that a step needs beside; and ``"total"``, the peak.
             The last three include solves that run in the background meanwhile.
-        traffic: Bytes and calls by phase, of a mean step of the busiest rank.
+        sent: Bytes of collectives in a mean step.
         timing: Seconds.
         intervals: The intervals of statistics and of solves that were priced.
         exact: Whether every rank's data enter all statistics, so that the number of ranks and the
             placement change nothing but cost.
-        notes: Notes of the placement.
     """
 
     option: Option
     memory: Mapping[str, int]
-    traffic: Mapping[str, Mapping[str, float]]
+    sent: float
     timing: Timing
     intervals: tuple[int, int]
     exact: bool
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,7 +139,6 @@ class Plan:
         fixed: Bytes of a rank that no option changes: weights, gradients, activations, and the
             momentum of an optimizer behind a preconditioner. All have their full sizes:
             parameters that are sharded over ranks are not planned.
-        passes: Seconds of the forward and the backward pass; 0 if inputs are unknown.
         plain: Seconds of a step without a preconditioner, whose gradients are averaged.
         notes: Parts without a price, with the reasons.
         recommended: The strategy of `soframe.recommend`; None without one.
@@ -159,7 +149,6 @@ class Plan:
     hardware: Hardware
     limit: int | None = None
     fixed: Mapping[str, int] = field(default_factory=dict)
-    passes: float = 0.0
     plain: float = 0.0
     notes: tuple[str, ...] = ()
     recommended: Strategy | None = None
@@ -172,7 +161,8 @@ class Plan:
         for row in self.rows:  # the fastest first
             size = row.memory["total"]
             # Rows of fewer samples are no match for a row of all.
-            if size < (least_exact if row.exact else least):
+            bound = least_exact if row.exact else least
+            if size < bound:
                 front.append(row)
             least = min(least, size)
             if row.exact:
@@ -306,7 +296,6 @@ class Plan:
             "ranks": self.ranks,
             "limit": self.limit,
             "fixed": dict(self.fixed),
-            "passes": self.passes,
             "plain": self.plain,
             "notes": list(self.notes),
             "rows": [_row_as_dict(row, self.fits(row)) for row in self.rows],
@@ -340,7 +329,6 @@ class Plan:
         for name, seconds in row.timing.exposed.items():
             phases[f"{name}, exposed"] = seconds
         times = [(name, f"{1e3 * seconds:.3g} ms") for name, seconds in phases.items() if seconds]
-        times.append(("network, overlapped", f"{1e3 * row.timing.overlapped:.3g} ms"))
         sizes = {**self.fixed, **row.memory}
         held = [(name, format_bytes(size)) for name, size in sizes.items() if size]
         pairs = itertools.zip_longest(times, held, fillvalue=("", ""))
@@ -355,7 +343,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{1e3 * sum(row.timing.exposed.values()):.3g}",
         _megabytes(row.memory["total"]),
         _megabytes(row.memory["held"]),
-        _megabytes(row.traffic["total"]["bytes"]),
+        _megabytes(row.sent),
         f"{row.timing.imbalance:.1f}",
         "all" if row.exact else "fewer",
     )
@@ -417,66 +405,54 @@ def plan(
         fixed["activations"] //= 2
     if any(block.captured for block in task.blocks):
         fixed["momentum"] = task.size
-    rows.sort(key=_order)
+    rows.sort(key=lambda row: (row.timing.mean, row.memory["total"], row.option.call()))
     return Plan(
         rows=tuple(rows),
         ranks=ranks,
         hardware=hardware,
         limit=memory_limit,
         fixed=fixed,
-        passes=costs.passes.seconds,
         plain=_seconds_without_preconditioner(costs, task, ranks),
         notes=task.unpriced(),
         recommended=recommended,
     )
 
 
-def _order(row: Row) -> tuple[float, int, str]:
-    return row.timing.mean, row.memory["total"], row.option.call()
-
-
-def together(plans: Sequence[Plan]) -> Plan:
-    """Return one plan with the rows of several, of tasks that differ in settings alone."""
-    rows: list[Row] = []
-    notes: dict[str, None] = {}
-    for plan in plans:
-        rows += plan.rows
-        notes |= dict.fromkeys(plan.notes)
-    return replace(plans[0], rows=tuple(sorted(rows, key=_order)), notes=tuple(notes))
-
-
-def usual(ranks: int, base: Option | None = None) -> list[Option]:
-    """Return the options of every strategy that soframe has, for a number of ranks.
-
-    Args:
-        ranks: The number of ranks.
-        base: The other settings; None for the defaults.
-
-    Returns:
-        The options.
-    """
-    if base is None:
-        base = Option(CommOpt())
+def strategies(ranks: int) -> list[Strategy]:
+    """Return every strategy that soframe has, for a number of ranks; one for a single rank."""
     if ranks == 1:
-        return [base]
+        return [CommOpt()]
     several_workers: list[Strategy] = [CommOpt()]
     workers = 2
     while workers < ranks:
         several_workers.append(HybridOpt(gradient_workers=workers))
         workers *= 2
-    one_worker: list[Strategy] = [
-        MemOpt(),
-        Sharded(group=None, deferred=False),
-        Sharded(group=None, deferred=True),
-    ]
+    one_worker = [MemOpt(), Sharded(group=None), Sharded(group=None, deferred=True), OwnerLocal()]
     if ranks > 4:
         one_worker += [Sharded(), Sharded(deferred=True)]
-    one_worker.append(OwnerLocal())
-    options = [replace(base, strategy=strategy) for strategy in several_workers + one_worker]
-    if base.local:
-        return options
-    # Where one rank makes the update of a block, it alone needs the averaged gradient.
-    options += [replace(base, strategy=strategy, local=True) for strategy in one_worker]
+    return several_workers + one_worker
+
+
+def usual(
+    ranks: int, *, statistics_every: int | None = None, solve_every: int | None = None
+) -> list[Option]:
+    """Return the options of every strategy that soframe has.
+
+    Args:
+        ranks: The number of ranks.
+        statistics_every: The interval of statistics; None for the method's own.
+        solve_every: The interval of solves; None for the method's own.
+
+    Returns:
+        The options; each strategy with one gradient worker also with local gradients.
+    """
+    options: list[Option] = []
+    for strategy in strategies(ranks):
+        option = Option(strategy, statistics_every=statistics_every, solve_every=solve_every)
+        options.append(option)
+        # Where one rank makes the update of a block, it alone needs the averaged gradient.
+        if not isinstance(strategy, CommOpt | HybridOpt):
+            options.append(replace(option, local=True))
     return options
 
 
@@ -485,35 +461,6 @@ class Vary(StrEnum):
 
     BACKGROUND = "background"
     STAGGER = "stagger"
-    INTERVALS = "intervals"
-    SOLVER = "solver"
-    DTYPE = "dtype"
-
-
-Words = tuple[tuple[str, str], ...]  # arguments of a task, as in `Option.settings`
-
-
-def variants(
-    settings: Collection[Vary], solver: str | None = None
-) -> list[tuple[dict[str, Any], Words]]:
-    """Return the arguments, also in words, of tasks that differ in solver and dtype of factors."""
-    solvers = ["inverse", "eigen"] if Vary.SOLVER in settings else [solver]
-    dtypes = [torch.float32, torch.bfloat16] if Vary.DTYPE in settings else [None]
-    tasks = []
-    for name, dtype in itertools.product(solvers, dtypes):
-        # Rounded factors have negative eigenvalues, with which Cholesky factorisations fail.
-        if (name, dtype) == ("inverse", torch.bfloat16):
-            continue
-        arguments, words = dict[str, Any](), list[tuple[str, str]]()
-        if name is not None:
-            arguments["solver"] = name
-            words.append((name, f"solver={name!r}"))
-        if dtype is not None:
-            arguments["statistics"] = Statistics(dtype=dtype)
-            word = f"{str(dtype).removeprefix('torch.')} factors"
-            words.append((word, f"statistics=soframe.Statistics(dtype={dtype})"))
-        tasks.append((arguments, tuple(words)))
-    return tasks
 
 
 def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option]:
@@ -526,11 +473,7 @@ def varied(options: Sequence[Option], settings: Collection[Vary]) -> list[Option
     if Vary.STAGGER in settings:
         in_step = [option for option in variations if not option.background]
         variations += [replace(option, stagger=True) for option in in_step]
-    if Vary.INTERVALS in settings:
-        without, variations = variations, []
-        for option, (statistics, solves) in itertools.product(without, INTERVALS):
-            variations.append(replace(option, statistics_every=statistics, solve_every=solves))
-    return list(dict.fromkeys(variations))
+    return variations
 
 
 def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
@@ -545,15 +488,15 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
     parts_with_messages = _parts_to_price(ranks_of, arithmetic)
     local = _local_plan(task) if option.local else None
     is_fused = costs.hardware.device == "cuda"
-    priced: list[Rank] = []
-    traffics: list[dict[str, dict[str, float]]] = []
+    priced: list[PricedPart] = []
+    sent = 0.0
     for part, ranks in ranks_of.items():
-        messages: dict[str, Messages] = dict.fromkeys(KINDS, ())
+        messages: dict[str, Messages] = dict.fromkeys(STEP_KINDS, ())
         if part in parts_with_messages:
-            for kind in KINDS:
+            for kind in STEP_KINDS:
                 messages[kind] = _messages(placement, ranks[0], kind, local, is_fused)
-        priced.append(Rank(len(ranks), arithmetic[part], messages))
-        traffics.append(_traffic(messages, statistics_every, solve_every))
+        priced.append(PricedPart(len(ranks), arithmetic[part], messages))
+        sent = max(sent, _bytes_sent(messages, statistics_every, solve_every))
 
     added = seconds_of_rows(costs.work, costs.hardware)
     schedule = _schedule(costs, task, priced, option, added)
@@ -561,11 +504,10 @@ def _row(costs: Costs, task: Task, option: Option, placement: Placement) -> Row:
     return Row(
         option,
         memory=_memory(costs, placement, ranks_of, background=option.background > 0),
-        traffic=max(traffics, key=lambda traffic: traffic["total"]["bytes"]),
+        sent=sent,
         timing=schedule.timing(statistics_every, solve_every, turns),
         intervals=intervals,
         exact=_exact(placement),
-        notes=placement.notes,
     )
 
 
@@ -582,10 +524,14 @@ def _local_plan(task: Task) -> LocalPlan:
 
 
 def _schedule(
-    costs: Costs, task: Task, parts: Sequence[Rank], option: Option, added: Mapping[str, float]
+    costs: Costs,
+    task: Task,
+    parts: Sequence[PricedPart],
+    option: Option,
+    added: Mapping[str, float],
 ) -> Schedule:
     """Return the steps of an option, with the seconds of phases that have a price of their own."""
-    ranks = sum(part.count for part in parts)
+    ranks = sum(part.ranks for part in parts)
     return Schedule(
         costs.hardware,
         parts,
@@ -602,8 +548,8 @@ def _schedule(
 
 def _seconds_without_preconditioner(costs: Costs, task: Task, ranks: int) -> float:
     """Return the seconds of a step without a preconditioner."""
-    rank = Rank(ranks, Arithmetic(), dict.fromkeys(KINDS, ()))
-    return _schedule(costs, task, [rank], Option(CommOpt()), {}).timing(1, 1).mean
+    part = PricedPart(ranks, Arithmetic(), dict.fromkeys(STEP_KINDS, ()))
+    return _schedule(costs, task, [part], Option(CommOpt()), {}).timing(1, 1).mean
 
 
 def _parts_to_price(
@@ -637,22 +583,17 @@ def _messages(
     ).phases()
 
 
-def _traffic(
-    messages: Mapping[str, Messages], statistics_every: int, solve_every: int
-) -> dict[str, dict[str, float]]:
-    """Return a mean step's bytes and calls by phase, as `Placement.traffic` counts them."""
+def _bytes_sent(messages: Mapping[str, Messages], statistics_every: int, solve_every: int) -> float:
+    """Return the bytes of a rank's collectives in a mean step."""
     # The shares of steps with statistics alone, with statistics and a solve, and with neither.
     statistics_alone = max(0.0, 1 / statistics_every - 1 / solve_every)
     shares = {"statistics": statistics_alone, "solve": 1 / solve_every}
     shares["plain"] = 1 - sum(shares.values())
-    traffic: dict[str, dict[str, float]] = {}
+    sent = 0.0
     for kind, share in shares.items():
-        for phase, sent in messages[kind]:
-            for name in (phase, "total"):
-                counts = traffic.setdefault(name, {"bytes": 0.0, "calls": 0.0})
-                counts["bytes"] += share * sum(message.size for message in sent)
-                counts["calls"] += share * len(sent)
-    return traffic or {"total": {"bytes": 0.0, "calls": 0.0}}
+        for _, collectives in messages[kind]:
+            sent += share * sum(message.size for message in collectives)
+    return sent
 
 
 def _memory(
@@ -680,16 +621,14 @@ def _exact(placement: Placement) -> bool:
 
 def _strategy_as_code(strategy: Strategy) -> str:
     """Return a strategy as a user would write it."""
-    kind = type(strategy)
-    changed: list[str] = []
+    kind, changed = type(strategy), list[str]()
     for name, option in getattr(strategy, "__dataclass_fields__", {}).items():
         value = getattr(strategy, name)
         if value != option.default:
             changed.append(f"{name}={value!r}")
-    if not changed:
-        for name, registered in available("strategy").items():
-            if registered is kind:
-                return repr(name)
+    registry = KINDS["strategy"]
+    if not changed and kind in registry.available().values():
+        return repr(registry.name_of(kind))
     return f"soframe.strategies.{kind.__name__}({', '.join(changed)})"
 
 

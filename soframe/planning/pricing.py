@@ -79,7 +79,7 @@ class Pricing(TorchDispatchMode):
         out = func(*args, **kwargs)
         arguments, results = tensors_in((args, kwargs)), tensors_in(out)
         if not _computes_nothing(func, name):
-            moved = sum(map(_bytes, arguments)) + sum(map(_bytes, results))
+            moved = sum(tensor.nbytes for tensor in arguments + results)
             seconds = self._compute(func, name, args, kwargs, out)
             # A foreach operator is one launch, or a few, on a GPU, and a loop on a CPU.
             launches = 1
@@ -151,10 +151,6 @@ def _one(dtype: torch.dtype) -> bool | float | int:
     if dtype.is_floating_point:
         return 1.0
     return 1
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 @functools.cache

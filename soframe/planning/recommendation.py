@@ -36,7 +36,7 @@ class Recommendation:
         lrs: The lowest and the highest learning rate that were good; None if none was measured.
         reason: Why.
         page: The page that measured it; empty if none did.
-        plan: The method, solver and auxiliary method, as `soframe.Preconditioner` takes them.
+        plan: The method and the auxiliary method, as `soframe.Preconditioner` takes them.
         strategy: The strategy for several ranks; on one rank all are alike.
         memory: Bytes that the fullest rank holds between steps, by strategy: factors, second-order
             data and states of the methods. An optimizer behind a preconditioner has its own.
@@ -68,7 +68,7 @@ class Recommendation:
         return f"{self.call}\n\n" + "\n".join(f"{name}: {text}" for name, text in lines.items())
 
 
-# In a call, "{more}" is the place of the strategy and of the settings on a GPU.
+# In a call, "{more}" is the place of the strategy.
 ADVICE = (
     Recommendation(
         "pinn",

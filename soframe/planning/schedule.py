@@ -8,7 +8,7 @@ Phases come in the order of the step's table (`soframe.step.phases`):
 - results of solves, and updates, travel while further ones are computed;
 - every step begins with an agreement, at which all ranks wait for the last.
 
-A time without an end of its own is *exposed* where no rank computes meanwhile, and else overlapped.
+A message's time is *exposed* where no rank computes meanwhile.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from soframe.planning.costs import Arithmetic
 from soframe.planning.hardware import Hardware
@@ -30,15 +31,15 @@ Messages = Sequence[tuple[str, Sequence[Message]]]
 
 
 @dataclass(frozen=True)
-class Rank:
-    """The ranks of one part."""
+class PricedPart:
+    """Ranks with equal work, by its price."""
 
-    count: int
+    ranks: int
     arithmetic: Arithmetic
-    messages: Mapping[str, Messages]  # collectives by phase, of each of `KINDS`
+    messages: Mapping[str, Messages]  # collectives by phase, of each of `STEP_KINDS`
 
 
-KINDS = ("plain", "statistics", "solve")
+STEP_KINDS = ("plain", "statistics", "solve")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,6 @@ class Timing:
         longest: The longest step.
         phases: The mean of each phase, of the rank that the others wait for.
         exposed: The part of the mean in which only the network works, by phase.
-        overlapped: The seconds of the network in a mean step that are hidden behind arithmetic.
         imbalance: The longest solve of a rank over the mean of all ranks.
     """
 
@@ -58,14 +58,18 @@ class Timing:
     longest: float
     phases: Mapping[str, float]
     exposed: Mapping[str, float]
-    overlapped: float
     imbalance: float
 
 
 Amounts = defaultdict[str, float]
-"""Seconds of a step: ``"total"``, ``"travelled"``, ``"busy <phase>"`` and ``"exposed <phase>"``."""
-Durations = dict[str, tuple[float, float]]  # by phase: of all its messages, and of one
-NOTHING = (0.0, 0.0)  # seconds of a phase without messages, and of one of them
+"""Seconds by phase; of a step ``"total"``, ``"busy <phase>"`` and ``"exposed <phase>"``."""
+
+
+class Durations(NamedTuple):
+    """Seconds of messages in a step, by phase."""
+
+    totals: Amounts
+    longest: Amounts  # of one message
 
 
 class _Clock:
@@ -82,7 +86,6 @@ class _Clock:
 
     def send(self, seconds: float, since: float, last: float = 0.0) -> float:
         """Start messages, the first since some time and the last of them now; return their end."""
-        self.spent["travelled"] += seconds
         if self._is_crowded:
             since = self.now
         self.network = max(max(self.network, since) + seconds, self.now + last)
@@ -99,7 +102,7 @@ class Schedule:
     def __init__(
         self,
         hardware: Hardware,
-        parts: Sequence[Rank],
+        parts: Sequence[PricedPart],
         *,
         ranks: int,
         passes: float,  # seconds of a forward and backward pass
@@ -122,28 +125,28 @@ class Schedule:
         self._slowest: dict[str, float] = {}
         for field in fields(Arithmetic):
             longest = total = 0.0
-            for rank in parts:
-                seconds = getattr(rank.arithmetic, field.name)
+            for part in parts:
+                seconds = getattr(part.arithmetic, field.name)
                 longest = max(longest, seconds)
-                total += rank.count * seconds
+                total += part.ranks * seconds
             self._slowest[field.name] = max(longest, crowd * total / ranks)
         self._network: dict[str, Durations] = {}
-        for kind in KINDS:
-            self._network[kind] = self._durations([rank.messages[kind] for rank in parts])
+        for kind in STEP_KINDS:
+            self._network[kind] = self._durations([part.messages[kind] for part in parts])
 
-    def _durations(self, of_ranks: Sequence[Messages]) -> Durations:
-        durations: Durations = {}
-        for messages in of_ranks:
-            of_rank: Durations = {}
-            for phase, batch in messages:
-                for (operation, group, *_), size in batch:
-                    seconds = self._hardware.collective(operation, size, group)
-                    total, longest = of_rank.get(phase, NOTHING)
-                    of_rank[phase] = total + seconds, max(longest, seconds)
-            for phase, (total, longest) in of_rank.items():
-                before = durations.get(phase, NOTHING)
-                durations[phase] = max(total, before[0]), max(longest, before[1])
-        return durations
+    def _durations(self, messages_of_parts: Sequence[Messages]) -> Durations:
+        """Return the durations of messages of the parts whose messages take longest."""
+        totals, longest = Amounts(float), Amounts(float)
+        for messages in messages_of_parts:
+            of_part = Amounts(float)
+            for phase, collectives in messages:
+                for route, size in collectives:
+                    seconds = self._hardware.collective(route.operation, size, route.group)
+                    of_part[phase] += seconds
+                    longest[phase] = max(longest[phase], seconds)
+            for phase, seconds in of_part.items():
+                totals[phase] = max(totals[phase], seconds)
+        return Durations(totals, longest)
 
     def timing(self, statistics_every: int, solve_every: int, turns: int = 1) -> Timing:
         """Return the time of a step, with the solves of an interval spread over some turns."""
@@ -157,18 +160,16 @@ class Schedule:
         mean = Amounts(float)
         for name in dict.fromkeys(itertools.chain(base, solving, gathering)):
             mean[name] = base[name] + solving[name] / solve_every + gathering[name] * rarely
-        exposed = _of(mean, "exposed ")
         return Timing(
             mean=mean["total"],
             longest=max(base["total"] + (longest - base["total"]) / turns, long),
             phases=_of(mean, "busy "),
-            exposed=exposed,
-            overlapped=max(0.0, mean["travelled"] - sum(exposed.values())),
+            exposed=_of(mean, "exposed "),
             imbalance=self._imbalance(),
         )
 
     def _extra(self, kind: str, usual: str, base: Amounts) -> tuple[Amounts, float]:
-        """Return what a step and its consequences add to usual steps, and the longest of them."""
+        """Return the times that a step and its effects add to usual steps, and the longest step."""
         after = max(1, self._background)
         steps = self._steps([usual, kind, *itertools.repeat(usual, after)])[1:]
         added = Amounts(float)
@@ -179,10 +180,10 @@ class Schedule:
 
     def _imbalance(self) -> float:
         longest = total = ranks = 0.0
-        for rank in self._parts:
-            longest = max(longest, rank.arithmetic.solve)
-            total += rank.count * rank.arithmetic.solve
-            ranks += rank.count
+        for part in self._parts:
+            longest = max(longest, part.arithmetic.solve)
+            total += part.ranks * part.arithmetic.solve
+            ranks += part.ranks
         return longest * ranks / total if total else 1.0
 
     def _steps(self, kinds: Sequence[str]) -> list[Amounts]:
@@ -231,8 +232,8 @@ class Schedule:
 
     def _reduce(self, clock: _Clock, network: Durations) -> None:
         """Average sums into factors, and start to send them."""
-        clock.compute("reduce", self._slowest["average"])
-        seconds, _ = network.get("reduce", NOTHING)
+        clock.compute("reduce", self._slowest["reduce"])
+        seconds = network.totals["reduce"]
         clock.arrival = clock.now
         if seconds:
             clock.arrival = clock.send(seconds, clock.now)
@@ -259,12 +260,13 @@ class Schedule:
         self, clock: _Clock, phase: str, network: Durations, since: float | None = None
     ) -> None:
         """Send a phase's messages and wait: while arithmetic makes them, if it began before."""
-        seconds, last = network.get(phase, NOTHING)
+        seconds = network.totals[phase]
         if seconds:
             if since is None:
                 since = clock.now
-            clock.wait(phase, clock.send(seconds, since, last))
+            clock.wait(phase, clock.send(seconds, since, network.longest[phase]))
 
 
 def _of(amounts: Amounts, prefix: str) -> dict[str, float]:
+    """Return the amounts of all phases whose names have a prefix, which is left out."""
     return {n.removeprefix(prefix): v for n, v in amounts.items() if n.startswith(prefix)}

@@ -41,7 +41,6 @@ class Task:
         blocks: Its blocks.
         work: Their work, for strategies.
         parameters: The model's trainable parameters.
-        seconds: The time of both passes, where inputs are unknown.
         model: The model; None if it is not run.
         inputs: The arguments of its forward pass, on the meta device; None if unknown.
         calls: The calls of layers in a forward pass.
@@ -53,7 +52,6 @@ class Task:
     blocks: Sequence[Block]
     work: Sequence[BlockWork]
     parameters: Sequence[nn.Parameter]
-    seconds: float = 0.0
     model: nn.Module | None = None
     inputs: tuple[Any, ...] | None = None
     calls: Sequence[LayerShapes] = field(default_factory=list)
@@ -102,20 +100,14 @@ class Task:
         """Return the parts that a plan leaves without a price, each with the reason."""
         captured = [block for block in self.blocks if block.captured]
         if self.inputs is None:
-            phases = [] if self.seconds else ["passes"]
-            if captured:
-                phases.append("statistics of calls")
-            what, why = " and ".join(phases), "the inputs are unknown"
-        else:
-            what, why = self._uncalled(captured), "no call of theirs was seen"
-        return (f"no price for {what}: {why}",) if what else ()
-
-    def _uncalled(self, captured: Sequence[Block]) -> str:
+            what = "passes and statistics of calls" if captured else "passes"
+            return (f"no price for {what}: the inputs are unknown",)
         seen = {call.helper for call in self.calls}
         missed = [block.name for block in captured if seen.isdisjoint(block.helpers)]
         if not missed:
-            return ""
-        return f"the statistics of {len(missed)} block(s), such as {missed[0]}"
+            return ()
+        which = f"the statistics of {len(missed)} block(s), such as {missed[0]}"
+        return (f"no price for {which}: no call of theirs was seen",)
 
     def run(self, new: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         """Return a forward and backward pass, on tensors that ``new`` makes from those here."""

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 
@@ -177,21 +177,8 @@ def build(
     described = describe_settings(registration.blocks, *settings, parts.solves, refresh)
     compare_ranks(backend, placement, described)
     settled = strategy
-    if type(settled).settled is not Strategy.settled:
-        settled = settled.settled(
-            Circumstances(
-                blocks=registration.blocks,
-                work=placement.work,
-                parameters=[p for p in model.parameters() if p.requires_grad],
-                backend=backend,
-                local=parts.gradients == "local",
-                background=parts.solves.delay,
-                stagger=refresh.stagger,
-                statistics_every=refresh.statistics_every.at(LATE),
-                solve_every=refresh.solve_every.at(LATE),
-                refused=unfit,
-            )
-        )
+    if type(strategy).settled is not Strategy.settled:  # others need not walk the model for it
+        settled = strategy.settled(_circumstances(parts, registration.blocks, placement, unfit))
     if settled is not strategy:
         placement = placed(settled)
         compare_ranks(backend, placement, described)
@@ -203,6 +190,27 @@ def build(
     # Process groups are created by all ranks together, so only after they agree.
     backend.prepare(placement.groups())
     return registration, placement, settled
+
+
+def _circumstances(
+    parts: Parts,
+    blocks: Sequence[Block],
+    placement: Placement,
+    refused: Callable[[Placement], str | None],
+) -> Circumstances:
+    """Return the circumstances in which a strategy settles."""
+    return Circumstances(
+        blocks=blocks,
+        work=placement.work,
+        parameters=[p for p in parts.model.parameters() if p.requires_grad],
+        backend=parts.backend,
+        local=parts.gradients == "local",
+        background=parts.solves.delay,
+        stagger=parts.refresh.stagger,
+        statistics_every=parts.refresh.statistics_every.at(LATE),
+        solve_every=parts.refresh.solve_every.at(LATE),
+        refused=refused,
+    )
 
 
 # Weak on both sides: neither a module nor a capture is kept alive by this table.

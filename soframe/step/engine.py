@@ -326,6 +326,6 @@ class Engine:
         for stack in curvature.placed.stacks:
             if not stack.like.observes or stack.like.method.refreshes_after:
                 continue
-            if plan.observes or any(block.waits for block in stack.blocks):
+            if plan.observes or any(block.is_overdue for block in stack.blocks):
                 return False
         return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -13,27 +14,17 @@ the next one is packed.
 """
 
 
-def fill(items: Iterable[tuple[Hashable, int]]) -> list[list[int]]:
-    """Group items of the same route into buffers of `BUCKET_BYTES`; return their indices."""
-    routes: dict[Hashable, tuple[list[list[int]], list[int]]] = {}
-    for index, (route, size) in enumerate(items):
-        buckets, sizes = routes.setdefault(route, ([], []))
-        if not buckets or sizes[-1] + size > BUCKET_BYTES:
-            buckets.append([])
-            sizes.append(0)
-        buckets[-1].append(index)
-        sizes[-1] += size
-    filled: list[list[int]] = []
-    for buckets, _ in routes.values():
-        filled += buckets
-    return filled
-
-
 def in_buckets(
     items: Sequence[Item], route: Callable[[Item], tuple[Hashable, int]]
 ) -> list[list[Item]]:
-    """Group items by `fill`, from a function that returns the route and the bytes of each."""
-    buckets: list[list[Item]] = []
-    for indices in fill(map(route, items)):
-        buckets.append([items[index] for index in indices])
-    return buckets
+    """Group items of one route into buffers, from a function that returns route and bytes."""
+    buckets_of: dict[Hashable, list[list[Item]]] = {}  # by route
+    sizes: dict[Hashable, int] = {}  # of the last bucket of each route
+    for item in items:
+        key, size = route(item)
+        if key not in sizes or sizes[key] + size > BUCKET_BYTES:
+            buckets_of.setdefault(key, []).append([])
+            sizes[key] = 0
+        buckets_of[key][-1].append(item)
+        sizes[key] += size
+    return list(chain.from_iterable(buckets_of.values()))

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from soframe.registry import register
 from soframe.strategies.balance import Cost, assign, compute_cost, share_out
@@ -28,52 +28,24 @@ from soframe.strategies.placement import Placement
 from soframe.strategies.work import BlockPlacement, BlockWork
 
 
-@dataclass(frozen=True)
-class _Grid(Strategy):
-    """The grid, for any number of columns."""
-
-    colocate: bool = True
-    cost: Cost = compute_cost
-
-    def _place(
-        self, name: str, work: Sequence[BlockWork], ranks: int, columns: int, *notes: str
-    ) -> Placement:
-        members = [tuple(range(column, ranks, columns)) for column in range(columns)]
-        costs = [list(map(self.cost, block.factors)) for block in work]
-        totals = [block.effort + sum(cost) for block, cost in zip(work, costs, strict=True)]
-        blocks_of = share_out(totals, list(map(len, members)))
-        placed: dict[int, BlockPlacement] = {}
-        for workers, indices in zip(members, blocks_of, strict=True):
-            if not indices:
-                continue
-            sources = _sources(workers, ranks, columns)
-            for index, owners in self._owners(indices, costs, totals, workers):
-                place = (owners, workers, sources)
-                placed[index] = BlockPlacement(work[index].name, *place, packed=ranks > 1)
-        blocks = tuple(placed[index] for index in range(len(work)))
-        return Placement(name, ranks, work=tuple(work), blocks=blocks, notes=notes)
-
-    def _owners(
-        self,
-        blocks: Sequence[int],
-        costs: Sequence[Sequence[float]],
-        totals: Sequence[float],
-        workers: Sequence[int],
-    ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield some blocks with the owner of each factor, by the costs of blocks or factors."""
-        loads = [0.0] * len(workers)
-        if self.colocate:
-            rows = assign([totals[block] for block in blocks], loads)
-            for block, row in zip(blocks, rows, strict=True):
-                yield block, tuple(itertools.repeat(workers[row], len(costs[block])))
-            return
-        of_factors = list(itertools.chain.from_iterable(costs[block] for block in blocks))
-        owners = [workers[row] for row in assign(of_factors, loads)]
-        start = 0
-        for block in blocks:
-            end = start + len(costs[block])
-            yield block, tuple(owners[start:end])
-            start = end
+def _owners(
+    totals: Sequence[float],
+    costs: Sequence[Sequence[float]],
+    workers: Sequence[int],
+    *,
+    colocate: bool,
+) -> list[tuple[int, ...]]:
+    """Return each block's owners by factor, from the costs of blocks, or of factors."""
+    loads = [0.0] * len(workers)
+    owners: list[tuple[int, ...]] = []
+    if colocate:
+        for row, of_block in zip(assign(totals, loads), costs, strict=True):
+            owners.append(tuple(itertools.repeat(workers[row], len(of_block))))
+        return owners
+    rows = iter(assign(list(itertools.chain.from_iterable(costs)), loads))
+    for of_block in costs:
+        owners.append(tuple(workers[next(rows)] for _ in of_block))
+    return owners
 
 
 def _sources(workers: tuple[int, ...], ranks: int, columns: int) -> tuple[int, ...]:
@@ -81,38 +53,9 @@ def _sources(workers: tuple[int, ...], ranks: int, columns: int) -> tuple[int, .
     return tuple(by_row.get(rank // columns, workers[0]) for rank in range(ranks))
 
 
-@register("strategy", "comm-opt")
-@dataclass(frozen=True)
-class CommOpt(_Grid):
-    """Every rank preconditions every gradient: most memory, no communication between solves.
-
-    Attributes:
-        colocate: Solve the factors of one block on the same rank.
-        cost: The cost of owning a factor.
-    """
-
-    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        return self._place("comm-opt", work, ranks, 1)
-
-
-@register("strategy", "mem-opt")
-@dataclass(frozen=True)
-class MemOpt(_Grid):
-    """One rank preconditions a gradient and sends it to the others: least memory of the grid.
-
-    Attributes:
-        colocate: Without effect, as in the other strategies of the grid; a single rank owns all
-            factors of a block.
-        cost: The cost of owning a factor.
-    """
-
-    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        return self._place("mem-opt", work, ranks, ranks)
-
-
 @register("strategy", "hybrid-opt")
 @dataclass(frozen=True)
-class HybridOpt(_Grid):
+class HybridOpt(Strategy):
     """A fraction of the ranks preconditions each gradient.
 
     Attributes:
@@ -122,6 +65,8 @@ class HybridOpt(_Grid):
             in (0, 1] as a float, or a count as an int.
     """
 
+    colocate: bool = True
+    cost: Cost = compute_cost
     gradient_workers: float | int = 0.5
 
     def __post_init__(self) -> None:
@@ -141,6 +86,26 @@ class HybridOpt(_Grid):
             )
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        columns, notes = self._columns(ranks)
+        members = [tuple(range(column, ranks, columns)) for column in range(columns)]
+        costs = [list(map(self.cost, block.factors)) for block in work]
+        totals = [block.effort + sum(cost) for block, cost in zip(work, costs, strict=True)]
+        blocks_of = share_out(totals, list(map(len, members)))
+        placed: dict[int, BlockPlacement] = {}
+        for workers, blocks in zip(members, blocks_of, strict=True):
+            if not blocks:
+                continue
+            sources = _sources(workers, ranks, columns)
+            sizes = [totals[block] for block in blocks]
+            owners = _owners(sizes, [costs[b] for b in blocks], workers, colocate=self.colocate)
+            for block, of_factors in zip(blocks, owners, strict=True):
+                place = (of_factors, workers, sources)
+                placed[block] = BlockPlacement(work[block].name, *place, packed=ranks > 1)
+        in_order = tuple(placed[block] for block in range(len(work)))
+        return Placement("hybrid-opt", ranks, work=tuple(work), blocks=in_order, notes=notes)
+
+    def _columns(self, ranks: int) -> tuple[int, tuple[str, ...]]:
+        """Return the number of columns, and a note if the gradient workers are others."""
         workers = float(self.gradient_workers)
         if isinstance(self.gradient_workers, float):
             workers = max(1.0, ranks * workers)
@@ -154,10 +119,44 @@ class HybridOpt(_Grid):
         shortest, rest = divmod(ranks, columns)
         # A fraction of the ranks is a whole number up to rounding.
         if rest == 0 and math.isclose(shortest, workers):
-            return self._place("hybrid-opt", work, ranks, columns)
+            return columns, ()
         lengths = f"{shortest} or {shortest + 1}" if rest else f"{shortest}"
         note = (
             f"{workers:g} gradient workers do not divide {ranks} ranks: {columns} column(s) "
             f"of {lengths} ranks instead"
         )
-        return self._place("hybrid-opt", work, ranks, columns, note)
+        return columns, (note,)
+
+
+@register("strategy", "comm-opt")
+@dataclass(frozen=True)
+class CommOpt(Strategy):
+    """Every rank preconditions every gradient: most memory, no communication between solves.
+
+    Attributes:
+        colocate: Solve the factors of one block on the same rank.
+        cost: The cost of owning a factor.
+    """
+
+    colocate: bool = True
+    cost: Cost = compute_cost
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        hybrid = HybridOpt(self.colocate, self.cost, gradient_workers=ranks)
+        return replace(hybrid.place(work, ranks), strategy="comm-opt")
+
+
+@register("strategy", "mem-opt")
+@dataclass(frozen=True)
+class MemOpt(Strategy):
+    """One rank preconditions a gradient and sends it to the others: least memory of the grid.
+
+    Attributes:
+        cost: The cost of owning a factor.
+    """
+
+    cost: Cost = compute_cost
+
+    def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
+        hybrid = HybridOpt(cost=self.cost, gradient_workers=1)
+        return replace(hybrid.place(work, ranks), strategy="mem-opt")

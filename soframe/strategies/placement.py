@@ -142,9 +142,8 @@ class Placement:
         """Return the bytes that a rank holds after a solve, from shapes alone.
 
         They equal `Preconditioner.memory_usage`, to the byte. Factors whose statistics are made
-        with second-order data are counted, although they come with the next statistics. While a
-        backward pass gathers statistics, a rank also holds the sums of the blocks that it
-        contributes to.
+        with second-order data are counted, although they come with the next statistics. While
+        backward passes gather statistics, a rank also holds their sums, see `window`.
 
         Args:
             rank: The rank.
@@ -155,6 +154,15 @@ class Placement:
             (0), and ``"total"``.
         """
         return plan.memory(self.pairs, self.stacks, rank, used)
+
+    def window(self, rank: int) -> int:
+        """Return the bytes of the sums that a rank gathers while backward passes run."""
+        size = 0
+        for stack in self.stacked:
+            for index, factor in enumerate(stack.work.factors):
+                if factor.captured and stack.place.contributes(rank, index):
+                    size += stack.matrix(index, len(stack.members))
+        return size
 
     @cached_property
     def fullest(self) -> dict[str, int]:
@@ -335,9 +343,6 @@ def _residents(work: BlockWork, block: BlockPlacement) -> Checks:
 
 def complete(placement: Placement) -> Placement:
     """Return a strategy's placement, completed by the places that follow from the work."""
-    # Gradient workers have the averaged gradient, so its factors stay with them. Warm-started
-    # solves run where the last solve's data are. An unsolved factor is held by the ranks that use
-    # it. Ranks whose statistics need second-order data read them.
     if len(placement.work) != len(placement.blocks):
         raise ValueError(
             f"a strategy has placed {len(placement.blocks)} block(s), and the model has "
@@ -353,6 +358,9 @@ def complete(placement: Placement) -> Placement:
 
 
 def _completed(work: BlockWork, block: BlockPlacement) -> BlockPlacement:
+    # Gradient workers have the averaged gradient, so its factors stay with them. Warm-started
+    # solves run where the last solve's data are. An unsolved factor is held by the ranks that use
+    # it. Ranks whose statistics need second-order data read them.
     workers = tuple(sorted(block.gradient_workers))
     places = [_of_factor(work, block, index, workers) for index in range(len(work.factors))]
     owners, contributors, holders = zip(*places, strict=True)

@@ -98,16 +98,6 @@ def _held(work: BlockWork, place: BlockPlacement, rank: int) -> Iterator[tuple[s
         yield "state", ITEM_BYTES[work.state_dtype] * numel(work.state)
 
 
-def window(pairs: Pairs, stacks: Stacks, rank: int) -> int:
-    """Return the bytes of the sums that a rank gathers before a step."""
-    size = 0
-    for work, place in _in_stacks(pairs, stacks, None):
-        for index, factor in enumerate(work.factors):
-            if factor.captured and place.contributes(rank, index):
-                size += ITEM_BYTES[work.dtype] * prod(factor.shape)
-    return size
-
-
 def _in_stacks(pairs: Pairs, stacks: Stacks, used: Collection[str] | None) -> Pairs:
     """Return all blocks of stacks with a used block: a stack's tensors hold all its blocks."""
     names = {work.name for work, _ in _named(pairs, used)}

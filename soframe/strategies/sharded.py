@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from soframe.registry import register
 from soframe.strategies.balance import Cost, assign, memory_cost, share_out
@@ -34,67 +34,25 @@ from soframe.strategies.placement import Placement
 from soframe.strategies.work import ITEM_BYTES, BlockPlacement, BlockWork
 
 
-@dataclass(frozen=True)
-class _Sharded(Strategy):
-    """One gradient worker and one holder for each block, both among its contributors."""
-
-    cost: Cost = memory_cost
-    colocate: bool = False
-
-    def _place(
-        self,
-        name: str,
-        work: Sequence[BlockWork],
-        ranks: int,
-        group: int | None,
-        deferred: bool = False,
-        wire: str | None = None,
-    ) -> Placement:
-        groups, notes = _groups(ranks, group or ranks)
-        totals = [block.elements + sum(map(self.cost, block.factors)) for block in work]
-        blocks_of = share_out(totals, list(map(len, groups)))
-        placed: dict[int, BlockPlacement] = {}
-        for members, indices in zip(groups, blocks_of, strict=True):
-            places = self._places([totals[index] for index in indices], len(members))
-            for index, (worker, holder) in zip(indices, places, strict=True):
-                factors = len(work[index].factors)
-                contributors = () if len(members) == ranks else itertools.repeat(members, factors)
-                placed[index] = BlockPlacement(
-                    work[index].name,
-                    owners=tuple(itertools.repeat(members[holder], factors)),
-                    gradient_workers=(members[worker],),
-                    sources=tuple(itertools.repeat(members[worker], ranks)),
-                    contributors=tuple(contributors),
-                    holders=tuple(itertools.repeat((members[holder],), factors)),
-                    deferred=deferred,
-                    packed=True,
-                    wire=wire,
-                )
-        blocks = tuple(placed[index] for index in range(len(work)))
-        return Placement(name, ranks, work=tuple(work), blocks=blocks, notes=tuple(notes))
-
-    def _places(self, totals: Sequence[float], ranks: int) -> list[tuple[int, int]]:
-        """Return the worker and the holder of each block of a group, by number in the group."""
-        loads = [0.0] * ranks
-        # Place second-order data first: the step waits for its exchange. Running factors, half
-        # as large, then go to the ranks with the least load.
-        workers = assign(totals, loads)
-        holders = [0] * len(totals)
-        for block in sorted(range(len(totals)), key=lambda block: (-totals[block], block)):
-            holder = self._holder(workers[block], totals[block] / 2, loads)
-            loads[holder] += totals[block] / 2
-            holders[block] = holder
-        return list(zip(workers, holders, strict=True))
-
-    def _holder(self, worker: int, size: float, loads: Sequence[float]) -> int:
-        """Return the holder of running factors, by its number in the group, given the worker's."""
+def _places(totals: Sequence[float], ranks: int, *, colocate: bool) -> list[tuple[int, int]]:
+    """Return the worker and the holder of each block of a group, by number in the group."""
+    loads = [0.0] * ranks
+    # Place second-order data first: the step waits for its exchange. Running factors, half as
+    # large, then go to the ranks with the least load.
+    workers = assign(totals, loads)
+    holders = [0] * len(totals)
+    for block in sorted(range(len(totals)), key=lambda block: (-totals[block], block)):
+        worker, size = workers[block], totals[block] / 2
+        holder = worker
         # Split a block only if its parts together would exceed every rank's load.
-        if self.colocate or loads[worker] + size <= max(loads):
-            return worker
-        return min(range(len(loads)), key=lambda rank: (loads[rank], rank != worker, rank))
+        if not colocate and loads[worker] + size > max(loads):
+            holder = min(range(ranks), key=lambda rank: (loads[rank], rank != worker, rank))
+        loads[holder] += size
+        holders[block] = holder
+    return list(zip(workers, holders, strict=True))
 
 
-def _groups(ranks: int, size: int) -> tuple[list[tuple[int, ...]], list[str]]:
+def _groups(ranks: int, size: int) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
     """Split the ranks into groups of at most ``size`` neighbours, as evenly as possible."""
     number = -(-ranks // size)
     groups: list[tuple[int, ...]] = []
@@ -103,15 +61,15 @@ def _groups(ranks: int, size: int) -> tuple[list[tuple[int, ...]], list[str]]:
         groups.append(tuple(range(start, end)))
     lengths = sorted({len(members) for members in groups})
     if lengths == [min(size, ranks)]:
-        return groups, []
+        return groups, ()
     sizes = " or ".join(map(str, lengths))
     note = f"groups of {size} do not divide {ranks} ranks: {number} group(s) of {sizes} ranks"
-    return groups, [f"{note} instead"]
+    return groups, (f"{note} instead",)
 
 
 @register("strategy", "sharded")
 @dataclass(frozen=True)
-class Sharded(_Sharded):
+class Sharded(Strategy):
     """Running factors on one rank each, statistics reduced to it.
 
     Attributes:
@@ -127,6 +85,8 @@ class Sharded(_Sharded):
             factors' own.
     """
 
+    cost: Cost = memory_cost
+    colocate: bool = False
     group: int | None = 4
     deferred: bool = False
     wire: str | None = None
@@ -139,12 +99,34 @@ class Sharded(_Sharded):
             raise ValueError(f"Sharded: wire must be one of {known} or None, not {self.wire!r}")
 
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        return self._place("sharded", work, ranks, self.group, self.deferred, self.wire)
+        groups, notes = _groups(ranks, ranks if self.group is None else self.group)
+        totals = [block.elements + sum(map(self.cost, block.factors)) for block in work]
+        blocks_of = share_out(totals, list(map(len, groups)))
+        placed: dict[int, BlockPlacement] = {}
+        for members, blocks in zip(groups, blocks_of, strict=True):
+            sizes = [totals[block] for block in blocks]
+            places = _places(sizes, len(members), colocate=self.colocate)
+            for block, (worker, holder) in zip(blocks, places, strict=True):
+                factors = len(work[block].factors)
+                contributors = () if len(members) == ranks else itertools.repeat(members, factors)
+                placed[block] = BlockPlacement(
+                    work[block].name,
+                    owners=tuple(itertools.repeat(members[holder], factors)),
+                    gradient_workers=(members[worker],),
+                    sources=tuple(itertools.repeat(members[worker], ranks)),
+                    contributors=tuple(contributors),
+                    holders=tuple(itertools.repeat((members[holder],), factors)),
+                    deferred=self.deferred,
+                    packed=True,
+                    wire=self.wire,
+                )
+        in_order = tuple(placed[block] for block in range(len(work)))
+        return Placement("sharded", ranks, work=tuple(work), blocks=in_order, notes=notes)
 
 
 @register("strategy", "owner-local")
 @dataclass(frozen=True)
-class OwnerLocal(_Sharded):
+class OwnerLocal(Strategy):
     """Statistics of a block from its owner's data alone: no statistics are sent.
 
     The data-parallel K-FAC of Zhang et al. (2022). The factors depend on the rank that owns a
@@ -152,8 +134,10 @@ class OwnerLocal(_Sharded):
 
     Attributes:
         cost: The cost of a factor for its rank.
-        colocate: Without effect; a single rank does everything for a block.
     """
 
+    cost: Cost = memory_cost
+
     def place(self, work: Sequence[BlockWork], ranks: int) -> Placement:
-        return self._place("owner-local", work, ranks, 1)
+        sharded = Sharded(cost=self.cost, group=1)
+        return replace(sharded.place(work, ranks), strategy="owner-local")

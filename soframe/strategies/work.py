@@ -93,9 +93,7 @@ class BlockWork:
 
     @property
     def stackable(self) -> bool:
-        """Whether it may share a stack, as every tensor's first dimension is the block's groups.
-
-        Or as its method is elementwise.
+        """Whether it may share a stack: elementwise, or with its groups as every first dimension.
 
         On CPUs large matrices stay by themselves: a batched product of them is slower than a loop,
         and copies into the batch come on top.

@@ -257,7 +257,7 @@ def _directed(preconditioner: Preconditioner, block: Block, vector: Tensor) -> T
         incoming=matrix,
         data=block.stack.data_of((block.member,)),
         state=dict(block.state),
-        updates=block.state.updates,
+        updates=block.record.updates,
         solver=block.solver,
         damping=block.damped_with(preconditioner.damping),
     )

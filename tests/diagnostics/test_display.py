@@ -113,17 +113,3 @@ def test_spectra_are_the_eigenvalues_by_layer() -> None:
         assert line.get_ydata() == pytest.approx(values[: len(line.get_ydata())].tolist())  # type: ignore[arg-type]
         share = curvature.trace(name) / curvature.trace()
         assert str(line.get_label()).startswith(f"{name}: {share:.0%} of the trace, ")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "-"),
-        (999, "999 B"),
-        (1010, "0.986 KiB"),
-        (1023 * 1024, "0.999 MiB"),
-        (5 * 2**30, "5 GiB"),
-    ],
-)
-def test_sizes_have_three_digits_and_no_exponent(size: float, text: str) -> None:
-    assert measured.bytes_text(size) == text

@@ -23,7 +23,6 @@ from soframe.strategies import (
     Placement,
     Sharded,
     Strategy,
-    plan,
 )
 from soframe.testing import compare, dense_preconditioned
 from tests.distributed.harness import run_ranks
@@ -320,9 +319,7 @@ def test_other_ranks_keep_no_inputs_and_compute_no_moments(monkeypatch):
     assert sorted(kept) == [(n, int(n in mine)) for n in range(5, 9)]
     window = own.curvature.statistics.window
     assert [block.stack in window.sums for block in own.blocks] == [n in mine for n in range(5, 9)]
-    assert own.memory_usage()["statistics"] == plan.window(
-        own.placement.pairs, own.placement.stacks, 1
-    )
+    assert own.memory_usage()["statistics"] == own.placement.window(1)
 
     def settle(placed, members):
         held.extend(bool(window.sums) for _ in members)

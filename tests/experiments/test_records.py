@@ -72,7 +72,7 @@ def test_the_table_and_the_plot_show_every_run(tmp_path):
     cells = [list(column.cells) for column in table.columns]
     assert cells[0] == ["SGD", "K-FAC, comm-opt"]
     assert cells[1:3] == [["20 / 1.0", "not reached"], ["40 / 2.0", "not reached"]]
-    assert cells[-2:] == [["1.51 KiB"] * 2, ["2 KiB"] * 2]
+    assert cells[-2:] == [["1.55 kB"] * 2, ["2.05 kB"] * 2]
     figure = loss_curves(workload("digits-autoencoder"), runs)
     left, right = figure.axes
     assert list(left.lines[0].get_xdata()) == [0, 10, 20, 30, 40]

@@ -75,14 +75,14 @@ def test_seeds_that_missed_a_target_or_diverged_are_counted_and_not_averaged() -
         "last loss": "0.20 ± 0.25",
         "accuracy, %": "70 ± 25",
         "ms/step": "50 ± 0",
-        "memory": "-",
+        "memory": "0 B",
     }
     found = cells(KFAC)
     # 10 and 30 steps: 12.7062 times a standard error of 10.
     assert found["steps to 0.5"] == "20 ± 127 (2/3)"
     assert found["last loss"] == "0.2 ± 1.3 (2/3)"
     assert found["diverged"] == "1 of 3"
-    assert found["memory"] == "3 KiB"
+    assert found["memory"] == "3.07 kB"
 
 
 def test_one_seed_has_no_interval() -> None:
@@ -104,7 +104,7 @@ def test_markdown_has_a_line_for_each_group() -> None:
     assert lines[7].endswith("†: not tuned, beside others that were: tuned it may be faster.")
     assert lines[4] == (
         "| SGD | 21 trials of 10 s | 0 of 3 | 20 ± 25 | 1.0 ± 1.2 | 0.20 ± 0.25 | 70 ± 25 "
-        "| 50 ± 0 | - |"
+        "| 50 ± 0 | 0 B |"
     )
     assert len({line.count("|") for line in lines[2:6]}) == 1
     assert "over seeds 1, 2, 3, ± the 95 % interval of Student's t" in lines[7]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import soframe
+from soframe.methods import Momentum
+from soframe.methods.base import Candidate
 from tests import kit
 
 
@@ -171,3 +173,16 @@ def test_frozen_and_thawed_heads_stay_heads() -> None:
     kit.train(model, loss, range(3), optimizer)
     assert [len(group["params"]) for group in optimizer.param_groups] == before == [1, 3]
     optimizer.close()
+
+
+def test_a_method_is_told_of_heads_and_embeddings() -> None:
+    last: dict[str, bool] = {}
+
+    class Noting(Momentum):
+        def unsuited(self, candidate: Candidate) -> str | None:
+            last[candidate.name] = candidate.last
+            return None
+
+    model = nn.Sequential(nn.Embedding(5, 4), linear(), nn.Tanh(), linear(5))
+    kit.precondition(model, Noting()).close()
+    assert last == {"0.weight": True, "1.weight": False, "3.weight": True}

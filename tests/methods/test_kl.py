@@ -261,7 +261,7 @@ def test_lost_data_are_waited_for(method: Method) -> None:
         own.load_state_dict(seal(saved))
         with_factors = [block for block in own.blocks if block.factors]
         assert with_factors
-        assert all(block.lost for block in with_factors)
+        assert all(block.has_lost_data for block in with_factors)
         stages.train(model, own, range(3, 4), lr=0.0)
         for block in with_factors:
             before = saved["blocks"][block.name]["factors"]
@@ -309,7 +309,7 @@ def test_in_the_background(method: Method) -> None:
     """What lands later is in the statistics of the same step on every rank."""
     one = Training(method, options={"background": 2})
     whole = train(0, 1, one)
-    strategies: tuple[Any, ...] = ("comm-opt", MemOpt(colocate=False), Sharded(deferred=True))
+    strategies: tuple[Any, ...] = ("comm-opt", MemOpt(), Sharded(deferred=True))
     runs = [dataclasses.replace(one, strategy=strategy) for strategy in strategies]
     for trained in run_ranks(train_each, 2, runs):
         for run, weights in zip(runs, trained, strict=True):

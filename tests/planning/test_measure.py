@@ -89,7 +89,7 @@ def test_factorisations_are_measured_at_the_sides_of_a_model() -> None:
     ],
 )
 def test_many_sides_are_thinned_out(sides: list[int], found: list[int]) -> None:
-    assert measuring._some(sides) == found
+    assert measuring._sides_to_measure(sides) == found
 
 
 def test_a_budget_ends_a_curve() -> None:
@@ -604,7 +604,7 @@ def test_medians_are_over_samples_and_ranks(groups: Any, median: float) -> None:
     points = []
     for size in (8, 4):
         samples = [1.0 * size, 2.0 * size, 6.0 * size]
-        points.append(measuring._Point(series, size, 1, 1, samples))
+        points.append(measuring._Point(series, size, 1, 1, 0.0, 0.0, samples))
     found = measuring._over_ranks(points, Threefold())
     assert list(found[series].items()) == [(4, 4 * median), (8, 8 * median)]
 

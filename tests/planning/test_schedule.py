@@ -10,11 +10,12 @@ import pytest
 
 from soframe.planning.costs import Arithmetic
 from soframe.planning.hardware import Hardware, Link
-from soframe.planning.schedule import KINDS, Rank, Schedule, Timing
+from soframe.planning.schedule import STEP_KINDS, PricedPart, Schedule, Timing
+from soframe.strategies.plan import Message, Route
 from tests.planning.kit import CPU
 
 PASSES, OPTIMIZER = 0.9, 0.02  # 0.3 s forward, 0.6 s backward
-USUAL = Arithmetic(statistics=0.1, average=0.03, observe=0.05, solve=0.0, direct=0.2, write=0.04)
+USUAL = Arithmetic(statistics=0.1, reduce=0.03, observe=0.05, solve=0.0, direct=0.2, write=0.04)
 PLAIN = PASSES + 0.04 + 0.05 + 0.2 + OPTIMIZER
 STATISTICS = PLAIN + 0.1 + 0.03
 RARELY = 10**9
@@ -34,13 +35,13 @@ def messages(**seconds: Any) -> dict[str, Any]:
     }
 
 
-def message(seconds: float) -> tuple[tuple[str, tuple[int, ...]], float]:
+def message(seconds: float) -> Message:
     one = LINK.collective("broadcast", 1e6, PAIR) / 1e6
-    return ("broadcast", PAIR), seconds / one
+    return Message(Route("broadcast", PAIR), seconds / one)  # type: ignore[arg-type]
 
 
 def timing(
-    *parts: Rank,
+    *parts: PricedPart,
     statistics_every: int = 1,
     solve_every: int = RARELY,
     turns: tuple[int, ...] = (),
@@ -62,8 +63,8 @@ def timing(
     return schedule.timing(statistics_every, solve_every, *turns)
 
 
-def rank(count: int = 2, sent: dict[str, Any] | None = None, **seconds: float) -> Rank:
-    return Rank(count, replace(USUAL, **seconds), sent or dict.fromkeys(KINDS, ()))
+def rank(count: int = 2, sent: dict[str, Any] | None = None, **seconds: float) -> PricedPart:
+    return PricedPart(count, replace(USUAL, **seconds), sent or dict.fromkeys(STEP_KINDS, ()))
 
 
 def test_without_messages_a_step_is_the_sum_of_its_phases() -> None:
@@ -91,7 +92,6 @@ def test_sums_travel_behind_the_next_passes(reduce: float) -> None:
     exposed = max(0.0, reduce - hidden)
     assert found.exposed["reduce"] == pytest.approx(exposed, abs=1e-6)
     assert found.mean == pytest.approx(STATISTICS + exposed)
-    assert found.overlapped == pytest.approx(min(reduce, hidden))
 
 
 def test_rare_sums_that_travel_longer_than_a_step_are_exposed_in_the_next_one() -> None:
@@ -133,10 +133,8 @@ def test_results_travel_while_further_ones_are_computed(share: list[float]) -> N
 def test_updates_travel_while_further_ones_are_computed() -> None:
     found = timing(rank(sent=messages(exchange=[0.1, 0.1, 0.1])))
     assert found.exposed["exchange"] == pytest.approx(0.1)
-    assert found.overlapped == pytest.approx(0.2)
     alone = timing(rank(sent=messages(gradients=[0.1, 0.1], agree=[0.01])))
     assert alone.mean == pytest.approx(STATISTICS + 0.21)
-    assert alone.overlapped == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("solve", [1.0, 4.0, 6.0])
@@ -157,7 +155,6 @@ def test_collectives_that_take_the_processor_hide_nothing() -> None:
     sent = messages(reduce=[0.5], exchange=[0.1, 0.1])
     found = timing(rank(sent=sent), hardware=shared)
     assert found.mean == pytest.approx(STATISTICS + 0.7)
-    assert found.overlapped == pytest.approx(0.0, abs=1e-9)
     behind = timing(rank(solve=0.6), hardware=shared, solve_every=10, background=3)
     assert behind.mean == pytest.approx(STATISTICS + 0.06)
 

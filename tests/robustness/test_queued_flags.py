@@ -302,7 +302,7 @@ def test_who_asks_after_a_bad_step_gets_the_answer() -> None:
 
         train(3)
         assert reads.next == 1, "the step before the bad one"
-        assert own.preconditioner.blocks[0].state.updates == 2
+        assert own.preconditioner.blocks[0].record.updates == 2
         assert reads.next == 2
         assert not own.preconditioner.updated
         assert own.metrics()["updated"] is False
@@ -351,7 +351,7 @@ def test_a_load_forgets_the_step() -> None:
         state = own.state_dict()
         train(2)
         own.load_state_dict(state)
-        assert own.preconditioner.blocks[0].state.updates == 3
+        assert own.preconditioner.blocks[0].record.updates == 3
         assert own.preconditioner.counters["skipped_updates"] == 0
 
 

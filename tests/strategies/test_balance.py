@@ -112,7 +112,7 @@ def test_colocated_factors_have_one_owner(strategy):
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "owners"),
-    [(CommOpt, 4, 2), (CommOpt, 2, 2), (HybridOpt, 4, 2), (HybridOpt, 3, 2), (MemOpt, 4, 1)],
+    [(CommOpt, 4, 2), (CommOpt, 2, 2), (HybridOpt, 4, 2), (HybridOpt, 3, 2)],
 )
 def test_without_colocation_a_blocks_factors_are_spread_over_its_workers(strategy, ranks, owners):
     block = strategy(colocate=False).place(work_of((1, 4, 4)), ranks).blocks[0]
