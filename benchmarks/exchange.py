@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import soframe
 from soframe.comm import TorchDistributed
 from soframe.comm.fused import Parcel, deliver
-from soframe.estimate.gradients import _average
+from soframe.estimate.gradients import _Addend, _average
 from soframe.settings import grouped
 from soframe.specs import TensorSpec
 
@@ -51,7 +51,7 @@ def exchange(own: soframe.Preconditioner) -> Callable[[], None]:
     everyone = tuple(range(own.backend.world_size))
 
     def both() -> None:
-        _average(own.backend, list(zip(owners, tensors, strict=True)))
+        _average(own.backend, list(map(_Addend, owners, tensors)))
         parcels = [
             Parcel(owner, everyone, (TensorSpec(tuple(t.shape)),), t.dtype, t.device, [t])
             for owner, t in zip(owners, tensors, strict=True)

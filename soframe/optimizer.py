@@ -144,7 +144,7 @@ class Optimizer(OfModel, torch.optim.Optimizer):
             settings = self._of_method(self._settings, prefix)
             rates = {prefix + name: settings[name] for name in ("lr", "weight_decay")}
             require_numbers("soframe.Optimizer", **rates)
-            moving.check(Move.of(settings), name="", prefix=prefix)
+            Move.of(settings, prefix)  # checks them
         self._model = unwrap(model)
         chosen = _trained_of(self._model) if param_groups is None else param_groups
         super().__init__(chosen, {})

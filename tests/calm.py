@@ -63,7 +63,7 @@ BOUNDS: dict[str, dict[str, float]] = {
         "conditional": 12.3,
         "booleans": 31.6,
         "starred": 7.6,
-        "pronouns": 0.2,
+        "pronouns": 0.1,
         "repeated": 0.1,
         "functions above 15": 0,
         "functions above 10": 32,

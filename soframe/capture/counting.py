@@ -42,7 +42,7 @@ class DataRows(NamedTuple):
     unit: Unit
 
 
-class Rows:
+class RowMask:
     """A mask ``[N, ...]``, bool: True for positions that are data, False for padding."""
 
     def __init__(self, mask: Tensor) -> None:
@@ -75,7 +75,7 @@ class Batch:
 
     terms: int | None = None  # that their loss is a mean of; None for the layers' batch size
     mask: Tensor | None = None  # the terms of the model's outputs that count; None for all
-    rows: Rows | None = None  # the rows that are data; None for all
+    rows: RowMask | None = None  # the rows that are data; None for all
     root: Sight = field(default_factory=Sight)  # the inputs and outputs of the root module
     call: weakref.ref[Any] | None = None  # a call whose graph has a node `marker`
     declared: bool = False  # true if set by `Preconditioner.count`
@@ -113,7 +113,7 @@ def declare(terms: object, rows: Tensor | None) -> Batch:
         raise ValueError("count() says terms=, rows= or both")
     batch = Batch(declared=True)
     if rows is not None:
-        batch.rows = Rows(_mask(rows))
+        batch.rows = RowMask(_mask(rows))
     if isinstance(terms, Tensor) and terms.dtype == torch.bool and terms.dim() > 0:
         batch.terms, batch.mask = int(terms.sum()), terms.detach()
     elif terms is not None:
@@ -168,10 +168,10 @@ class Observed:
     masks: Sequence[Tensor] = ()  # multipliers of each output's vectors; empty for ones
     factor: float = 1.0  # a multiplier of g g^T
 
-    def of(
+    def masked(
         self, vectors: Iterable[tuple[Sequence[Tensor | None], float]]
     ) -> Iterator[tuple[Sequence[Tensor | None], float]]:
-        """Mask and scale weighted vectors of a mean over all terms to the terms that count."""
+        """Yield vectors of a mean over all terms, with weights, for the mean over these terms."""
         for vector, weight in vectors:
             masked = list(vector)
             for index, mask in enumerate(self.masks):
@@ -253,7 +253,7 @@ def multiplier(numbers: Tensor, output: Tensor) -> Tensor:
     return numbers.reshape(*numbers.shape, *trailing)
 
 
-def checked(number: object) -> int:
+def _positive(number: object) -> int:
     """Return the number that a callable ``samples`` has returned, if it is a positive integer."""
     terms = _integer(number)
     if terms is None or terms < 1:
@@ -384,8 +384,9 @@ class Passes:
         return Pass(samples, size, certain=certain, batches=list(batches))
 
     def _called(self, setting: Callable[[], int], otherwise: int) -> int:
+        """Return the number of a callable ``samples``, or another one after an error."""
         try:
-            return checked(setting())
+            return _positive(setting())
         except Exception as error:  # any error: all ranks raise it, at the step
             self.fail(error)
             return otherwise

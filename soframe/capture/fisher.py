@@ -82,7 +82,7 @@ class Fisher:
             except ValueError as error:  # perhaps on this rank alone: all raise it at the step
                 capture.calls.fail(error)
                 return
-            vectors = counted.of(self.vectors(outputs))
+            vectors = counted.masked(self.vectors(outputs))
             if self.kind == "type-2" and capture.calls.shares:
                 vectors = _signed(vectors, step)
             capture.probe(heads, vectors, counted.terms)

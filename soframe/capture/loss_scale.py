@@ -27,7 +27,8 @@ class LossScale:
         self._known: torch.amp.GradScaler | None = None
         if isinstance(scaler, torch.amp.GradScaler):
             self._known = scaler
-        self._read: tuple[object, float] = (None, 1.0)  # the version of a tensor, and its value
+        self._version: tuple[int, int] | None = None  # of the scale that was read last
+        self._scale = 1.0
 
     def reader(self) -> Callable[[], float]:
         """Return a function for the scale of the backward pass under way.
@@ -73,9 +74,10 @@ class LossScale:
                 "the given grad_scaler has not scaled the loss: call scaler.scale(loss).backward()"
             )
         version = (id(tensor), tensor._version)
-        if self._read[0] != version:
-            self._read = (version, float(scaler.get_scale()))  # makes the host wait
-        return _checked("the scale of grad_scaler", self._read[1])
+        if self._version != version:
+            self._scale = float(scaler.get_scale())  # makes the host wait
+            self._version = version
+        return _checked("the scale of grad_scaler", self._scale)
 
     def check(
         self, optimizer: torch.optim.Optimizer | None, *, half: bool = False, probed: bool = False

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +67,14 @@ class Sampler:
         return isinstance(self.rows, int) or self.rows < 1
 
 
+class _Taken(NamedTuple):
+    """The rows that were taken of an input."""
+
+    key: Hashable  # of the draw and the input
+    memory: Memory  # of the input
+    inputs: tuple[Tensor, ...]
+
+
 @dataclass(eq=False)
 class Draw:
     """Takes some of the rows of every call of one window.
@@ -78,7 +87,7 @@ class Draw:
     sampler: Sampler
     step: int
     _indices: dict[Hashable, Tensor] = field(default_factory=dict, init=False)
-    _last: tuple[Hashable, Memory, tuple[Tensor, ...]] | None = field(default=None, init=False)
+    _last: _Taken | None = field(default=None, init=False)
 
     def take(
         self,
@@ -137,9 +146,9 @@ class Draw:
         """Return the same tensor for the same input, so that layers can share its moment."""
         inputs_key, memory = content(inputs)
         now = (key, unit, type(helper), inputs_key)
-        if self._last is None or self._last[0] != now:
-            self._last = (now, memory, helper.take_inputs(inputs, index, unit))
-        return self._last[2]
+        if self._last is None or self._last.key != now:
+            self._last = _Taken(now, memory, helper.take_inputs(inputs, index, unit))
+        return self._last.inputs
 
 
 def _units(

@@ -172,7 +172,7 @@ def start_sum(
     return finish
 
 
-def add_up(backend: Backend, tensor: Tensor) -> Tensor:
+def add_tensor_over_ranks(backend: Backend, tensor: Tensor) -> Tensor:
     """Return the sum of a small tensor over ranks, on its device; the input may be overwritten."""
     with backend.phases("agree"):
         total = tensor.to(backend.wire_device(tensor.device))

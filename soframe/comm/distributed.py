@@ -58,10 +58,9 @@ class TorchDistributed(Backend):
         assert default is not None
         if dist.get_rank(default) < 0:
             raise ValueError("backend 'torch': this process is not a member of the given group")
-        self.rank = dist.get_rank(default)
-        self._everyone = tuple(range(dist.get_world_size(default)))
-        self._groups = {self._everyone: weakref.ref(default)}
-        self.world_size = dist.get_world_size(self._group)
+        self.rank, self.world_size = dist.get_rank(default), dist.get_world_size(default)
+        self._everyone = tuple(range(self.world_size))
+        self._groups = {self._everyone: weakref.ref(default)}  # with this rank
         # A group that was made without a backend has one engine for each type of device.
         pairs = str(dist.get_backend_config(self._group)).split(",")
         self._engines = dict(pair.split(":") for pair in pairs)
@@ -73,7 +72,7 @@ class TorchDistributed(Backend):
                 f"engine is {', '.join(map(repr, sorted(engines)))}; pass fused=False"
             )
         self._global_ranks = dist.get_process_group_ranks(self._group)
-        self._made: set[tuple[int, ...]] = {self._everyone}
+        self._made: set[tuple[int, ...]] = {self._everyone}  # the groups that all ranks have made
         self._meet_timeout = timedelta(seconds=meet_timeout)
 
     def prepare(self, groups: Sequence[tuple[int, ...]]) -> None:

@@ -152,7 +152,7 @@ def deliver(
 class Sum:
     """A tensor that is summed over its contributors."""
 
-    way: Reduction  # the ranks that take part, and the ranks that keep the sum
+    reduction: Reduction  # the ranks that take part, and the ranks that keep the sum
     shape: tuple[int, ...]  # (groups, n, n), or any other if the tensor is not symmetric
     dtype: torch.dtype
     wire: torch.dtype  # in which it travels and is summed
@@ -174,7 +174,7 @@ class Sum:
 
     def route(self, group: tuple[int, ...]) -> tuple[Hashable, int]:
         """Return the key that sums in one buffer share on their way to a group, and the bytes."""
-        key = (group, self.way.destination, self.wire, self.device)
+        key = (group, self.reduction.destination, self.wire, self.device)
         return key, self.numel * self.wire.itemsize
 
     def packed(self) -> Tensor:
@@ -208,47 +208,47 @@ def add_up(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
     """
     if backend.world_size == 1:
         return []
-    reduced = [s for s in sums if backend.rank in s.way.group and len(s.way.group) > 1]
-    reductions = in_buckets(reduced, lambda s: s.route(s.way.group))
+    reduced = [s for s in sums if backend.rank in s.reduction.group and len(s.reduction.group) > 1]
+    reductions = in_buckets(reduced, lambda s: s.route(s.reduction.group))
     pending = [_reduce(backend, bucket, phase) for bucket in reductions]
-    spread = [s for s in sums if len(s.way.spread) > 1]
+    spread = [s for s in sums if len(s.reduction.spread) > 1]
     if spread:  # on any rank
-        for reduction in pending:
-            reduction.wait()
+        for started_sums in pending:
+            started_sums.wait()
     return pending + _copy(backend, spread, phase)
 
 
 def _copy(backend: Backend, sums: Sequence[Sum], phase: str) -> list[Pending]:
     """Return the started broadcasts of sums that several ranks keep."""
-    copied = [s for s in sums if backend.rank in s.way.spread]
-    copies = in_buckets(copied, lambda s: s.route(s.way.spread))
+    copied = [s for s in sums if backend.rank in s.reduction.spread]
+    copies = in_buckets(copied, lambda s: s.route(s.reduction.spread))
     return [_spread(backend, bucket, phase) for bucket in copies]
 
 
 def _reduce(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
-    way = sums[0].way
+    reduction = sums[0].reduction
 
     def start(flat: Tensor) -> Handle:
-        if way.destination is None:
+        if reduction.destination is None:
             return backend.all_reduce(flat, phase)
-        return backend.reduce(flat, way.destination, way.group, phase)
+        return backend.reduce(flat, reduction.destination, reduction.group, phase)
 
-    complete = [part for part in sums if len(part.way.spread) < 2]
-    keeps = way.destination in (None, backend.rank)
-    return _sent(backend, sums, start, complete, keeps=keeps)
+    complete = [part for part in sums if len(part.reduction.spread) < 2]
+    keeps = reduction.destination in (None, backend.rank)
+    return _begin(backend, sums, start, complete, keeps=keeps)
 
 
 def _spread(backend: Backend, sums: Sequence[Sum], phase: str) -> Pending:
-    source, group = sums[0].way.destination, sums[0].way.spread
+    source, group = sums[0].reduction.destination, sums[0].reduction.spread
     assert source is not None
 
     def start(flat: Tensor) -> Handle:
         return backend.broadcast(flat, source, group, phase)
 
-    return _sent(backend, sums, start, sums, keeps=True)
+    return _begin(backend, sums, start, sums, keeps=True)
 
 
-def _sent(
+def _begin(
     backend: Backend,
     sums: Sequence[Sum],
     start: Callable[[Tensor], Handle],

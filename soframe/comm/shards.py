@@ -32,6 +32,11 @@ class Split:
     part: Tensor | None = None  # this rank's, of any dtype
     whole: Tensor | None = None  # on workers, in the shape of `shards`
 
+    @property
+    def is_scattered(self) -> bool:
+        """Whether workers send the parts of the others; in a gather they receive these."""
+        return bool(self.sources)
+
     def route(self) -> tuple[Hashable, int]:
         """Return the key that tensors in one buffer share, and the bytes of the whole."""
         return (self.dtype, self.device), self.shards.whole * self.dtype.itemsize
@@ -91,7 +96,7 @@ def _exchange(backend: Backend, splits: Sequence[Split], phase: str) -> Pending:
         for receiver in shards.receivers(rank, workers, sources):
             sends[receiver].append(_sent(split, receiver).flatten())
         for sender in shards.senders(rank, workers, sources):
-            owner = rank if sources else sender
+            owner = rank if split.is_scattered else sender
             receives[sender].append((split, owner))
 
     first = splits[0]
@@ -116,7 +121,7 @@ def _unpack(flat: Tensor, received: Sequence[tuple[Split, int]]) -> None:
     """Take the parts that came in a buffer, each with its owner."""
     for (split, owner), part in zip(received, flat.split(_sizes(received)), strict=True):
         shape = split.shards.part_shape(owner)
-        if split.sources:
+        if split.is_scattered:
             split.part = part.view(shape)
         else:
             split.shards.part(_whole(split), owner).copy_(part.view(shape))
@@ -128,7 +133,7 @@ def _sizes(received: Sequence[tuple[Split, int]]) -> list[int]:
 
 def _sent(split: Split, other: int) -> Tensor:
     """Return the part that this rank sends to another, in the dtype of travel."""
-    if split.sources:
+    if split.is_scattered:
         return split.shards.part(_whole(split), other).to(split.dtype)
     assert split.part is not None
     return split.part.to(split.dtype)

@@ -52,7 +52,7 @@ class Term:
     # By block the number of rows that reached each group, for averages by group; else one number.
     reached: Sequence[Sequence[float]] = ()
     turn: int = 0  # the number of the step, by which factors of half precision are rounded
-    rates: list[float] = field(default_factory=list)  # by block or by group; see `_gain`
+    rates: list[float] = field(default_factory=list)  # by block or by group; see `_increase_masses`
 
     def __post_init__(self) -> None:
         self.factor: FactorSpec = self.stack.like.factors[self.index]
@@ -65,7 +65,7 @@ class _Lerp(NamedTuple):
     """A running factor of a stack on its way to new statistics."""
 
     running: Tensor
-    new: Tensor
+    statistics: Tensor
     rate: float
 
 
@@ -78,7 +78,7 @@ def enter(placed: PlacedBlocks, terms: Sequence[Term], decay: float, *, identity
         # As kfac-pytorch's averages, which start from the identity.
         if identity or term.factor.starts:
             _start(term.stack, term.members, term.index, backend.rank)
-        _gain(term, decay)
+        _increase_masses(term, decay)
         if term.stack.place.deferred:
             _accumulate(term, decay, backend.rank)
             deferred.update(dict.fromkeys(term.blocks))
@@ -102,21 +102,23 @@ def _reduce(placed: PlacedBlocks, terms: Iterable[Term]) -> None:
             waiting[term.stack] = None
             if term.stack.place.holds(backend.rank, term.index):
                 held.append((term, total))
-        entry = _entry(placed, pending, held)
+        entry = _then_average(placed, pending, held)
         # Ranks that only send wait too: until then the engine keeps their buffer.
         for stack in waiting:
             stack.pending.append(entry)
     alone: list[Term] = []
     for total, term in sums.items():
         is_held = term.stack.place.holds(backend.rank, term.index)
-        if is_held and len(total.way.group) < 2:
+        if is_held and len(total.reduction.group) < 2:
             term.tensor = total.tensor
             alone.append(term)
     average(placed, alone)
 
 
-def _entry(placed: PlacedBlocks, pending: Pending, held: Sequence[tuple[Term, Sum]]) -> Pending:
-    """Return the wait for some sums, which then averages the held ones into the factors."""
+def _then_average(
+    placed: PlacedBlocks, pending: Pending, held: Sequence[tuple[Term, Sum]]
+) -> Pending:
+    """Return the wait for some sums, after which the held ones are averaged into the factors."""
 
     def end() -> None:
         pending.wait()
@@ -127,7 +129,7 @@ def _entry(placed: PlacedBlocks, pending: Pending, held: Sequence[tuple[Term, Su
     return Pending(end, nbytes=pending.nbytes)
 
 
-def _gain(term: Term, decay: float) -> None:
+def _increase_masses(term: Term, decay: float) -> None:
     """Increase the EMA weights of a factor, and set the rates and the step of the new statistics.
 
     Dividing by the weight removes the start-up bias, as in Adam. Groups that no row reached keep
@@ -168,8 +170,8 @@ def average(placed: PlacedBlocks, terms: Iterable[Term]) -> None:
         if lerp is not None:
             lerps.append(lerp)
     if lerps:
-        averages, statistics_of, rates = zip(*lerps, strict=True)
-        torch._foreach_lerp_(averages, statistics_of, rates)
+        running_factors, statistics, rates = zip(*lerps, strict=True)
+        torch._foreach_lerp_(running_factors, statistics, rates)
 
 
 def _averaged(term: Term, statistics: Tensor) -> _Lerp | None:
@@ -278,16 +280,16 @@ def observe(placed: PlacedBlocks, gradients: Gradients, plan: Plan, *, after: bo
             _mark_missed(stack, gradient)
         if gradient is None:
             continue
-        for chosen in stack.alike(_observed(stack, gradient, plan)):
+        for chosen in stack.alike(_due_members(stack, gradient, plan)):
             matrix = gradient.of(stack, chosen)
             factors: Mapping[str, Tensor] = {}
             with placed.backend.phases("observe"):
                 if matrix is not None and placed.rank in stack.place.gradient_workers:
                     factors = _statistics(placed, stack, chosen, matrix)
-                _observe(placed, stack, chosen, factors, plan)
+                _average_observed(placed, stack, chosen, factors, plan)
 
 
-def _observed(stack: Stack, gradient: Gradient, plan: Plan) -> list[int]:
+def _due_members(stack: Stack, gradient: Gradient, plan: Plan) -> list[int]:
     """Return the blocks whose gradients give statistics in this step."""
     members: list[int] = []
     for member in gradient.members:
@@ -326,7 +328,7 @@ def _statistics(
         return {spec.name: gradient.new_zeros(spec.shape) for spec in specs}
 
 
-def _observe(
+def _average_observed(
     placed: PlacedBlocks,
     stack: Stack,
     members: tuple[int, ...],
@@ -340,7 +342,7 @@ def _observe(
         if factor.starts:
             _start(stack, members, index, placed.rank)
         term = Term(stack, members, index, None, turn=plan.step)
-        _gain(term, plan.decay)
+        _increase_masses(term, plan.decay)
         if not stack.like.captured:
             for block in term.blocks:
                 block.record.missed = 0
@@ -356,7 +358,7 @@ def settle(placed: PlacedBlocks, members: Mapping[Stack, tuple[int, ...]]) -> No
         stack.arrive()
     if not (due := _deferred(members)):
         return
-    for term, total in _settled(placed.backend, due, "reduce"):
+    for term, total in _settled_terms(placed.backend, due, "reduce"):
         if total is not None:
             stack, name = term.stack, term.factor.name
             turn = max(block.record.statistics_at[name] for block in term.blocks)
@@ -383,7 +385,7 @@ def settled(
             for factor in stack.like.factors
             if factor.name in stack.factors
         }
-    totals = _settled(placed.backend, {stack: members}, phase)
+    totals = _settled_terms(placed.backend, {stack: members}, phase)
     return {term.factor.name: total for term, total in totals if total is not None}
 
 
@@ -397,7 +399,7 @@ def _deferred(members: Mapping[Stack, tuple[int, ...]]) -> dict[Stack, tuple[int
     return due
 
 
-def _settled(
+def _settled_terms(
     backend: Backend, due: Mapping[Stack, tuple[int, ...]], phase: str
 ) -> list[tuple[Term, Tensor | None]]:
     """Return the settled factors of some blocks, packed; None where this rank holds none."""
@@ -437,7 +439,7 @@ def _sum(term: Term) -> Sum:
     like, place, factor = term.stack.like, term.stack.places[term.members[0]], term.factor
     tensor, term.tensor = term.tensor, None
     return Sum(
-        way=place.reductions[term.index],
+        reduction=place.reductions[term.index],
         shape=(len(term.members) * factor.groups, *factor.shape[1:]),
         dtype=like.dtype,
         wire=getattr(torch, place.wire) if place.wire else like.dtype,
@@ -463,7 +465,7 @@ def _start(stack: Stack, members: Iterable[int], index: int, rank: int) -> None:
     """Start averages without statistics: by their kind, from the identity, or else from ones."""
     factor = stack.like.factors[index]
     new = tuple(m for m in members if factor.name not in stack.blocks[m].record.masses)
-    # One weight for each group, or one for all: `_gain` reads as many.
+    # One weight for each group, or one for all: `_increase_masses` reads as many.
     numbers = factor.groups if factor.mean_over == "group rows" else 1
     for member in new:
         stack.blocks[member].record.masses[factor.name] = tuple([1.0] * numbers)

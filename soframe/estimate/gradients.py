@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from soframe.blocks.block import Block, Stack
 from soframe.blocks.home import GradientHome
 from soframe.blocks.placed import PlacedBlocks
-from soframe.comm.agreement import add_up
 from soframe.comm.base import Backend, Handle
 from soframe.comm.shards import Split, gather
 from soframe.strategies.buckets import in_buckets
@@ -66,10 +65,10 @@ class AveragedGradients:
     updates_divided = False  # whether it may lack its update, too
 
     def __init__(self, model: nn.Module, placed: PlacedBlocks, home: GradientHome) -> None:
-        self._backend, self._home = placed.backend, home
+        self.backend, self._home = placed.backend, home
         # The stacks that get no update in this step: the optimizer moves their weights.
         self.left_to_optimizer: Sequence[Stack] = ()
-        self._read: Gradients | None = None  # by `own`, for `collect`
+        self._read: Gradients | None = None  # by `tensors`, for `collect`
         self._stacks = placed.stacks
         self._blocks = placed.blocks
         self._of_blocks: list[nn.Parameter] = []
@@ -107,7 +106,7 @@ class AveragedGradients:
 
         States, and averages of averaged gradients, would differ if only some ranks updated them.
         """
-        if self._backend.world_size == 1:
+        if self.backend.world_size == 1:
             return ()
         return tuple(block.name for block in self._remembering if block.has_gradient)
 
@@ -119,7 +118,7 @@ class AveragedGradients:
         """Return a flag for each parameter in ``flagged``: whether this rank has its gradient."""
         return list(map(float, map(self._home.has, self.flagged)))
 
-    def own(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Return all gradients of this rank, before `collect`, in few tensors."""
         if self.divided:  # of each parameter by itself
             return self._home.of(self._parameters)
@@ -149,17 +148,6 @@ class AveragedGradients:
                 used[stack] = members
         matrices = _gathered(used)
         return {stack: Gradient(members, matrices[stack]) for stack, members in used.items()}
-
-    def leads(self, stack: Stack, *, updates: bool = False) -> bool:
-        """Return whether this rank adds a stack's term, of gradients or updates, in `total`."""
-        divided = self.updates_divided if updates else self.divided
-        return not divided or stack.place.gradient_workers[0] == self._backend.rank
-
-    def total(self, tensor: Tensor, *, updates: bool = False, states: bool = False) -> Tensor:
-        """Return a scalar of gradients or updates, summed over ranks if each has some terms."""
-        divided = self.updates_divided if updates else self.divided
-        # States are on gradient workers alone.
-        return add_up(self._backend, tensor) if divided or states else tensor
 
 
 def _gathered(used: Mapping[Stack, Sequence[int]]) -> dict[Stack, Tensor]:
@@ -239,12 +227,12 @@ class LocalGradients(AveragedGradients):
             addends.append(_Addend(workers[0] if len(workers) == 1 else None, matrix))
         for gradient in self._home.of(filter(known.__contains__, parameters)):
             addends.append(_Addend(None, gradient))
-        if self._backend.world_size > 1:
-            with self._backend.phases("average"):
-                _average(self._backend, addends)
+        if self.backend.world_size > 1:
+            with self.backend.phases("average"):
+                _average(self.backend, addends)
         matrices = _gathered(unsolved)
         for stack, matrix in averaged.items():
-            if self._backend.rank in stack.place.gradient_workers:
+            if self.backend.rank in stack.place.gradient_workers:
                 matrices[stack] = matrix
         return {stack: Gradient(members, matrices.get(stack)) for stack, members in used.items()}
 
@@ -348,10 +336,10 @@ class ShardedGradients(AveragedGradients):
             for block in stack.blocks_of(members):
                 splits[block] = self._splits(block, stack.place.gradient_workers)
                 every += splits[block].values()
-        gather(self._backend, every, "gradients")
+        gather(self.backend, every, "gradients")
         matrices = _gathered(unsharded)
         for stack, members in used.items():
-            if stack.like.shards and self._backend.rank in stack.place.gradient_workers:
+            if stack.like.shards and self.backend.rank in stack.place.gradient_workers:
                 matrices[stack] = _joined(stack, members, splits)
         return {stack: Gradient(members, matrices.get(stack)) for stack, members in used.items()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,8 +32,3 @@ class Plan:
     # and states, may overflow: inner products are then computed in float64, and updates and states
     # are checked.
     careful: bool = False
-
-    @classmethod
-    def impossible(cls, step: int) -> Plan:
-        """Return the plan of a step that raises on all ranks."""
-        return cls(step, math.nan, math.nan)

@@ -28,8 +28,10 @@ class Refresh:
     owed: int = field(default=0, repr=False)
     # The interval of statistics of calls in the window under way, agreed on by all ranks.
     coming: int = field(init=False, repr=False)
-    _turns_of: tuple[object, int, Sequence[int]] = field(default=(None, 0, ()), repr=False)
-    _told: set[tuple[int, int]] = field(default_factory=set, repr=False)
+    # The turns of the blocks, and the placement and the interval that they are for.
+    _last_turns: Sequence[int] = field(default=(), repr=False)
+    _last_turns_for: tuple[object, ...] = field(default=(), repr=False)
+    _warned_of: set[tuple[int, int]] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.stagger, bool):
@@ -88,10 +90,12 @@ class Refresh:
         """Warn if solves lack new statistics at these intervals, once per pair."""
         pair = (self.coming, solve_every)
         # Only statistics of calls have an interval of their own.
-        if pair not in self._told and any(block.captured for block in blocks if block.tensors):
-            self._told.add(pair)
-            if (what := mismatch(*pair)) is not None:
-                warnings.warn(f"soframe: {what}", stacklevel=stacklevel)
+        if pair in self._warned_of:
+            return
+        if any(block.captured for block in blocks if block.tensors):
+            self._warned_of.add(pair)
+            if (conflict := mismatch(*pair)) is not None:
+                warnings.warn(f"soframe: {conflict}", stacklevel=stacklevel)
 
     def observed(self, placed: PlacedBlocks, step: int, late: Collection[str]) -> list[Block]:
         """Return the blocks that take statistics of calls in the window after ``step`` steps.
@@ -164,9 +168,10 @@ class Refresh:
         if not self.stagger:
             return [0] * len(placed.blocks)
         # The balance is computed once per placement and interval.
-        if self._turns_of[:2] != (placed.placement, every):
-            self._turns_of = (placed.placement, every, turns(placed.placement, every))
-        return self._turns_of[2]
+        if self._last_turns_for != (placed.placement, every):
+            self._last_turns_for = (placed.placement, every)
+            self._last_turns = turns(placed.placement, every)
+        return self._last_turns
 
 
 def mismatch(statistics_every: int, solve_every: int) -> str | None:

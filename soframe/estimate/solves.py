@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 
@@ -36,9 +36,10 @@ from soframe.specs import FactorSpec
 
 log = logging.getLogger("soframe")
 
-FAILED, RAISED = 1, 2
-RETRIED = 3
-"""Outcomes of a factor: it cannot be solved; the solver raised another error; float64 solved it."""
+# The outcomes of a factor of a block; 0 if its first solve has succeeded.
+FAILED = 1  # it cannot be solved
+RAISED = 2  # the solver raised another error
+RETRIED = 3  # float64 solved it
 
 
 @dataclass(eq=False)
@@ -50,11 +51,9 @@ class Job:
     solver: Solver
     parcel: Parcel  # sends the results from the owner to the ranks that need them
     needed: bool  # whether this rank needs the results
+    last: dict[str, Tensor]  # the data of the last solve, for a solver that continues from them
+    outcomes: list[int]  # by block, until the end on the owner alone
     copy: Tensor | None = None  # a copy of the running factor, for a solve in the background
-    # The data of the last solve, for a solver that continues from them.
-    last: dict[str, Tensor] = field(default_factory=dict)
-    # By block: 0, `FAILED`, `RAISED` or `RETRIED`, at first on the owner alone.
-    outcomes: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -63,20 +62,15 @@ class Run:
 
     stack: Stack
     members: tuple[int, ...]  # the indices of the blocks
+    blocks: Sequence[Block]
     damping: float  # of the blocks
     jobs: list[Job]  # their factors
-    rank: int  # this rank
+    owned: list[Job]  # the factors that this rank solves
     traces: list[Tensor] = field(default_factory=list)  # of each factor: ``[groups]``, on owners
     error: Exception | None = None  # that a solver raised, other than a failed factorisation
     work: Work | None = None  # the solve in the background, on owners
     # The blocks whose factors were all solved: their indices, and their numbers in the run.
     solved: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.blocks = self.stack.blocks_of(self.members)
-        self.owned = [job for job in self.jobs if job.parcel.source == self.rank]
-        for job in self.jobs:
-            job.outcomes = [0] * len(self.blocks)
 
     def begin(self, worker: Worker) -> None:
         """Solve in the background, from copies: running factors change in place."""
@@ -105,7 +99,7 @@ class Run:
         """Return the factors that this rank owns, with their shares of the damping."""
         problems = []
         for job, share in zip(self.jobs, shares, strict=True):
-            if job.parcel.source != self.rank:
+            if job not in self.owned:
                 continue
             if job.copy is not None:
                 matrix = unpack(job.copy, job.factor).to(self.stack.like.dtype)
@@ -259,6 +253,7 @@ def _damping_shares(runs: Sequence[Run]) -> list[list[Tensor]]:
     return [shares[run] for run in runs]
 
 
+@dataclass(eq=False)
 class SolveRound:
     """Solves that begin at one step, until their results are installed.
 
@@ -266,21 +261,15 @@ class SolveRound:
     its factors, on every rank.
     """
 
-    def __init__(
-        self,
-        placed: PlacedBlocks,
-        runs: Sequence[Run],
-        blocks: Sequence[Block],  # the same on every rank
-        step: int | None,  # completed ones, for `Record.solved_at`; None between steps
-        lands: float = math.inf,  # the step at which background results are installed
-    ) -> None:
-        self.blocks, self._step, self.lands = tuple(blocks), step, lands
-        self._placed, self._backend = placed, placed.backend
-        self._runs = runs
-        self._jobs: list[Job] = []
-        for run in runs:
-            self._jobs += run.jobs
-        self._pending: list[Pending] = []
+    placed: PlacedBlocks
+    blocks: Sequence[Block]  # the same on every rank
+    runs: Sequence[Run]  # of these blocks
+    jobs: Sequence[Job]  # of all runs
+    step: int | None  # completed steps, for `Record.solved_at`; None between steps
+    lands: float  # the step at which background results are installed; infinite for "ready"
+    pending: list[Pending] = field(default_factory=list)  # the results on their way
+    # Waits for the outcomes of all jobs, one for each block, summed over ranks.
+    summed_outcomes: Callable[[], list[float]] = list
 
     @classmethod
     def begin(
@@ -302,19 +291,21 @@ class SolveRound:
         for stack, chosen in members.items():
             runs += _runs(stack, chosen, damping, placed.rank)
         _take_traces(placed.backend, runs)
-        if worker is not None:
-            for run in runs:
+        jobs: list[Job] = []
+        for run in runs:
+            jobs += run.jobs
+            if worker is not None:
                 run.begin(worker)
-        return cls(placed, runs, due, step, lands)
+        return cls(placed, due, runs, jobs, step, lands)
 
     @property
     def finished(self) -> bool:
         """Whether this rank's background solves have ended."""
-        return all(run.work is None or run.work.done for run in self._runs)
+        return all(run.work is None or run.work.done for run in self.runs)
 
     def held(self) -> Iterator[Tensor]:
         """Yield this rank's tensors of background solves: copies and results."""
-        for run in self._runs:
+        for run in self.runs:
             if run.work is None:
                 continue
             counted: set[int] = set()
@@ -330,7 +321,7 @@ class SolveRound:
     def drop(self) -> None:
         """Cancel the solves under way, on every rank; errors of solvers are logged."""
         # The last ones first, so that solves that have not begun never do.
-        for run in reversed(self._runs):
+        for run in reversed(self.runs):
             if run.work is not None:
                 run.work.cancel()
             if run.error is not None:
@@ -339,7 +330,7 @@ class SolveRound:
     def share(self) -> None:
         """Compute and send the results, and start to sum the outcomes; every rank must call."""
         for runs, bucket in self._parts():
-            with self._backend.phases("solve"):
+            with self.placed.backend.phases("solve"):
                 now: list[Run] = []
                 for run in runs:
                     if run.work is None:
@@ -350,22 +341,22 @@ class SolveRound:
                     for run, tensors in zip(now, _solve(now), strict=True):
                         run.fill_parcels(tensors)
             if bucket:
-                with self._backend.phases("share"):
-                    self._pending.append(send(self._backend, bucket, "share"))
+                with self.placed.backend.phases("share"):
+                    self.pending.append(send(self.placed.backend, bucket, "share"))
         outcomes: list[int] = []
-        for job in self._jobs:
+        for job in self.jobs:
             outcomes += job.outcomes
         # Outcomes are set by owners alone, so the sum over ranks is the outcome.
-        self._outcomes = start_sum(self._backend, outcomes, torch.float32)
+        self.summed_outcomes = start_sum(self.placed.backend, outcomes, torch.float32)
 
     def _parts(self) -> list[tuple[Sequence[Run], Sequence[Parcel]]]:
         """Return this rank's runs with the bucket that they are solved for, in order.
 
         Each bucket is sent before the next one is solved, so that sending overlaps with solving.
         """
-        waiting = [run for run in self._runs if run.owned]
+        waiting = [run for run in self.runs if run.owned]
         parts: list[tuple[Sequence[Run], Sequence[Parcel]]] = []
-        for bucket in buckets(self._backend, [job.parcel for job in self._jobs]):
+        for bucket in buckets(self.placed.backend, [job.parcel for job in self.jobs]):
             parcels = set(map(id, bucket))
             senders = [run for run in waiting if run.sends(parcels)]
             for run in senders:
@@ -377,27 +368,27 @@ class SolveRound:
 
     def conclude(self, counters: dict[str, int]) -> list[Block]:
         """Install the results, and return the blocks whose factors were all solved."""
-        with self._backend.phases("share"):
-            for pending in self._pending:
+        with self.placed.backend.phases("share"):
+            for pending in self.pending:
                 pending.wait()
-            outcomes = list(map(int, self._outcomes()))
+            outcomes = list(map(int, self.summed_outcomes()))
         remaining = iter(outcomes)
-        for job in self._jobs:
+        for job in self.jobs:
             job.outcomes = list(itertools.islice(remaining, len(job.outcomes)))
-        _raise_errors(self._runs)
+        _raise_errors(self.runs)
         counters["failed_solves"] += outcomes.count(FAILED)
         counters["retried_solves"] += outcomes.count(RETRIED)
         installed: list[Block] = []
         solved_of: dict[Stack, list[Run]] = {}
-        for run in self._runs:
+        for run in self.runs:
             installed += run.record_outcomes()
             if run.solved:
                 solved_of.setdefault(run.stack, []).append(run)
         for stack, runs in solved_of.items():
             try:
-                _install(stack, runs, self._step)
+                _install(stack, runs, self.step)
             except Exception as error:  # of any kind: all ranks raise together
-                self._placed.keep(error, stack)
+                self.placed.keep(error, stack)
         return installed
 
 
@@ -429,8 +420,11 @@ def _runs(stack: Stack, members: Sequence[int], damping: float, rank: int) -> li
             last: dict[str, Tensor] = {}
             if solved and solver.continues:
                 last = stack.take_each(stack.data.get(factor.name, {}), chosen)
-            jobs.append(Job(tuple(specs), factor, solver, parcel, needed, last=last))
-        runs.append(Run(stack, tuple(chosen), block_damping, jobs, rank))
+            outcomes = [0] * len(chosen)
+            jobs.append(Job(tuple(specs), factor, solver, parcel, needed, last, outcomes))
+        blocks = stack.blocks_of(chosen)
+        owned = [job for job in jobs if job.parcel.source == rank]
+        runs.append(Run(stack, tuple(chosen), blocks, block_damping, jobs, owned))
     return runs
 
 
@@ -576,13 +570,13 @@ class Solves:
         )
         if isinstance(when, bool) or not isinstance(when, Integral | str):
             raise TypeError(remedy)
-        self._when, self._steps = when, -1.0
-        self.delay = 1  # the steps from the start of a solve to its use; 1 for "ready"
+        self._when = when
         if when == "ready":
-            self._steps = math.inf
-        elif isinstance(when, Integral):
+            self._steps = math.inf  # until a solve lands by itself
+            self.delay = 1  # the steps from the start of a solve to its use, at least
+        elif isinstance(when, Integral) and int(when) >= 0:
             self._steps = self.delay = int(when)
-        if self._steps < 0:
+        else:
             raise ValueError(remedy)
         self.in_background = self._steps > 0
         self._worker = Worker(threaded=overlap)
@@ -616,10 +610,9 @@ class Solves:
     ) -> list[Block]:
         """Install the solves that land, and solve the blocks that are due, or begin to.
 
-        Blocks that were solved at once are returned.
-
-        ``changed`` are the blocks with new statistics, for second-order data that are refreshed
-        from them between solves. Without ``step`` everything is solved at once.
+        The blocks that were solved at once are returned; without ``step`` these are all.
+        ``changed`` are the blocks with new statistics, from which some second-order data are
+        refreshed between solves.
         """
         landed: list[Block] = []
         if self._under_way:
@@ -675,9 +668,9 @@ class Solves:
     # -- between steps ----------------------------------------------------------------------------
 
     def land(self, placed: PlacedBlocks, counters: dict[str, int], what: str) -> Sequence[Block]:
-        """Install all solves under way; every rank must call. ``what`` names the call in errors.
+        """Install all solves under way, and return their blocks; every rank must call.
 
-        Their blocks are returned.
+        ``what`` names the call in errors.
         """
         if not self._under_way:
             return ()

@@ -60,9 +60,6 @@ class Folded(NamedTuple):
     weights: Weights | None  # the weights of all ranks; None if no rank used the block
 
 
-_NOTHING_COUNTED = -1, Counts(), Contribution()
-
-
 class Accumulator:
     """Adds calls to the window under way, and folds its sums into running factors."""
 
@@ -86,7 +83,7 @@ class Accumulator:
         self._contributed: dict[Block, list[FactorSpec]] = {}
         self._readers: dict[Block, set[str]] = {}
         # Layers whose inputs are needed along with every probe's rows.
-        both: list[LayerHelper] = []
+        rereading: list[LayerHelper] = []
         self._block_of: dict[LayerHelper, Block] = {}
         for block, place in placed:
             self._contributed[block], self._readers[block] = [], set()
@@ -98,8 +95,8 @@ class Accumulator:
                     self._readers[block].add(factor.name)
             self._block_of.update(dict.fromkeys(block.helpers, block))
             if block.has_rows_by_group or block.reads_both:
-                both += block.helpers
-        self._both = frozenset(both)
+                rereading += block.helpers
+        self._rereading = frozenset(rereading)
         # Layers whose inputs are needed on this rank in the window under way.
         self._reading: set[LayerHelper] = set()
         self._capture, self._sampler = capture, sampler
@@ -110,15 +107,16 @@ class Accumulator:
         self._stage_of = {block: stage_of(block) for block in placed.blocks}
         self._routed: set[Block] = set()  # blocks that were called with a part of a batch
         self.folded: dict[Block, Folded] = {}  # the last window with statistics of each block
-        # A pipeline stage with the counts of a block, and what they contribute: see `weights`.
-        self._counted = _NOTHING_COUNTED
+        # The last pipeline stage and counts of a block, and their multipliers and weights.
+        self._last_counts: tuple[int, Counts] | None = None
+        self._last_contribution = Contribution()
 
     def listen(self, roots: Sequence[nn.Module]) -> None:
         """Take the calls that the capture records from now on; ``roots`` show their batches."""
         names = {helper: block.name for helper, block in self._block_of.items()}
         alike = _all_contribute(self._placed)
         self._capture.listen(
-            self.add, names, self._both, alike=alike, roots=roots, ended=self._end_pass
+            self.add, names, self._rereading, alike=alike, roots=roots, ended=self._end_pass
         )
 
     def begin(
@@ -269,7 +267,7 @@ class Accumulator:
         """Add the moments of a call to the sums of some factors; for ``data`` see `_data`."""
         helper, probe = call.helper, call.probe
         reads = helper in self._reading
-        if is_repeated and helper not in self._both:
+        if is_repeated and helper not in self._rereading:
             reads = False
         inputs, part = call.inputs if reads else (), 1.0
         if data is not None or self._sampler.draws:
@@ -349,7 +347,7 @@ class Accumulator:
         rows differ.
         """
         numbers: list[float] = []
-        self._counted = _NOTHING_COUNTED
+        self._last_counts = None
         if not self.window.due:
             return numbers
         for block, place in self._placed:
@@ -375,12 +373,12 @@ class Accumulator:
         counts, stage = self.window.tallies[block].counts, self._stage_of[block]
         if counts.calls and not self._capture.probing and not block.has_gradient:
             return Contribution()  # zeroed since its backward passes
-        if self._counted[:2] == (stage, counts):
-            return self._counted[2]  # most layers have the counts of the one before
+        if self._last_counts == (stage, counts):
+            return self._last_contribution  # most layers have the counts of the one before
         passes = self.window.samples_by_pass(stage, of_model)
         passes = {n: samples for n, samples in passes.items() if not 0 <= n < counts.since}
         contribution = self._scale.contribution(counts, passes)
-        self._counted = stage, counts, contribution
+        self._last_counts, self._last_contribution = (stage, counts), contribution
         return contribution
 
     def fold(self, weights: Sequence[float], decay: float, step: int) -> None:
@@ -609,7 +607,7 @@ def _split(
         return [(factors, rows, data)]
     parts: list[tuple[Sequence[FactorSpec], Tensor, DataRows | None]] = []
     if of_samples := [factor for factor in factors if factor.reads == "both"]:
-        parts.append((of_samples, _without(rows, data), None))
+        parts.append((of_samples, _with_zeros(rows, data), None))
     if of_rows := [factor for factor in factors if factor.reads != "both"]:
         parts.append((of_rows, rows, data))
     return parts
@@ -640,7 +638,7 @@ def _call(
     )
 
 
-def _without(rows: Tensor, data: DataRows) -> Tensor:
+def _with_zeros(rows: Tensor, data: DataRows) -> Tensor:
     """Return rows ``[groups, batch, shared, features]`` with zeros for padding."""
     # The gradient of a sample is a sum over its positions, to which padding then adds nothing.
     counts = rows.new_zeros(rows[0, :, :, :1].shape)  # [batch, shared, 1]

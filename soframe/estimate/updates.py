@@ -51,7 +51,7 @@ class Update:
     def compute(self, gradient: Tensor, damping: float) -> None:
         """Compute the update and the new state by the method."""
         stack, members, block = self.stack, self.members, self.blocks[0]
-        state = self.states = stack.state_of(members)
+        state = self.states = stack.state_of(members)  # as it stays if the method raises
         arguments = Given(
             gradient=gradient,
             incoming=gradient,
@@ -82,9 +82,11 @@ class Update:
         matrices = [block.assemble(block.parameters) for block in self.blocks]
         return self.stack.join(matrices).detach()
 
-    def sent(self, name: str) -> Tensor | None:
-        """Return the tensor of a name in the parcel, or with an empty name the update itself."""
-        return self.parcel.get(name) if name else self.matrix
+    def sent(self) -> list[Tensor]:
+        """Return the tensors that this rank sends: parcel or update; none after an error."""
+        if self.stack.like.parcel:
+            return list(self.parcel.values())
+        return [] if self.matrix is None else [self.matrix]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that this rank writes."""
@@ -174,22 +176,19 @@ def _sent(
     stack: Stack, active: tuple[int, ...], updates: Sequence[Update], specs: Sequence[TensorSpec]
 ) -> list[Tensor]:
     """Return the tensors that are sent for all active blocks of a stack."""
+    sent = {update.members: update.sent() for update in updates}
+    if complete := sent.get(active):
+        return complete
     like = stack.like
     tensors: list[Tensor] = []
-    for name, spec in zip(like.parcel or ("",), specs, strict=True):
-        if len(updates) == 1 and updates[0].members == active:
-            complete = updates[0].sent(name)
-            if complete is not None:
-                tensors.append(complete)
-                continue
+    for index, spec in enumerate(specs):
         # Missing gradients have zeros; so has an update before its error is raised.
         zeros = torch.zeros(spec.shape, dtype=like.dtype, device=like.device)
         parts = dict(zip(active, stack.split(zeros, active), strict=True))
-        for update in updates:
-            tensor = update.sent(name)
-            if tensor is not None:
-                split = stack.split(tensor, update.members)
-                parts.update(zip(update.members, split, strict=True))
+        for members, of_update in sent.items():
+            if of_update:
+                split = stack.split(of_update[index], members)
+                parts.update(zip(members, split, strict=True))
         tensors.append(stack.join([parts[member] for member in active]))
     return tensors
 

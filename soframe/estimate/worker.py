@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,17 @@ from torch import Tensor
 Solve = Callable[[], list[Tensor] | None]
 
 
-class Work:
-    """A solve that was handed to a worker: its future result, and the device of its tensors."""
+class Results(NamedTuple):
+    """The results of a solve, and an event behind their computation on a CUDA stream."""
 
-    def __init__(self, future: Future[tuple[list[Tensor] | None, Any]], device: torch.device):
+    tensors: list[Tensor] | None
+    ended: Any
+
+
+class Work:
+    """A solve that was handed to a worker: its future results, and the device of its tensors."""
+
+    def __init__(self, future: Future[Results], device: torch.device):
         self._future, self._device = future, device
 
     @property
@@ -32,7 +39,8 @@ class Work:
     @property
     def made(self) -> list[Tensor]:
         """The results so far, to be counted and not computed with: no stream waits for them."""
-        return (self._future.result()[0] or []) if self.done else []
+        results = self._future.result().tensors if self.done else None
+        return results or []
 
     def cancel(self) -> None:
         """Cancel the solve; if it has begun, wait for its end."""
@@ -41,14 +49,14 @@ class Work:
 
     def result(self) -> list[Tensor] | None:
         """Wait for the results, on the host and on the present stream, and return them."""
-        results, ended = self._future.result()
+        tensors, ended = self._future.result()
         if ended is not None:
             here = torch.cuda.current_stream(self._device)
             here.wait_event(ended)
-            for tensor in results or ():
+            for tensor in tensors or ():
                 # The allocator must not reuse this memory before the present stream has read it.
                 tensor.record_stream(here)
-        return results
+        return tensors
 
 
 class Worker:
@@ -72,7 +80,7 @@ class Worker:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="soframe")
             return Work(self._executor.submit(run), device)
-        future: Future[tuple[list[Tensor] | None, Any]] = Future()
+        future: Future[Results] = Future()
         future.set_result(run())
         return Work(future, device)
 
@@ -86,18 +94,18 @@ class Worker:
 
     def _run(
         self, solve: Solve, uses: Sequence[Tensor], device: torch.device, begin: Any
-    ) -> tuple[list[Tensor] | None, Any]:
+    ) -> Results:
         # Grad mode and autocast are per thread, so both are turned off in this one.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             if begin is None:
-                return solve(), None
+                return Results(solve(), None)
             stream = self._streams[device]
             with torch.cuda.stream(stream):
                 stream.wait_event(begin)
                 for tensor in uses:  # which may be freed meanwhile
                     tensor.record_stream(stream)
-                results = solve()
-                return results, stream.record_event()
+                tensors = solve()
+                return Results(tensors, stream.record_event())
 
     def close(self) -> None:
         """End the thread, after the solves that were submitted and not cancelled."""

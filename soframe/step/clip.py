@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from soframe.clips.base import Clip
+from soframe.comm.agreement import add_tensor_over_ranks
 from soframe.comm.stages import Stages
 from soframe.estimate.gradients import AveragedGradients
 from soframe.estimate.plan import Plan
@@ -47,7 +48,7 @@ class Clipping:
         return {name: bound.at(step) for name, bound in self.bounds.items()}
 
 
-def clip(
+def clip_updates(
     updates: Sequence[Update],
     gradients: AveragedGradients,
     clips: Mapping[str, Clip],
@@ -68,10 +69,8 @@ def clip(
     if clipped or stages.backend is not None:
         # A stage without clipped updates takes part in the sums with zeros.
         like = scaled[0] if scaled else torch.zeros((), dtype=torch.float64, device="cpu")
-        for name, bounded in clips.items():
-            total = _total(bounded, clipped, gradients, plan, like)
-            total = gradients.total(total, updates=not bounded.reads_gradients)
-            totals[name] = stages.total(total)
+        for name, clip in clips.items():
+            totals[name] = stages.total(_total(clip, clipped, gradients, plan, like))
     if plan.careful:
         # Products of float64 numbers may overflow, too.
         bad = bool(updates) and not _finite(updates, totals.values(), gradients)
@@ -89,32 +88,32 @@ def clip(
 
 
 def _total(
-    bounded: Clip, updates: Sequence[Update], gradients: AveragedGradients, plan: Plan, like: Tensor
+    clip: Clip, updates: Sequence[Update], gradients: AveragedGradients, plan: Plan, like: Tensor
 ) -> Tensor:
-    """Return this rank's part of a clip's sum, a float64 scalar on the device of ``like``."""
+    """Return a clip's sum over ranks, a float64 scalar on the device of ``like``."""
+    # Whether ranks lack some matrices: one rank then adds each block's term.
+    is_divided = gradients.divided if clip.reads_gradients else gradients.updates_divided
     matrices: list[Tensor] = []
     averages: list[Tensor] = []
     for update in updates:
-        # Each block's term is added by one rank: the clip sums over ranks.
-        if not gradients.leads(update.stack, updates=not bounded.reads_gradients):
+        if is_divided and update.stack.place.gradient_workers[0] != gradients.backend.rank:
             continue
         matrix = update.matrix
-        gradient = update.gradient if bounded.reads_gradients else matrix
+        gradient = update.gradient if clip.reads_gradients else matrix
         if matrix is None or gradient is None:
             continue
         if plan.careful:  # products of float32 numbers may overflow in float32
             matrix, gradient = matrix.double(), gradient.double()
         matrices.append(matrix)
         averages.append(gradient)
-    terms = bounded.terms(matrices, averages)
-    if not terms:
-        return torch.zeros((), dtype=torch.float64, device=like.device)
-    dtype = torch.float64 if plan.careful else like.dtype
-    total = torch.stack([term.to(like.device, dtype) for term in terms]).sum().double()
-    if plan.lr == 1:
-        return total
-    # The square of the rate may be out of range where the rate is not.
-    return total * plan.lr * plan.lr
+    if terms := clip.terms(matrices, averages):
+        dtype = torch.float64 if plan.careful else like.dtype
+        total = torch.stack([term.to(like.device, dtype) for term in terms]).sum().double()
+        if plan.lr != 1:  # its square may be out of range where the rate is not
+            total = total * plan.lr * plan.lr
+    else:
+        total = torch.zeros((), dtype=torch.float64, device=like.device)
+    return add_tensor_over_ranks(gradients.backend, total) if is_divided else total
 
 
 def _scale(tensors: list[Tensor], factor: Tensor) -> None:
@@ -140,4 +139,7 @@ def _finite(
     count = torch.tensor(0.0, device=tensors[-1].device if tensors else torch.device("cpu"))
     for tensor in tensors:
         count += tensor.isfinite().all().logical_not().to(count.device)
-    return not bool(gradients.total(count, updates=True, states=gradients.remembers))
+    # Whole updates of sharded parameters, and states, are on gradient workers alone.
+    if gradients.updates_divided or gradients.remembers:
+        count = add_tensor_over_ranks(gradients.backend, count)
+    return not bool(count)

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.blocks.block import Block
-from soframe.blocks.home import GradientHome
-from soframe.capture.hooks import Capture
+from soframe.curvature import Curvature
 from soframe.estimate.window import Window
 from soframe.layers.base import LayerHelper
 
@@ -38,20 +37,12 @@ _SHOWN = 8
 class Effect:
     """The gradients and statistics of this rank's blocks in their first windows with statistics."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[Block],
-        others: Sequence[nn.Parameter],
-        capture: Capture,
-        *,
-        home: GradientHome,
-        partial: Window | None,
-    ) -> None:
-        self._model, self._blocks = model, blocks
-        self._others = others  # parameters without a block
-        self._capture, self._home = capture, home
-        self._partial = partial  # the model changed in it, so that hooks may have missed calls
+    def __init__(self, curvature: Curvature, *, partial: Window | None = None) -> None:
+        self._model, self._home = curvature.parts.model, curvature.parts.home
+        self._blocks, self._capture = curvature.blocks, curvature.capture
+        self._others = curvature.registration.others  # parameters without a block
+        # The window in which the model changed: its hooks may have missed calls.
+        self._partial = partial
         self._windows: Counter[Block] = Counter()  # by block those with statistics that have ended
         self._due: list[Block] = []  # those that take statistics in the window under way
         self._judged: list[Block] = []  # those that are checked in it
@@ -142,15 +133,14 @@ class Effect:
     ) -> None:
         """Raise if the step would have no effect."""
         has_any, has_other = flags[:2]
-        # Whether no block has ever had statistics: then the step would do nothing.
-        never = not any(flags[2::2]) and all(block.mass == 0 for block in self._blocks)
-        if missed and never:
+        has_statistics = any(flags[2::2]) or any(block.mass > 0 for block in self._blocks)
+        if missed and not has_statistics:
             raise RuntimeError(f"{self._without_statistics(missed)} No gradient was changed.")
         if has_any:
             return
         if taken:
             raise RuntimeError(self._without_gradients(taken))
-        if has_other and never:
+        if has_other and not has_statistics:
             raise RuntimeError(
                 f"no block has a gradient or statistics, while other parameters have gradients: "
                 f"the backward pass has not reached {_names(self._judged)}, and the "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -26,7 +27,6 @@ from soframe.damping.policies import damping_at
 from soframe.diagnostics.metrics import Measuring
 from soframe.estimate.plan import Plan
 from soframe.estimate.updates import Update, exchange, write
-from soframe.estimate.window import Window
 from soframe.kernels.precision import within
 from soframe.setup.grouping import Grouping
 from soframe.step.clip import Clipping
@@ -56,23 +56,7 @@ class Engine:
         self._moving_optimizer = moving_optimizer
         self.verdict = Verdict(self._parts.backend, curvature.counts)  # on the last step
         self.updates: Sequence[Update] = ()  # of the last step, for the moving optimizer
-        self._connect()
-
-    def _connect(self, partial: Window | None = None) -> None:
-        """Set the gradients and the `Effect` of the blocks that are registered now.
-
-        ``partial`` is a window in which the model changed: its hooks may have missed calls.
-        """
-        curvature, parts = self._curvature, self._parts
-        self._gradients = curvature.averaged_gradients
-        self._effect = Effect(
-            parts.model,
-            curvature.blocks,
-            curvature.registration.others,
-            curvature.capture,
-            home=parts.home,
-            partial=partial,
-        )
+        self._effect = Effect(curvature)
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -91,13 +75,9 @@ class Engine:
         )
         try:
             for phase in PHASES:
-                if not phase.runs_in(step):
-                    continue
-                if phase.is_range:
-                    with ranges(phase.name):
+                if phase.runs_in(step):
+                    with ranges(phase.name) if phase.is_range else nullcontext():
                         phase.run(step)
-                else:  # the function opens ranges of this name
-                    phase.run(step)
             if self._moving_optimizer is not None and step.counts:
                 self.updates = step.updates
         except BaseException:
@@ -130,7 +110,7 @@ class Engine:
             curvature.solve_again(damped_blocks, damping)
             gradients = {
                 stack: gradient
-                for stack, gradient in self._gradients.now().items()
+                for stack, gradient in curvature.averaged_gradients.now().items()
                 if not stack.like.remembers
             }
             with within(parts.precision):
@@ -146,7 +126,7 @@ class Engine:
         curvature, parts = self._curvature, self._parts
         statistics, window = curvature.statistics, curvature.statistics.window
         plan, common, error = self._prepare()
-        report, error = self._report(plan, common, error)
+        report, unread, error = self._report(plan, common, error)
         # Reports are reduced over the stages of a model first.
         of_stages = {name: common.get(name) for name in OF_ALL_STAGES}
         report, error = parts.stages.put_together(report, of_stages, error)
@@ -181,6 +161,9 @@ class Engine:
                 parts.refresh.owe(2)
         elif window.due:
             plan = replace(plan, weights=total.weights)
+        if unread is not None:
+            self.verdict.queue(unread)  # its flags stay None until phase *agree*
+            return plan
         return self.verdict.with_flags(
             plan, bad=total.bad_gradient, large=total.large, local=bad_here
         )
@@ -190,13 +173,14 @@ class Engine:
 
         Returns the plan, the values that must be equal on all ranks, and an error or None.
         """
-        curvature, parts = self._curvature, self._parts
-        step, refresh, window = curvature.steps, parts.refresh, curvature.statistics.window
+        curvature, parts, step = self._curvature, self._parts, self._curvature.steps
+        refresh, window = parts.refresh, curvature.statistics.window
+        gradients = curvature.averaged_gradients
         try:
             self._effect.begin(window)  # its error names a framework that sharded parameters
             if curvature.placed.errors:
                 raise curvature.placed.errors[0]  # of the step before, see `PlacedBlocks.keep`
-            self._gradients.check()
+            gradients.check()
             curvature.statistics.require_counted(stacklevel=7)
             probed = curvature.capture.probing
             parts.loss_scale.check(parts.optimizer, half=window.calls.half, probed=probed)
@@ -215,27 +199,31 @@ class Engine:
                 self._moving_optimizer.check_settings()
                 # Gradients can stay if they are averaged where they are. If norms are measured,
                 # every stack has an update: its norm is measured, too.
-                if not (self._gradients.divided or self.measuring.norms):
+                if not (gradients.divided or self.measuring.norms):
                     stacks = self._moving_optimizer.moves(curvature.placed.stacks)
-            self._gradients.leave(stacks)
+            gradients.leave(stacks)
             # The values that decide which collectives are entered. The interval is the next step's:
             # it decides which blocks have weights in the next report.
             common: dict[str, object] = {
                 "step": step,
                 "statistics_every of the next step": plan.statistics_every,
                 "solve_every": plan.solve_every,
-                "blocks with gradients": self._gradients.alike(),
+                "blocks with gradients": gradients.alike(),
             }
         except Exception as error:  # of any kind: all ranks raise together
-            return Plan.impossible(step), {}, error
+            return Plan(step, damping=math.nan, decay=math.nan), {}, error  # never used
         return plan, common, None
 
     def _report(
         self, plan: Plan, common: Mapping[str, object], error: Exception | None
-    ) -> tuple[Report, Exception | None]:
-        """Return this rank's report, without its weights, and its error."""
+    ) -> tuple[Report, Magnitude | None, Exception | None]:
+        """Return this rank's report, without its weights, and its error.
+
+        Between them are the magnitudes that are read behind the work of the step; None if they are
+        known.
+        """
         curvature, parts = self._curvature, self._parts
-        window = curvature.statistics.window
+        window, gradients = curvature.statistics.window, curvature.averaged_gradients
         # NaN is a bad gradient: it stays if an error comes before the gradients are read.
         magnitude, statistics_finite = math.nan, True
         parameters = curvature.watch.parameters()
@@ -243,20 +231,19 @@ class Engine:
         try:
             statistics = window.magnitudes(parts.precision)
             # With statistics, gradients are gathered in phase *average*, when sums are freed.
-            gradients = parts.home.of(parameters) if window.due else self._gradients.own()
-            sizes = Magnitude(parameters, gradients, statistics, self._gradients.remembers)
+            tensors = parts.home.of(parameters) if window.due else gradients.tensors()
+            sizes = Magnitude(parameters, tensors, statistics, gradients.remembers)
             if sizes.queues and self._reads_later(plan):
                 magnitude = 0.0  # until phase *agree* reads it
                 unread = sizes
             else:
                 magnitude, statistics_finite = sizes.read()
-            present, reached = self._gradients.present(), self._effect.flags(window)
+            present, reached = gradients.present(), self._effect.flags(window)
         except Exception as raised:  # of any kind: all ranks raise together
             error = error or raised
             # All ranks must reduce equally many numbers.
-            present = [0.0] * len(self._gradients.flagged)
+            present = [0.0] * len(gradients.flagged)
             reached = self._effect.no_flags()
-        self.verdict.leave_unread(unread)
         is_large = magnitude > 0  # zero for moderate gradients, see `Magnitude.read`
         passes, most, fewest = window.largest_counts()
         if parts.scaling != "fisher":  # other scalings count no samples
@@ -280,7 +267,7 @@ class Engine:
             waits=parts.solves.waits(),
             reached=reached,
         )
-        return report, error
+        return report, unread, error
 
     def _disagreement(self, report: Report, common: Mapping[str, object]) -> Exception | None:
         """Return the error that stops the copies of this stage, the same on all, or None."""
@@ -288,9 +275,11 @@ class Engine:
         try:
             if report.common:
                 require_common(backend, common, report.common)
+            # In such a step hooks and gradients are not compared.
+            unusual = [*report.changed_anywhere, report.bad_gradient, report.bad_statistics]
             if report.changed:
                 require_all_ranks(backend, report.changed)
-            elif not (any(report.changed_anywhere) or report.bad_gradient or report.bad_statistics):
+            elif not any(unusual):
                 self._effect.require(report.reached)
         except Exception as error:  # of any kind: all stages raise together
             return error
@@ -302,7 +291,7 @@ class Engine:
         with stages.together():
             if changed:
                 curvature.rebuild()
-                self._connect(partial=curvature.statistics.window)
+                self._effect = Effect(curvature, partial=curvature.statistics.window)
         stages.look_over(curvature.registration)
         # All stages take statistics at the same steps: the most that any of them needs.
         refresh = self._parts.refresh

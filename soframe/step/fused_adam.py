@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -67,23 +67,22 @@ class Adam:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        # The numbers of the param groups, and the mapping that they were read from.
-        self._groups: tuple[Mapping[int, int], set[int]] = ({}, {-1})
-        # The source of the batches: groups and moments by identity, which are kept, so that no
-        # other object gets it.
-        self._source: tuple[object, ...] = ()
-        self._kept: tuple[object, ...] = ()
+        self._group_of: Mapping[int, int] = {}  # the mapping of the last step, see `move`
+        self._groups: set[int] = set()  # the numbers of the param groups of the stack in it
+        # The blocks that are alike with their batches; and what these were made of: the mapping
+        # and the moments by identity, the blocks that are alike and the decays by value.
         self._batches: list[tuple[list[Block], list[Batch]]] = []
+        self._sources: tuple[object, ...] = ()
+        self._arrangement: tuple[object, ...] = ()
 
     def complete(self, group_of: Mapping[int, int], moves: Sequence[Move]) -> bool:
         """Return whether all parameters have plain gradients, and moves of the kernel."""
         stack = self._stack
-        if group_of is not self._groups[0]:
-            numbers = {group_of.get(id(parameter), -1) for parameter in stack.parameters}
-            self._groups = group_of, numbers
-        groups = self._groups[1]
+        if group_of is not self._group_of:
+            self._group_of = group_of
+            self._groups = {group_of.get(id(parameter), -1) for parameter in stack.parameters}
         # Before groups follow a changed model a parameter has none.
-        if -1 in groups or not all(moves[number].is_plain for number in groups):
+        if -1 in self._groups or not all(moves[number].is_plain for number in self._groups):
             return False
         gradients = stack.like.home.of(stack.parameters)
         if len(gradients) < len(stack.parameters):
@@ -105,10 +104,10 @@ class Adam:
                 stack.set_state(members, stack.state_of(members))  # zeros
         # At a decay of zero vectors and matrices are one batch.
         decays = [move.decay_vectors or move.weight_decay == 0 for move in moves]
-        kept = (group_of, stack.state["mean"], stack.state["square"])
-        source = (*map(id, kept), alike, decays)
-        if source != self._source:
-            self._source, self._kept = source, kept
+        sources = (group_of, stack.state["mean"], stack.state["square"])
+        are_same = all(map(is_, sources, self._sources))
+        if self._arrangement != (alike, decays) or not are_same:
+            self._sources, self._arrangement = sources, (alike, decays)
             self._batches = self._batch(alike, group_of, decays)
         device = stack.like.device
         for blocks, batches in self._batches:

@@ -63,12 +63,12 @@ class Magnitude:
             self._dense = [g.coalesce().values() if g.is_sparse else g for g in self._dense]
         # One tensor, on the device of the first, so that the host waits for a device once.
         norms = _norms(self._dense)
-        self._count, scalars = len(norms), [*norms, *statistics]
+        self._norms, scalars = len(norms), [*norms, *statistics]
         devices = {scalar.device for scalar in scalars}
         if len(devices) > 1:
             scalars = [scalar.to(scalars[0].device) for scalar in scalars]
         device = parameters[0].device if parameters else torch.device("cpu")
-        self._all = torch.stack(scalars) if scalars else torch.empty(0, device=device)
+        self._scalars = torch.stack(scalars) if scalars else torch.empty(0, device=device)
         self.queues = bool(parameters) and on_gpu(parameters[0])  # the same on every rank
 
     def read(self) -> tuple[float, bool]:
@@ -77,15 +77,15 @@ class Magnitude:
         The magnitude is the largest absolute value, infinite or NaN if an element is, or zero if
         the norms of gradients are moderate.
         """
-        numbers, count = self._all.tolist(), self._count
-        finite = all(abs(number) < math.inf for number in numbers[count:])
-        if sum(numbers[:count]) < MODERATE:  # not if one is NaN
+        numbers = self._scalars.tolist()
+        finite = all(abs(number) < math.inf for number in numbers[self._norms :])
+        if sum(numbers[: self._norms]) < MODERATE:  # not if one is NaN
             return 0.0, finite
         return self._exact(), finite
 
     def queue(self, backend: Backend) -> None:
         """Begin to sum the magnitudes over ranks, as `flags`; every rank must call."""
-        self.flags = Flags(self._all.sum(), backend)
+        self.flags = Flags(self._scalars.sum(), backend)
 
     def read_queued(self) -> tuple[float, bool]:
         """Return the magnitude here, and whether all ranks' are moderate, the same on all ranks."""

@@ -54,8 +54,8 @@ class Move:
         return self.constraint is None and decoupled
 
     @classmethod
-    def of(cls, group: Mapping[str, Any]) -> Move:
-        """Return the settings of a param group, checked."""
+    def of(cls, group: Mapping[str, Any], prefix: str = "") -> Move:
+        """Return the settings of a param group, checked; errors name them with a prefix."""
         move = cls(
             lr=float(group["lr"]),
             weight_decay=float(group["weight_decay"]),
@@ -63,12 +63,13 @@ class Move:
             constraint=group["constraint"],
             decay_vectors=bool(group["decay_vectors"]),
         )
-        if "method" in group:
-            check(move, name=f"param group {group['method']!r}: ", prefix="")
+        # An optimizer checks the settings that it is given before there are groups.
+        name = f"param group {group['method']!r}: " if "method" in group else ""
+        _check(move, name, prefix)
         return move
 
 
-def check(move: Move, *, name: str, prefix: str) -> None:
+def _check(move: Move, name: str, prefix: str) -> None:
     """Raise ValueError if a setting is out of range, does not exist, or contradicts another."""
     for setting, value in {"lr": move.lr, "weight_decay": move.weight_decay}.items():
         if not 0 <= value <= torch.finfo(torch.float32).max:
@@ -133,7 +134,7 @@ def descend(
             continue
         update = updates.get(id(parameter))
         if update is None:  # of a block that is not solved yet
-            update = gradient if bad is None else gradient.clone()
+            update = gradient if bad is None else gradient.clone()  # which `_add` may zero
         moving.append((weight, update))
         if move.decay_vectors or parameter.dim() > 1:
             decaying.append((weight, update))
@@ -289,12 +290,12 @@ class Ball:
         weights, directions = self._wide(self.matrices), self._wide(updates)
         # A group with a zero update must not divide by its length.
         lengths = self._lengths(directions)
-        steps = self._each(torch.where(lengths > 0, lr * radii / lengths, 0))
+        steps = self._at_entries(torch.where(lengths > 0, lr * radii / lengths, 0))
         moved = {name: weights[name] - directions[name] * steps[name] for name in weights}
         lengths = self._lengths(moved)
         # A step that ends in the centre cannot be normalised: the weights stay.
-        scales = self._each(torch.where(lengths > 0, radii / lengths, 0))
-        stays = self._each((lengths == 0).to(lengths.dtype))
+        scales = self._at_entries(torch.where(lengths > 0, radii / lengths, 0))
+        stays = self._at_entries((lengths == 0).to(lengths.dtype))
         for name, parameter in self.matrices.items():
             parameter.copy_(moved[name] * scales[name] + weights[name] * stays[name])
 
@@ -319,7 +320,7 @@ class Ball:
         total: Tensor = torch.linalg.vector_norm(torch.stack(lengths))
         return total.reshape(1)
 
-    def _each(self, numbers: Tensor) -> Mapping[str, Tensor]:
+    def _at_entries(self, numbers: Tensor) -> Mapping[str, Tensor]:
         """Return one number per group, ``[groups]``, at all entries of the matrices."""
         if self.groups == 1:
             return dict.fromkeys(self.matrices, numbers[0])

@@ -26,8 +26,7 @@ from soframe.estimate.gradients import Gradients
 from soframe.estimate.plan import UNDAMPED, Plan
 from soframe.estimate.updates import Update, exchange
 from soframe.setup.grouping import Grouping
-from soframe.step import clip as clips
-from soframe.step.clip import Clipping
+from soframe.step.clip import Clipping, clip_updates
 from soframe.step.verdict import Verdict
 from soframe.strategies.work import BlockWork
 
@@ -120,6 +119,7 @@ def average(step: Step) -> None:
     curvature, plan = step.curvature, step.plan
     step.gradients = curvature.averaged_gradients.collect(plan.present)
     due = curvature.statistics.window.due
+    # A turn whose statistics are not finite is missed by no block.
     is_dropped = plan.weights is None and bool(due)
     if curvature.placed.captured and not is_dropped:
         refresh = curvature.parts.refresh
@@ -171,7 +171,7 @@ def _can_select(step: Step, blocks: Sequence[Block]) -> bool:
 def clip(step: Step) -> None:
     """Scale the updates to the bounds of the clips, and find whether they are finite."""
     curvature = step.curvature
-    factors = clips.clip(
+    factors = clip_updates(
         step.updates,
         curvature.averaged_gradients,
         step.clipping.clips,

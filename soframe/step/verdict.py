@@ -36,9 +36,12 @@ class Verdict:
         self.moderate = True  # of the last gradients whose flags the host has read
         self.counts = counts  # of skipped updates and statistics, among others; to be increased
         self._backend = backend
-        self._in_a_row, self._taken = 0, False
-        self._queued: Magnitude | None = None  # of the step under way
-        self._unread: tuple[Flags, Sequence[Block]] | None = None  # of the last step
+        self._in_a_row = 0  # skipped updates until now
+        self._taken = False  # whether the update of the last step counts, as far as the host knows
+        # The magnitudes of the step under way, if they are read behind its work.
+        self._queued: Magnitude | None = None
+        # The flags of the last step that are still on the device, and the blocks with an update.
+        self._unread: tuple[Flags, Sequence[Block]] | None = None
 
     # -- the last step ------------------------------------------------------------------------
 
@@ -52,14 +55,15 @@ class Verdict:
         """Read the flags that were left on the device, and take a skipped update back."""
         if self._unread is None:
             return
-        (flags, blocks), self._unread, self.good = self._unread, None, None
-        local, total = flags.read()
-        moderate = total < MODERATE  # not if it is NaN
+        flags, blocks = self._unread
+        self.forget()
+        magnitude, magnitude_of_all = flags.read()
+        moderate = magnitude_of_all < MODERATE  # not if it is NaN
         if not moderate:
             for block in blocks:  # its state has stayed
                 block.record.updates -= 1
             self._taken = False
-        self._judge(skipped=not moderate, moderate=moderate, local=not local < MODERATE)
+        self._count(skipped=not moderate, moderate=moderate, local=not magnitude < MODERATE)
 
     def forget(self) -> None:
         """Forget the last step: flags that were left do not matter any more."""
@@ -67,20 +71,19 @@ class Verdict:
 
     # -- flags of gradients -------------------------------------------------------------------
 
-    def leave_unread(self, sizes: Magnitude | None) -> None:
-        """Let the magnitudes of this step be read behind its work; None if they are known."""
-        self._queued = sizes
+    def queue(self, magnitude: Magnitude) -> None:
+        """Begin to sum magnitudes over ranks, to be read behind the work; every rank must call."""
+        self._queued = magnitude
+        magnitude.queue(self._backend)
 
     def with_flags(self, plan: Plan, *, bad: float, large: float, local: bool) -> Plan:
-        """Return the plan with the flags of gradients, which stay None if they are read later.
+        """Return the plan with the flags of gradients.
 
         ``bad`` and ``large`` are numbers of ranks whose gradients are not finite, or large;
         ``local`` is true if those of this rank are not finite.
         """
-        if self._queued is not None:
-            self._queued.queue(self._backend)
-            return plan
-        self._judge(skipped=bad > 0, moderate=bad + large == 0, local=local)
+        self._queued = None  # of a step that raised
+        self._count(skipped=bad > 0, moderate=bad + large == 0, local=local)
         # From reduced flags, so that all ranks compute in the same dtype.
         return replace(plan, finite=not bad, careful=large > 0 or plan.damping < UNDAMPED)
 
@@ -103,7 +106,7 @@ class Verdict:
         self.good = flags.moderate
         self._unread = flags, blocks
 
-    def _judge(self, *, skipped: bool, moderate: bool, local: bool) -> None:
+    def _count(self, *, skipped: bool, moderate: bool, local: bool) -> None:
         """Count an update that is skipped; ``local`` if gradients of this rank are a cause."""
         self.moderate = moderate
         if skipped:
@@ -125,8 +128,8 @@ class Verdict:
     def skip(self, plan: Plan) -> None:
         """Count a step whose updates are left out."""
         self._taken = False
-        # Bad gradients are counted already; these are updates that are not finite.
-        self.counts[SKIPPED_UPDATES] += plan.finite is not False
+        if plan.finite is not False:  # bad gradients are counted already, and updates are not
+            self.counts[SKIPPED_UPDATES] += 1
 
     def write(
         self, updates: Sequence[Update], parameters: Iterable[nn.Parameter], home: GradientHome

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from soframe.comm import Backend
-from soframe.comm.agreement import add_over_ranks, add_up, require_no_failure
+from soframe.comm.agreement import add_over_ranks, add_tensor_over_ranks, require_no_failure
 from soframe.damping.policies import APART
 from soframe.trust_region.forward import Closure, Forward
 from soframe.trust_region.param_groups import penalty, slope_and_metric
@@ -58,7 +58,7 @@ def exact_model(
         curvature = curvature_along(batch.forwards, batch.parameters, directions)
     except Exception as raised:  # contributes NaN, so that all ranks fail together
         error = raised
-    curvature = add_up(backend, curvature) / backend.world_size
+    curvature = add_tensor_over_ranks(backend, curvature) / backend.world_size
     if not bool(curvature.isfinite().all()):
         (failed,) = add_over_ranks(backend, [float(error is not None)])
         require_no_failure(backend, error, failed)
