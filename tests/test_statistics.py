@@ -1,6 +1,7 @@
 """Running factors: what they average, and what a window gathers."""
 
 import copy
+import math
 from math import prod
 
 import pytest
@@ -362,6 +363,19 @@ def test_a_layer_that_is_used_between_turns_alone_takes_statistics_at_its_next_u
     for step in (2, 3):  # when the second head has missed its turn
         for one, other in zip(in_turns(0, 1, wrapped=step)[0], weights, strict=True):
             assert torch.equal(one, other), f"the model was changed at step {step}"
+
+
+def test_a_layer_whose_statistics_are_dropped_between_turns_takes_them_at_its_next_use() -> None:
+    model = fill(InTurns())
+    with closing(preconditioner(model, statistics_every=2, solve_every=4, decay=0.0)) as own:
+        for step in range(6):
+            inputs, targets = batch(step)
+            model.zero_grad()
+            loss = log_cosh(model(inputs, step % 2), targets)
+            (loss * math.nan if step == 3 else loss).backward()
+            own.step()
+        rows = torch.cat([batch(5)[0], torch.ones(4, 1).double()], 1)
+        compare(factors(own, "heads.1")[0][0], rows.T @ rows / 4, "A of the second head")
 
 
 @pytest.mark.parametrize("method", ["soap", "shampoo"])
