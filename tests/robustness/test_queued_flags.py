@@ -95,6 +95,7 @@ class Outcome:
     counters: dict[str, int]
     metrics: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
+    agreements: int = 0  # collectives
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -134,9 +135,11 @@ def outcome(
         # Before anything else asks the host.
         metrics, states = own.metrics(), own.preconditioner.state_dict()
         counters = dict(own.preconditioner.counters)
+        agreements = own.preconditioner.traffic().get("agree", {"calls": 0})["calls"]
         own.close()
     wholes = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return Outcome([p.detach() for p in wholes], states, counters, metrics, reads)
+    weights = [p.detach() for p in wholes]
+    return Outcome(weights, states, counters, metrics, reads, agreements)
 
 
 def same(one: Outcome, plain: Outcome, skipped: int | None = None) -> None:
@@ -384,3 +387,11 @@ def test_one_rank_has_the_bad_gradient(method: str, gradients: str) -> None:
         same(one, other, skipped=3)
         for p, q in zip(late[0].weights, one.weights, strict=True):
             assert torch.equal(p, q)
+
+
+@pytest.mark.distributed
+def test_late_flags_cost_one_collective_a_step() -> None:
+    late, plain = (run_ranks(outcome, 2, queued, "muon", {}, {}) for queued in (True, False))
+    for one, other in zip(late, plain, strict=True):
+        assert one.agreements - other.agreements == one.reads.all
+        assert one.reads.behind > 0
