@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import ExitStack
 from math import prod
 
 import pytest
@@ -430,10 +431,12 @@ def test_a_missed_turn_of_gradients_outlives(change: str) -> None:
         assert torch.equal(train(step), expected), f"interrupted before step {step}"
 
 
-def test_a_state_does_not_change_with_later_steps() -> None:
-    """Of diagonal factors, too, which are saved as they are held."""
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_state_does_not_change_with_later_steps(is_loaded: bool) -> None:
+    """Of diagonal factors, too, which are saved as they are held; nor once it is loaded."""
     model = fill(nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2)))
-    with closing(preconditioner(model, layers="all")) as own:
+    with ExitStack() as opened:
+        own = opened.enter_context(closing(preconditioner(model, layers="all")))
 
         def step(seed: int) -> None:
             model.zero_grad()
@@ -444,6 +447,10 @@ def test_a_state_does_not_change_with_later_steps() -> None:
         step(0)
         state = own.state_dict()
         saved = copy.deepcopy(state["blocks"])
+        if is_loaded:
+            own.close()
+            own = opened.enter_context(closing(preconditioner(model, layers="all")))
+            own.load_state_dict(state)
         step(1)
         after = own.state_dict()["blocks"]
         for name, block in saved.items():
