@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import soframe
+from soframe.comm import SingleProcess
 from soframe.step import engine, magnitude
 from tests import kit
 from tests.curvature import randn
@@ -332,6 +333,26 @@ def test_large_gradients_cost_one_update() -> None:
     assert late.counters["skipped_updates"] == 1
     states = late.states["blocks"].values()
     assert {block["updates"] for block in states} == {7}
+
+
+class ByTheGPU(SingleProcess):
+    """Numbers of the host travel by the GPU once it runs, as with NCCL."""
+
+    runs = False
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        return torch.device("cuda") if self.runs else device
+
+
+@pytest.mark.parametrize("by_the_gpu", [False, True])
+def test_flags_are_read_at_once_where_the_agreement_waits_for_the_gpu(by_the_gpu: bool) -> None:
+    model, backend = network(), ByTheGPU()
+    with as_on_a_gpu() as reads:
+        distribution = soframe.Distribution(backend=backend)
+        own = soframe.Optimizer(model, "muon", lr=0.01, distribution=distribution)
+        backend.runs = by_the_gpu
+        kit.train(model, lambda model, step: model(randn(3, 4, seed=step)).sum(), range(3), own)
+    assert (reads.all == 0) is by_the_gpu
 
 
 def test_ten_in_a_row_are_told() -> None:
