@@ -246,7 +246,8 @@ class Trials:
 def chosen_items(items: list[pytest.Item], tests: list[str], broken: str) -> list[pytest.Item]:
     """Return the items of these tests, first those that share most words with what is broken.
 
-    Those that start processes come last, or not at all if no folder for them is among the tests.
+    Those that start processes come last: the ones that are named with ``::``, or all if a folder
+    for them is among the tests.
     """
     found = {}
     starts = any(test.startswith(FOLDERS_OF_RANKS) for test in tests)
@@ -254,7 +255,7 @@ def chosen_items(items: list[pytest.Item], tests: list[str], broken: str) -> lis
     for test, item in itertools.product(tests, items):
         distributed = item.get_closest_marker("distributed") is not None
         within = f"{item.nodeid}::".startswith((f"{test}/", f"{test}::", f"{test}["))
-        if within and (starts or not distributed):
+        if within and (starts or "::" in test or not distributed):
             shared = words.intersection(re.findall("[a-z]+", item.nodeid.lower()))
             found[item] = distributed, -len(shared)
     return sorted(found, key=found.__getitem__)

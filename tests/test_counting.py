@@ -966,6 +966,20 @@ def test_terms_that_the_outputs_do_not_have(loss: Any, terms: Any, message: str)
             own.step()
 
 
+def test_terms_that_one_of_two_outputs_does_not_have() -> None:
+    """Three samples with four positions each in one output, and with none in the other."""
+    model = fill(chain())
+    loss = SumLoss([Term(SquaredError()), Term(SquaredError(), output=1)])
+    with closing(preconditioner(model, fisher="type-2", loss=loss)) as own:
+        own.count(12)
+        output = model(randn(3, 4, 3)).transpose(1, 2)
+        outputs = [output, output.mean(2)]
+        own.observe(outputs)
+        (outputs[0].square().mean() + outputs[1].square().mean()).backward()
+        with pytest.raises(ValueError, match=r"given 12, .* outputs \(3, 2, 4\), \(3, 2\)"):
+            own.step()
+
+
 def test_each_forward_pass_is_observed_before_the_next_is_counted() -> None:
     model = fill(chain())
     with closing(preconditioner(model, fisher="type-2", loss="mse")) as own:

@@ -199,6 +199,21 @@ def test_rows_of_large_factors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -
     assert compared(monkeypatch, one_pass, large, batch(2, 256).double()) == 0
 
 
+def test_rows_of_a_window_under_way_take_the_memory_of_their_factors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr(window, "few_rows", lambda moment, factor: None)
+        model = linear().double()
+        preconditioner = soframe.Preconditioner(model, statistics_every=1)
+        one_pass(model, batch(8, 5).double())
+        found.append(preconditioner.memory_usage()["statistics"])
+        preconditioner.close()
+    assert found[0] == found[1] > 0
+
+
 def test_a_layer_costs_no_products_of_its_own() -> None:
     def each(layers: int) -> float:
         torch.manual_seed(0)

@@ -1,9 +1,11 @@
 """The mutants: what is generated, which verdict it gets, and whether the table fits the project."""
 
+import functools
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +97,25 @@ source = "return x / 2 + 0 * x"
 change = "+ -> -"
 reason = "Adds 0."
 """
+
+
+class Item:
+    """A collected test."""
+
+    def __init__(self, nodeid: str, *, distributed: bool = False) -> None:
+        self.nodeid, self.distributed = nodeid, distributed
+
+    def get_closest_marker(self, name: str) -> object:
+        return name if self.distributed else None
+
+
+def test_tests_of_ranks_run_last_and_where_they_are_named() -> None:
+    ranks = [Item(f"tests/a/test_one.py::test_ranks[{i}]", distributed=True) for i in range(2)]
+    items: list[Any] = [*ranks, Item("tests/a/test_one.py::test_plain"), Item("tests/b.py::test_b")]
+    chosen = functools.partial(mutants.chosen_items, items, broken="soframe/a.py")
+    assert chosen(tests=["tests/a"]) == [items[2]]
+    assert chosen(tests=["tests/a", "tests/a/test_one.py::test_ranks"]) == [items[2], *ranks]
+    assert chosen(tests=["tests/a", "tests/distributed"]) == [items[2], *ranks]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from soframe.layers.base import BlockShape
+from soframe.methods import KFAC, Chain, Momentum
 from soframe.preconditioner import Preconditioner
 from soframe.schedules import GrowingInterval, WarmInterval
 from soframe.solvers import Eigen, Inverse
@@ -189,3 +190,37 @@ def test_turns_of_an_endless_interval() -> None:
     with closing(preconditioner(model, **options)) as own:
         kit.train(model, loss_of, range(2), own)
         assert own.curvature.parts.refresh._turns(own.curvature.placed, 2) == (0, 1)
+
+
+# -- dampings that are tried -------------------------------------------------------------------
+
+
+def test_a_damping_that_is_tried_solves_the_blocks_whose_data_it_is_in() -> None:
+    """Other solvers divide by it later, and a method that remembers keeps its update."""
+    model = fill(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))))
+    settings: dict[str, Any] = {
+        "method": {"1": Chain((KFAC(), Momentum())), ".*": "kfac"},
+        "solver": {"0": "eigen", ".*": "inverse"},
+        "solve_every": 4,
+    }
+    with closing(preconditioner(model, kl_clip=None, **settings)) as own:
+        for step in range(2):  # factors of the second step are not solved
+            model.zero_grad()
+            model(randn(5, 3, seed=step)).square().sum(1).mean().backward()
+            own.step()
+
+        def data() -> dict[str, list[Tensor]]:
+            found = {}
+            for block in own.blocks:
+                tensors = (list(part.values()) for part in block.second_order.values())
+                found[block.name] = [tensor.clone() for tensor in itertools.chain(*tensors)]
+            return found
+
+        before = data()
+        update = model[1].weight.grad.clone()
+        own.damp(dict.fromkeys(before, 0.5))
+        own.propose()
+        after = data()
+        same = {name: all(map(torch.equal, before[name], after[name])) for name in before}
+        assert same == {"0": True, "1": True, "2": False}
+        assert torch.equal(model[1].weight.grad, update)

@@ -1,6 +1,8 @@
 """Running factors: what they average, and what a window gathers."""
 
 import copy
+import math
+from contextlib import ExitStack
 from math import prod
 
 import pytest
@@ -364,6 +366,19 @@ def test_a_layer_that_is_used_between_turns_alone_takes_statistics_at_its_next_u
             assert torch.equal(one, other), f"the model was changed at step {step}"
 
 
+def test_a_layer_whose_statistics_are_dropped_between_turns_takes_them_at_its_next_use() -> None:
+    model = fill(InTurns())
+    with closing(preconditioner(model, statistics_every=2, solve_every=4, decay=0.0)) as own:
+        for step in range(6):
+            inputs, targets = batch(step)
+            model.zero_grad()
+            loss = log_cosh(model(inputs, step % 2), targets)
+            (loss * math.nan if step == 3 else loss).backward()
+            own.step()
+        rows = torch.cat([batch(5)[0], torch.ones(4, 1).double()], 1)
+        compare(factors(own, "heads.1")[0][0], rows.T @ rows / 4, "A of the second head")
+
+
 @pytest.mark.parametrize("method", ["soap", "shampoo"])
 def test_so_do_methods_of_gradients_at_the_next_use(method: str) -> None:
     """Heads with the same weights and batches have the same factors, at and between turns."""
@@ -416,10 +431,12 @@ def test_a_missed_turn_of_gradients_outlives(change: str) -> None:
         assert torch.equal(train(step), expected), f"interrupted before step {step}"
 
 
-def test_a_state_does_not_change_with_later_steps() -> None:
-    """Of diagonal factors, too, which are saved as they are held."""
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_state_does_not_change_with_later_steps(is_loaded: bool) -> None:
+    """Of diagonal factors, too, which are saved as they are held; nor once it is loaded."""
     model = fill(nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2)))
-    with closing(preconditioner(model, layers="all")) as own:
+    with ExitStack() as opened:
+        own = opened.enter_context(closing(preconditioner(model, layers="all")))
 
         def step(seed: int) -> None:
             model.zero_grad()
@@ -430,6 +447,10 @@ def test_a_state_does_not_change_with_later_steps() -> None:
         step(0)
         state = own.state_dict()
         saved = copy.deepcopy(state["blocks"])
+        if is_loaded:
+            own.close()
+            own = opened.enter_context(closing(preconditioner(model, layers="all")))
+            own.load_state_dict(state)
         step(1)
         after = own.state_dict()["blocks"]
         for name, block in saved.items():

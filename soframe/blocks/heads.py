@@ -59,9 +59,8 @@ def heads_of(model: nn.Module, part: nn.Module | None) -> Heads:
 
 def _tied(model: nn.Module, part: nn.Module) -> Iterator[_End]:
     """Yield the layers of a part that have the weight of an embedding of the model."""
-    modules = list(model.modules())
-    embeddings = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
-    for layer in modules if part is model else part.modules():
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for layer in part.modules():
         if isinstance(layer, nn.Linear) and id(layer.weight) in embeddings:
             yield _End(layer, guessed=False)
 

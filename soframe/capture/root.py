@@ -108,6 +108,8 @@ class Region:
         """Return whether two regions of a storage are of the same samples; None if unknown."""
         if len(self.shape) <= dim or self.stride != other.stride:
             return None
+        if self.stride[dim] == 0:
+            return None  # one row for all samples, such as a time step, a position or a mask
         first, second = sorted((self, other), key=lambda region: region.offset)
         moved = first._moved(second.offset - first.offset)
         along = moved.pop(dim)
@@ -115,7 +117,7 @@ class Region:
             return True  # the same tensor, or other positions
         if any(moved) or first.is_indexed or second.is_indexed:
             return None
-        samples, rest = divmod(along, max(1, first.stride[dim] // first.steps[dim]))
+        samples, rest = divmod(along * first.steps[dim], first.stride[dim])
         # Every k-th sample looks like every k-th position of sequences in one dimension.
         if rest == 0 and samples >= first.shape[dim]:
             return False

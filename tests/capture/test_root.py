@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -472,21 +473,27 @@ def test_batch_stays_batch() -> None:
     compare(found["inner", "G"], tokens_alone["inner", "G"] / POSITIONS**2, "G")
 
 
-@pytest.mark.parametrize("case", ["hidden states", "loss"])
-def test_tokens_or_samples_is_asked_once(case: str) -> None:
+@pytest.mark.parametrize("out", [5, 1, None])
+def test_tokens_or_samples_is_asked_once(out: int | None) -> None:
     """Integers [N, T] to features of another number, or to a loss."""
-    model = fill(Language("loss") if case == "loss" else Language(out=5))
+    model = fill(Language("loss") if out is None else Language(out=out))
+
+    def loss() -> Tensor:
+        if out == 1:
+            return model(tokens()).square().mean()
+        return language_loss(model, tokens() % 5)
+
     with closing(preconditioner(model)) as own:
-        language_loss(model, tokens() % 5).backward()
+        loss().backward()
         with pytest.warns(
             UserWarning, match=r"perhaps a mean over tokens.*'positions'.*count\(n\)"
         ):
             own.step()
-        language_loss(model, tokens() % 5).backward()  # warnings are errors here
+        loss().backward()  # warnings are errors here
         own.step()
     for samples in ("batch", "positions", lambda: SAMPLES):
         with closing(preconditioner(model, samples=samples)) as own:
-            language_loss(model, tokens() % 5).backward()
+            loss().backward()
             own.step()
 
 
@@ -554,6 +561,7 @@ CHUNKS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "one each": lambda x: list(x.split(1)),
     "unequal": lambda x: list(x.split([5, 3])),
     "columns": lambda x: list(x.T.contiguous().T.split(4)),
+    "every other of more": lambda x: list(x.repeat_interleave(2, 0).clone()[::2].chunk(4)),
 }
 
 
@@ -719,6 +727,39 @@ def test_steps_are_positions(layout: str) -> None:
         own.step()
         rows = with_ones(x).flatten(0, 1)
         compare(factors(own, "inner")[0][0], rows.T @ rows / 6, "A")
+
+
+class Timed(nn.Module):
+    """A layer over samples, and one over their time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.time = nn.Linear(3, 4), nn.Linear(1, 4)
+
+    def forward(self, time: Tensor, x: Tensor) -> Tensor:
+        return (self.inner(x) + self.time(time)).tanh()
+
+
+@pytest.mark.parametrize("times", [[0, 1], [0, 0]])
+@pytest.mark.parametrize("inputs", ["a batch in halves", "the same samples", "separate batches"])
+def test_a_time_that_is_expanded_does_not_tell_samples_apart(inputs: str, times: list[int]) -> None:
+    """One time for all samples of a call is one number in memory, which calls may share."""
+    model, time, x = fill(Timed()), randn(2), randn(8, 3)
+    if inputs == "a batch in halves":
+        parts, size = list(x.chunk(2)), 8
+    elif inputs == "the same samples":
+        parts, size = [x, x], 8
+    else:
+        parts, size = [x, randn(8, 3, seed=1)], 16
+    with closing(preconditioner(model)) as own:
+        calls = zip(times, parts, strict=True)
+        outputs = torch.stack([model(time[i].expand(len(part), 1), part) for i, part in calls])
+        (outputs.square().sum() / size).backward()
+        asked = pytest.warns(UserWarning, match="2 forward passes .*mean over 16 terms")
+        with asked if inputs == "separate batches" else nullcontext():
+            own.step()
+        rows = with_ones(torch.cat(parts))
+        compare(factors(own, "inner")[0][0], rows.T @ rows / size, "A")
 
 
 def test_two_batches_of_their_own_are_asked_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -116,6 +117,36 @@ def test_statistics_travel_while_the_model_goes_on() -> None:
 
 
 # -- whatever the order of hooks ---------------------------------------------------------------
+
+
+COLLECTIVES: dict[str, Callable[[TorchDistributed, Tensor], Handle]] = {
+    "all_reduce": lambda backend, flat: backend.all_reduce(flat, "test"),
+    "reduce": lambda backend, flat: backend.reduce(flat, 0, (0, 1), "test"),
+    "broadcast": lambda backend, flat: backend.broadcast(flat, 1, (0, 1), "test"),
+    "reduce_scatter": lambda backend, flat: backend.reduce_scatter(flat, [2, 2], "test"),
+    "all_gather_shares": lambda backend, flat: backend.all_gather_shares(flat, [2, 2], "test"),
+    "all_to_all": lambda backend, flat: backend.all_to_all(flat, [2, 2], [2, 2], "test")[1],
+}
+
+
+def start_before_the_other(rank: int, ranks: int) -> list[str]:
+    """Rank 1 enters each collective once rank 0 has said that it started it."""
+    backend, said = TorchDistributed(), torch.zeros(1)
+    begun = []
+    for name, start in COLLECTIVES.items():
+        if rank == 1:
+            dist.recv(said, 0)
+        handle = start(backend, torch.ones(4))
+        if rank == 0:
+            dist.send(said, 1)
+        handle.wait()
+        begun.append(name)
+    return begun
+
+
+def test_a_collective_that_is_started_waits_for_no_rank() -> None:
+    for begun in run_ranks(start_before_the_other, 2, timeout=40):
+        assert begun == list(COLLECTIVES)
 
 
 class Branches(nn.Module):

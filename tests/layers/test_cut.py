@@ -130,6 +130,28 @@ class Elsewhere(known("timm.layers.attention.Attention", "qkv")[0].__class__):  
 
 
 HF = "transformers.models."
+THREE, TWO = "[4, 4, 4], as", "[6, 6], as"
+KNOWN = {
+    f"{HF}openai.modeling_openai.Attention": ("c_attn", THREE),
+    f"{HF}dbrx.modeling_dbrx.DbrxAttention": ("Wqkv", "[8, 2, 2], as"),
+    f"{HF}mpt.modeling_mpt.MptAttention": ("Wqkv", THREE),
+    f"{HF}modernbert.modeling_modernbert.ModernBertAttention": ("Wqkv", THREE),
+    f"{HF}qwen2_vl.modeling_qwen2_vl.VisionAttention": ("qkv", THREE),
+    f"{HF}qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLVisionAttention": ("qkv", THREE),
+    f"{HF}glm.modeling_glm.GlmMLP": ("gate_up_proj", TWO),
+    f"{HF}glm4.modeling_glm4.Glm4MLP": ("gate_up_proj", TWO),
+    "timm.models.swin_transformer.WindowAttention": ("qkv", THREE),
+    "timm.models.beit.Attention": ("qkv", THREE),
+    "timm.models.eva.EvaAttention": ("qkv", THREE),
+}
+
+
+@pytest.mark.parametrize("path", KNOWN)
+def test_projections_of_further_libraries_are_cut(path: str) -> None:
+    child, note = KNOWN[path]
+    with closing(stages.preconditioner(known(path, child), "soap-muon")) as own:
+        (found,) = (row.note for row in own.report() if row.block)
+    assert note in found
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import soframe
-from soframe.layers import ExpertsHelper
+from soframe.layers import BlockShape, ExpertsHelper
+from soframe.methods import KFAC
+from soframe.specs import FactorSpec
 from soframe.strategies import Sharded
 from soframe.testing import check_layer_helper, compare, dense_fisher, dense_preconditioned
 from tests.curvature import closing, factors, half_square, preconditioner, randn
@@ -164,6 +166,27 @@ def test_an_expert_that_no_row_reaches_keeps_what_is_known_of_its_outputs() -> N
         moments = [rows.T @ rows / len(rows) for rows in seen]
         wanted = sum(w * m for w, m in zip(kept, moments, strict=True)) / sum(kept)
         compare(g[e], wanted, f"G of expert {e}")
+
+
+class OutputsFirst(KFAC):
+    """K-FAC with its factors in another order."""
+
+    def factors(self, shape: BlockShape) -> tuple[FactorSpec, ...]:
+        a, g = super().factors(shape)
+        return g, a
+
+
+def test_experts_are_solved_before_a_row_has_reached_the_first() -> None:
+    """Whichever factor comes first: A has one weight, and G one for each expert."""
+    x, y = batch([1, 1, 2])
+    found = []
+    for method in (KFAC(), OutputsFirst()):
+        model, opened = prepared(method=method, samples=lambda: 3)
+        with opened as own:
+            half_square(model(x), y).backward()
+            own.step()
+            found.append(model.experts.kernel.grad)
+    compare(found[1], found[0], "step", rtol=1e-12)
 
 
 def test_micro_batches_are_the_batch() -> None:

@@ -108,6 +108,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: patches(linear(x=(WIDTH, WIDTH), y=(WIDTH, WIDTH), z=(WIDTH, WIDTH))),
         "trans",
     ),
+    "without norms": (
+        lambda: tokens(linear(x=(8, 8), y=(8, 8), z=(8, 8)), nn.Identity()),
+        "trans",
+    ),
     "torch's": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 24), "trans"),
     "a hybrid's stem": (
         lambda: nn.Sequential(convolution(), nn.TransformerEncoderLayer(WIDTH, 2, 24)),
@@ -120,6 +124,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 9), nn.Linear(9, 1)),
         "dense",
     ),
+    "perceptron in a part": (lambda: Parts(body=Chain(2, 16, 16, 1)), "regression"),
+    "two heads, and another way back": (lambda: linear(x=(8, 24), y=(8, 9), z=(12, 8)), "dense"),
     "perceptron, all alike": (lambda: Chain(16, 16, 16, 16, 16), "dense"),
     "inverted": (lambda: Chain(8, 24, 8, 8), "dense"),
     "gated": (lambda: linear(gate=(8, 16), up=(8, 16), down=(16, 8)), "dense"),

@@ -710,6 +710,16 @@ def test_a_plan_sends_what_one_rank_needs_of_each_at_once_on_gpus_alone(
     assert calls == {"cpu": [3, 3], "cuda": [1, 1]}
 
 
+def test_a_plan_sends_local_gradients_of_parameters_without_a_block() -> None:
+    sent = []
+    for norm in ([], [nn.LayerNorm(5)]):  # a weight and a bias, in float32
+        task = Task.of(nn.Sequential(nn.Linear(4, 5), *norm, nn.Linear(5, 4)), method="kfac")
+        option = Option(CommOpt(), local=True)
+        (row,) = plan(task, ranks=4, hardware=CPU, options=[option]).rows
+        sent.append(row.traffic["gradients"]["bytes"])
+    assert sent[1] - sent[0] == 4 * (5 + 5)
+
+
 def test_solves_in_the_background_hold_their_results_and_one_that_runs() -> None:
     task = Task.of(dense(6, 5, 4), method="kfac", solver="eigen")
     costs, placement = Costs(task, CPU), complete(CommOpt().place(task.work, 1))

@@ -78,6 +78,21 @@ def test_heads_of_gpt_and_bert_are_the_embeddings() -> None:
         assert model.head.weight is model.tokens.weight
 
 
+HEADS = {  # the features of a head, and how many heads of queries a head of keys serves
+    "bert-large": (64, 1),
+    **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), (64, 1)),
+    "llama-7b": (128, 1),
+    "llama-8b": (128, 4),
+    "llama-70b": (128, 8),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_attention_have_the_published_sizes(name: str) -> None:
+    layer = WORKLOADS[name].model().layers[0]
+    assert (layer.size, getattr(layer, "queries", 1)) == HEADS[name]
+
+
 @pytest.mark.parametrize("name", ["llama-7b", "llama-8b", "llama-70b"])
 def test_llamas_read_as_much_text_as_they_were_trained_on(name: str) -> None:
     (tokens,) = WORKLOADS[name].inputs(3)

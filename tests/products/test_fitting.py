@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import soframe
 from soframe.methods import KFAC, Call
-from soframe.methods.spectrum import Spectrum
+from soframe.methods.spectrum import Spectrum, kronecker
 from soframe.products import files
 from tests.curvature import fill, randn
 from tests.products.kinds import KINDS, Batch, Kind, Part, loss, rows_of
@@ -658,3 +658,15 @@ def test_a_doubt_about_the_number_of_terms_names_the_line_that_fits() -> None:
     with pytest.warns(UserWarning, match="perhaps a mean over tokens") as warned:
         soframe.Curvature(model).fit([tokens], squares)
     assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_eigenvalues_are_null_within_the_rounding_of_their_factor() -> None:
+    """Up to n eps of the largest, of n eigenvalues; those of a diagonal, if they are zero."""
+    eps = torch.finfo(torch.float64).eps
+    values = torch.tensor([[0.0, 6 * eps, 10 * eps, 1, 1, 1, 1, 1]]).double()
+    factor = {"values": values, "vectors": torch.eye(8).double()[None]}
+    one = {"values": torch.ones(1, 1).double()}
+    for left, right, null in ((factor, one, [0, 1]), (one, {"values": values}, [0])):
+        spectrum = kronecker(left, right)
+        assert spectrum.null is not None
+        assert spectrum.null.flatten().nonzero().flatten().tolist() == null

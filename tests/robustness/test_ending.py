@@ -140,9 +140,16 @@ travelling, ended = Work("travelling"), Work("ended")
 ending.WORKS.begin(travelling)
 ending.WORKS.begin(ended)
 
-def late(work):
-    time.sleep(ending.PAUSE / 4)  # after it has told that it is complete
+pausing, sleep = threading.Event(), time.sleep
 
+def pause(seconds):
+    pausing.set()
+    sleep(seconds)
+
+def late(work):
+    pausing.wait()  # it is dropped after it has told that it is complete
+
+time.sleep = pause
 thread = threading.Thread(target=late, args=[ended], daemon=True)
 thread.start()
 ending.WORKS.end(ended)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import soframe
+from soframe.comm import SingleProcess
 from soframe.step import engine, magnitude
 from tests import kit
 from tests.curvature import randn
@@ -95,6 +96,7 @@ class Outcome:
     counters: dict[str, int]
     metrics: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
+    agreements: int = 0  # collectives
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -134,9 +136,11 @@ def outcome(
         # Before anything else asks the host.
         metrics, states = own.metrics(), own.preconditioner.state_dict()
         counters = dict(own.preconditioner.counters)
+        agreements = own.preconditioner.traffic().get("agree", {"calls": 0})["calls"]
         own.close()
     wholes = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return Outcome([p.detach() for p in wholes], states, counters, metrics, reads)
+    weights = [p.detach() for p in wholes]
+    return Outcome(weights, states, counters, metrics, reads, agreements)
 
 
 def same(one: Outcome, plain: Outcome, skipped: int | None = None) -> None:
@@ -331,6 +335,26 @@ def test_large_gradients_cost_one_update() -> None:
     assert {block["updates"] for block in states} == {7}
 
 
+class ByTheGPU(SingleProcess):
+    """Numbers of the host travel by the GPU once it runs, as with NCCL."""
+
+    runs = False
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        return torch.device("cuda") if self.runs else device
+
+
+@pytest.mark.parametrize("by_the_gpu", [False, True])
+def test_flags_are_read_at_once_where_the_agreement_waits_for_the_gpu(by_the_gpu: bool) -> None:
+    model, backend = network(), ByTheGPU()
+    with as_on_a_gpu() as reads:
+        distribution = soframe.Distribution(backend=backend)
+        own = soframe.Optimizer(model, "muon", lr=0.01, distribution=distribution)
+        backend.runs = by_the_gpu
+        kit.train(model, lambda model, step: model(randn(3, 4, seed=step)).sum(), range(3), own)
+    assert (reads.all == 0) is by_the_gpu
+
+
 def test_ten_in_a_row_are_told() -> None:
     with pytest.warns(UserWarning, match="10 steps in a row"):
         late = outcome(0, 1, True, "adamw", {}, dict.fromkeys(range(2, 12), math.nan), steps=12)
@@ -384,3 +408,11 @@ def test_one_rank_has_the_bad_gradient(method: str, gradients: str) -> None:
         same(one, other, skipped=3)
         for p, q in zip(late[0].weights, one.weights, strict=True):
             assert torch.equal(p, q)
+
+
+@pytest.mark.distributed
+def test_late_flags_cost_one_collective_a_step() -> None:
+    late, plain = (run_ranks(outcome, 2, queued, "muon", {}, {}) for queued in (True, False))
+    for one, other in zip(late, plain, strict=True):
+        assert one.agreements - other.agreements == one.reads.all
+        assert one.reads.behind > 0

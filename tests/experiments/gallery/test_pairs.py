@@ -67,6 +67,16 @@ def test_a_pair_is_one_block_and_other_methods_take_its_layers_apart() -> None:
     assert names == ["1", "2", "0.lora_B.weight"]
 
 
+def test_a_pair_that_shares_a_layer_is_no_block() -> None:
+    model = adapted()
+    other = nn.Linear(5, 2, bias=False)
+    other.weight = model[0].lora_A.weight
+    model.append(other)
+    with closing(soframe.Preconditioner(model, LoRAPro(), auxiliary="adamw")) as preconditioner:
+        blocks = {block.name: list(block.parameters) for block in preconditioner.curvature.blocks}
+    assert blocks.keys() == {"1", "2", "0.lora_A.weight", "0.lora_B.weight"}
+
+
 def test_micro_batches_and_a_resumed_run_are_one_run() -> None:
     expected, _ = adapt(0, 1, Adapting())
     for weight, whole in zip(adapt(0, 1, Adapting(passes=3))[0], expected, strict=True):
