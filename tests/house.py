@@ -43,9 +43,9 @@ FACADES = ("preconditioner.Preconditioner", "curvature.Curvature")  # hand every
 
 BOUNDS: dict[str, int] = {
     "kfac: files": 56,
-    "kfac: functions": 317,
+    "kfac: functions": 315,
     "kfac: depth": 12,
-    "kfac: calls": 856,
+    "kfac: calls": 854,
     "kfac: functions of step()": 211,
     "kfac: calls of step()": 586,
     "soap: files": 49,
@@ -58,7 +58,7 @@ BOUNDS: dict[str, int] = {
     "functions above complexity 15": 0,
     "classes above 30 methods": 0,
     "most parameters of a constructor": 19,
-    "lines": 45665,
+    "lines": 45671,
     "modules in circles": 0,
     "rooms in circles": 0,
     "imports of extensions by the core": 1,
