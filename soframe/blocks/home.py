@@ -190,6 +190,8 @@ class PlainGrad(GradientHome):
         return self._zero.get(parameter) or _home_of(parameter)
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
+        if not self._zero and type(parameter) is nn.Parameter:  # as `_elsewhere`, for each call
+            return parameter.grad
         home = self._elsewhere(parameter)
         return parameter.grad if home is None else home.read(parameter)
 

@@ -64,7 +64,7 @@ class BlockSpec:
     @property
     def has_gradient(self) -> bool:
         """Whether any parameter of the block has a gradient."""
-        return bool(self.home.of(self.parameters.values()))
+        return any(map(self.home.has, self.parameters.values()))
 
     def share(self, first: BlockSpec) -> None:
         """Take the specs of a block of the same kind."""

@@ -11,7 +11,7 @@ from torch import nn
 from soframe.blocks import sharding
 
 _PROPERTIES = attrgetter("requires_grad", "dtype", "device")
-_VALUES = methodcaller("values")
+_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 
 
 class Watch:
@@ -29,7 +29,7 @@ class Watch:
 
     def _look(self, parameters: Sequence[nn.Parameter]) -> tuple[object, ...]:
         # By name, too: pruning renames a parameter, and computes the weight from it from then on.
-        names = [list(slots.keys()) for slots in self._slots]  # TorchScript's iterate over none
+        names = list(map(list, map(_KEYS, self._slots)))  # TorchScript's iterate over none
         ids = list(map(id, parameters))
         children = list(map(id, chain.from_iterable(map(_VALUES, self._children))))
         properties = list(map(_PROPERTIES, parameters))

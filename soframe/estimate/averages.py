@@ -137,18 +137,24 @@ def _increase_masses(term: Term, decay: float) -> None:
     """
     factor = term.factor
     keep = decay if factor.decay is None else factor.decay
+    known: tuple[object, ...] = ()  # most blocks have the weights of the one before
+    masses: list[float] = []
+    rates: list[float] = []
     for block, reached in zip(term.blocks, term.reached, strict=True):
-        block.record.statistics_at[factor.name] = term.turn
-        old_masses = block.record.masses.get(factor.name, [0.0] * len(reached))
-        new_masses: list[float] = []
-        for old_mass, rows in zip(old_masses, reached, strict=True):
-            mass, rate = old_mass, 0.0
-            if rows > 0:
-                mass = keep * old_mass + (1 - keep)
-                rate = (1 - keep) / mass
-            new_masses.append(mass)
-            term.rates.append(rate)
-        block.record.masses[factor.name] = tuple(new_masses)
+        record = block.record
+        record.statistics_at[factor.name] = term.turn
+        old_masses = record.masses.get(factor.name) or tuple(repeat(0.0, len(reached)))
+        if (old_masses, reached) != known:
+            known, masses, rates = (old_masses, reached), [], []
+            for old_mass, rows in zip(old_masses, reached, strict=True):
+                mass, rate = old_mass, 0.0
+                if rows > 0:
+                    mass = keep * old_mass + (1 - keep)
+                    rate = (1 - keep) / mass
+                masses.append(mass)
+                rates.append(rate)
+        record.masses[factor.name] = tuple(masses)
+        term.rates += rates
 
 
 def average(placed: PlacedBlocks, terms: Iterable[Term]) -> None:

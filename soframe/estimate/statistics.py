@@ -396,16 +396,16 @@ class Accumulator:
                 counts, contribution = window.tallies[block].counts, window.contributions[block]
                 self.folded[block] = Folded(step, counts, contribution, total)
         terms: list[Term] = []
-        multipliers: list[float] = []
+        scaled: list[tuple[Tensor, float]] = []  # sums, and multipliers that they still lack
         for stack, members in self._placed.members(list(used)).items():
             names_of = {m: window.tallies[stack.blocks[m]].gathered for m in members}
             for index, factor in enumerate(stack.like.factors):
                 gathered = tuple([m for m in members if factor.name in names_of[m]])
                 if gathered:
-                    term, multiplier = self._term(stack, gathered, index, used, step)
-                    terms.append(term)
-                    multipliers.append(multiplier)
-        _multiply(terms, multipliers)
+                    terms.append(self._term(stack, gathered, index, used, step, scaled))
+        if scaled:
+            sums, multipliers = zip(*scaled, strict=True)
+            torch._foreach_mul_(sums, multipliers)
         enter(self._placed, terms, decay, identity=self._scale.scaling == "kaisa")
         window.sums.clear()  # before anything is solved, for its memory
 
@@ -416,8 +416,9 @@ class Accumulator:
         index: int,
         used: Mapping[Block, Weights],
         step: int,
-    ) -> tuple[Term, float]:
-        """Return this rank's sums of a factor, and the multiplier that they still lack."""
+        scaled: list[tuple[Tensor, float]],
+    ) -> Term:
+        """Return this rank's sums of a factor; add them to ``scaled`` if they are to be scaled."""
         factor, multipliers, reached = stack.like.factors[index], [], []
         position = stack.like.captured.index(factor)
         for member in members:
@@ -431,16 +432,16 @@ class Accumulator:
             else:
                 divisor = weights.factors[position]
                 multipliers += itertools.repeat(multiplier / divisor, factor.groups)
-        sums, multiplier = self.window.sums_of(stack), 1.0
+        sums = self.window.sums_of(stack)
         sums.multiply()
         total = sums.totals.get(factor.name)
         if total is not None:
             total = stack.take(total, members)
-            if len(set(multipliers)) == 1:
-                multiplier = multipliers[0]
-            else:
+            if len(set(multipliers)) > 1:
                 total.mul_(by_group(multipliers, total))
-        return Term(stack, members, index, total, reached=reached, turn=step), multiplier
+            elif multipliers[0] != 1:
+                scaled.append((total, multipliers[0]))
+        return Term(stack, members, index, total, reached=reached, turn=step)
 
     def late(self) -> list[str]:
         """Return the blocks whose second-order data became new in the window under way.
@@ -579,18 +580,6 @@ def _sizes(data: DataRows | None, batch: int, shared: int) -> tuple[int, int]:
     if data.unit == "sample":
         return len(data.indices), len(data.indices) * shared
     return batch, len(data.indices)
-
-
-def _multiply(terms: Sequence[Term], multipliers: Sequence[float]) -> None:
-    """Multiply the sums of terms, each by its number, by one fused call."""
-    sums: list[Tensor] = []
-    numbers: list[float] = []
-    for term, multiplier in zip(terms, multipliers, strict=True):
-        if term.tensor is not None and multiplier != 1:
-            sums.append(term.tensor)
-            numbers.append(multiplier)
-    if sums:
-        torch._foreach_mul_(sums, numbers)
 
 
 def _as_one_sample(call: LayerCall, rows: Tensor) -> tuple[LayerCall, Tensor]:

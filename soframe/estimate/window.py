@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class Mark(NamedTuple):
     """The gradient of a parameter after a backward pass, without a reference to it."""
 
     parameter: nn.Parameter
-    version: int | None = None  # None until the end of a pass, to which one that raises never comes
+    version: int | None = None  # None of a pass that has not ended
     storage: StorageWeakRef | None = None  # of a sparse gradient none
 
     def fits(self, gradient: Tensor, version: int) -> bool:
@@ -82,21 +83,21 @@ class Sums:
     ) -> bool:
         """Add a multiple of a call's statistics to a block's sum; False if shapes differ."""
         # The moment is a tensor, or a function that adds to a sum in place: see `Addend`.
-        if isinstance(moment, Tensor) and moment.shape != factor.shape:
-            return False
-        if len(self.stack.blocks) == 1 and factor.name not in self.totals:
+        if isinstance(moment, Tensor):
+            if moment.shape != factor.shape:
+                return False
+            moment = partial(_add_tensor, moment)
+        if len(self.stack.blocks) > 1:
+            if self._keep(factor, member, moment, multiplier):
+                return True
+        elif factor.name not in self.totals:
             # The first moment of a single block is its sum.
-            new = moment * multiplier if isinstance(moment, Tensor) else moment(None, multiplier)
+            new = moment(None, multiplier)
             if new.shape != factor.shape:
                 return False
             self.totals[factor.name] = new
             return True
-        if self._keep(factor, member, moment, multiplier):
-            return True
         total = self._parts_of(factor)[member]
-        if isinstance(moment, Tensor):
-            total.add_(moment, alpha=multiplier)
-            return True
         try:
             moment(total, multiplier)
         except RuntimeError:
@@ -132,10 +133,8 @@ class Sums:
                 matrix = of_blocks[member]
                 parts[member].baddbmm_(matrix.mT, matrix, alpha=rows.scale)
 
-    def _keep(self, factor: FactorSpec, member: int, moment: Tensor | Addend, scale: float) -> bool:
+    def _keep(self, factor: FactorSpec, member: int, moment: Addend, scale: float) -> bool:
         """Copy the rows of a call, if they are few, and in shape and scale like those here."""
-        if len(self.stack.blocks) == 1:
-            return False
         few = few_rows(moment, factor)
         if few is None:
             return False
@@ -152,7 +151,7 @@ class Sums:
                 parts = parts[..., :-1]
             rows = self._rows[factor.name] = _Rows(matrices, parts.unbind(), scale)
         part = rows.parts[member]
-        if (part.shape, rows.scale) != (few.shape, scale):
+        if part.shape != few.shape or rows.scale != scale:
             return False
         part.copy_(few)
         rows.members.add(member)
@@ -192,6 +191,8 @@ class Window:
     # The input moments that layers share.
     shared: SharedInputs = field(default_factory=SharedInputs)
     weight: float = 1.0  # the multiplier of statistics that are added from now on
+    # The blocks of backward passes that have not ended: one that raises never does.
+    unended: set[Block] = field(default_factory=set)
 
     def weigh(self, weight: float) -> None:
         """Set the weight of statistics from now on, until the next call or the next window.
@@ -214,8 +215,7 @@ class Window:
             if call.probe is None:
                 batches = self.calls.take_waiting(call.batch)
         if call.probe is None:
-            # The end of the pass sets the mark; a pass that raises leaves this one.
-            self.tallies[block].mark = Mark(next(iter(block.parameters.values())))
+            self.unended.add(block)
             terms = call.batch.terms
         else:
             terms = call.probe.samples
@@ -235,6 +235,7 @@ class Window:
     def end_pass(self, reached: Iterable[Block]) -> None:
         """Record the gradients of the blocks that a backward pass of the loss has reached."""
         for block in reached:
+            self.unended.discard(block)
             tally = self.tallies[block]
             # None if a framework has put the gradient elsewhere.
             tally.mark = _mark(block) if tally.counts.calls else None
@@ -247,13 +248,15 @@ class Window:
         """Drop the statistics of gradients that were zeroed before backward pass ``number``."""
         zeroed, changed = [], {}
         for block, tally in self.tallies.items():
-            if tally.mark is None:
+            mark = tally.mark
+            if block in self.unended:
+                mark = Mark(next(iter(block.parameters.values())))
+            if mark is None:
                 continue
-            parameter = tally.mark.parameter
-            gradient = block.home.read(parameter)
+            gradient = block.home.read(mark.parameter)
             if gradient is None:
                 zeroed.append(block)
-            elif not tally.mark.fits(gradient, block.home.version(parameter, gradient)):
+            elif not mark.fits(gradient, block.home.version(mark.parameter, gradient)):
                 changed[block] = gradient
         # Since changed: zeroed in place, replaced, clipped or averaged. The host waits for entries.
         if not any_nonzero(list(changed.values())):
@@ -264,6 +267,7 @@ class Window:
     def _drop(self, blocks: Iterable[Block], number: int) -> None:
         """Drop the statistics of blocks from the backward passes before ``number``."""
         for block in blocks:
+            self.unended.discard(block)
             self.tallies[block] = Tally(self.tallies[block].gathered, Counts(since=number))
             if len(block.stack.blocks) == 1:
                 self.sums.pop(block.stack, None)
@@ -303,18 +307,14 @@ class Window:
         Of matrices that are psd the norms of the diagonals are enough. Rows are multiplied first.
         """
         totals: dict[torch.device, list[Tensor]] = {}
-        diagonals: dict[torch.device, list[Tensor]] = {}
         for stack, sums in self.sums.items():
             with within(precision):
                 sums.multiply()
             for name, total in sums.totals.items():
+                entries = total
                 if name in stack.like.psd:
-                    diagonal = total.diagonal(dim1=-2, dim2=-1)
-                    diagonals.setdefault(stack.like.device, []).extend(diagonal.unbind())
-                else:
-                    totals.setdefault(stack.like.device, []).append(total)
-        for device, parts in diagonals.items():
-            totals.setdefault(device, []).append(torch.cat(parts))
+                    entries = total.diagonal(dim1=-2, dim2=-1)
+                totals.setdefault(stack.like.device, []).append(entries)
         scalars: list[Tensor] = []
         for tensors in totals.values():
             scalars += torch._foreach_norm(tensors, math.inf)
@@ -352,10 +352,15 @@ class Window:
         return samples_by_number
 
 
+def _add_tensor(moment: Tensor, total: Tensor | None, scale: float) -> Tensor:
+    """Add a multiple of a moment to a sum in place; None makes a new tensor."""
+    return moment * scale if total is None else total.add_(moment, alpha=scale)
+
+
 def _mark(block: Block) -> Mark | None:
     """Mark the gradient of a parameter of a block that has one."""
-    parameters = list(block.parameters.values())
-    for parameter, gradient in zip(parameters, block.home.each(parameters), strict=True):
+    for parameter in block.parameters.values():
+        gradient = block.home.read(parameter)
         if gradient is not None:
             storage = None
             if not gradient.is_sparse:

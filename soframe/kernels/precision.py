@@ -32,7 +32,7 @@ def within(precision: Precision) -> AbstractContextManager[None]:
     context: AbstractContextManager[None] = _NOTHING
     if torch.version.hip is None and torch.cuda.is_initialized():
         context = _set(_VALUES[precision])
-    if any(map(torch.is_autocast_enabled, _CASTING)):
+    if torch._C._is_any_autocast_enabled():
         return _without_casts(context)
     return context
 

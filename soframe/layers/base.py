@@ -289,20 +289,22 @@ class LayerHelper(WeightAndBias, ABC):
 
     def weight_rows(self, inputs: Inputs, output_rows: Tensor) -> Tensor:
         """Return the rows of `block_rows` that the weight multiplies; it raises the same errors."""
-        rows = self.input_rows(*inputs).to(output_rows.dtype)
+        rows = self.input_rows(*inputs)
+        if rows.dtype != output_rows.dtype:
+            rows = rows.to(output_rows.dtype)
+        if rows.shape == (*output_rows.shape[:3], self._row_entries):
+            return rows
         if rows.shape[:3] != output_rows.shape[:3]:
             raise ValueError(
                 f"{type(self).__name__}: input_rows gives [groups, batch, shared] = "
                 f"{tuple(rows.shape[:3])} and output_rows {tuple(output_rows.shape[:3])}; "
                 f"they must be equal"
             )
-        if rows.ndim != 4 or rows.shape[3] != self._row_entries:
-            raise ValueError(
-                f"{type(self).__name__}: input_rows gives rows {tuple(rows.shape)}, and a row of "
-                f"the weight has {self._row_entries}: override shape, to_matrix, from_matrix if it "
-                f"is not [out, in]; if its shape changed, put a new nn.Parameter in its place"
-            )
-        return rows
+        raise ValueError(
+            f"{type(self).__name__}: input_rows gives rows {tuple(rows.shape)}, and a row of the "
+            f"weight has {self._row_entries}: override shape, to_matrix, from_matrix if it is not "
+            f"[out, in]; if its shape changed, put a new nn.Parameter in its place"
+        )
 
     def sample_rows(self, inputs: Inputs, output_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows whose products over positions are the gradients of samples.

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from soframe.kernels import devices
 from soframe.kernels.dispatch import PATHS, Path, choose
 from soframe.kernels.geometry import Axis, Geometry, patch_means, patch_sums
-from soframe.kernels.gram import add_bias, new_sum
+from soframe.kernels.gram import add_bias, add_moment, new_sum, with_ones
 from soframe.kernels.unfold import patches
-from soframe.layers.base import BlockShape, Inputs, LayerHelper, Unit, widened
+from soframe.layers.base import FEW, BlockShape, Inputs, LayerHelper, Unit, widened
 from soframe.registry import register
 
 
@@ -93,16 +93,22 @@ class Conv2dHelper(LayerHelper):
     ) -> Tensor:
         if self.weight is None:
             return super().input_moment(inputs, output_rows, total, scale)
+        x, geometry = self._image(inputs, output_rows.dtype)
+        gpu = devices.on_gpu(x)
+        path = self.path or choose(geometry, torch.get_num_threads(), gpu=gpu)
+        numbers = geometry.groups * geometry.positions * geometry.features
+        if path == "unfold" and numbers <= FEW and not gpu:
+            rows = patches(x, geometry)
+            if self.bias is not None:
+                rows = with_ones(rows)
+            return add_moment(total, rows, scale)
         if total is None:
             total = new_sum(self.groups, self.shape.in_features, widened(output_rows), zero=True)
-        x, geometry = self._image(inputs, output_rows.dtype)
         weights = total
         if self.bias is not None:
             weights = total[:, :-1, :-1]
             sums = patch_sums(x.to(total.dtype), geometry)
             add_bias(total, sums, geometry.positions, scale)
-        gpu = devices.on_gpu(x)
-        path = self.path or choose(geometry, torch.get_num_threads(), gpu=gpu)
         PATHS[path](weights, x, geometry, scale)
         return total
 

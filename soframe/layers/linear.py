@@ -82,6 +82,7 @@ class TransposedLinearHelper(LinearHelper):
 
 def rows_of(x: Tensor) -> Tensor:
     """Return ``[batch, ..., features]``, or the features of one sample, as rows of one group."""
-    if x.dim() == 1:
+    shape = x.shape
+    if len(shape) == 1:
         return x.view(1, 1, 1, -1)
-    return x.reshape(1, len(x), x.shape[1:-1].numel(), x.shape[-1])
+    return x.reshape(1, shape[0], shape[1:-1].numel(), shape[-1])

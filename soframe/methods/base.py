@@ -153,7 +153,7 @@ class Call:
         return sample_moments(rows, self.output_rows, diagonal=self._long)
 
 
-def few_rows(addend: Tensor | Addend, factor: FactorSpec) -> Tensor | None:
+def few_rows(addend: Addend, factor: FactorSpec) -> Tensor | None:
     """Return the rows of whose plain moment an addend is, without ones for a bias.
 
     ``[groups, batch, shared, n]``; None for many rows, and for other statistics.
@@ -161,7 +161,7 @@ def few_rows(addend: Tensor | Addend, factor: FactorSpec) -> Tensor | None:
     function = getattr(addend, "__func__", None)
     if function not in (Call.input_moment, Call.output_moment) or factor.kind != "psd":
         return None
-    call: Call = addend.__self__  # type: ignore[union-attr]  # of a bound method
+    call: Call = addend.__self__  # type: ignore[attr-defined]  # of a bound method
     helper, name, (groups, batch, shared, _) = call.helper, function.__name__, call.rows.shape
     is_plain = getattr(type(helper), name) is getattr(LayerHelper, name)
     numbers = batch * shared * factor.size  # of a group

@@ -41,7 +41,7 @@ sum of their *weights* is the average. So statistics stay linear until they are 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -147,13 +147,13 @@ class Scale:
             of_calls: list[list[float]] = []
             for c, reached in counts.group_rows.items():
                 of_calls.append([rows / max(1, counts.samples[c]) / k for rows in reached])
-            rows_of_groups = _added_up(of_calls)
+            rows_of_groups = tuple(map(sum, zip(*of_calls, strict=True)))
             by_degree = (1.0 / k, 1.0, float(k))
             if self.own_gradients:
                 by_degree = (1.0 / k, 1.0 / k, 1.0 / k)
             return Contribution(by_degree, (k - empty) / k, positions / k, rows_of_groups)
         samples = sum(counts.samples.get(c, in_pass) for c, in_pass in passes.items())
-        rows_of_groups = _added_up(counts.group_rows.values())
+        rows_of_groups = tuple(map(sum, zip(*counts.group_rows.values(), strict=True)))
         return Contribution((1.0, 1.0, 1.0), samples, sum(counts.rows.values()), rows_of_groups)
 
     def gradient_scale(self, factor: FactorSpec, input_weight: float) -> float:
@@ -172,8 +172,3 @@ class OfMeans(Scale):
     ) -> Multipliers:
         # The loss of a batch is the sum over its samples, divided by their number.
         return super().call(module, samples, batch, shared, scale / max(1, samples), users)
-
-
-def _added_up(lists: Collection[Sequence[float]]) -> tuple[float, ...]:
-    """Add lists of equal length elementwise; empty if there are no lists."""
-    return tuple(map(sum, zip(*lists, strict=True)))
